@@ -1,0 +1,107 @@
+"""unisono: PyTorch's c10d written anew in Python, for NumPy arrays and torch tensors.
+
+`import unisono as dist` replaces `import torch.distributed as dist`. This module is the first of
+three public tiers: what scripts call. `unisono.lowlevel` is for authors of backends, transports
+and schedules, `unisono.testing` for tests. Everything else is private.
+
+Names are loaded when first used, so that the launcher, which needs none of them, starts without
+NumPy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unisono.backends import register_backend as register_backend
+    from unisono.base.types import RedOpType as RedOpType
+    from unisono.base.types import ReduceOp as ReduceOp
+    from unisono.elastic import spawn as spawn
+    from unisono.groups.collectives import all_gather as all_gather
+    from unisono.groups.collectives import all_gather_coalesced as all_gather_coalesced
+    from unisono.groups.collectives import all_gather_into_tensor as all_gather_into_tensor
+    from unisono.groups.collectives import all_reduce as all_reduce
+    from unisono.groups.collectives import all_reduce_coalesced as all_reduce_coalesced
+    from unisono.groups.collectives import all_to_all as all_to_all
+    from unisono.groups.collectives import all_to_all_single as all_to_all_single
+    from unisono.groups.collectives import barrier as barrier
+    from unisono.groups.collectives import broadcast as broadcast
+    from unisono.groups.collectives import gather as gather
+    from unisono.groups.collectives import reduce as reduce
+    from unisono.groups.collectives import reduce_scatter as reduce_scatter
+    from unisono.groups.collectives import reduce_scatter_tensor as reduce_scatter_tensor
+    from unisono.groups.collectives import scatter as scatter
+    from unisono.groups.future import Future as Future
+    from unisono.groups.future import collect_all as collect_all
+    from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
+    from unisono.groups.lifecycle import get_backend as get_backend
+    from unisono.groups.lifecycle import get_backend_config as get_backend_config
+    from unisono.groups.lifecycle import get_global_rank as get_global_rank
+    from unisono.groups.lifecycle import get_group_rank as get_group_rank
+    from unisono.groups.lifecycle import get_process_group_ranks as get_process_group_ranks
+    from unisono.groups.lifecycle import get_rank as get_rank
+    from unisono.groups.lifecycle import get_world_size as get_world_size
+    from unisono.groups.lifecycle import init_process_group as init_process_group
+    from unisono.groups.lifecycle import is_available as is_available
+    from unisono.groups.lifecycle import is_initialized as is_initialized
+    from unisono.groups.lifecycle import new_group as new_group
+    from unisono.groups.p2p import P2POp as P2POp
+    from unisono.groups.p2p import batch_isend_irecv as batch_isend_irecv
+    from unisono.groups.p2p import irecv as irecv
+    from unisono.groups.p2p import isend as isend
+    from unisono.groups.p2p import recv as recv
+    from unisono.groups.p2p import send as send
+    from unisono.groups.process_group import ProcessGroup as ProcessGroup
+    from unisono.groups.work import Work as Work
+    from unisono.groups.world import GroupMember as GroupMember
+    from unisono.groups.world import GroupMember as group
+    from unisono.rendezvous import register_rendezvous_handler as register_rendezvous_handler
+    from unisono.rendezvous import rendezvous as rendezvous
+    from unisono.stores import FileStore as FileStore
+    from unisono.stores import HashStore as HashStore
+    from unisono.stores import PrefixStore as PrefixStore
+    from unisono.stores import Store as Store
+    from unisono.stores import TCPStore as TCPStore
+
+__version__ = "0.1.0"
+
+# module -> names; the block above says the same to type checkers, and a test compares the two.
+_HOMES = {
+    "backends": "register_backend",
+    "base.types": "RedOpType ReduceOp",
+    "elastic": "spawn",
+    "groups.collectives": (
+        "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
+        "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
+        "reduce_scatter_tensor scatter"
+    ),
+    "groups.future": "Future collect_all",
+    "groups.lifecycle": (
+        "destroy_process_group get_backend get_backend_config get_global_rank get_group_rank "
+        "get_process_group_ranks get_rank get_world_size init_process_group is_available "
+        "is_initialized new_group"
+    ),
+    "groups.p2p": "P2POp batch_isend_irecv irecv isend recv send",
+    "groups.process_group": "ProcessGroup",
+    "groups.work": "Work",
+    "groups.world": "GroupMember group",
+    "rendezvous": "register_rendezvous_handler rendezvous",
+    "stores": "FileStore HashStore PrefixStore Store TCPStore",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> object:
+    module = _HOME_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    home = import_module(f"unisono.{module}")
+    value = globals()[name] = getattr(home, "GroupMember" if name == "group" else name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

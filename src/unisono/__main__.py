@@ -1,0 +1,8 @@
+"""`python -m unisono` does what the command `unisono` does."""
+
+import sys
+
+from unisono.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

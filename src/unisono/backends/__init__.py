@@ -1,0 +1,25 @@
+"""Collectives for one kind of device each: cpu (built in), and what others register.
+
+May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
+"""
+
+from unisono.backends.api import Backend, CallOptions, GroupSpec, Pending
+from unisono.backends.cpu import CPUBackend
+from unisono.backends.registry import (
+    BackendConfig,
+    known_backends,
+    make_backend,
+    register_backend,
+)
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "CPUBackend",
+    "CallOptions",
+    "GroupSpec",
+    "Pending",
+    "known_backends",
+    "make_backend",
+    "register_backend",
+]

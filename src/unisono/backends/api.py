@@ -1,0 +1,208 @@
+"""What a backend is: all operations of a process group, for arrays of one device type."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.base.types import ReduceOp
+from unisono.errors import UnsupportedError
+from unisono.stores import Store
+
+__all__ = ["Backend", "CallOptions", "GroupSpec", "Pending"]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """The process group that a backend is made for.
+
+    Attributes:
+        store: Shared by exactly the members, for this backend alone.
+        rank: This rank in the group.
+        size: Number of members.
+        ranks: Global ranks of the members, in group order.
+        name: Name of the group, for people.
+        key: Name of the group that no other group of the same world has.
+        timeout_s: Default of every call, in seconds.
+        options: What the user passed as `pg_options`, or None.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    name: str
+    key: str
+    timeout_s: float
+    options: Any = None
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """How one call is to run.
+
+    Attributes:
+        async_op: Return before the end.
+        deadline: Of the whole call.
+        algorithm: Name of an algorithm to use instead of the selected one.
+    """
+
+    async_op: bool
+    deadline: Deadline
+    algorithm: str | None = None
+
+
+class Pending(Completion):
+    """The end of one call, with what it knows only then.
+
+    Attributes:
+        outputs: The arrays that hold the result.
+        source: Global rank a receive got its message from; None before, or for other calls.
+        deadline: When whoever waits must call `expire`; None if the backend watches the time.
+    """
+
+    __slots__ = ("deadline", "outputs", "source")
+
+    def __init__(self, outputs: Sequence[Any] = (), deadline: Deadline | None = None) -> None:
+        super().__init__()
+        self.outputs = list(outputs)
+        self.deadline = deadline
+        self.source: int | None = None
+
+    def expire(self) -> None:
+        """End the call with an error because its deadline has passed."""
+
+
+class Backend(ABC):
+    """One process group's operations on one device type.
+
+    A backend implements the operations it has; the others raise UnsupportedError naming those
+    that exist. Arguments are checked by the process group as far as ranks and list lengths go;
+    dtypes, sizes and memory are the backend's business. Roots and peers are ranks in the group.
+    Every operation returns a `Pending`; a failed one carries its error there.
+    """
+
+    name: str = ""
+    device: str = ""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self.spec = spec
+
+    def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
+        """Copy root's tensor into everybody's."""
+        self._lacks("broadcast")
+
+    def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        """Reduce in place; every rank gets the result."""
+        self._lacks("all_reduce")
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        """Reduce several tensors of one dtype as one message."""
+        self._lacks("all_reduce_coalesced")
+
+    def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
+        """Reduce in place; root gets the result."""
+        self._lacks("reduce")
+
+    def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
+        """Copy every rank's tensor into everybody's list."""
+        self._lacks("all_gather")
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
+        """Concatenate every rank's tensor in everybody's output."""
+        self._lacks("all_gather_into_tensor")
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        """Gather several tensors of one dtype as one message: outputs[rank][i]."""
+        self._lacks("all_gather_coalesced")
+
+    def gather(
+        self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
+    ) -> Pending:
+        """Copy every rank's tensor into root's list."""
+        self._lacks("gather")
+
+    def scatter(
+        self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
+    ) -> Pending:
+        """Copy the i-th tensor of root's list to rank i."""
+        self._lacks("scatter")
+
+    def reduce_scatter(
+        self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        """Reduce the i-th tensors of all lists to rank i."""
+        self._lacks("reduce_scatter")
+
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        """Reduce the i-th parts of all tensors to rank i."""
+        self._lacks("reduce_scatter_tensor")
+
+    def all_to_all(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        """Copy inputs[i] to rank i, whose outputs[this rank] receives it."""
+        self._lacks("all_to_all")
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        options: CallOptions,
+    ) -> Pending:
+        """Copy the i-th part of every tensor to rank i; parts are rows of dimension 0."""
+        self._lacks("all_to_all_single")
+
+    def barrier(self, options: CallOptions) -> Pending:
+        """End on no rank before every rank has begun."""
+        self._lacks("barrier")
+
+    def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
+        """Send to a rank; done when the tensor may be changed."""
+        self._lacks("send")
+
+    def recv(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
+        """Receive from a rank, or from any if None."""
+        self._lacks("recv")
+
+    @abstractmethod
+    def split(self, spec: GroupSpec) -> Backend:
+        """Return the backend of a sub-group that this rank belongs to."""
+
+    @abstractmethod
+    def abort(self, reason: str, failed: bool = False) -> None:
+        """End all calls with an error, on all ranks; `failed` says this rank is going down."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and links."""
+
+    def broken(self) -> str | None:
+        """Return why the group accepts no more calls, or None if it does."""
+        return None
+
+    def info(self) -> dict[str, str]:
+        """Return what to show in the group's repr: engine, transport, ..."""
+        return {}
+
+    def _lacks(self, op: str) -> NoReturn:
+        has = [
+            name
+            for name, method in vars(Backend).items()
+            if not name.startswith("_") and getattr(type(self), name, method) is not method
+        ]
+        raise UnsupportedError(
+            f"backend {self.name!r} ({self.device}) has no {op} (it has: {', '.join(has)})"
+        )

@@ -1,0 +1,361 @@
+"""The CPU backend: from arrays to tasks for an engine.
+
+Every collective goes the same way: view the arrays as flat memory, describe the call for the
+agreement, select an algorithm, take its cached program, submit. Lists of arrays travel through
+one flat buffer, so that a schedule needs to know one input and one output only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.backends import p2p
+from unisono.backends.api import Backend, CallOptions, GroupSpec, Pending
+from unisono.backends.splits import check_splits, split_sizes
+from unisono.backends.staging import Flat, apart, many, one
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
+from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
+from unisono.engines.api import fingerprint_of
+from unisono.engines.failures import already_broken_error
+from unisono.engines.kernels import divide, scale
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import Program, Topology, build, layout_for, lower, select
+from unisono.transports import connect
+from unisono.transports.api import Failure
+
+__all__ = ["CPUBackend"]
+
+_NOTHING = dtype_named("uint8")
+
+# Collectives whose count is that of one block, of which there is one per rank.
+_BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
+
+
+class CPUBackend(Backend):
+    """All operations on CPU memory, through an engine.
+
+    Args:
+        spec: The group.
+        comm: Its communicator, if the transport of another group is shared.
+    """
+
+    name = "unisono"
+    device = "cpu"
+
+    def __init__(self, spec: GroupSpec, comm: Communicator | None = None) -> None:
+        super().__init__(spec)
+        if comm is None:
+            deadline = Deadline(spec.timeout_s)
+            transport = connect(spec.store, spec.rank, spec.size, deadline)
+            comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
+        self._comm = comm
+        self._engine: Engine = ReferenceEngine(comm)
+        self._topology = Topology(world_size=spec.size)
+
+    # ---- collectives ----------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
+        data = one(tensor, write=self.spec.rank != root)
+        return self._submit(
+            "broadcast", "broadcast", f"{data}, src={self._comm.ranks[root]}", options,
+            output=data, outputs=[tensor], count=data.count, root=root,
+        )  # fmt: skip
+
+    def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
+        return self._submit(
+            "all_reduce", "all_reduce", f"{data}, {op.name}", options,
+            output=data, outputs=[tensor], count=data.count, op=op,
+        )  # fmt: skip
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        data = many(tensors, write=True, name="tensors")
+        return self._submit(
+            "all_reduce", "all_reduce_coalesced", f"{data}, {op.name}", options,
+            output=data, outputs=tensors, count=data.count, op=op, agreed=data.sizes,
+        )  # fmt: skip
+
+    def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
+        # The other ranks' tensors are scratch to a schedule. torch lets them be overwritten;
+        # a private copy keeps them.
+        is_root = self.spec.rank == root
+        private = not is_root or op.op is RedOpType.PREMUL_SUM
+        data = one(tensor, write=is_root, private=private)
+        return self._submit(
+            "reduce", "reduce", f"{data}, {op.name}, dst={self._comm.ranks[root]}", options,
+            output=data, outputs=[tensor], count=data.count, op=op, root=root, result=is_root,
+        )  # fmt: skip
+
+    def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
+        data = one(tensor, write=False)
+        target = many(outputs, write=True, name="tensor_list", like=data.dtype)
+        self._require_blocks(target.sizes, data.count, "tensor_list")
+        return self._submit(
+            "all_gather", "all_gather", str(data), options,
+            input=data, output=target, outputs=outputs, count=data.count,
+        )  # fmt: skip
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
+        data, target = self._pair(tensor, output, "output_tensor")
+        self._require_total(target, data.count, "output_tensor", "input_tensor")
+        return self._submit(
+            "all_gather", "all_gather_into_tensor", str(data), options,
+            input=data, output=target, outputs=[output], count=data.count,
+        )  # fmt: skip
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        data = many(tensors, write=False, name="input_tensor_list")
+        flat = [t for row in outputs for t in row]
+        target = many(flat, write=True, name="output_tensor_lists", like=data.dtype)
+        if target.sizes != data.sizes * self.spec.size:
+            raise InvalidArgumentError(
+                f"output_tensor_lists hold {target.sizes} elements, expected {data.sizes} for "
+                f"each of {self.spec.size} ranks"
+            )
+        return self._submit(
+            "all_gather", "all_gather_coalesced", str(data), options,
+            input=data, output=target, outputs=flat, count=data.count, agreed=data.sizes,
+        )  # fmt: skip
+
+    def gather(
+        self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
+    ) -> Pending:
+        data, target = one(tensor, write=False), None
+        if outputs is not None:
+            target = many(outputs, write=True, name="gather_list", like=data.dtype)
+            self._require_blocks(target.sizes, data.count, "gather_list")
+        return self._submit(
+            "gather", "gather", f"{data}, dst={self._comm.ranks[root]}", options,
+            input=data, output=target, outputs=outputs or [], count=data.count, root=root,
+        )  # fmt: skip
+
+    def scatter(
+        self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
+    ) -> Pending:
+        target, data = one(output, write=True), None
+        if inputs is not None:
+            data = many(inputs, write=False, name="scatter_list", like=target.dtype)
+            self._require_blocks(data.sizes, target.count, "scatter_list")
+        return self._submit(
+            "scatter", "scatter", f"{target}, src={self._comm.ranks[root]}", options,
+            input=data, output=target, outputs=[output], count=target.count, root=root,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        target = one(output, write=True)
+        data = many(inputs, write=False, name="input_list", like=target.dtype)
+        self._require_blocks(data.sizes, target.count, "input_list")
+        return self._submit(
+            "reduce_scatter", "reduce_scatter", f"{target}, {op.name}", options,
+            input=data, output=target, outputs=[output], count=target.count, op=op,
+        )  # fmt: skip
+
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        data, target = self._pair(tensor, output, "output")
+        self._require_total(data, target.count, "input", "output")
+        if op.op is RedOpType.PREMUL_SUM:
+            data = one(tensor, write=False, private=True)
+        return self._submit(
+            "reduce_scatter", "reduce_scatter_tensor", f"{target}, {op.name}", options,
+            input=data, output=target, outputs=[output], count=target.count, op=op,
+        )  # fmt: skip
+
+    def all_to_all(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        data = many(inputs, write=False, name="input_tensor_list")
+        target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
+        return self._exchange("all_to_all", data, target, outputs, data.sizes, target.sizes, options)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        options: CallOptions,
+    ) -> Pending:
+        data, target = self._pair(tensor, output, "output")
+        size = self.spec.size
+        ins = split_sizes(data.shape or (), input_splits, size, "input")
+        outs = split_sizes(target.shape or (), output_splits, size, "output")
+        return self._exchange("all_to_all_single", data, target, [output], ins, outs, options)
+
+    def barrier(self, options: CallOptions) -> Pending:
+        return self._submit("barrier", "barrier", "", options, count=0)
+
+    # ---- point to point -------------------------------------------------------------------
+
+    def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
+        return p2p.send(self._comm, tensor, peer, tag, options)
+
+    def recv(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
+        return p2p.recv(self._comm, tensor, peer, tag, options)
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def split(self, spec: GroupSpec) -> CPUBackend:
+        """Return the backend of a sub-group over the same links; sends nothing."""
+        transport = self._comm.transport.retain()
+        # The transport's ranks are ours at the time it was made; a sub-group of a sub-group
+        # must go through the transport's numbering, which is the global one.
+        return CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
+
+    def abort(self, reason: str, failed: bool = False) -> None:
+        me = self._comm.transport.rank
+        failure = Failure("failed" if failed else "aborted", reason, [me], me)
+        self._comm.transport.fail(self._comm.context, failure, self._comm.others)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def broken(self) -> str | None:
+        failure = self._comm.transport.failure(self._comm.context)
+        return None if failure is None else failure.reason
+
+    def info(self) -> dict[str, str]:
+        return {"engine": self._engine.name, "transport": self._comm.transport.name}
+
+    # ---- the common way -------------------------------------------------------------------
+
+    def _submit(
+        self,
+        collective: str,
+        called: str,
+        arguments: str,
+        options: CallOptions,
+        *,
+        count: int,
+        input: Flat | None = None,
+        output: Flat | None = None,
+        outputs: Sequence[Any] = (),
+        root: int = -1,
+        op: ReduceOp | None = None,
+        agreed: tuple[object, ...] = (),
+        result: bool = True,
+        exchange: Callable[[str], tuple[Exchange, Program]] | None = None,
+    ) -> Pending:
+        """Submit one collective; `result` says whether this rank's output gets a result."""
+        self._require_usable(called)
+        dtype = output.dtype if output else input.dtype if input else _NOTHING
+        if op is not None:
+            require_reducible(dtype, op)
+            if op.op is RedOpType.PREMUL_SUM:
+                assert op.factor is not None
+                scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
+        nbytes = count * dtype.itemsize
+        whole = nbytes * (self.spec.size if collective in _BLOCKS else 1)
+        algorithm, pipeline = select(
+            collective, whole, self._topology, options.algorithm, config.get("UNISONO_ALGO")
+        )
+        numbers: Exchange | None = None
+        if exchange is None:
+            program = self._program(collective, algorithm, pipeline, count, root)
+            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
+        else:
+            numbers, program = exchange(algorithm)
+            agreed = (collective, dtype.name, options.algorithm)
+
+        def finish() -> None:
+            if result and output is not None:
+                if op is not None and op.op is RedOpType.AVG:
+                    divide(output.array, dtype, self.spec.size)
+                output.write_back()
+
+        pending = Pending(outputs)
+        task = Task(
+            call=Call(called, f"{called}({arguments})", agreed, nbytes),
+            program=program,
+            input=None if input is None else input.array,
+            output=None if output is None else output.array,
+            dtype=dtype,
+            op=op or ReduceOp.SUM,
+            deadline=options.deadline,
+            exchange=numbers,
+            finish=finish,
+        )
+        self._engine.submit(task, pending, inline=not options.async_op)
+        if not options.async_op:
+            pending.wait_until(None)
+        return pending
+
+    def _exchange(
+        self,
+        called: str,
+        data: Flat,
+        target: Flat,
+        outputs: Sequence[Any],
+        ins: tuple[int, ...],
+        outs: tuple[int, ...],
+        options: CallOptions,
+    ) -> Pending:
+        """Submit an all_to_all, whose sizes may differ by rank and are compared then."""
+        even = len({*ins, *outs}) <= 1
+        count = ins[0] if even else sum(ins) // self.spec.size
+
+        def plan(algorithm: str) -> tuple[Exchange, Program]:
+            rank = self.spec.rank
+            fallback = build("all_to_all", "pairwise", self.spec.size)
+            uneven = lower(fallback, rank, layout_for(fallback, 0, ins, outs))
+            program = self._program("all_to_all", algorithm, 1, count) if even else uneven
+            numbers = Exchange(
+                fingerprint_of(count, algorithm) if even else 0,
+                np.array([*ins, *outs], np.int64),
+                lambda call, table: check_splits(self._comm, call, table),
+                uneven,
+            )
+            return numbers, program
+
+        text = str(data) if even else f"{data}, send {list(ins)}, receive {list(outs)}"
+        return self._submit(
+            "all_to_all", called, text, options,
+            input=data, output=target, outputs=outputs, count=count, exchange=plan,
+        )  # fmt: skip
+
+    def _program(
+        self, collective: str, algorithm: str, pipeline: int, count: int, root: int = -1
+    ) -> Program:
+        schedule = build(collective, algorithm, self.spec.size, root, pipeline)
+        return lower(schedule, self.spec.rank, layout_for(schedule, count))
+
+    def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
+        """Return input and output of one call, of one dtype and not in each other's way."""
+        data = one(tensor, write=False, name="input")
+        target = one(output, write=True, name=output_name)
+        if data.dtype != target.dtype:
+            raise InvalidArgumentError(
+                f"{output_name} has dtype {target.dtype}, the input has {data.dtype}"
+            )
+        return apart(data, target), target
+
+    def _require_blocks(self, sizes: tuple[int, ...], count: int, name: str) -> None:
+        if any(size != count for size in sizes):
+            raise InvalidArgumentError(
+                f"{name} holds arrays of {list(sizes)} elements, expected {count} each"
+            )
+
+    def _require_total(self, whole: Flat, part: int, whole_name: str, part_name: str) -> None:
+        size = self.spec.size
+        if whole.count != size * part:
+            raise InvalidArgumentError(
+                f"{whole_name} has {whole.count} elements, expected {size * part}: "
+                f"{size} ranks x {part} of {part_name}"
+            )
+
+    def _require_usable(self, called: str) -> None:
+        failure = self._comm.transport.failure(self._comm.context)
+        if failure is not None:
+            raise already_broken_error(failure, self._comm, called)

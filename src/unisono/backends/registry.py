@@ -1,0 +1,92 @@
+"""Names of backends, and which device type each serves.
+
+A backend from another package registers by `register_backend`, or is found by the entry-point
+group "unisono.backends", whose entries are callables without arguments that register.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from typing import NamedTuple
+
+from unisono.backends.api import Backend, GroupSpec
+from unisono.backends.cpu import CPUBackend
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["BackendConfig", "known_backends", "make_backend", "register_backend"]
+
+Factory = Callable[[GroupSpec, str], Backend]
+
+
+class _Entry(NamedTuple):
+    factory: Factory
+    devices: tuple[str, ...]
+
+
+# "gloo" is served by the same engine, so that a script switches by its import line alone.
+_backends: dict[str, _Entry] = {
+    "unisono": _Entry(lambda spec, device: CPUBackend(spec), ("cpu",)),
+    "gloo": _Entry(lambda spec, device: CPUBackend(spec), ("cpu",)),
+}
+_loaded: set[str] = set()
+
+
+def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu",)) -> None:
+    """Make a backend known.
+
+    Args:
+        name: Lower-case name, as users write it in `init_process_group`.
+        factory: Called as factory(spec, device) on every member of a new group.
+        devices: Device types it serves when named without one.
+
+    Raises:
+        InvalidArgumentError: The name is taken, or `devices` is a plain string.
+    """
+    if isinstance(devices, str):
+        raise InvalidArgumentError(f"devices must be a list of names, got the string {devices!r}")
+    if name != name.lower() or not name.isidentifier():
+        raise InvalidArgumentError(f"backend name {name!r} must be a lower-case identifier")
+    if name in _backends:
+        raise InvalidArgumentError(f"backend {name!r} is registered already")
+    _backends[name] = _Entry(factory, tuple(devices))
+
+
+def known_backends() -> tuple[str, ...]:
+    """Return the names that can be used, those of entry points included."""
+    for point in entry_points(group="unisono.backends"):
+        if point.name not in _loaded:
+            _loaded.add(point.name)
+            point.load()()
+    return tuple(sorted(_backends))
+
+
+class BackendConfig:
+    """Which backend serves which device type: "unisono", or "cpu:unisono,cuda:nccl".
+
+    Raises:
+        InvalidArgumentError: An unknown name, a bad pair, or a device named twice.
+    """
+
+    def __init__(self, text: str | None = None) -> None:
+        self.device_backends: dict[str, str] = {}
+        text = (text or "unisono").lower()
+        for part in text.split(","):
+            device, colon, name = part.strip().rpartition(":")
+            if colon and not device:
+                raise InvalidArgumentError(f"backend {text!r}: expected device:backend, got {part!r}")
+            if name not in _backends and name not in known_backends():
+                known = ", ".join(known_backends())
+                raise InvalidArgumentError(f"unknown backend {name!r} (known: {known})")
+            for served in [device] if device else _backends[name].devices:
+                if served in self.device_backends:
+                    raise InvalidArgumentError(f"backend {text!r} names device {served!r} twice")
+                self.device_backends[served] = name
+
+    def __str__(self) -> str:
+        return ",".join(f"{device}:{name}" for device, name in self.device_backends.items())
+
+
+def make_backend(name: str, device: str, spec: GroupSpec) -> Backend:
+    """Return a new backend of that name for one group and device type."""
+    return _backends[name].factory(spec, device)

@@ -1,0 +1,87 @@
+"""Split sizes of all_to_all: from rows to elements, and whether all ranks' sizes fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.engines import Call, Communicator
+from unisono.errors import CollectiveMismatchError, InvalidArgumentError
+
+__all__ = ["check_splits", "split_sizes"]
+
+Array = np.ndarray[Any, Any]
+
+
+def split_sizes(
+    shape: tuple[int, ...], rows: Sequence[int] | None, size: int, name: str
+) -> tuple[int, ...]:
+    """Return how many elements go to, or come from, each of `size` ranks.
+
+    Args:
+        shape: Shape of the tensor; dimension 0 is split.
+        rows: Rows for each rank; None or empty for equal parts.
+        size: Number of ranks.
+        name: Which tensor, for errors.
+
+    Raises:
+        InvalidArgumentError: Wrong number of entries, a negative one, a wrong sum, or a dimension
+            that does not divide (Gloo leaves uninitialised memory in the output then).
+    """
+    first = shape[0] if shape else 1
+    row = math.prod(shape[1:])
+    if not rows:
+        if first % size:
+            raise InvalidArgumentError(
+                f"{name}: dimension 0 has {first} rows, which {size} ranks cannot share equally",
+                hint="pass split sizes",
+            )
+        return (first // size * row,) * size
+    if len(rows) != size or any(n < 0 for n in rows):
+        raise InvalidArgumentError(
+            f"{name}: split sizes {list(rows)}; expected {size} numbers, none negative"
+        )
+    if sum(rows) != first:
+        raise InvalidArgumentError(
+            f"{name}: split sizes {list(rows)} add up to {sum(rows)}, but dimension 0 has {first} rows"
+        )
+    return tuple(int(n) * row for n in rows)
+
+
+def check_splits(comm: Communicator, call: Call, table: Array) -> None:
+    """Check that what each rank sends is what the other one expects.
+
+    Args:
+        comm: The group.
+        call: The call, for the error.
+        table: [p, 2p]: for each rank, elements to each rank, then elements from each rank.
+
+    Raises:
+        CollectiveMismatchError: Names the first pairs that disagree; the same on every rank.
+    """
+    p = comm.size
+    sent, expected = table[:, :p], table[:, p:].T
+    wrong = np.argwhere(sent != expected)
+    if not wrong.size:
+        return
+    pairs = [
+        f"rank {comm.ranks[a]} sends {sent[a, b]} elements to rank {comm.ranks[b]}, "
+        f"which expects {expected[a, b]}"
+        for a, b in wrong[:3].tolist()
+    ]
+    more = f" (and {len(wrong) - 3} more pairs)" if len(wrong) > 3 else ""
+    me = comm.transport.rank
+    raise CollectiveMismatchError(
+        f"{call.op} #{call.seq} in group '{comm.name}' does not match on rank {me} of {p}: "
+        f"{'; '.join(pairs)}{more}",
+        context=comm.where(
+            op=call.op,
+            seq=call.seq,
+            peers=tuple(sorted({comm.ranks[int(r)] for r in wrong.ravel()})),
+            usable=True,
+        ),
+        hint="input_split_sizes[j] on rank i must equal output_split_sizes[i] on rank j",
+    )

@@ -1,0 +1,85 @@
+"""Between the arrays of a call and the one flat input and output of its program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.base.buffers import BufferView, view
+from unisono.base.types import DType
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["Flat", "apart", "many", "one"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Flat:
+    """Flat memory for a program, and the way back to the arrays it stands for.
+
+    Attributes:
+        array: [count] contiguous.
+        dtype: Element type of all arrays.
+        sizes: Elements of each array.
+        shape: Shape of the single array; None for a list.
+    """
+
+    def __init__(self, array: Array, views: list[BufferView], *, private: bool) -> None:
+        self.array = array
+        self.dtype: DType = views[0].dtype
+        self.sizes = tuple(v.count for v in views)
+        self.shape = views[0].shape if len(views) == 1 and not private else None
+        self._views = views
+        self._private = private
+
+    @property
+    def count(self) -> int:
+        return int(self.array.size)
+
+    def write_back(self) -> None:
+        """Copy results into the user's arrays, as far as they are not there already."""
+        at = 0
+        for target in self._views:
+            if self._private:
+                target.array[:] = self.array[at : at + target.count]
+                at += target.count
+            target.unpack()
+
+    def __str__(self) -> str:
+        if len(self._views) == 1:
+            return f"{self.dtype}[{', '.join(map(str, self._views[0].shape))}]"
+        if len(set(self.sizes)) == 1:
+            return f"{len(self.sizes)} x {self.dtype}[{self.sizes[0]}]"
+        return f"{self.dtype}[{' + '.join(map(str, self.sizes))}]"
+
+
+def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> Flat:
+    """Return one array as flat memory; a copy of it if `private`."""
+    target = view(tensor, write=write, name=name)
+    return Flat(target.array.copy() if private else target.array, [target], private=private)
+
+
+def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
+    """Return several arrays of one dtype as one flat copy, in their order.
+
+    Raises:
+        InvalidArgumentError: The list is empty, or dtypes differ.
+    """
+    views = [view(t, write=write, name=f"{name}[{i}]") for i, t in enumerate(tensors)]
+    if not views:
+        raise InvalidArgumentError(f"{name} is empty; expected at least one array")
+    dtype = like or views[0].dtype
+    for i, v in enumerate(views):
+        if v.dtype != dtype:
+            raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
+    flat = np.concatenate([v.array for v in views])
+    return Flat(flat, views, private=True)
+
+
+def apart(source: Flat, target: Flat) -> Flat:
+    """Return `source`, copied if a program that fills `target` would overwrite it."""
+    if np.may_share_memory(source.array, target.array):
+        source.array = source.array.copy()
+    return source

@@ -1,0 +1,199 @@
+"""Any array-like object as flat memory that an engine can use.
+
+Rule 1: torch is recognised, never imported. A tensor exists only if its user imported torch,
+so `sys.modules` has it.
+Rule 2: an engine sees contiguous elements in C order. What is laid out otherwise (strided,
+negative stride, Fortran order, foreign byte order) is packed into a copy and unpacked when the
+operation is done. Gloo reads the first `numel` elements of the storage instead, which is how
+it gets strided tensors wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unisono.base.types import DType, dtype_named, dtype_of_numpy
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
+
+__all__ = ["BufferView", "as_bytes", "device_of", "is_array", "view"]
+
+Array = np.ndarray[Any, Any]
+
+_DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 8: "metal", 10: "rocm", 13: "cpu", 14: "xpu"}
+
+
+class BufferView:
+    """Flat, contiguous memory of one array, with the way back to its owner.
+
+    Attributes:
+        array: [count] contiguous; aliases the owner's memory unless `packed`.
+        dtype: Element type.
+        shape: Shape of the owner.
+        owner: The object the user passed; kept alive by this view.
+        packed: Whether `array` is a copy that `unpack` must write back.
+    """
+
+    __slots__ = ("_write_back", "array", "dtype", "owner", "packed", "shape")
+
+    def __init__(
+        self,
+        array: Array,
+        dtype: DType,
+        shape: tuple[int, ...],
+        owner: object,
+        write_back: Callable[[Array], None] | None,
+    ) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.shape = shape
+        self.owner = owner
+        self.packed = write_back is not None
+        self._write_back = write_back
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return int(self.array.size)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    def unpack(self) -> None:
+        """Copy the packed elements back into the owner; nothing to do for an alias."""
+        if self._write_back is not None:
+            self._write_back(self.array)
+
+    def __repr__(self) -> str:
+        kind = "packed " if self.packed else ""
+        return f"<BufferView {kind}{self.dtype}{list(self.shape)}>"
+
+
+def _is_torch(obj: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
+
+
+def is_array(obj: object) -> bool:
+    """Whether `obj` is something `view` may accept (a list or a scalar is not)."""
+    return (
+        isinstance(obj, (np.ndarray, bytearray, memoryview, bytes))
+        or hasattr(obj, "__dlpack__")
+        or hasattr(obj, "__array_interface__")
+    )
+
+
+def as_bytes(array: Array) -> memoryview:
+    """Return the bytes of a flat contiguous array without copying."""
+    return memoryview(array.view(np.uint8))
+
+
+def device_of(obj: Any) -> str:
+    """Return the device type of an array: "cpu", "cuda", or the name it carries itself."""
+    if isinstance(obj, (np.ndarray, bytearray, memoryview, bytes)):
+        return "cpu"
+    device = getattr(obj, "device", None)
+    kind = getattr(device, "type", device)
+    if isinstance(kind, str):
+        return kind.partition(":")[0]
+    if hasattr(obj, "__dlpack_device__"):
+        code = int(obj.__dlpack_device__()[0])
+        return _DLPACK_DEVICES.get(code, f"dlpack{code}")
+    return "cpu"
+
+
+def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
+    """Return `obj` as flat memory.
+
+    Args:
+        obj: NumPy array, torch CPU tensor, bytearray, memoryview, or any DLPack CPU array.
+        write: Whether the operation stores into it.
+        name: What to call it in an error.
+
+    Raises:
+        ArgumentTypeError: Not an array.
+        InvalidArgumentError: `write`, but the memory is read-only or overlaps itself.
+        UnsupportedError: The dtype, layout or device cannot be used.
+    """
+    if isinstance(obj, np.ndarray):
+        return _view_numpy(obj, dtype_of_numpy(obj.dtype), obj, write, name)
+    if _is_torch(obj):
+        return _view_torch(obj, write, name)
+    if isinstance(obj, (bytearray, memoryview, bytes)):
+        array = np.asarray(memoryview(obj))
+        return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
+    if isinstance(obj, np.generic):
+        raise ArgumentTypeError(
+            f"{name} is a NumPy scalar ({obj.dtype}), which cannot be written in place",
+            hint="pass a 0-d array: np.asarray(x)",
+        )
+    if hasattr(obj, "__dlpack__"):
+        if (device := device_of(obj)) != "cpu":
+            raise UnsupportedError(f"{name} is on device {device!r}; this engine needs CPU memory")
+        array = np.from_dlpack(obj)
+        return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
+    if hasattr(obj, "__array_interface__"):
+        array = np.asarray(obj)
+        return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
+    raise ArgumentTypeError(
+        f"{name} must be an array (NumPy, torch, DLPack, bytearray), got {type(obj).__name__}"
+    )
+
+
+def _view_numpy(
+    array: Array, dtype: DType, owner: object, write: bool, name: str
+) -> BufferView:
+    shape = array.shape
+    if write:
+        if not array.flags.writeable:
+            raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
+        if any(stride == 0 and n > 1 for stride, n in zip(array.strides, shape, strict=True)):
+            raise InvalidArgumentError(
+                f"{name} overlaps itself (stride 0), so it has no single place for a result"
+            )
+    # The subclass test keeps np.matrix and masked arrays from changing what reshape returns.
+    plain = array.view(np.ndarray) if type(array) is not np.ndarray else array
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedError(f"{name} is a masked array; pass its .data and .mask separately")
+    if plain.flags.c_contiguous and plain.dtype.isnative:
+        return BufferView(plain.reshape(-1).view(dtype.storage), dtype, shape, owner, None)
+    native = np.ascontiguousarray(plain, dtype=plain.dtype.newbyteorder("="))
+
+    def write_back(flat: Array) -> None:
+        np.copyto(plain, flat.view(native.dtype).reshape(shape))
+
+    flat = native.reshape(-1).view(dtype.storage)
+    return BufferView(flat, dtype, shape, owner, write_back if write else _discard)
+
+
+def _discard(flat: Array) -> None:
+    """Stand-in for the write-back of an input: its packed copy is thrown away."""
+
+
+def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise UnsupportedError(
+            f"{name} is on device {tensor.device.type!r}; this engine needs CPU memory"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise UnsupportedError(f"{name} has layout {tensor.layout}; only dense tensors are supported")
+    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    data = tensor.detach()
+    if data.is_conj() or data.is_neg():
+        # A lazy conjugate shares its base's memory but not its values.
+        flat = data.resolve_conj().resolve_neg().contiguous().numpy().reshape(-1)
+
+        def write_back(values: Array) -> None:
+            data.copy_(torch.from_numpy(values).reshape(data.shape))
+
+        return BufferView(flat, dtype, tuple(data.shape), tensor, write_back if write else _discard)
+    if dtype.name == "bfloat16":
+        data = data.view(torch.int16)
+    elif dtype.kind == "x":
+        data = data.view(torch.uint8)
+    return _view_numpy(data.numpy().view(dtype.storage), dtype, tensor, write, name)

@@ -1,0 +1,54 @@
+"""The one reader of the environment: every variable that unisono knows, in one table.
+
+Other modules ask `get("UNISONO_ALGO")`; nothing else in the library touches
+`os.environ` for reading.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["VARIABLES", "Variable", "environ", "get", "get_float"]
+
+
+class Variable(NamedTuple):
+    """One environment variable: its default and what it does."""
+
+    default: str
+    meaning: str
+
+
+VARIABLES: dict[str, Variable] = {
+    "UNISONO_ALGO": Variable("", "algorithms to use, in NCCL_ALGO's grammar"),
+    "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
+    "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
+    "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),
+    "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
+}
+
+
+def environ() -> Mapping[str, str]:
+    """Return the process environment, for tables of foreign variables (RANK, PMI_RANK, ...)."""
+    return os.environ
+
+
+def get(name: str) -> str:
+    """Return a UNISONO_* variable, or its default if unset or empty."""
+    return os.environ.get(name, "") or VARIABLES[name].default
+
+
+def get_float(name: str) -> float:
+    """Return a UNISONO_* variable as a number.
+
+    Raises:
+        InvalidArgumentError: The text is not a number; names the variable.
+    """
+    text = get(name)
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidArgumentError(f"environment variable {name}={text!r} is not a number") from None

@@ -1,0 +1,156 @@
+"""Values without behaviour: reduce operations and element types."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from unisono.errors import InvalidArgumentError, UnsupportedError
+
+__all__ = ["DType", "RedOpType", "ReduceOp", "all_dtypes", "dtype_named", "dtype_of_numpy", "require_reducible"]
+
+
+class RedOpType(enum.IntEnum):
+    """The reduce operations, numbered as in torch.distributed 2.13."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+
+@dataclass(frozen=True)
+class ReduceOp:
+    """How contributions of several ranks become one: SUM, AVG, PRODUCT, MIN, ...
+
+    AVG is SUM divided by the number of ranks (integers: rounded toward zero).
+    `ReduceOp.PREMUL_SUM(f)` multiplies every contribution by `f` before the sum.
+    """
+
+    op: RedOpType
+    factor: float | None = None
+
+    SUM: ClassVar[ReduceOp]
+    AVG: ClassVar[ReduceOp]
+    PRODUCT: ClassVar[ReduceOp]
+    MIN: ClassVar[ReduceOp]
+    MAX: ClassVar[ReduceOp]
+    BAND: ClassVar[ReduceOp]
+    BOR: ClassVar[ReduceOp]
+    BXOR: ClassVar[ReduceOp]
+    PREMUL_SUM: ClassVar[ReduceOp]
+
+    @property
+    def name(self) -> str:
+        return self.op.name
+
+    def __call__(self, factor: float) -> ReduceOp:
+        """Return PREMUL_SUM with its factor; no other op takes one."""
+        if self.op is not RedOpType.PREMUL_SUM:
+            raise InvalidArgumentError(f"ReduceOp.{self.name} takes no factor")
+        return ReduceOp(RedOpType.PREMUL_SUM, float(factor))
+
+    def __repr__(self) -> str:
+        factor = "" if self.factor is None else f"({self.factor!r})"
+        return f"ReduceOp.{self.name}{factor}"
+
+
+for _op in RedOpType:
+    setattr(ReduceOp, _op.name, ReduceOp(_op))
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type: how it is called, how wide it is, and how NumPy stores it.
+
+    `storage` is the NumPy dtype that the engines see. For bfloat16 and float8, which NumPy
+    lacks, it is the unsigned integer of the same width; the bits travel unchanged.
+    `kind` is b(ool), i(nt), u(int), f(loat), c(omplex), or x for types that move but do not
+    reduce.
+    """
+
+    name: str
+    kind: str
+    storage: np.dtype[np.generic]
+
+    @property
+    def itemsize(self) -> int:
+        return self.storage.itemsize
+
+    def __str__(self) -> str:
+        return self.name
+
+
+_BY_NAME = {
+    name: DType(name, np.dtype(name).kind, np.dtype(name))
+    for name in (
+        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
+        "float16 float32 float64 complex64 complex128"
+    ).split()
+}
+_BY_NAME["bfloat16"] = DType("bfloat16", "f", np.dtype(np.uint16))
+for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
+    _BY_NAME[_name] = DType(_name, "x", np.dtype(np.uint8))
+
+_ARITHMETIC = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
+_ORDER = {RedOpType.MIN, RedOpType.MAX}
+_BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
+_REDUCE_OPS = {
+    # NumPy's rules for bool: + is "or", * is "and". An average or a factor has no meaning there.
+    "b": {RedOpType.SUM, RedOpType.PRODUCT} | _ORDER | _BITWISE,
+    "i": (_ARITHMETIC - {RedOpType.PREMUL_SUM}) | _ORDER | _BITWISE,
+    "u": (_ARITHMETIC - {RedOpType.PREMUL_SUM}) | _ORDER | _BITWISE,
+    "f": _ARITHMETIC | _ORDER,
+    "c": _ARITHMETIC,
+    "x": set(),
+}
+
+
+def dtype_named(name: str) -> DType:
+    """Return the element type of that name.
+
+    Raises:
+        UnsupportedError: No such type; the text lists the known ones.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        known = ", ".join(_BY_NAME)
+        raise UnsupportedError(f"dtype {name!r} is not supported (supported: {known})") from None
+
+
+def all_dtypes() -> tuple[DType, ...]:
+    """Return every element type that can be communicated."""
+    return tuple(_BY_NAME.values())
+
+
+def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
+    """Return the element type of a NumPy array, ml_dtypes' extension types included."""
+    # The name drops the byte order on purpose: '>f4' is float32 and gets packed.
+    return dtype_named(dtype.name)
+
+
+def require_reducible(dtype: DType, op: ReduceOp) -> None:
+    """Check that `op` is defined on `dtype`.
+
+    Raises:
+        InvalidArgumentError: PREMUL_SUM without a factor.
+        UnsupportedError: The text lists the reduce ops that this dtype has.
+    """
+    if op.op is RedOpType.PREMUL_SUM and op.factor is None:
+        raise InvalidArgumentError(
+            "PREMUL_SUM needs its factor", hint="write ReduceOp.PREMUL_SUM(factor)"
+        )
+    if op.op not in _REDUCE_OPS[dtype.kind]:
+        has = ", ".join(sorted(o.name for o in _REDUCE_OPS[dtype.kind])) or "none: it only moves"
+        raise UnsupportedError(
+            f"reduce op {op.name} is not defined on {dtype} (defined: {has})"
+        )

@@ -1,0 +1,216 @@
+"""Processes of a launch: one worker, and the reaper that outlives the launcher.
+
+A worker leads a session and process group of its own, so a Ctrl-C on the terminal reaches
+the launcher only, and the worker's own children can be found and ended with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from unisono.base.config import environ
+from unisono.base.log import get_logger
+from unisono.elastic import reaper
+from unisono.elastic.environment import LAUNCH_VARIABLE
+from unisono.errors import LaunchError
+
+__all__ = ["Reaper", "Worker", "parent_death_hook"]
+
+_log = get_logger("elastic")
+
+_PR_SET_PDEATHSIG = 1
+_REAP_TIMEOUT_S = 10.0
+
+
+def parent_death_hook() -> Callable[[], bool]:
+    """Return a function for a new child: the kernel shall kill it when its parent dies.
+
+    The function returns False where there is no such thing (only Linux has it). "Parent"
+    means the thread that made the child, so that thread must live as long as the child.
+    """
+    if sys.platform != "linux":
+        return lambda: False
+    import ctypes
+
+    # Looked up here, in the parent: between fork and exec a child may not load libraries.
+    prctl = ctypes.CDLL(None).prctl
+
+    def hook() -> bool:
+        return bool(prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) == 0)
+
+    return hook
+
+
+def _before_exec() -> Callable[[], None]:
+    set_death_signal = parent_death_hook()
+    parent = os.getpid()
+
+    def in_child() -> None:
+        set_death_signal()
+        if os.getppid() != parent:
+            # The parent died before the signal was asked for; nobody would send it.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return in_child
+
+
+class Worker:
+    """One worker process, not waited for until `reap`.
+
+    Until then it stays in the process table, dead or alive, so that neither its number nor
+    its group's can pass to a stranger, and signals sent to them hit nobody else.
+
+    Attributes:
+        exit_fd: Becomes readable when the process ends; None where the system lacks that.
+        exit_code: None while it runs; minus the signal's number if a signal killed it.
+        stopped: Whether the launcher told it to end before it ended by itself.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        pipe_stdout: bool,
+    ) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                env=env,
+                stdout=subprocess.PIPE if pipe_stdout else None,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=_before_exec(),
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise LaunchError(f"cannot start rank {rank} ({command[0]}): {error}") from error
+        self.rank = rank
+        self.pid = self._popen.pid
+        self.exit_code: int | None = None
+        self.stopped = False
+        self.exit_fd = _open_exit_fd(self.pid)
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The worker's standard output, if it is piped."""
+        return self._popen.stdout
+
+    @property
+    def stderr(self) -> IO[bytes]:
+        """The worker's standard error."""
+        assert self._popen.stderr is not None
+        return self._popen.stderr
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        if self.exit_code is None:
+            if hasattr(os, "waitid"):
+                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                info = os.waitid(os.P_PID, self.pid, flags)
+                if info is not None:
+                    exited = info.si_code == os.CLD_EXITED
+                    self.exit_code = info.si_status if exited else -info.si_status
+            else:
+                self.exit_code = self._popen.poll()
+        return self.exit_code
+
+    def stop(self, signum: int) -> None:
+        """Send a signal to the worker alone, not to its children; no-op if it has ended."""
+        if self.poll() is None:
+            self.stopped = True
+            os.kill(self.pid, signum)
+
+    def kill_group(self) -> None:
+        """Kill the worker and what it left in its process group."""
+        self.stopped = self.stopped or self.poll() is None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait for a killed or ended worker and give its number back.
+
+        Raises:
+            LaunchError: The kernel holds on to the process (uninterruptible I/O).
+        """
+        try:
+            self._popen.wait(_REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"rank {self.rank} (pid {self.pid}) did not end within {_REAP_TIMEOUT_S:g} s "
+                "of SIGKILL",
+                hint="it probably hangs in the kernel; see /proc/<pid>/stack",
+            ) from None
+        finally:
+            if self.exit_fd is not None:
+                os.close(self.exit_fd)
+                self.exit_fd = None
+        if self.exit_code is None:
+            self.exit_code = self._popen.returncode
+
+
+def _open_exit_fd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+class Reaper:
+    """The process that ends the workers if this one dies; see `unisono.elastic.reaper`."""
+
+    def __init__(self, launch_id: str) -> None:
+        program = os.path.abspath(reaper.__file__)
+        # Inside another launch, that one's reaper must not find and kill ours at work.
+        env = {k: v for k, v in environ().items() if k != LAUNCH_VARIABLE}
+        try:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-I", "-S", program, launch_id],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot start the reaper process: {error}") from error
+
+    def watch(self, worker: Worker) -> None:
+        """Register a worker that has just been started."""
+        self._tell(f"+ {worker.pid} {reaper.start_time(worker.pid)}\n")
+
+    def forget(self) -> None:
+        """Withdraw all workers; must come before the first of them is reaped."""
+        self._tell("forget\n")
+
+    def close(self, *, sweep: bool) -> None:
+        """End the reaper; with `sweep` it first kills what escaped from the workers' groups."""
+        if not sweep:
+            self._tell("quit\n")
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):
+            self._popen.stdin.close()
+        try:
+            self._popen.wait(_REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+    def _tell(self, line: str) -> None:
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(line.encode())
+            self._popen.stdin.flush()
+        except OSError:
+            _log.warning(
+                "the reaper process (pid %d) is gone: should the launcher be killed now, "
+                "children of workers would survive",
+                self._popen.pid,
+            )

@@ -1,0 +1,169 @@
+"""Which failure came first, and how to tell it: one line per rank, the real traceback last.
+
+Nothing has to be added to the user's code. A Python worker prints its traceback on standard
+error; the last part of that stream is all this module needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Failure",
+    "exception_line",
+    "exit_status",
+    "extract_traceback",
+    "is_consequence",
+    "order",
+    "render",
+    "signal_name",
+]
+
+_HEADER = re.compile(
+    r"(\[rank\d+\]: ?)?"
+    r"(Traceback \(most recent call last\):|  \+ Exception Group Traceback|Fatal Python error: )"
+)
+_SYNTAX = re.compile(r'(\[rank\d+\]: ?)?  File ".*", line \d+$')
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_LAST_LINES = 20
+
+_CONSEQUENCES = re.compile(
+    r"(\w+\.)*(PeerLostError|PeerFailedError|CollectiveAbortedError|StoreConnectionError|"
+    r"ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
+    # Gloo raises a plain RuntimeError when the other side of a connection is gone.
+    r"|.*(Connection closed by peer|Connection reset by peer|Broken pipe)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One worker that ended with an error of its own.
+
+    Attributes:
+        exit_code: As of `subprocess`: minus the signal's number if a signal killed it.
+        time_s: When its end was noticed, on the monotonic clock.
+        text: Its traceback, or the last lines of its standard error, or "".
+    """
+
+    rank: int
+    pid: int
+    exit_code: int
+    time_s: float
+    text: str = ""
+
+    def line(self) -> str:
+        """Return who failed and how, without a reason."""
+        who = f"rank {self.rank} (pid {self.pid}, host {os.uname().nodename})"
+        return f"{who} {exit_status(self.exit_code)}"
+
+    def line_with_reason(self) -> str:
+        """Return who failed, how, and the exception's first line if there was one."""
+        reason = exception_line(self.text)
+        return f"{self.line()}: {reason}" if reason else self.line()
+
+
+def signal_name(signum: int) -> str:
+    """Return "SIGTERM" for 15, "signal 99" for a number without a name."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def exit_status(exit_code: int) -> str:
+    """Return an exit code in words."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    hint = " (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else ""
+    return f"was killed by {signal_name(-exit_code)}{hint}"
+
+
+def _is_noise(lines: Sequence[str], header: int) -> bool:
+    """Whether the traceback at `header` is one that Python only mentions, and ignores."""
+    return header > 0 and "Exception ignored" in lines[header - 1]
+
+
+def _start_of_traceback(lines: Sequence[str]) -> int | None:
+    headers = [i for i, line in enumerate(lines) if _HEADER.match(line)]
+    headers = [i for i in headers if not _is_noise(lines, i)]
+    if not headers:
+        # A script that does not compile has no traceback, only its place and the error.
+        places = [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
+        return places[-1] if places else None
+    start = headers.pop()
+    for earlier in reversed(headers):
+        between = lines[earlier:start]
+        if not any(mark in line for mark in _CHAINED for line in between):
+            break
+        start = earlier
+    return start
+
+
+def extract_traceback(stderr: str) -> str:
+    """Return the last traceback in a worker's standard error, with its chained causes.
+
+    Without one: the last 20 lines. What Python merely ignored (`__del__`, weak references)
+    does not count.
+    """
+    lines = stderr.splitlines()
+    start = _start_of_traceback(lines)
+    if start is None:
+        return "\n".join(lines[-_LAST_LINES:])
+    end = len(lines)
+    for i in range(start, end):
+        if "Exception ignored" in lines[i] and lines[i].startswith("Exception ignored"):
+            end = i
+            break
+    return "\n".join(lines[start:end])
+
+
+def exception_line(text: str) -> str:
+    """Return the line "ValueError: ..." of a traceback, or ""."""
+    lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
+    headers = [i for i, line in enumerate(lines) if _HEADER.match(line) or _SYNTAX.match(line)]
+    if not headers:
+        return ""
+    for line in lines[headers[-1] + 1 :]:
+        if line and not line[0].isspace():
+            return line
+    return ""
+
+
+def is_consequence(text: str) -> bool:
+    """Whether a traceback only says that another process went away first."""
+    return _CONSEQUENCES.match(exception_line(text)) is not None
+
+
+def order(failures: Sequence[Failure]) -> list[Failure]:
+    """Return the failures with the root cause first.
+
+    That is the earliest one which does not merely report the end of another rank; if all
+    do, the earliest of them.
+    """
+    return sorted(failures, key=lambda f: (is_consequence(f.text), f.time_s, f.rank))
+
+
+def render(failures: Sequence[Failure], stopped: Sequence[int], *, prefix: str = "") -> str:
+    """Return a report of one line per rank; the first failure's own text comes last.
+
+    Args:
+        failures: In the order of `order`, at least one.
+        stopped: Ranks that the launcher ended because of them.
+        prefix: Put before each line of the launcher's own.
+    """
+    first, *others = failures
+    lines = [failure.line_with_reason() for failure in reversed(others)]
+    if stopped:
+        ranks = ", ".join(map(str, stopped))
+        lines.append(f"rank{'s' if len(stopped) > 1 else ''} {ranks} stopped by the launcher")
+    lines.append(f"first failure: {first.line()}")
+    report = "\n".join(prefix + line for line in lines)
+    return f"{report}\n{first.text}" if first.text else report

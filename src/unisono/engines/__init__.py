@@ -1,0 +1,10 @@
+"""Executing programs over links.
+
+May import `transports`, `schedules`, `base` and `errors`. An engine knows buffers, peers, offsets
+and opcodes; never a group's backend or an algorithm's name.
+"""
+
+from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
+from unisono.engines.reference import ReferenceEngine
+
+__all__ = ["Call", "Communicator", "Engine", "Exchange", "ReferenceEngine", "Task"]

@@ -1,0 +1,201 @@
+"""The contract of every engine: a task goes in, a completion comes out."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.base.types import DType, ReduceOp
+from unisono.errors import Context
+from unisono.schedules import Program
+from unisono.transports import Transport
+
+__all__ = [
+    "Call",
+    "Communicator",
+    "Engine",
+    "Exchange",
+    "Task",
+    "fingerprint_of",
+    "name_ranks",
+]
+
+Array = np.ndarray[Any, Any]
+
+
+class Communicator:
+    """The connected state behind one process group on one backend.
+
+    Args:
+        transport: Shared with the other groups of the same world.
+        ranks: Ranks of the transport (global ranks), in group order.
+        name: Name of the group, for errors.
+        key: Tells this group from others of the same name and members.
+    """
+
+    def __init__(
+        self, transport: Transport, ranks: tuple[int, ...], name: str, key: str = ""
+    ) -> None:
+        self.transport = transport
+        self.ranks = ranks
+        self.rank = ranks.index(transport.rank)
+        self.size = len(ranks)
+        self.name = name
+        self._pid = os.getpid()
+        self._closed = False
+        # Members are part of the number, so that ranks that disagree about who belongs to a
+        # group of this name never mix their messages; the wait for the absent ones names them.
+        digest = blake2b(repr((name, key, ranks)).encode(), digest_size=7).digest()
+        self.context = int.from_bytes(digest, "little")
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Global ranks of the other members."""
+        return tuple(rank for rank in self.ranks if rank != self.transport.rank)
+
+    def where(self, **fields: Any) -> Context:
+        """Return the context of an error in this group."""
+        return Context(
+            rank=self.transport.rank, world_size=self.size, group=self.name, **fields
+        )
+
+    def closed(self) -> str | None:
+        """Return why no call can be made any more, or None."""
+        if self._pid != os.getpid():
+            return "belongs to the parent of this fork"
+        return "was destroyed" if self._closed else None
+
+    def close(self) -> None:
+        """Release what the transport holds for this group, and the transport."""
+        self._closed = True
+        self.transport.forget(self.context)
+        self.transport.close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call, as all ranks must agree on it.
+
+    Attributes:
+        op: Name of the function the user called, for errors.
+        text: The call with its arguments, for errors: "all_reduce(float32[4], SUM)".
+        agreed: Everything that must be equal on all ranks: collective, dtype, algorithm, ...
+        nbytes: Size of this rank's buffer, for errors.
+        seq: Position in the group's order, from 1; given by the engine on submission.
+    """
+
+    op: str
+    text: str
+    agreed: tuple[object, ...]
+    nbytes: int = 0
+    seq: int = 0
+
+    @property
+    def fingerprint(self) -> int:
+        """64 bits over `agreed`; never 0, which means "ranks disagree" on the wire."""
+        return fingerprint_of(*self.agreed)
+
+
+def fingerprint_of(*parts: object) -> int:
+    """Return a nonzero 64-bit hash that is the same in every process."""
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class Exchange(NamedTuple):
+    """Numbers that may differ by rank but must fit together, such as split sizes.
+
+    Attributes:
+        even: A nonzero word if this rank's numbers are the plain default. If all ranks say the
+            same word, nothing is exchanged and the task's own program runs.
+        mine: [k] int64 of this rank.
+        check: Gets the call and [world_size, k] of all ranks; raises the same error on every
+            rank.
+        program: Runs instead of the task's program once the numbers were exchanged.
+    """
+
+    even: int
+    mine: Array
+    check: Callable[[Call, Array], None]
+    program: Program
+
+
+@dataclass
+class Task:
+    """A program with everything it needs to run.
+
+    Attributes:
+        call: What the ranks agree on before any buffer is written.
+        program: This rank's steps.
+        input: [*] read-only; None if the program has no input buffer.
+        output: [*] written in place; None if this rank gets no output.
+        dtype: Of the elements in both.
+        op: Reduce op of recv_reduce and reduce steps.
+        deadline: Of the whole call.
+        exchange: Numbers to compare after the agreement.
+        finish: Runs after success, before the completion: unpacks, scales.
+    """
+
+    call: Call
+    program: Program
+    input: Array | None
+    output: Array | None
+    dtype: DType
+    op: ReduceOp
+    deadline: Deadline
+    exchange: Exchange | None = None
+    finish: Callable[[], None] = field(default=lambda: None)
+
+
+class Engine(ABC):
+    """Runs the tasks of one communicator, one after another, in the order of submission.
+
+    Contract: no buffer is written before all ranks have agreed on the call. Ranks that disagree
+    all get CollectiveMismatchError and the group stays usable. Every other failure (time-out,
+    lost rank, abort) breaks the group on all ranks and names who is to blame.
+    """
+
+    name: str
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    @abstractmethod
+    def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
+        """Give the task its place in the order, run it, and finish `completion`.
+
+        Args:
+            task: What to run.
+            completion: What the caller waits for.
+            inline: Run on the calling thread if nothing is pending; the completion is done on
+                return. Otherwise the progress thread runs it.
+
+        Raises:
+            ClosedError: The engine is closed, or belongs to the parent of a fork.
+            UsageError: A synchronous call from the progress thread, which would wait for itself.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """End everything that runs or waits, here and on the other ranks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the communicator and the progress thread; what is queued gets ClosedError."""
+
+
+def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:
+    """Return "rank 3", "ranks 3 and 4" or "ranks 3, 4 and 9"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 12:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, ...)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,0 +1,149 @@
+"""From what a transport reports to the errors that users read.
+
+Engines and point-to-point calls end here, so that the same event reads the same everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.base.deadline import Deadline
+from unisono.engines.api import Call, Communicator, name_ranks
+from unisono.errors import (
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InternalError,
+    PeerFailedError,
+    PeerLostError,
+    UnisonoError,
+)
+from unisono.transports import LinkDown
+from unisono.transports.api import Failure, Status
+
+__all__ = [
+    "Expired",
+    "already_broken_error",
+    "break_group",
+    "broken_group_error",
+    "mismatch_error",
+    "to_failure",
+]
+
+# How long a rank that has given up asks the others how far they are. Within it a busy but
+# healthy process answers: its I/O thread needs the interpreter lock for some microseconds.
+_ASK_S = 0.15
+
+_CLASSES: dict[str, type[UnisonoError]] = {
+    "timeout": CollectiveTimeoutError,
+    "lost": PeerLostError,
+    "failed": PeerFailedError,
+    "aborted": CollectiveAbortedError,
+}
+
+_HINTS = {
+    "timeout": "see what those ranks do (py-spy dump); raise timeout= if they are only slow",
+    "lost": "look at the end of that rank's own log: it died, or left the group early",
+}
+
+
+class Expired(Exception):
+    """A wait inside a collective reached the deadline of the call."""
+
+
+def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: Deadline) -> Failure:
+    """Return what broke a collective, in words for all ranks."""
+    me = comm.transport.rank
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, LinkDown):
+        return Failure("lost", f"{name_ranks([error.peer])} was lost: {error.reason}", [error.peer], me)
+    if isinstance(error, Expired):
+        return _who_is_late(comm, call, deadline)
+    reason = f"{type(error).__name__} on rank {me}: {error}"
+    return Failure("failed", reason, [me], me)
+
+
+def _who_is_late(comm: Communicator, call: Call, deadline: Deadline) -> Failure:
+    """Ask every other rank how far it is; blame those that are behind or silent."""
+    transport = comm.transport
+    answers = transport.ask(comm.context, call.seq, comm.others, Deadline(_ASK_S))
+    if (known := transport.failure(comm.context)) is not None:
+        # Somebody else found out while we asked; one story is better than two.
+        return known
+    silent = [rank for rank in comm.others if rank not in answers]
+    behind = [rank for rank, status in answers.items() if status.seq < call.seq]
+    reasons = []
+    if behind:
+        reasons.append(f"{name_ranks(sorted(behind))} never entered it")
+    if silent:
+        verb = "does" if len(silent) == 1 else "do"
+        reasons.append(f"{name_ranks(silent)} {verb} not answer")
+    if not reasons:
+        reasons.append("every rank entered it, but the data did not arrive in time")
+    reason = f"timed out after {deadline.timeout_s:.1f} s: {', '.join(reasons)}"
+    return Failure("timeout", reason, sorted(behind + silent), transport.rank)
+
+
+def break_group(comm: Communicator, failure: Failure) -> None:
+    """Tell every member, and fail whatever of this group runs or waits here."""
+    comm.transport.fail(comm.context, failure, comm.others)
+
+
+def broken_group_error(
+    failure: Failure, comm: Communicator, what: str, seq: int | None = None, nbytes: int | None = None
+) -> UnisonoError:
+    """Return the error of the call that broke a group, or during which it broke."""
+    me = comm.transport.rank
+    found = "" if failure.by == me else f" (found by rank {failure.by})"
+    number = "" if seq is None else f" #{seq}"
+    what_where = f"{what}{number} in group '{comm.name}'"
+    on = f"on rank {me} of {comm.size}"
+    if failure.kind == "timeout":
+        head, _, tail = failure.reason.partition(": ")
+        text = f"{what_where} {head} {on}: {tail}{found}"
+    else:
+        verb = "was aborted" if failure.kind == "aborted" else "failed"
+        text = f"{what_where} {verb} {on}: {failure.reason}{found}"
+    return _of_class(failure, comm, text, op=what, seq=seq, nbytes=nbytes)
+
+
+def already_broken_error(failure: Failure, comm: Communicator, what: str) -> UnisonoError:
+    """Return the error of a call on a group that broke before."""
+    me = comm.transport.rank
+    text = (
+        f"{what} in group '{comm.name}' cannot run on rank {me} of {comm.size}: the group is "
+        f"broken: {failure.reason}"
+    )
+    return _of_class(failure, comm, text, op=what)
+
+
+def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> UnisonoError:
+    ours = failure.kind == "failed" and failure.by == comm.transport.rank
+    cls = InternalError if ours else _CLASSES[failure.kind]
+    context = comm.where(peers=failure.peers, usable=False, **where)
+    return cls(text, context=context, hint=_HINTS.get(failure.kind))
+
+
+def mismatch_error(
+    comm: Communicator, call: Call, answers: dict[int, Status]
+) -> CollectiveMismatchError:
+    """Return the error of ranks that made different calls: every variant with its ranks."""
+    me = comm.transport.rank
+    variants: dict[str, list[int]] = {call.text: [me]}
+    for rank, status in answers.items():
+        text = status.text if status.seq == call.seq else f"call #{status.seq}: {status.text}"
+        variants.setdefault(text, []).append(rank)
+    if silent := [rank for rank in comm.others if rank not in answers]:
+        variants["(no answer)"] = silent
+    told = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
+    text = (
+        f"{call.op} #{call.seq} in group '{comm.name}' does not match on rank {me} of {comm.size}: "
+        f"{'; '.join(told)}"
+    )
+    others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))
+    return CollectiveMismatchError(
+        text,
+        context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
+        hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+    )

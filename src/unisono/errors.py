@@ -1,0 +1,262 @@
+"""The whole error vocabulary of unisono.
+
+    UnisonoError(RuntimeError)
+    ├── UsageError                      this process asked for something impossible
+    │   ├── InvalidArgumentError(ValueError)
+    │   ├── ArgumentTypeError(TypeError)
+    │   ├── NotInitializedError(ValueError)
+    │   ├── AlreadyInitializedError(ValueError)
+    │   ├── NotInGroupError(ValueError)
+    │   ├── ClosedError                 you (or a fork) closed it
+    │   └── UnsupportedError            the backend lacks an op, dtype or device
+    ├── CollectiveError                 the ranks together
+    │   ├── CollectiveMismatchError     ranks made different calls; shows both sides
+    │   ├── CollectiveTimeoutError(TimeoutError)
+    │   └── CollectiveAbortedError      somebody called abort()
+    ├── PeerError                       another process, or the network to it
+    │   ├── PeerLostError(ConnectionError)
+    │   └── PeerFailedError             the peer said why before it went
+    ├── StoreError
+    │   ├── StoreTimeoutError(TimeoutError)
+    │   ├── StoreConnectionError(ConnectionError)
+    │   ├── StoreKeyError(KeyError)
+    │   └── QueueEmptyError
+    ├── RendezvousError(ValueError)
+    ├── TransportError(ConnectionError)
+    │   └── HandshakeError
+    ├── ScheduleError                   the verifier found a wrong schedule
+    ├── LaunchError
+    │   └── WorkerFailedError
+    └── InternalError                   our bug
+
+Three questions pick the class: whose fault is it, can the caller act on it, and does the
+standard library have a name for it (then that is a base class as well). The root is a
+RuntimeError because scripts written for torch.distributed catch that.
+
+Every error survives pickling with its context, so that it can travel between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = [
+    "AlreadyInitializedError",
+    "ArgumentTypeError",
+    "ClosedError",
+    "CollectiveAbortedError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "Context",
+    "HandshakeError",
+    "InternalError",
+    "InvalidArgumentError",
+    "LaunchError",
+    "NotInGroupError",
+    "NotInitializedError",
+    "PeerError",
+    "PeerFailedError",
+    "PeerLostError",
+    "QueueEmptyError",
+    "RendezvousError",
+    "ScheduleError",
+    "StoreConnectionError",
+    "StoreError",
+    "StoreKeyError",
+    "StoreTimeoutError",
+    "TransportError",
+    "UnisonoError",
+    "UnsupportedError",
+    "UsageError",
+    "WorkerFailedError",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where an error happened; only the fields that are known are printed.
+
+    `rank` and `peers` are global ranks. `usable` says whether the group accepts
+    further calls after this error.
+    """
+
+    rank: int | None = None
+    world_size: int | None = None
+    group: str | None = None
+    op: str | None = None
+    seq: int | None = None
+    step: int | None = None
+    peers: tuple[int, ...] = ()
+    nbytes: int | None = None
+    usable: bool | None = None
+
+    def __str__(self) -> str:
+        """Return space-separated key=value pairs in a fixed order, for grep."""
+        parts = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None or value == ():
+                continue
+            if field.name == "peers":
+                value = ",".join(map(str, value))
+            elif field.name == "usable":
+                parts.append(f"group_usable={'yes' if value else 'no'}")
+                continue
+            parts.append(f"{field.name}={value}")
+        return " ".join(parts)
+
+
+class UnisonoError(RuntimeError):
+    """Root of every error raised by unisono.
+
+    Attributes:
+        what: The first line; enough on its own: what happened, where, who is to blame.
+        context: Machine-readable position of the error.
+        hint: What to do next, or None.
+    """
+
+    default_hint: str | None = None
+
+    def __init__(self, what: str, *, context: Context | None = None, hint: str | None = None):
+        super().__init__(what)
+        self.what = what
+        self.context = context or Context()
+        self.hint = hint if hint is not None else self.default_hint
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if where := str(self.context):
+            lines.append(f"  where: {where}")
+        if self.hint:
+            lines.append(f"  hint: {self.hint}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.what, self.context, self.hint)
+
+
+def _rebuild(
+    cls: type[UnisonoError], what: str, context: Context, hint: str | None
+) -> UnisonoError:
+    return cls(what, context=context, hint=hint)
+
+
+class UsageError(UnisonoError):
+    """This process asked for something impossible; the group is untouched."""
+
+
+class InvalidArgumentError(UsageError, ValueError):
+    """An argument has a value that the call cannot accept."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument has a type that the call cannot accept."""
+
+
+class NotInitializedError(UsageError, ValueError):
+    """There is no default process group yet."""
+
+    default_hint = "call unisono.init_process_group() first"
+
+
+class AlreadyInitializedError(UsageError, ValueError):
+    """The default process group exists already."""
+
+
+class NotInGroupError(UsageError, ValueError):
+    """A rank called a method of a group that it is not a member of."""
+
+
+class ClosedError(UsageError):
+    """The object was closed, destroyed, or belongs to the parent of a fork."""
+
+
+class UnsupportedError(UsageError, NotImplementedError):
+    """The backend has no such op, dtype, reduce op or device; the text lists what it has."""
+
+
+class CollectiveError(UnisonoError):
+    """A collective failed for a reason that concerns several ranks."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Ranks made different calls at the same place in the group's order."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """The deadline passed; the text names the ranks that did not arrive."""
+
+
+class CollectiveAbortedError(CollectiveError):
+    """The group was aborted, here or on another rank."""
+
+
+class PeerError(UnisonoError):
+    """Another rank, or the network to it, failed."""
+
+
+class PeerLostError(PeerError, ConnectionError):
+    """The connection to a rank ended without a word: the process died or left."""
+
+
+class PeerFailedError(PeerError):
+    """A rank reported an exception of its own before it went away."""
+
+
+class StoreError(UnisonoError):
+    """A key-value store refused or failed a request."""
+
+
+class StoreTimeoutError(StoreError, TimeoutError):
+    """A key did not appear in time."""
+
+
+class StoreConnectionError(StoreError, ConnectionError):
+    """The store's server cannot be reached, or went away."""
+
+
+class StoreKeyError(StoreError, KeyError):
+    """A key is absent, or its value is not of the kind that the request needs."""
+
+    # KeyError prints repr(args[0]); our text is meant to be read.
+    __str__ = UnisonoError.__str__
+
+
+class QueueEmptyError(StoreError):
+    """A non-blocking pop found an empty queue."""
+
+
+class RendezvousError(UnisonoError, ValueError):
+    """The ranks could not agree on who takes part."""
+
+
+class TransportError(UnisonoError, ConnectionError):
+    """Bytes could not be moved between two ranks."""
+
+
+class HandshakeError(TransportError):
+    """Two ends of a connection disagree about protocol, world or token."""
+
+
+class ScheduleError(UnisonoError):
+    """A schedule is wrong: it loses data, deadlocks, or sends what nobody receives."""
+
+
+class LaunchError(UnisonoError):
+    """The launcher could not start or keep its workers."""
+
+
+class WorkerFailedError(LaunchError):
+    """A worker ended with an error; the first failure's traceback ends the text."""
+
+    def __str__(self) -> str:
+        head, newline, rest = self.what.partition("\n")
+        details = super().__str__().removeprefix(self.what)
+        return head + details + newline + rest
+
+
+class InternalError(UnisonoError):
+    """unisono broke one of its own rules."""
+
+    default_hint = "this is a bug in unisono: please report it with this traceback"

@@ -1,0 +1,155 @@
+"""torch.distributed's point-to-point functions.
+
+Source: torch.distributed.distributed_c10d (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.errors import InvalidArgumentError
+from unisono.groups.collectives import group_rank_of
+from unisono.groups.work import Work
+from unisono.groups.world import member_group, resolve
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def isend(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Start sending to a rank (this one is allowed); the tensor must stay until it is done.
+
+    Args:
+        tensor: [...] any layout.
+        dst: Global rank of the receiver.
+        group: The default group if None.
+        tag: Messages meet receives of the same tag, in order.
+        group_dst: The receiver's rank in the group, instead of `dst`.
+        **how: timeout.
+    """
+    if (pg := member_group(group, "isend")) is None:
+        return None
+    return pg.send(tensor, group_rank_of(pg, dst, group_dst), tag, async_op=True, **how)
+
+
+def irecv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Start receiving from a rank, or from any if neither `src` nor `group_src` is given."""
+    if (pg := member_group(group, "irecv")) is None:
+        return None
+    peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
+    return pg.recv(tensor, peer, tag, async_op=True, **how)
+
+
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Any,
+) -> None:
+    """Send to another rank; the tensor may be changed on return.
+
+    Raises:
+        InvalidArgumentError: The receiver is this rank (use isend).
+    """
+    if (pg := member_group(group, "send")) is None:
+        return
+    peer = group_rank_of(pg, dst, group_dst)
+    if peer == pg.rank():
+        raise InvalidArgumentError(
+            f"send to this rank itself ({pg.ranks[peer]}) would wait for its own receive",
+            hint="use isend and irecv",
+        )
+    pg.send(tensor, peer, tag, **how)
+
+
+def recv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Any,
+) -> int:
+    """Receive from a rank, or from any; return the sender's global rank (-1: not a member).
+
+    Raises:
+        CollectiveMismatchError: The message has another size or dtype; it is dropped, the
+            tensor keeps its values, the group stays usable.
+        CollectiveTimeoutError: No message in time; the group stays usable.
+    """
+    if (pg := member_group(group, "recv")) is None:
+        return -1
+    peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
+    return pg.recv(tensor, peer, tag, **how).source_rank()
+
+
+class P2POp:
+    """One send or receive for `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: What to send, or where to receive.
+        peer: Global rank of the other end.
+        group: The default group if None.
+        tag: As for isend.
+        group_peer: Rank in the group of the other end, instead of `peer`.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work | None],
+        tensor: Any,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise InvalidArgumentError(f"op must be unisono.isend or unisono.irecv, got {op!r}")
+        pg = resolve(group)
+        if pg is None:
+            raise InvalidArgumentError("P2POp on a rank that does not belong to the given group")
+        self.op = op
+        self.tensor = tensor
+        self.group = group
+        self.tag = tag
+        self.group_peer = group_rank_of(pg, peer, group_peer)
+        self.peer = pg.ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Start all of them; sends and receives may come in any order.
+
+    Raises:
+        InvalidArgumentError: The list is empty, holds something else, or mixes groups.
+    """
+    if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
+        raise InvalidArgumentError("p2p_op_list must be a non-empty list of P2POp")
+    if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
+        raise InvalidArgumentError("all operations of a batch must use the same group")
+    works = []
+    for op in p2p_op_list:
+        other = "group_dst" if op.op is isend else "group_src"
+        work = op.op(op.tensor, group=op.group, tag=op.tag, **{other: op.group_peer})
+        if work is not None:
+            works.append(work)
+    return works

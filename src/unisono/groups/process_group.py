@@ -1,0 +1,335 @@
+"""ProcessGroup: an ordered set of ranks and everything they can do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.backends import Backend, BackendConfig, CallOptions, GroupSpec, make_backend
+from unisono.base import config
+from unisono.base.buffers import device_of
+from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.types import ReduceOp
+from unisono.errors import ClosedError, InvalidArgumentError
+from unisono.groups.dispatch import OPS, dispatcher
+from unisono.groups.work import Work
+from unisono.stores import PrefixStore, Store
+
+__all__ = ["ProcessGroup"]
+
+
+class ProcessGroup:
+    """Ranks that communicate; has every operation as a method.
+
+    Each method returns a `Work`, which is done already unless `async_op` is set; an error of
+    a synchronous call is raised at once. Roots and peers are ranks *in this group*. Arguments
+    that all methods share:
+
+        async_op: Return at once; the arrays must stay untouched until the work is done.
+        timeout: Seconds or timedelta; the group's timeout if None.
+        algorithm: Name of an algorithm to use instead of the selected one.
+
+    All members must make the same calls in the same order. Threads: calls of several threads
+    are put in some order; use one group per thread to have yours.
+
+    Args:
+        store: Shared by exactly the members; wrap it in a PrefixStore if others use it too.
+        rank: This process's rank in the group.
+        size: Number of ranks.
+        backend: "unisono", or one per device: "cpu:unisono,cuda:nccl".
+        timeout: Default of every call: 1,800 s unless UNISONO_TIMEOUT says otherwise.
+        name: For people.
+        ranks: Global ranks of the members; 0..size-1 if None.
+        options: Passed on to the backends.
+
+    Raises:
+        InvalidArgumentError: `rank` outside 0..size-1, or an unknown backend.
+        RendezvousError: Some ranks did not come in time; names them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        backend: str | None = None,
+        timeout: Timeout | None = None,
+        name: str = "default",
+        *,
+        ranks: tuple[int, ...] | None = None,
+        options: Any = None,
+        _parent: ProcessGroup | None = None,
+        _key: str = "0",
+    ) -> None:
+        if size < 1 or not 0 <= rank < size:
+            raise InvalidArgumentError(f"rank {rank} of {size}: expected 0 <= rank < size")
+        self.store = store
+        self.name = name
+        self.key = _key
+        self.ranks = tuple(range(size)) if ranks is None else ranks
+        self._rank = rank
+        self._timeout_s = _group_timeout(timeout)
+        self.config = BackendConfig(backend)
+        self.backends: dict[str, Backend] = {}
+        self._closed = False
+        try:
+            for device, backend_name in self.config.device_backends.items():
+                self.backends[device] = self._make(backend_name, device, options, _parent)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, name: str, device: str, options: Any, parent: ProcessGroup | None) -> Backend:
+        spec = GroupSpec(
+            store=PrefixStore(device, self.store),
+            rank=self._rank,
+            size=self.size(),
+            ranks=self.ranks,
+            name=self.name,
+            key=self.key,
+            timeout_s=self._timeout_s,
+            options=options,
+        )
+        if parent is not None and parent.config.device_backends.get(device) == name:
+            return parent.backends[device].split(spec)
+        return make_backend(name, device, spec)
+
+    # ---- who ------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def timeout_s(self) -> float:
+        """Default time-out of a call, in seconds."""
+        return self._timeout_s
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change the default time-out of later calls."""
+        self._timeout_s = to_seconds(timeout)
+
+    def group_rank(self, global_rank: int) -> int:
+        """Return the rank in this group of a global rank.
+
+        Raises:
+            InvalidArgumentError: Not a member; lists the members.
+        """
+        try:
+            return self.ranks.index(global_rank)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"global rank {global_rank} is not in group '{self.name}' (ranks {list(self.ranks)})"
+            ) from None
+
+    # ---- collectives ----------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, root: int = 0, **how: Any) -> Work:
+        """Copy root's tensor into everybody's."""
+        return self._call("broadcast", tensor, (tensor, self._member(root, "root")), how)
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+        """Replace everybody's tensor by the reduction over all ranks."""
+        return self._call("all_reduce", tensor, (tensor, _reduce_op(op)), how)
+
+    def all_reduce_coalesced(
+        self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
+    ) -> Work:
+        """all_reduce of several tensors of one dtype, as one message."""
+        first = _first(tensors, "tensors")
+        return self._call("all_reduce_coalesced", first, (tensors, _reduce_op(op)), how)
+
+    def reduce(
+        self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any
+    ) -> Work:
+        """Replace root's tensor by the reduction over all ranks; the others keep theirs."""
+        arguments = (tensor, self._member(root, "root"), _reduce_op(op))
+        return self._call("reduce", tensor, arguments, how)
+
+    def all_gather(self, outputs: Sequence[Any], tensor: Any, **how: Any) -> Work:
+        """Copy rank i's tensor into everybody's outputs[i]."""
+        self._one_each(outputs, "tensor_list")
+        return self._call("all_gather", tensor, (outputs, tensor), how)
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
+        """Concatenate the tensors of all ranks in everybody's output."""
+        return self._call("all_gather_into_tensor", tensor, (output, tensor), how)
+
+    def all_gather_coalesced(
+        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Any
+    ) -> Work:
+        """all_gather of several tensors of one dtype, as one message: outputs[rank][i]."""
+        self._one_each(outputs, "output_tensor_lists")
+        first = _first(tensors, "input_tensor_list")
+        return self._call("all_gather_coalesced", first, (outputs, tensors), how)
+
+    def gather(
+        self, tensor: Any, outputs: Sequence[Any] | None = None, root: int = 0, **how: Any
+    ) -> Work:
+        """Copy rank i's tensor into outputs[i] on root; `outputs` is None elsewhere."""
+        self._list_on_root(outputs, self._member(root, "root"), "gather_list")
+        return self._call("gather", tensor, (tensor, outputs, root), how)
+
+    def scatter(
+        self, output: Any, inputs: Sequence[Any] | None = None, root: int = 0, **how: Any
+    ) -> Work:
+        """Copy root's inputs[i] into the output of rank i; `inputs` is None elsewhere."""
+        self._list_on_root(inputs, self._member(root, "root"), "scatter_list")
+        return self._call("scatter", output, (output, inputs, root), how)
+
+    def reduce_scatter(
+        self, output: Any, inputs: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
+    ) -> Work:
+        """Fill rank i's output with the reduction of everybody's inputs[i]."""
+        self._one_each(inputs, "input_list")
+        return self._call("reduce_scatter", output, (output, inputs, _reduce_op(op)), how)
+
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
+    ) -> Work:
+        """Fill rank i's output with the reduction of the i-th part of everybody's tensor."""
+        return self._call("reduce_scatter_tensor", output, (output, tensor, _reduce_op(op)), how)
+
+    def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], **how: Any) -> Work:
+        """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
+        self._one_each(outputs, "output_tensor_list")
+        self._one_each(inputs, "input_tensor_list")
+        return self._call("all_to_all", inputs[0], (outputs, inputs), how)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        **how: Any,
+    ) -> Work:
+        """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
+        arguments = (output, tensor, output_split_sizes, input_split_sizes)
+        return self._call("all_to_all_single", tensor, arguments, how)
+
+    def barrier(self, **how: Any) -> Work:
+        """End on no rank before every rank has begun."""
+        return self._call("barrier", None, (), how)
+
+    # ---- point to point -------------------------------------------------------------------
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
+        """Send to a rank; done when the tensor may be changed."""
+        return self._call("send", tensor, (tensor, self._member(peer, "dst"), tag), how)
+
+    def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
+        """Receive from a rank, or from any if None."""
+        source = None if peer is None else self._member(peer, "src")
+        return self._call("recv", tensor, (tensor, source, tag), how)
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """End every call of the group with CollectiveAbortedError, on all ranks."""
+        for backend in self.backends.values():
+            backend.abort(f"{reason} on rank {self.ranks[self._rank]}")
+
+    def report_failure(self, text: str) -> None:
+        """Tell the other ranks that this one goes down with an error of its own."""
+        for backend in self.backends.values():
+            backend.abort(f"rank {self.ranks[self._rank]} raised {text}", failed=True)
+
+    def close(self) -> None:
+        """Release links and threads; no collective. Closing twice is fine."""
+        self._closed = True
+        backends, self.backends = self.backends, {}
+        for backend in backends.values():
+            backend.close()
+
+    def _call(self, op: str, tensor: Any, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+        if self._closed:
+            raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
+        options = self._options(op, **how)
+        device = next(iter(self.backends)) if tensor is None else device_of(tensor)
+        pending = dispatcher.kernel(op, device)(self, device, *arguments, options)
+        if not options.async_op and pending.error is not None:
+            raise pending.error
+        return Work(pending, op)
+
+    def _options(
+        self,
+        op: str,
+        *,
+        async_op: bool = False,
+        timeout: Timeout | None = None,
+        algorithm: str | None = None,
+    ) -> CallOptions:
+        deadline = Deadline(self._timeout_s if timeout is None else timeout)
+        return CallOptions(async_op, deadline, algorithm)
+
+    # ---- checks that need the group only --------------------------------------------------
+
+    def _member(self, rank: int, what: str) -> int:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size():
+            raise InvalidArgumentError(
+                f"{what}={rank!r} is not a rank of group '{self.name}' (0..{self.size() - 1})"
+            )
+        return rank
+
+    def _one_each(self, tensors: Sequence[Any], name: str) -> None:
+        if not isinstance(tensors, (list, tuple)):
+            raise InvalidArgumentError(f"{name} must be a list, got {type(tensors).__name__}")
+        if len(tensors) != self.size():
+            raise InvalidArgumentError(
+                f"{name} has {len(tensors)} entries, expected one for each of {self.size()} ranks"
+            )
+
+    def _list_on_root(self, tensors: Sequence[Any] | None, root: int, name: str) -> None:
+        if self._rank != root:
+            if tensors:
+                raise InvalidArgumentError(f"{name} is for the root only, which is rank {root}")
+        elif tensors is None:
+            raise InvalidArgumentError(f"{name} is required on the root, which is this rank")
+        else:
+            self._one_each(tensors, name)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"<ProcessGroup '{self.name}' closed>"
+        parts = [f"rank={self._rank}", f"size={self.size()}"]
+        for device, backend in self.backends.items():
+            parts.append(f"{device}={backend.name}")
+            parts += [f"{key}={value}" for key, value in backend.info().items()]
+            if broken := backend.broken():
+                parts.append(f"broken: {broken}")
+        return f"<ProcessGroup '{self.name}' {' '.join(parts)}>"
+
+
+def _group_timeout(timeout: Timeout | None) -> float:
+    return config.get_float("UNISONO_TIMEOUT") if timeout is None else to_seconds(timeout)
+
+
+def _reduce_op(op: Any) -> ReduceOp:
+    if not isinstance(op, ReduceOp):
+        raise InvalidArgumentError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
+    return op
+
+
+def _first(tensors: Sequence[Any], name: str) -> Any:
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        raise InvalidArgumentError(f"{name} must be a list with at least one array")
+    return tensors[0]
+
+
+def _alias(name: str) -> Callable[..., Work]:
+    def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
+        result: Work = getattr(self, name)(*args, **kwargs)
+        return result
+
+    method.__doc__ = f"c10d's name of `{name}`."
+    return method
+
+
+for _schema in OPS.values():
+    if not hasattr(ProcessGroup, _schema.c10d_method):
+        setattr(ProcessGroup, _schema.c10d_method, _alias(_schema.name))

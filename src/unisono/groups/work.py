@@ -1,0 +1,106 @@
+"""The handle of one submitted operation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+from unisono.backends import Pending
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.errors import CollectiveTimeoutError
+from unisono.groups.future import Future
+
+__all__ = ["Work"]
+
+
+class Work:
+    """One operation on its way. Dropping it is safe: the operation goes on.
+
+    Source: torch.distributed.Work (2.13).
+    """
+
+    def __init__(self, pending: Pending, op: str) -> None:
+        self._pending = pending
+        self._op = op
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Block until the operation is done; return True, or raise its error.
+
+        Args:
+            timeout: Seconds or timedelta; None or zero for no limit but the operation's own.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` passed first. The operation goes on and can be
+                waited for again. (With Gloo the group is lost then.)
+        """
+        pending = self._pending
+        limit = None if timeout is None or to_seconds(timeout) == 0 else Deadline(timeout)
+        own = pending.deadline
+        if own is not None and (limit is None or own.remaining() <= limit.remaining()):
+            if not pending.wait_until(own):
+                pending.expire()
+        elif not pending.wait_until(limit):
+            assert limit is not None
+            raise CollectiveTimeoutError(
+                f"{self._op} was not done after {limit.timeout_s:g} s of waiting; it goes on"
+            )
+        if pending.error is not None:
+            raise pending.error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly; never blocks."""
+        return self._pending.done()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._pending.done() and self._pending.error is None
+
+    def exception(self) -> BaseException | None:
+        """Return its error, or None."""
+        return self._pending.error
+
+    def result(self) -> list[Any]:
+        """Return the arrays that hold the result; meaningful once it is done."""
+        return self._pending.outputs
+
+    def source_rank(self) -> int:
+        """Return the global rank a receive got its message from, -1 if not known."""
+        return -1 if self._pending.source is None else self._pending.source
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for it; CPU arrays have none, so this is `wait`."""
+        self.wait()
+
+    def get_future(self) -> Future:
+        """Return a future of the result arrays."""
+        future = Future()
+
+        def ended(pending: Completion) -> None:
+            if pending.error is not None:
+                future.set_exception(pending.error)
+            else:
+                future.set_result(self._pending.outputs)
+
+        self._pending.add_callback(ended)
+        return future
+
+    def __await__(self) -> Generator[Any, None, bool]:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def wake(completion: Completion) -> None:
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+
+        self._pending.add_callback(wake)
+        yield from done.__await__()
+        return self.wait()
+
+    def __repr__(self) -> str:
+        if not self._pending.done():
+            return f"<Work {self._op} pending>"
+        return f"<Work {self._op} {'done' if self.is_success() else 'failed'}>"

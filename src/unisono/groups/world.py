@@ -1,0 +1,110 @@
+"""The default group and the groups made from it: the library's only mutable module state.
+
+A process has one world. Threads that act as ranks (see `unisono.testing.run`) have one each:
+`use` installs a world for the current context only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from unisono.errors import InvalidArgumentError, NotInitializedError
+from unisono.groups.process_group import ProcessGroup
+
+__all__ = ["GroupMember", "World", "current", "member_group", "resolve", "use"]
+
+T = TypeVar("T")
+
+
+class World:
+    """One default group, and the groups made from it, by key."""
+
+    def __init__(self) -> None:
+        self.default: ProcessGroup | None = None
+        self.groups: dict[str, ProcessGroup] = {}
+        self.made = 0
+        self.on_close: list[Callable[[], None]] = []
+
+    def close(self, *, only: ProcessGroup | None = None) -> None:
+        """Close one sub-group, or everything, newest group first."""
+        if only is not None and only is not self.default:
+            del self.groups[only.key]
+            only.close()
+            return
+        groups, self.groups, self.default = list(self.groups.values()), {}, None
+        for group in reversed(groups):
+            group.close()
+        self.made = 0
+        callbacks, self.on_close = self.on_close, []
+        for callback in callbacks:
+            callback()
+
+
+class _Members(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group, or None."""
+        return current().default
+
+
+class GroupMember(metaclass=_Members):
+    """Names of special groups.
+
+    `WORLD` is the default group; `NON_GROUP_MEMBER` is what `new_group` returns on a rank that
+    does not belong to the new group.
+    """
+
+    NON_GROUP_MEMBER = -100
+
+
+_process_world = World()
+_context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
+
+
+def current() -> World:
+    """Return the world of the current thread or task."""
+    return _context_world.get() or _process_world
+
+
+@contextlib.contextmanager
+def use(world: World) -> Iterator[World]:
+    """Make `world` the current one inside the with block."""
+    token = _context_world.set(world)
+    try:
+        yield world
+    finally:
+        _context_world.reset(token)
+
+
+def resolve(group: Any = None) -> ProcessGroup | None:
+    """Return the group meant by an argument; None if this rank is not a member.
+
+    Raises:
+        NotInitializedError: None was given and there is no default group.
+        InvalidArgumentError: Not a group.
+    """
+    if group is None:
+        default = current().default
+        if default is None:
+            raise NotInitializedError("the default process group has not been initialized")
+        return default
+    if isinstance(group, ProcessGroup):
+        return group
+    if group == GroupMember.NON_GROUP_MEMBER:
+        return None
+    raise InvalidArgumentError(f"group must be a ProcessGroup, got {group!r}")
+
+
+def member_group(group: Any, call: str) -> ProcessGroup | None:
+    """As `resolve`, with torch's warning on ranks that are not members."""
+    found = resolve(group)
+    if found is None:
+        warnings.warn(
+            f"running {call} on a rank that does not belong to the given group does nothing",
+            stacklevel=3,
+        )
+    return found

@@ -1,0 +1,48 @@
+"""The second public tier: what authors of backends, transports, engines and schedules need."""
+
+from unisono.backends import Backend, BackendConfig, CallOptions, GroupSpec, Pending
+from unisono.base.buffers import BufferView, device_of, view
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.base.types import DType
+from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
+from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher
+from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
+from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Transport
+
+__all__ = [
+    "OPS",
+    "Backend",
+    "BackendConfig",
+    "BufferView",
+    "Call",
+    "CallOptions",
+    "Communicator",
+    "Completion",
+    "DType",
+    "Deadline",
+    "Dispatcher",
+    "Engine",
+    "Exchange",
+    "GroupSpec",
+    "InprocTransport",
+    "Key",
+    "Layout",
+    "OpSchema",
+    "Pending",
+    "Program",
+    "ReferenceEngine",
+    "Schedule",
+    "TCPTransport",
+    "Task",
+    "Topology",
+    "Transfer",
+    "Transport",
+    "build",
+    "device_of",
+    "dispatcher",
+    "lower",
+    "select",
+    "verify",
+    "view",
+]

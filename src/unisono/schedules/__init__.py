@@ -1,0 +1,34 @@
+"""Collectives as data: schedules, their proof, their cost, and how to choose among them.
+
+`select` picks an algorithm, `build` gives its `Schedule`, `lower` turns that into one rank's
+`Program`. `verify` proves a schedule right and `cost` counts what it sends. Pure: no thread, no
+socket, no clock.
+"""
+
+from unisono.schedules.cost import Cost, cost
+from unisono.schedules.ir import Buf, Op, Schedule
+from unisono.schedules.layout import Layout, layout_for
+from unisono.schedules.override import parse_override
+from unisono.schedules.program import Program, lower
+from unisono.schedules.registry import available, build
+from unisono.schedules.select import Choice, Topology, select
+from unisono.schedules.verify import verify
+
+__all__ = [
+    "Buf",
+    "Choice",
+    "Cost",
+    "Layout",
+    "Op",
+    "Program",
+    "Schedule",
+    "Topology",
+    "available",
+    "build",
+    "cost",
+    "layout_for",
+    "lower",
+    "parse_override",
+    "select",
+    "verify",
+]

@@ -1,0 +1,86 @@
+"""What a schedule costs, counted on its steps: rounds, messages and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from unisono.schedules.ir import IntArray, Op, Schedule
+
+__all__ = ["Cost", "cost"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Counts of one call. Those per rank are those of the rank with the most.
+
+    Attributes:
+        rounds: Message latencies on the critical path.
+        messages: Messages sent per rank. A post to all others counts once for each.
+        bytes_sent: Sent per rank.
+        bytes_received: Received or read per rank.
+        bytes_reduced: Reduced per rank.
+        critical_bytes: Sum over rounds of the most that a rank sends or receives in it.
+        critical_reduced: Sum over rounds of the most that a rank reduces in it.
+    """
+
+    rounds: int
+    messages: int
+    bytes_sent: Fraction
+    bytes_received: Fraction
+    bytes_reduced: Fraction
+    critical_bytes: Fraction
+    critical_reduced: Fraction
+
+    def time(self, alpha: float, beta: float, gamma: float = 0.0) -> float:
+        """Return the time of one call when rounds follow one another in lock step.
+
+        T = alpha * rounds + beta * critical_bytes + gamma * critical_reduced
+
+        Args:
+            alpha: Latency per round, in any unit of time.
+            beta: Time per byte sent; links are full-duplex.
+            gamma: Time per byte reduced.
+        """
+        moved, reduced = float(self.critical_bytes), float(self.critical_reduced)
+        return alpha * self.rounds + beta * moved + gamma * reduced
+
+
+def cost(schedule: Schedule, nbytes: int | Fraction = 1) -> Cost:
+    """Count what the schedule does with data of `nbytes`.
+
+    `nbytes` is the whole data: the vector (all_reduce, broadcast, reduce) or all p blocks (the
+    gathered result, the input of reduce_scatter and all_to_all). The bytes are exact when the
+    chunks divide it; with the default 1 they are factors of n.
+    """
+    p = schedule.world_size
+    everyone = np.arange(p)
+    messages, totals = np.zeros(p, np.int64), np.zeros((3, p), np.int64)
+    critical = np.zeros(2, np.int64)
+    for k in range(schedule.rounds):
+        rows = schedule.steps(k, everyone)
+        sent, received, reduced = counts = _chunks(rows, p)
+        messages += np.bincount(rows[:, 0], _copies(rows, p), p).astype(np.int64)
+        totals += counts
+        critical += (max(sent.max(), received.max()), reduced.max())
+    chunk = Fraction(nbytes) / schedule.work_chunks
+    most = [int(total.max()) * chunk for total in totals]
+    on_path = [int(c) * chunk for c in critical]
+    return Cost(schedule.rounds, int(messages.max()), *most, *on_path)
+
+
+def _copies(rows: IntArray, p: int) -> IntArray:
+    """Return how many messages each row sends."""
+    puts = np.isin(rows[:, 1], (Op.SEND, Op.POST))
+    return np.where(puts, np.where(rows[:, 2] < 0, p - 1, 1), 0)
+
+
+def _chunks(rows: IntArray, p: int) -> IntArray:
+    """Return the chunks sent, received and reduced by each rank, [3, p]."""
+    rank, op, n = rows[:, 0], rows[:, 1], rows[:, 7]
+    received = np.isin(op, (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE))
+    reduced = np.isin(op, (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE))
+    weights = (n * _copies(rows, p), n * received, n * reduced)
+    return np.stack([np.bincount(rank, w, p).astype(np.int64) for w in weights])

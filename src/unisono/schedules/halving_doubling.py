@@ -1,0 +1,191 @@
+"""Halving and doubling: partners halve the data on the way to a result, and double it after.
+
+The bandwidth of a ring in a logarithmic number of rounds.
+n is the size of the whole data (the vector, or p blocks), p the world size, q the largest power of
+two <= p, lg the logarithm to base 2.
+Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur,
+Rabenseifner and Gropp 2005; the broadcast is van de Geijn's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from unisono.schedules.fold import Fold, with_fold
+from unisono.schedules.ir import (
+    Buf,
+    IntArray,
+    Schedule,
+    ceil_log2,
+    copy,
+    is_power_of_two,
+    recv,
+    recv_reduce,
+    send,
+)
+
+__all__ = ["all_reduce", "broadcast", "reduce", "reduce_scatter"]
+
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+NAME = "halving_doubling"
+
+
+def all_reduce(p: int) -> Schedule:
+    """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
+
+    The vector has q chunks, one per member; other ranks fold.
+
+    Cost: 2 lg p rounds, 2n(p-1)/p sent, n(p-1)/p reduced; for other p than 2**k,
+        2 floor(lg p)+2 rounds, 2n(q-1)/q + n sent, n(q-1)/q + n reduced.
+    Source: Rabenseifner 2004; MPICH's allreduce "reduce_scatter_allgather".
+    """
+    fold = Fold(p)
+
+    def inner(k: int, r: IntArray, member: IntArray) -> Iterable[IntArray]:
+        if k < fold.log2:
+            return _halve(fold, k, r, member, fold.rank)
+        width = 1 << (k - fold.log2)
+        return _double(r, member, fold.rank(member ^ width), width)
+
+    rounds, exchange = with_fold(fold, fold.q, 2 * fold.log2, inner)
+    return Schedule("all_reduce", NAME, p, rounds, exchange, output_chunks=fold.q)
+
+
+def reduce_scatter(p: int) -> Schedule:
+    """Halve the blocks a rank is responsible for until its own is left.
+
+    A member stands for its own block and its guest's, which it hands over at the end.
+
+    Cost: lg p rounds, n(p-1)/p sent and reduced; for other p than 2**k, floor(lg p)+2 rounds and
+        at most n more.
+    Source: MPICH's reduce_scatter "recursive halving".
+    """
+    fold = Fold(p)
+    folded = int(fold.guests > 0)
+
+    def load(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (SCRATCH, 0), p, where=~fold.is_guest(r))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        guest, host = fold.is_guest(r), fold.is_host(r)
+        if folded and k == 0:
+            yield send(r, r - 1, INPUT, 0, p, where=guest)
+            yield recv_reduce(r, r + 1, SCRATCH, 0, p, where=host)
+        elif k - folded < fold.log2:
+            members = r[~guest]
+            yield from _halve_blocks(fold, k - folded, members)
+        else:
+            yield send(r, r + 1, SCRATCH, r + 1, where=host)
+            yield recv(r, r - 1, OUTPUT, 0, where=guest)
+
+    def store(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (SCRATCH, r), (OUTPUT, 0), where=~fold.is_guest(r))
+
+    rounds = fold.log2 + 2 * folded
+    return Schedule(
+        "reduce_scatter",
+        NAME,
+        p,
+        rounds,
+        exchange,
+        input_chunks=p,
+        scratch_chunks=p,
+        uneven_ok=True,
+        before=load,
+        after=store,
+    )
+
+
+def reduce(p: int, root: int) -> Schedule:
+    """Reduce-scatter by recursive halving, then gather the chunks up a binomial tree.
+
+    Cost: 2 lg p rounds, 2n(p-1)/p sent, n(p-1)/p reduced; for other p than 2**k one round and n
+        more.
+    Source: Rabenseifner 2004; MPICH's reduce "reduce_scatter_gather".
+    """
+    fold = Fold(p)
+    folded = int(fold.guests > 0)
+
+    def rank(member: IntArray) -> IntArray:
+        return (fold.rank(member) + root) % p
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v = (r - root) % p
+        guest = fold.is_guest(v)
+        if folded and k == 0:
+            yield send(r, (r - 1) % p, OUTPUT, 0, fold.q, where=guest)
+            yield recv_reduce(r, (r + 1) % p, OUTPUT, 0, fold.q, where=fold.is_host(v))
+            return
+        inside, member = r[~guest], fold.member(v[~guest])
+        if k - folded < fold.log2:
+            yield from _halve(fold, k - folded, inside, member, rank)
+        else:
+            d = 1 << (k - folded - fold.log2)
+            yield send(inside, rank(member - d), OUTPUT, member, d, where=member % (2 * d) == d)
+            yield recv(inside, rank(member + d), OUTPUT, member + d, d, where=member % (2 * d) == 0)
+
+    rounds = 2 * fold.log2 + folded
+    return Schedule("reduce", NAME, p, rounds, exchange, root, output_chunks=fold.q)
+
+
+def broadcast(p: int, root: int) -> Schedule:
+    """Scatter the vector down a binomial tree, then all-gather it.
+
+    The all-gather is recursive doubling for p = 2**k and a ring otherwise.
+
+    Cost: 2 lg p rounds for p = 2**k, else ceil(lg p) + p-1 rounds; at most 2n(p-1)/p sent.
+    Source: MPICH's bcast "scatter_recursive_doubling_allgather" and "scatter_ring_allgather".
+    """
+    log2 = ceil_log2(p)
+    doubling = is_power_of_two(p)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v = (r - root) % p
+        if k < log2:
+            yield from _scatter(p, r, v, 1 << (log2 - 1 - k))
+        elif doubling:
+            width = 1 << (k - log2)
+            yield from _double(r, v, ((v ^ width) + root) % p, width)
+        else:
+            hop = k - log2
+            yield send(r, (r + 1) % p, OUTPUT, (v - hop) % p)
+            yield recv(r, (r - 1) % p, OUTPUT, (v - hop - 1) % p)
+
+    rounds = log2 + (log2 if doubling else p - 1)
+    return Schedule("broadcast", NAME, p, rounds, exchange, root, output_chunks=p)
+
+
+def _halve(
+    fold: Fold, k: int, r: IntArray, member: IntArray, rank: Callable[[IntArray], IntArray]
+) -> Iterable[IntArray]:
+    """Keep the half of the vector that holds chunk `member`; give the other to the partner."""
+    d = fold.q >> (k + 1)
+    mine = member // d * d
+    yield send(r, rank(member ^ d), OUTPUT, mine ^ d, d)
+    yield recv_reduce(r, rank(member ^ d), OUTPUT, mine, d)
+
+
+def _halve_blocks(fold: Fold, k: int, r: IntArray) -> Iterable[IntArray]:
+    """Do the same on the members' blocks in SCRATCH, of which a host has two."""
+    member, d = fold.member(r), fold.q >> (k + 1)
+    mine, theirs = member // d * d, member // d * d ^ d
+    partner = fold.rank(member ^ d)
+    for step, half in ((send, theirs), (recv_reduce, mine)):
+        first = fold.rank(half)
+        yield step(r, partner, SCRATCH, first, fold.rank(half + d) - first)
+
+
+def _double(r: IntArray, v: IntArray, partner: IntArray, width: int) -> Iterable[IntArray]:
+    """Exchange the `width` chunks that rank number `v` has gathered."""
+    mine = v // width * width
+    yield send(r, partner, OUTPUT, mine, width)
+    yield recv(r, partner, OUTPUT, mine ^ width, width)
+
+
+def _scatter(p: int, r: IntArray, v: IntArray, d: int) -> Iterable[IntArray]:
+    """Hand the subtree d numbers up its chunks; chunk v is for rank number v."""
+    first = (v % (2 * d) == 0) & (v + d < p)
+    yield send(r, (r + d) % p, OUTPUT, v + d, np.minimum(d, p - v - d), where=first)
+    yield recv(r, (r - d) % p, OUTPUT, v, np.minimum(d, p - v), where=v % (2 * d) == d)

@@ -1,0 +1,266 @@
+"""The step language: a collective algorithm as rows of integers.
+
+A schedule says what every rank does in every round. In round `k` a rank executes its rows in
+order; a row moves `nchunks` contiguous chunks of a buffer to or from one peer, or between two
+buffers of its own.
+
+    SEND         give the value, as of now, to `peer`; never blocks
+    RECV         dst = the next message from `peer`
+    RECV_REDUCE  dst = dst (op) the next message from `peer`
+    COPY         dst = src
+    REDUCE       dst = dst (op) src
+    POST         make the value, as of now, readable by `peer` (-1: by every other rank)
+    READ         dst = the next post of `peer`
+    READ_REDUCE  dst = dst (op) the next post of `peer`
+
+Messages between an ordered pair of ranks are matched first in, first out, and both ends give the
+same size. Every post is read exactly once by each rank it is meant for, so an engine without
+shared memory may execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is
+received in the round in which it is sent: `rounds` is then the number of latencies on the
+critical path. Within one round a rank sends before it receives, so no order of arrival deadlocks.
+
+Buffers. INPUT is never written. A *vector* collective (all_reduce, broadcast, reduce) works in
+place on OUTPUT, cut into chunks of balanced size. In the others a buffer is one block or `p`
+blocks, and block b is the chunks [b*m, (b+1)*m):
+
+    all_gather, gather   INPUT 1 block   OUTPUT p blocks (gather: on the root only)
+    reduce_scatter       INPUT p blocks  OUTPUT 1 block
+    scatter              INPUT p blocks on the root only, OUTPUT 1 block
+    all_to_all           INPUT p blocks  OUTPUT p blocks
+    barrier              OUTPUT one chunk of size 0; its messages are sent all the same
+
+Everything here is vectorised over ranks: the functions below take arrays of ranks, peers and
+chunks, broadcast them, and give one row per element, so that 24,576 ranks cost one NumPy call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BLOCK_COLLECTIVES",
+    "COLLECTIVES",
+    "ROOTED",
+    "VECTOR_COLLECTIVES",
+    "BoolArray",
+    "Buf",
+    "Exchange",
+    "IntArray",
+    "Op",
+    "Schedule",
+    "Transfer",
+    "ceil_log2",
+    "copy",
+    "is_power_of_two",
+    "post",
+    "read",
+    "read_reduce",
+    "recv",
+    "recv_reduce",
+    "reduce",
+    "send",
+]
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+Exchange = Callable[[int, IntArray], Iterable[IntArray]]
+Local = Callable[[IntArray], Iterable[IntArray]]
+
+VECTOR_COLLECTIVES = ("all_reduce", "broadcast", "reduce")
+BLOCK_COLLECTIVES = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
+COLLECTIVES = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES, "barrier")
+ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+class Op(IntEnum):
+    """What a step does; the module's docstring defines each."""
+
+    SEND = 0
+    RECV = 1
+    RECV_REDUCE = 2
+    COPY = 3
+    REDUCE = 4
+    POST = 5
+    READ = 6
+    READ_REDUCE = 7
+
+
+class Buf(IntEnum):
+    """Which buffer of a rank a step names."""
+
+    INPUT = 0
+    OUTPUT = 1
+    SCRATCH = 2
+
+
+def _nothing(ranks: IntArray) -> Iterable[IntArray]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A collective algorithm for one world size, as data.
+
+    Attributes:
+        collective: "all_reduce", "broadcast", ...; see `COLLECTIVES`.
+        algorithm: The family's name, "ring", ...; see `registry`.
+        world_size: How many ranks take part.
+        rounds: Communication rounds: how many message latencies lie on the critical path.
+        exchange: `exchange(k, ranks)` gives the rows of communication round `k`.
+        root: The root's rank, -1 where the collective has none.
+        input_chunks: Chunks of INPUT; 0 where the collective is in place.
+        output_chunks: Chunks of OUTPUT.
+        scratch_chunks: Chunks of SCRATCH; chunk j is as large as chunk j mod N of the
+            collective's N work chunks; see `layout`.
+        uneven_ok: Whether the blocks may differ in size.
+        before: Local steps ahead of the first round.
+        after: Local steps behind the last round.
+    """
+
+    collective: str
+    algorithm: str
+    world_size: int
+    rounds: int
+    exchange: Exchange = field(repr=False)
+    root: int = -1
+    input_chunks: int = 0
+    output_chunks: int = 1
+    scratch_chunks: int = 0
+    uneven_ok: bool = False
+    before: Local = field(default=_nothing, repr=False)
+    after: Local = field(default=_nothing, repr=False)
+
+    @property
+    def stages(self) -> int:
+        """How many values of `k` the method `steps` takes.
+
+        One per round. A world of one rank has no round and still one stage, of local steps.
+        """
+        return max(self.rounds, 1)
+
+    @property
+    def block_chunks(self) -> int:
+        """Chunks per block, m. A vector collective's OUTPUT is one block."""
+        if self.collective in ("reduce_scatter", "scatter"):
+            return self.output_chunks
+        if self.collective == "all_to_all":
+            return self.output_chunks // self.world_size
+        return self.input_chunks or self.output_chunks
+
+    @property
+    def work_chunks(self) -> int:
+        """Chunks N of the whole data: the vector's, or those of all p blocks."""
+        return max(self.input_chunks, self.output_chunks)
+
+    def steps(self, k: int, ranks: IntArray) -> IntArray:
+        """Return the rows of stage `k` for `ranks`.
+
+        Local steps are part of the first and of the last stage and are not counted as rounds.
+
+        Returns:
+            int64 [rows, 8]: (rank, op, peer, src_buf, src_chunk, dst_buf, dst_chunk, nchunks),
+            unused fields -1. The rows of one rank are in the order of execution.
+        """
+        blocks: list[IntArray] = [np.empty((0, 8), np.int64)]
+        if k == 0:
+            blocks += self.before(ranks)
+        if k < self.rounds:
+            blocks += self.exchange(k, ranks)
+        if k == self.stages - 1:
+            blocks += self.after(ranks)
+        return np.concatenate(blocks)
+
+
+def _rows(
+    op: Op,
+    ranks: IntArray,
+    peer: IntArray | int,
+    src: tuple[int, IntArray | int],
+    dst: tuple[int, IntArray | int],
+    n: IntArray | int,
+    where: BoolArray | bool,
+) -> IntArray:
+    columns = (ranks, int(op), peer, int(src[0]), src[1], int(dst[0]), dst[1], n)
+    shape = np.broadcast_shapes(*(np.shape(column) for column in columns), np.shape(where))
+    rows = np.empty((*shape, 8), np.int64)
+    for index, column in enumerate(columns):
+        rows[..., index] = column
+    return rows.reshape(-1, 8) if where is True else rows[np.broadcast_to(where, shape)]
+
+
+class Transfer(Protocol):
+    """Rows of one kind of step that joins a rank and a peer."""
+
+    def __call__(
+        self,
+        ranks: IntArray,
+        peer: IntArray | int,
+        buf: Buf,
+        chunk: IntArray | int,
+        n: IntArray | int = 1,
+        where: BoolArray | bool = True,
+    ) -> IntArray:
+        """Return rows: each rank moves `n` chunks of its `buf` from `chunk` on.
+
+        `where` drops the ranks at which it is false.
+        """
+
+
+def _transfer(op: Op) -> Transfer:
+    gives = op in (Op.SEND, Op.POST)
+
+    def rows(
+        ranks: IntArray,
+        peer: IntArray | int,
+        buf: Buf,
+        chunk: IntArray | int,
+        n: IntArray | int = 1,
+        where: BoolArray | bool = True,
+    ) -> IntArray:
+        place, none = (buf, chunk), (-1, -1)
+        src, dst = (place, none) if gives else (none, place)
+        return _rows(op, ranks, peer, src, dst, n, where)
+
+    return rows
+
+
+send, recv, recv_reduce = map(_transfer, (Op.SEND, Op.RECV, Op.RECV_REDUCE))
+post, read, read_reduce = map(_transfer, (Op.POST, Op.READ, Op.READ_REDUCE))
+
+
+def copy(
+    ranks: IntArray,
+    src: tuple[Buf, IntArray | int],
+    dst: tuple[Buf, IntArray | int],
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows: each rank copies `n` chunks from `src` = (buffer, chunk) to `dst`."""
+    return _rows(Op.COPY, ranks, -1, src, dst, n, where)
+
+
+def reduce(
+    ranks: IntArray,
+    src: tuple[Buf, IntArray | int],
+    dst: tuple[Buf, IntArray | int],
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows: each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
+    return _rows(Op.REDUCE, ranks, -1, src, dst, n, where)
+
+
+def is_power_of_two(n: int) -> bool:
+    """Return whether `n` is 1, 2, 4, 8, ..."""
+    return n > 0 and n & (n - 1) == 0
+
+
+def ceil_log2(n: int) -> int:
+    """Return the smallest k with 2**k >= n, for n >= 1."""
+    return (n - 1).bit_length()

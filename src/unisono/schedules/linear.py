@@ -1,0 +1,192 @@
+"""Linear algorithms: every block goes straight from its owner to who needs it.
+
+They work for every collective and every world size, and for blocks of different size: the
+fallback wherever nothing better applies. In round k the root deals with its k-th neighbour; where
+all ranks take part, every rank sends to its k-th right neighbour and receives from its k-th
+left one, so that no rank is anybody's hot spot.
+
+n is the size of the whole data (the vector, or p blocks), p the world size.
+Source: Open MPI's coll/base "linear" algorithms; the rotation is MPICH's for all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unisono.schedules.ir import (
+    Buf,
+    IntArray,
+    Schedule,
+    copy,
+    recv,
+    recv_reduce,
+    send,
+)
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
+
+
+def broadcast(p: int, root: int) -> Schedule:
+    """The root sends the vector to one rank after the other.
+
+    Cost: p-1 rounds, (p-1)n sent by the root.
+    Source: Open MPI's bcast "linear".
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        peer = (root + 1 + k) % p
+        yield send(r, peer, OUTPUT, 0, where=r == root)
+        yield recv(r, root, OUTPUT, 0, where=r == peer)
+
+    return Schedule("broadcast", "linear", p, p - 1, exchange, root)
+
+
+def reduce(p: int, root: int) -> Schedule:
+    """The root receives and reduces the vector of one rank after the other.
+
+    Cost: p-1 rounds, (p-1)n received and reduced by the root.
+    Source: Open MPI's reduce "linear".
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        peer = (root + 1 + k) % p
+        yield send(r, root, OUTPUT, 0, where=r == peer)
+        yield recv_reduce(r, peer, OUTPUT, 0, where=r == root)
+
+    return Schedule("reduce", "linear", p, p - 1, exchange, root)
+
+
+def all_reduce(p: int) -> Schedule:
+    """Reduce to rank 0, then broadcast from there.
+
+    Cost: 2(p-1) rounds, (p-1)n sent, received and reduced by rank 0.
+    Source: Open MPI's allreduce "linear".
+    """
+    up, down = reduce(p, 0), broadcast(p, 0)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        return up.exchange(k, r) if k < up.rounds else down.exchange(k - up.rounds, r)
+
+    return Schedule("all_reduce", "linear", p, 2 * (p - 1), exchange)
+
+
+def gather(p: int, root: int) -> Schedule:
+    """Every rank sends its block to the root.
+
+    Cost: p-1 rounds, n/p sent by each rank, n(p-1)/p received by the root.
+    Source: Open MPI's gather "linear".
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (OUTPUT, r), where=r == root)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        peer = (root + 1 + k) % p
+        yield send(r, root, INPUT, 0, where=r == peer)
+        yield recv(r, peer, OUTPUT, peer, where=r == root)
+
+    return Schedule("gather", "linear", p, p - 1, exchange, root, 1, p, uneven_ok=True, before=own)
+
+
+def scatter(p: int, root: int) -> Schedule:
+    """The root sends every rank its block.
+
+    Cost: p-1 rounds, n(p-1)/p sent by the root.
+    Source: Open MPI's scatter "linear".
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, r), (OUTPUT, 0), where=r == root)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        peer = (root + 1 + k) % p
+        yield send(r, peer, INPUT, peer, where=r == root)
+        yield recv(r, root, OUTPUT, 0, where=r == peer)
+
+    return Schedule("scatter", "linear", p, p - 1, exchange, root, p, 1, uneven_ok=True, before=own)
+
+
+def all_gather(p: int) -> Schedule:
+    """Every rank sends its block to every other rank.
+
+    Cost: p-1 rounds, n(p-1)/p sent.
+    Source: Open MPI's allgather "direct".
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (OUTPUT, r))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        right, left = (r + 1 + k) % p, (r - 1 - k) % p
+        yield send(r, right, INPUT, 0)
+        yield recv(r, left, OUTPUT, left)
+
+    return Schedule(
+        "all_gather", "linear", p, p - 1, exchange, -1, 1, p, uneven_ok=True, before=own
+    )
+
+
+def reduce_scatter(p: int) -> Schedule:
+    """Every rank sends every other rank the block that this one is to reduce.
+
+    Cost: p-1 rounds, n(p-1)/p sent and reduced.
+    Source: MPICH's reduce_scatter "pairwise" with its rotation.
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, r), (OUTPUT, 0))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        right, left = (r + 1 + k) % p, (r - 1 - k) % p
+        yield send(r, right, INPUT, right)
+        yield recv_reduce(r, left, OUTPUT, 0)
+
+    return Schedule(
+        "reduce_scatter", "linear", p, p - 1, exchange, -1, p, 1, uneven_ok=True, before=own
+    )
+
+
+def all_to_all(p: int) -> Schedule:
+    """Every rank sends every other rank its block.
+
+    Cost: p-1 rounds, n(p-1)/p sent.
+    Source: Open MPI's alltoall "linear".
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, r), (OUTPUT, r))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        right, left = (r + 1 + k) % p, (r - 1 - k) % p
+        yield send(r, right, INPUT, right)
+        yield recv(r, left, OUTPUT, left)
+
+    return Schedule(
+        "all_to_all", "linear", p, p - 1, exchange, -1, p, p, uneven_ok=True, before=own
+    )
+
+
+def barrier(p: int) -> Schedule:
+    """Every rank reports to rank 0, which then releases them all.
+
+    Cost: 2(p-1) rounds of empty messages at rank 0.
+    Source: Open MPI's barrier "linear".
+    """
+    up, down = reduce(p, 0), broadcast(p, 0)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        return up.exchange(k, r) if k < up.rounds else down.exchange(k - up.rounds, r)
+
+    return Schedule("barrier", "linear", p, 2 * (p - 1), exchange)

@@ -1,0 +1,92 @@
+"""Pipelines over rooted trees: the part that chain, binary tree and double tree share.
+
+A tree of height H moves a vector of m chunks in H + m - 1 rounds: while an edge carries chunk c,
+the edges below it carry chunk c-1. Upward the chunks are reduced on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from unisono.schedules.ir import Buf, IntArray, Schedule, Transfer, recv, recv_reduce, send
+
+__all__ = ["Tree", "tree_schedule"]
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A rooted tree over ranks 0..p-1.
+
+    Attributes:
+        parent: int64 [p], -1 at the root.
+        children: int64 [p, arity], -1 where a child is missing.
+        depth: int64 [p], 0 at the root.
+        height: The largest depth.
+        chunk: The first of the chunks that this tree carries.
+    """
+
+    parent: IntArray
+    children: IntArray
+    depth: IntArray
+    height: int
+    chunk: int = 0
+
+    def relabelled(self, ranks: IntArray, chunk: int = 0) -> Tree:
+        """Return the same tree with rank i renamed to `ranks[i]`."""
+        names = np.append(ranks, -1)
+        order = np.argsort(ranks)
+        return Tree(
+            names[self.parent][order],
+            names[self.children][order],
+            self.depth[order],
+            self.height,
+            chunk,
+        )
+
+
+def tree_schedule(
+    collective: str, algorithm: str, trees: Sequence[Tree], root: int, pipeline: int
+) -> Schedule:
+    """Return the schedule in which each tree carries `pipeline` chunks of OUTPUT.
+
+    A broadcast goes down, a reduce goes up, an all_reduce goes up and, chunk by chunk, down again.
+
+    Cost: H-1+m rounds one way, 2H-1+m both ways; H is the height, m the pipeline depth.
+    """
+    p, height = len(trees[0].parent), trees[0].height
+    up, down = collective != "broadcast", collective != "reduce"
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        sends, receives = [], []
+        for tree in trees:
+            depth, parent, children = tree.depth[r], tree.parent[r], tree.children[r]
+            if up:
+                # The edge from depth d+1 to d carries chunk c in round H-1-d + c.
+                c = k - (height - depth)
+                sends.append(_edges(send, r, parent, tree, c, pipeline))
+                c = (c + 1)[:, None]
+                receives.append(_edges(recv_reduce, r[:, None], children, tree, c, pipeline))
+            if down:
+                # The edge from depth d to d+1 carries chunk c in round d + c, or H later: what
+                # arrives at the root in round H-1+c leaves it in round H+c.
+                c = k - depth - (height if up else 0)
+                sends.append(_edges(send, r[:, None], children, tree, c[:, None], pipeline))
+                receives.append(_edges(recv, r, parent, tree, c + 1, pipeline))
+        # Both lists name trees and directions in the same order: two ranks that meet on several
+        # edges in one round then match their messages first in, first out.
+        return sends + receives
+
+    rounds = height * (up + down) - 1 + pipeline if p > 1 else 0
+    return Schedule(
+        collective, algorithm, p, rounds, exchange, root, output_chunks=len(trees) * pipeline
+    )
+
+
+def _edges(
+    step: Transfer, r: IntArray, peer: IntArray, tree: Tree, c: IntArray, m: int
+) -> IntArray:
+    """Return the rows of the edges to `peer` that carry a chunk, `c`, in this round."""
+    return step(r, peer, Buf.OUTPUT, tree.chunk + c, where=(peer >= 0) & (c >= 0) & (c < m))

@@ -1,0 +1,193 @@
+"""The table of all schedules: (collective, algorithm) -> how to build it, and when it applies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import (
+    bruck,
+    cube_mesh,
+    double_tree,
+    halving_doubling,
+    linear,
+    one_shot,
+    pairwise,
+    recursive_doubling,
+    ring,
+    tree,
+    two_shot,
+)
+from unisono.schedules.ir import COLLECTIVES, ROOTED, Schedule, is_power_of_two
+
+__all__ = ["ALGORITHMS", "Entry", "available", "build", "entry"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One algorithm for one collective.
+
+    Attributes:
+        builder: Called with the world size, then the root if the collective has one, then the
+            pipeline depth if `pipelined`.
+        applies: Whether it works for a world size, and `needs` in words.
+        needs: What `applies` asks for, for error messages.
+        pipelined: Whether it can cut the data into a pipeline of chunks.
+        uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
+    """
+
+    builder: Callable[..., Schedule]
+    applies: Callable[[int], bool] = lambda world_size: True
+    needs: str = "any world size"
+    pipelined: bool = False
+    uneven: bool = False
+
+
+def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
+    return Entry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
+
+
+_TABLE: dict[str, dict[str, Entry]] = {
+    "all_reduce": {
+        "linear": Entry(linear.all_reduce),
+        "ring": Entry(ring.all_reduce),
+        "tree": Entry(tree.all_reduce, pipelined=True),
+        "double_tree": Entry(double_tree.all_reduce, pipelined=True),
+        "recursive_doubling": Entry(recursive_doubling.all_reduce),
+        "halving_doubling": Entry(halving_doubling.all_reduce),
+        "one_shot": Entry(one_shot.all_reduce),
+        "two_shot": Entry(two_shot.all_reduce, pipelined=True),
+        "cube_mesh": Entry(cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"),
+    },
+    "broadcast": {
+        "linear": Entry(linear.broadcast),
+        "ring": Entry(ring.broadcast, pipelined=True),
+        "binomial": Entry(tree.binomial_broadcast),
+        "tree": Entry(tree.broadcast, pipelined=True),
+        "double_tree": Entry(double_tree.broadcast, pipelined=True),
+        "halving_doubling": Entry(halving_doubling.broadcast),
+        "one_shot": Entry(one_shot.broadcast),
+    },
+    "reduce": {
+        "linear": Entry(linear.reduce),
+        "ring": Entry(ring.reduce, pipelined=True),
+        "binomial": Entry(tree.binomial_reduce),
+        "tree": Entry(tree.reduce, pipelined=True),
+        "double_tree": Entry(double_tree.reduce, pipelined=True),
+        "halving_doubling": Entry(halving_doubling.reduce),
+        "one_shot": Entry(one_shot.reduce_to_root),
+        "two_shot": Entry(two_shot.reduce),
+    },
+    "all_gather": {
+        "linear": Entry(linear.all_gather, uneven=True),
+        "ring": Entry(ring.all_gather, uneven=True),
+        "recursive_doubling": _power_of_two(recursive_doubling.all_gather, uneven=True),
+        "bruck": Entry(bruck.all_gather),
+        "one_shot": Entry(one_shot.all_gather, uneven=True),
+    },
+    "gather": {
+        "linear": Entry(linear.gather, uneven=True),
+        "binomial": Entry(tree.binomial_gather),
+        "one_shot": Entry(one_shot.gather, uneven=True),
+    },
+    "reduce_scatter": {
+        "linear": Entry(linear.reduce_scatter, uneven=True),
+        "ring": Entry(ring.reduce_scatter),
+        "halving_doubling": Entry(halving_doubling.reduce_scatter, uneven=True),
+        "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
+        "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
+    },
+    "scatter": {
+        "linear": Entry(linear.scatter, uneven=True),
+        "binomial": Entry(tree.binomial_scatter),
+        "one_shot": Entry(one_shot.scatter, uneven=True),
+    },
+    "all_to_all": {
+        "linear": Entry(linear.all_to_all, uneven=True),
+        "pairwise": Entry(pairwise.all_to_all, uneven=True),
+        "bruck": Entry(bruck.all_to_all),
+        "one_shot": Entry(one_shot.all_to_all, uneven=True),
+    },
+    "barrier": {
+        "linear": Entry(linear.barrier),
+        "dissemination": Entry(recursive_doubling.barrier),
+        "one_shot": Entry(one_shot.barrier),
+    },
+}
+
+ALGORITHMS = tuple(sorted({name for table in _TABLE.values() for name in table}))
+
+
+def entry(collective: str, algorithm: str) -> Entry:
+    """Return the table's entry.
+
+    Raises:
+        InvalidArgumentError: Unknown collective or algorithm; the text lists the known ones.
+    """
+    if collective not in _TABLE:
+        raise InvalidArgumentError(
+            f"unknown collective {collective!r} (known: {', '.join(COLLECTIVES)})"
+        )
+    if algorithm not in _TABLE[collective]:
+        known = ", ".join(_TABLE[collective])
+        raise InvalidArgumentError(f"{collective} has no algorithm {algorithm!r} (it has: {known})")
+    return _TABLE[collective][algorithm]
+
+
+def available(collective: str, world_size: int, *, uneven: bool = False) -> tuple[str, ...]:
+    """Return the algorithms that serve `collective` for this world size.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        world_size: How many ranks take part.
+        uneven: Only those that allow blocks of different size.
+
+    Raises:
+        InvalidArgumentError: Unknown collective.
+    """
+    entry(collective, "linear")
+    return tuple(
+        name
+        for name, candidate in _TABLE[collective].items()
+        if candidate.applies(world_size) and (candidate.uneven or not uneven)
+    )
+
+
+@lru_cache(maxsize=4096)
+def build(
+    collective: str, algorithm: str, world_size: int, root: int = -1, pipeline: int = 1
+) -> Schedule:
+    """Return the schedule; the same object for the same arguments.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        algorithm: "ring", "linear", ...; see `available`.
+        world_size: How many ranks take part.
+        root: The root's rank; -1 for a collective without one.
+        pipeline: How many chunks follow one another; 1 for algorithms without a pipeline.
+
+    Raises:
+        InvalidArgumentError: Unknown names, an algorithm that does not serve this world size, a
+            root outside the world or for a collective without root, a bad pipeline depth.
+    """
+    found = entry(collective, algorithm)
+    name = f"{collective} ({algorithm})"
+    if world_size < 1:
+        raise InvalidArgumentError(f"{name}: world size is {world_size}, expected 1 or more")
+    if not found.applies(world_size):
+        usable = ", ".join(available(collective, world_size))
+        raise InvalidArgumentError(
+            f"{name} needs {found.needs}, got {world_size} (for {world_size}: {usable})"
+        )
+    if pipeline < 1 or (pipeline > 1 and not found.pipelined):
+        expected = "1 or more" if found.pipelined else "1: it has no pipeline"
+        raise InvalidArgumentError(f"{name}: pipeline depth is {pipeline}, expected {expected}")
+    if collective not in ROOTED and root != -1:
+        raise InvalidArgumentError(f"{name} has no root, got root {root}")
+    if collective in ROOTED and not 0 <= root < world_size:
+        raise InvalidArgumentError(f"{name}: root is {root}, expected 0..{world_size - 1}")
+    extra = [root] if collective in ROOTED else []
+    extra += [pipeline] if found.pipelined else []
+    return found.builder(world_size, *extra)

@@ -1,0 +1,113 @@
+"""Ring algorithms: every rank talks to its right and its left neighbour only.
+
+They send as few bytes as possible and need a round per rank: the choice for large data.
+n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth.
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009; the
+pipelined chains are what NCCL calls ring broadcast and ring reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from unisono.schedules.ir import (
+    Buf,
+    IntArray,
+    Schedule,
+    copy,
+    recv,
+    recv_reduce,
+    send,
+)
+from unisono.schedules.pipeline import Tree, tree_schedule
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
+
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+
+
+def all_reduce(p: int) -> Schedule:
+    """Send partial sums around the ring once, then the sums once more.
+
+    The vector has p chunks. In the first p-1 rounds each chunk collects one more contribution
+    per hop; it is complete at rank (chunk - 1) mod p and travels on as a plain copy.
+
+    Cost: 2(p-1) rounds, 2n(p-1)/p sent, n(p-1)/p reduced.
+    Source: Patarasuk and Yuan 2009.
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        take = recv_reduce if k < p - 1 else recv
+        yield send(r, (r + 1) % p, OUTPUT, (r - k) % p)
+        yield take(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
+
+    return Schedule("all_reduce", "ring", p, 2 * (p - 1), exchange, output_chunks=p)
+
+
+def reduce_scatter(p: int) -> Schedule:
+    """Send partial sums around the ring; each block ends at its owner.
+
+    Cost: p-1 rounds, n(p-1)/p sent and reduced.
+    Source: the first half of Patarasuk and Yuan's all-reduce.
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, r), (OUTPUT, 0))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        outgoing, incoming = (r - k - 1) % p, (r - k - 2) % p
+        if k == 0:
+            yield send(r, (r + 1) % p, INPUT, outgoing)
+        else:
+            yield send(r, (r + 1) % p, SCRATCH, 0)
+        if k < p - 2:
+            yield copy(r, (INPUT, incoming), (SCRATCH, 0))
+            yield recv_reduce(r, (r - 1) % p, SCRATCH, 0)
+        else:
+            yield recv_reduce(r, (r - 1) % p, OUTPUT, 0)
+
+    return Schedule("reduce_scatter", "ring", p, p - 1, exchange, -1, p, 1, 1, before=own)
+
+
+def all_gather(p: int) -> Schedule:
+    """Pass every block around the ring.
+
+    Cost: p-1 rounds, n(p-1)/p sent.
+    Source: the second half of Patarasuk and Yuan's all-reduce.
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (OUTPUT, r))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        yield send(r, (r + 1) % p, OUTPUT, (r - k) % p)
+        yield recv(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
+
+    return Schedule("all_gather", "ring", p, p - 1, exchange, -1, 1, p, uneven_ok=True, before=own)
+
+
+def broadcast(p: int, root: int, pipeline: int) -> Schedule:
+    """Pass the vector along a chain that starts at the root, in `pipeline` chunks.
+
+    Cost: p-2+m rounds of n/m bytes, n sent.
+    Source: NCCL's ring broadcast.
+    """
+    return tree_schedule("broadcast", "ring", [_chain(p, root)], root, pipeline)
+
+
+def reduce(p: int, root: int, pipeline: int) -> Schedule:
+    """Pass partial sums along a chain that ends at the root, in `pipeline` chunks.
+
+    Cost: p-2+m rounds of n/m bytes, n sent, n reduced.
+    Source: NCCL's ring reduce.
+    """
+    return tree_schedule("reduce", "ring", [_chain(p, root)], root, pipeline)
+
+
+def _chain(p: int, root: int) -> Tree:
+    """Return the tree in which each rank has one child, its right neighbour."""
+    v = np.arange(p)
+    child = np.where(v + 1 < p, v + 1, -1)
+    return Tree(v - 1, child[:, None], v, p - 1).relabelled((v + root) % p)

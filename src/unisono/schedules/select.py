@@ -1,0 +1,177 @@
+"""Which algorithm to use: a few thresholds by size and scale, and the user's word.
+
+The default rule is small on purpose; where thresholds come from is said at each. A choice depends
+on nothing but the call and the world, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.ir import is_power_of_two
+from unisono.schedules.override import EVERY, parse_override
+from unisono.schedules.registry import available, entry
+
+__all__ = ["Choice", "Topology", "select"]
+
+KIB = 1024
+# Bytes that follow one another through a pipeline: large enough to hide a latency, small enough
+# to stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
+SEGMENT = 256 * KIB
+MAX_PIPELINE = 128
+
+
+class Choice(NamedTuple):
+    """What `select` says: the algorithm, and how deep to pipeline it."""
+
+    algorithm: str
+    pipeline: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What the choice depends on besides the call.
+
+    Attributes:
+        world_size: How many ranks take part.
+        shared_memory: Whether all ranks can read one another's memory.
+    """
+
+    world_size: int
+    shared_memory: bool = False
+
+
+def select(
+    collective: str,
+    nbytes: int,
+    topology: Topology,
+    algorithm: str | None = None,
+    override: str = "",
+    *,
+    uneven: bool = False,
+) -> Choice:
+    """Return the algorithm for one call.
+
+    Args:
+        collective: "all_reduce", "broadcast", ...
+        nbytes: Bytes of the whole data: the vector, or all p blocks. All ranks must give the
+            same number.
+        topology: Where the ranks are.
+        algorithm: The caller's choice for this call; beats `override`.
+        override: The user's choice, the text of UNISONO_ALGO; see `override`. Among the
+            permitted algorithms the default rule's favourite wins.
+        uneven: Whether blocks differ in size.
+
+    Raises:
+        InvalidArgumentError: Unknown names; an algorithm that does not serve this call; the
+            text lists those that do.
+    """
+    names = available(collective, topology.world_size, uneven=uneven)
+    if algorithm is not None:
+        needs = entry(collective, algorithm).needs
+        if algorithm not in names:
+            raise _unusable(collective, f"algorithm {algorithm!r}", needs, topology, uneven)
+        chosen = algorithm
+    else:
+        permitted = _permitted(collective, names, topology, override, uneven)
+        favourites = _favourites(collective, nbytes, topology)
+        chosen = next((name for name in favourites if name in permitted), permitted[0])
+    return Choice(chosen, _pipeline(collective, chosen, nbytes, topology.world_size))
+
+
+def _permitted(
+    collective: str, names: tuple[str, ...], topology: Topology, override: str, uneven: bool
+) -> list[str]:
+    """Return the algorithms that the override leaves, never none."""
+    parsed = parse_override(override)
+    if collective in parsed:
+        permitted = parsed[collective].among(names)
+        if not permitted:
+            wish = f"the override '{collective}:{parsed[collective]}'"
+            raise _unusable(collective, wish, "another world or call", topology, uneven)
+        return permitted
+    if EVERY in parsed:
+        # An entry for all collectives says nothing about those that lack its algorithms.
+        return parsed[EVERY].among(names) or list(names)
+    return list(names)
+
+
+def _unusable(
+    collective: str, wish: str, needs: str, topology: Topology, uneven: bool
+) -> InvalidArgumentError:
+    p = topology.world_size
+    usable = ", ".join(available(collective, p, uneven=uneven))
+    blocks = " with blocks of different size" if uneven else ""
+    return InvalidArgumentError(
+        f"{wish} does not serve {collective}{blocks} on {p} ranks: it needs "
+        f"{'blocks of equal size' if uneven else needs} (usable: {usable})"
+    )
+
+
+def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, ...]:
+    """Return the default rule's choice, then what to take where that does not apply."""
+    if topology.shared_memory:
+        return (_shared(collective, nbytes, topology.world_size),)
+    return _messages(collective, nbytes, topology.world_size)
+
+
+def _shared(collective: str, nbytes: int, p: int) -> str:
+    """Choose where ranks read one another's memory."""
+    if collective in ("all_reduce", "reduce"):
+        # PyTorch's IntraNodeComm and MSCCL++ end one-shot at 16 to 256 KiB; what counts is what
+        # a rank has to read, which grows with the world.
+        return "one_shot" if (p - 1) * nbytes <= 256 * KIB else "two_shot"
+    if collective == "barrier":
+        return "one_shot" if p <= 16 else "dissemination"
+    return "one_shot"
+
+
+def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
+    """Choose where ranks send messages."""
+    block = nbytes // p
+    match collective:
+        case "all_reduce" if nbytes <= 8 * KIB:  # Open MPI: 4 to 8 KiB for 4 to 31 ranks
+            return ("recursive_doubling",)
+        case "all_reduce" if block >= 64 * KIB:  # a ring's messages must outweigh its latencies
+            return ("ring",)
+        case "all_reduce":  # MPICH: Rabenseifner; NCCL: two trees, which need no power of two
+            return ("halving_doubling",) if is_power_of_two(p) else ("double_tree",)
+        case "broadcast" if nbytes <= 12 * KIB or p == 2:  # MPICH: 12,288 bytes
+            return ("binomial",)
+        case "broadcast" if nbytes <= 512 * KIB:  # MPICH: from 8 ranks on scatter + all-gather
+            return ("halving_doubling",) if p >= 8 else ("binomial",)
+        case "broadcast":
+            return ("double_tree",)
+        case "reduce":  # MPICH: 2,048 bytes
+            return ("binomial",) if nbytes <= 2 * KIB else ("halving_doubling",)
+        case "all_gather" if nbytes < 80 * KIB:  # MPICH: 81,920 bytes
+            return ("recursive_doubling", "bruck", "ring")
+        case "all_gather" if nbytes < 512 * KIB:  # MPICH: 524,288 bytes
+            return ("recursive_doubling", "ring")
+        case "all_gather":
+            return ("ring",)
+        case "reduce_scatter" if nbytes < 512 * KIB:  # MPICH: 524,288 bytes
+            return ("halving_doubling",)
+        case "reduce_scatter":
+            return ("pairwise",)
+        case "all_to_all" if p >= 8 and block <= 256:  # MPICH: 256 bytes, 8 ranks
+            return ("bruck", "pairwise")
+        case "all_to_all":
+            return ("pairwise",)
+        case "gather" | "scatter" if block <= 2 * KIB:  # Open MPI: binomial for small blocks
+            return ("binomial", "linear")
+        case "barrier":
+            return ("dissemination",)
+    return ("linear",)
+
+
+def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
+    """Return how many segments of data follow one another, a power of two."""
+    if not entry(collective, algorithm).pipelined:
+        return 1
+    streams = {"double_tree": 2, "two_shot": p}.get(algorithm, 1)
+    segments = -(-nbytes // (streams * SEGMENT))
+    # Powers of two, so that a program of many sizes builds few schedules.
+    return min(1 << (max(segments, 1) - 1).bit_length(), MAX_PIPELINE)

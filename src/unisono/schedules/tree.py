@@ -1,0 +1,178 @@
+"""Tree algorithms: binomial trees for small data, a pipelined binary tree for larger data.
+
+n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth,
+lg the logarithm to base 2. The trees are built for root 0 on relabelled ranks v = (r - root) mod p.
+Source: Thakur, Rabenseifner and Gropp 2005 (binomial); the binary tree is the usual heap, as in
+Open MPI's "binary" algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from unisono.schedules.ir import (
+    Buf,
+    IntArray,
+    Schedule,
+    ceil_log2,
+    copy,
+    recv,
+    recv_reduce,
+    send,
+)
+from unisono.schedules.pipeline import Tree, tree_schedule
+
+__all__ = [
+    "all_reduce",
+    "binomial_broadcast",
+    "binomial_gather",
+    "binomial_reduce",
+    "binomial_scatter",
+    "broadcast",
+    "reduce",
+]
+
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+
+
+def binomial_broadcast(p: int, root: int) -> Schedule:
+    """Double the ranks that have the vector in every round.
+
+    In the round with distance d the ranks v = 0 mod 2d send to v + d.
+
+    Cost: ceil(lg p) rounds, n ceil(lg p) sent by the root.
+    Source: MPICH's bcast "binomial".
+    """
+    log2 = ceil_log2(p)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v, d = (r - root) % p, 1 << (log2 - 1 - k)
+        yield send(r, (r + d) % p, OUTPUT, 0, where=(v % (2 * d) == 0) & (v + d < p))
+        yield recv(r, (r - d) % p, OUTPUT, 0, where=v % (2 * d) == d)
+
+    return Schedule("broadcast", "binomial", p, log2, exchange, root)
+
+
+def binomial_reduce(p: int, root: int) -> Schedule:
+    """Halve the ranks that hold partial results in every round.
+
+    In the round with distance d the ranks v = d mod 2d send to v - d.
+
+    Cost: ceil(lg p) rounds, n sent, n ceil(lg p) received and reduced by the root.
+    Source: MPICH's reduce "binomial".
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v, d = (r - root) % p, 1 << k
+        yield send(r, (r - d) % p, OUTPUT, 0, where=v % (2 * d) == d)
+        yield recv_reduce(r, (r + d) % p, OUTPUT, 0, where=(v % (2 * d) == 0) & (v + d < p))
+
+    return Schedule("reduce", "binomial", p, ceil_log2(p), exchange, root)
+
+
+def binomial_gather(p: int, root: int) -> Schedule:
+    """Collect the blocks of ever larger subtrees.
+
+    Rank v collects the blocks v, v+1, ... of its subtree in SCRATCH, its own first; the root
+    turns them into rank order at the end.
+
+    Cost: ceil(lg p) rounds, n(p-1)/p received by the root.
+    Source: MPICH's gather "binomial".
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (SCRATCH, 0))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v, d = (r - root) % p, 1 << k
+        yield send(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=v % (2 * d) == d)
+        yield recv(
+            r,
+            (r + d) % p,
+            SCRATCH,
+            d,
+            np.minimum(d, p - v - d),
+            where=(v % (2 * d) == 0) & (v + d < p),
+        )
+
+    def unrotate(r: IntArray) -> Iterable[IntArray]:
+        at_root = r == root
+        yield copy(r, (SCRATCH, 0), (OUTPUT, root), p - root, where=at_root)
+        yield copy(r, (SCRATCH, p - root), (OUTPUT, 0), root, where=at_root & (root > 0))
+
+    return Schedule(
+        "gather", "binomial", p, ceil_log2(p), exchange, root, 1, p, p, before=own, after=unrotate
+    )
+
+
+def binomial_scatter(p: int, root: int) -> Schedule:
+    """Hand ever smaller subtrees their blocks.
+
+    The mirror image of `binomial_gather`.
+
+    Cost: ceil(lg p) rounds, n(p-1)/p sent by the root.
+    Source: MPICH's scatter "binomial".
+    """
+    log2 = ceil_log2(p)
+
+    def rotate(r: IntArray) -> Iterable[IntArray]:
+        at_root = r == root
+        yield copy(r, (INPUT, root), (SCRATCH, 0), p - root, where=at_root)
+        yield copy(r, (INPUT, 0), (SCRATCH, p - root), root, where=at_root & (root > 0))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        v, d = (r - root) % p, 1 << (log2 - 1 - k)
+        yield send(
+            r,
+            (r + d) % p,
+            SCRATCH,
+            d,
+            np.minimum(d, p - v - d),
+            where=(v % (2 * d) == 0) & (v + d < p),
+        )
+        yield recv(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=v % (2 * d) == d)
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (SCRATCH, 0), (OUTPUT, 0))
+
+    return Schedule(
+        "scatter", "binomial", p, log2, exchange, root, p, 1, p, before=rotate, after=own
+    )
+
+
+def broadcast(p: int, root: int, pipeline: int) -> Schedule:
+    """Send the vector down a binary tree, in `pipeline` chunks.
+
+    Cost: H-1+m rounds of 2n/m bytes, H = floor(lg p); 2n sent by inner ranks.
+    Source: Open MPI's bcast "binary".
+    """
+    return tree_schedule("broadcast", "tree", [_binary(p, root)], root, pipeline)
+
+
+def reduce(p: int, root: int, pipeline: int) -> Schedule:
+    """Send partial results up a binary tree, in `pipeline` chunks.
+
+    Cost: H-1+m rounds, H = floor(lg p); n sent, 2n received and reduced by inner ranks.
+    Source: Open MPI's reduce "binary".
+    """
+    return tree_schedule("reduce", "tree", [_binary(p, root)], root, pipeline)
+
+
+def all_reduce(p: int, pipeline: int) -> Schedule:
+    """Reduce up a binary tree and broadcast down the same tree, in `pipeline` chunks.
+
+    Cost: 2H-1+m rounds, H = floor(lg p); 3n sent by inner ranks.
+    Source: NCCL's tree all-reduce, with one tree.
+    """
+    return tree_schedule("all_reduce", "tree", [_binary(p, 0)], -1, pipeline)
+
+
+def _binary(p: int, root: int) -> Tree:
+    """Return the binary heap over the relabelled ranks: the children of v are 2v+1 and 2v+2."""
+    v = np.arange(p)
+    children = 2 * v[:, None] + (1, 2)
+    depth = np.frexp(v + 1)[1].astype(np.int64) - 1
+    heap = Tree((v + 1) // 2 - 1, np.where(children < p, children, -1), depth, int(depth[-1]))
+    return heap.relabelled((v + root) % p)

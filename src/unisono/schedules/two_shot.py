@@ -1,0 +1,68 @@
+"""Two-shot algorithms for shared memory: reduce-scatter by reads, then gather by reads.
+
+Every rank reduces one p-th of the vector: two rounds with the traffic of a ring.
+n is the size of the vector, p the world size, m the pipeline depth. Costs count a post to all as
+p-1 messages, which it is on links without shared memory.
+Source: PyTorch's symmetric-memory two_shot_all_reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from unisono.schedules.ir import Buf, IntArray, Schedule, post, read, read_reduce
+
+__all__ = ["all_reduce", "reduce"]
+
+OUTPUT = Buf.OUTPUT
+
+
+def all_reduce(p: int, pipeline: int) -> Schedule:
+    """Reduce one's own part of everybody's vector, then read the other parts.
+
+    A part has `pipeline` chunks; while chunk k of the parts is reduced, chunk k-1 is read.
+
+    Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
+    Source: PyTorch's two_shot_all_reduce.
+    """
+    m = pipeline
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        column = r[:, None]
+        peers = (column + np.arange(1, p)) % p
+        reduces, gathers = k < m, k > 0
+        if reduces:
+            yield post(column, peers, OUTPUT, peers * m + k)
+        if gathers:
+            yield post(r, -1, OUTPUT, r * m + k - 1)
+        if reduces:
+            yield read_reduce(column, peers, OUTPUT, column * m + k)
+        if gathers:
+            yield read(column, peers, OUTPUT, peers * m + k - 1)
+
+    rounds = 1 + m if p > 1 else 0
+    return Schedule("all_reduce", "two_shot", p, rounds, exchange, output_chunks=p * m)
+
+
+def reduce(p: int, root: int) -> Schedule:
+    """Reduce one's own part of everybody's vector, then the root reads the parts.
+
+    Cost: 2 rounds, 2n(p-1)/p read by the root, n(p-1)/p reduced.
+    Source: Rabenseifner's reduce, with reads.
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        if k == 0:
+            peers = (r[:, None] + np.arange(1, p)) % p
+            yield post(r[:, None], peers, OUTPUT, peers)
+            yield read_reduce(r[:, None], peers, OUTPUT, r[:, None])
+        else:
+            at_root = r[r == root][:, None]
+            peers = (at_root + np.arange(1, p)) % p
+            yield post(r, root, OUTPUT, r, where=r != root)
+            yield read(at_root, peers, OUTPUT, peers)
+
+    rounds = 2 if p > 1 else 0
+    return Schedule("reduce", "two_shot", p, rounds, exchange, root, output_chunks=p)

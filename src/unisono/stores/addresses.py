@@ -1,0 +1,199 @@
+"""Where a store server listens and how its clients reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import random
+import socket
+import time
+from typing import Any
+
+from unisono.base.deadline import Deadline
+from unisono.errors import InvalidArgumentError, StoreConnectionError
+
+__all__ = ["connect", "format_address", "is_loopback", "listen", "listen_on_fd"]
+
+_FIRST_BACKOFF_S = 0.01
+_LAST_BACKOFF_S = 1.0
+_BACKLOG = 4096
+_LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
+_WILDCARDS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+# The host lacks this address family; another one will do.
+_NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
+
+_Address = tuple[Any, ...]
+
+
+def format_address(host: str, port: int) -> str:
+    """Return host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` means this machine only: a loopback address, or localhost.
+
+    A machine's own name does not, even where /etc/hosts gives it 127.0.1.1: other machines
+    know it by another address.
+    """
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() in _LOCAL_NAMES or host.lower().endswith(".localhost")
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on `port` for those who connect to `host`; 0 = any free port.
+
+    Only loopback is opened if `host` is loopback; else every interface, in the address
+    families that `host` resolves to. All sockets have the same port.
+
+    Raises:
+        StoreConnectionError: The port is in use, or `host` is unknown.
+    """
+    where = format_address(host, port)
+    try:
+        found = _resolve(host, port, passive=True)
+    except socket.gaierror as error:
+        raise StoreConnectionError(
+            f"the store server cannot listen on {where}: {error.strerror}"
+        ) from error
+    sockets: list[socket.socket] = []
+    failure: OSError | None = None
+    for family, address in found:
+        name = address[0] if is_loopback(host) else _WILDCARDS[family]
+        try:
+            sockets.append(_bind(family, name, port or _port_of(sockets)))
+        except OSError as error:
+            failure = error
+            if error.errno not in _NO_FAMILY and (port or not sockets):
+                break
+    else:
+        if sockets:
+            return sockets
+    for sock in sockets:
+        sock.close()
+    reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
+    raise StoreConnectionError(
+        f"the store server cannot listen on {where}: {reason}",
+        hint="port 0 takes any free port; read it from .port afterwards",
+    ) from failure
+
+
+def _port_of(sockets: list[socket.socket]) -> int:
+    return int(sockets[0].getsockname()[1]) if sockets else 0
+
+
+def _bind(family: int, name: str, port: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # IPv4 has a socket of its own, or was not asked for.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((name, port))
+        sock.listen(_BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def listen_on_fd(fd: int, port: int) -> list[socket.socket]:
+    """Return the listening socket of an open file descriptor, which it takes over.
+
+    Raises:
+        InvalidArgumentError: It is bound to another port than `port` (0 = any).
+        StoreConnectionError: It is no socket.
+    """
+    try:
+        sock = socket.socket(fileno=fd)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise StoreConnectionError(f"master_listen_fd={fd} cannot listen: {error}") from error
+    bound = int(sock.getsockname()[1])
+    if port not in (0, bound):
+        # The caller still owns it, so that a retry is possible.
+        sock.detach()
+        raise InvalidArgumentError(
+            f"master_listen_fd={fd} is bound to port {bound}, expected port {port}"
+        )
+    return [sock]
+
+
+def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.socket:
+    """Return a connection to the first address of `host` that answers.
+
+    Args:
+        host: Name or address.
+        port: Port.
+        deadline: When to give up.
+        retry: Whether to go on trying, with growing pauses, as long as nobody listens.
+
+    Raises:
+        StoreConnectionError: The text lists every address tried with its error.
+    """
+    backoff_s = _FIRST_BACKOFF_S
+    while True:
+        failures = []
+        try:
+            for family, address in _resolve(host, port):
+                try:
+                    return _connect_one(family, address, deadline)
+                except OSError as error:
+                    failures.append(f"{address[0]}: {_reason(error)}")
+        except socket.gaierror as error:
+            failures.append(f"{host}: {error.strerror}")
+        if not retry or deadline.expired():
+            break
+        # Jitter keeps a thousand clients from knocking at the same moments.
+        time.sleep(min(backoff_s * random.uniform(0.5, 1.0), deadline.remaining()))
+        backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+    waited = f" within {deadline.timeout_s:g} s" if retry else ""
+    raise StoreConnectionError(
+        f"cannot connect to the store at {format_address(host, port)}{waited} "
+        f"({'; '.join(failures)})",
+        hint="is rank 0 (or the launcher) running there, and is the port open?",
+    )
+
+
+def _connect_one(family: int, address: _Address, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # At least one honest attempt, also when the deadline has just passed.
+        sock.settimeout(min(max(deadline.remaining(), 0.05), 1e6))
+        sock.connect(address)
+        if sock.getsockname() == sock.getpeername():
+            # Connecting to a free local port can hit itself, when the kernel picks it as source.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _reason(error: OSError) -> str:
+    return os.strerror(error.errno).lower() if error.errno else str(error)
+
+
+def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
+    """Return (family, address) of `host`; for servers one of each family."""
+    name = host.removeprefix("[").removesuffix("]")
+    flags = socket.AI_PASSIVE if passive else 0
+    found: list[tuple[int, _Address]] = []
+    for family, _, _, _, address in socket.getaddrinfo(
+        name or None, port, type=socket.SOCK_STREAM, flags=flags
+    ):
+        seen = [known[0] if passive else known for known in found]
+        item = (int(family), address)
+        if family in _WILDCARDS and (item[0] if passive else item) not in seen:
+            found.append(item)
+    return found
+
+
+with contextlib.suppress(AttributeError):
+    _NO_FAMILY.add(errno.EPFNOSUPPORT)

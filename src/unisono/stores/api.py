@@ -1,0 +1,299 @@
+"""The key-value store that ranks use to find each other: interface and shared argument checks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import NoReturn, Self
+
+from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    InvalidArgumentError,
+    StoreTimeoutError,
+    UnsupportedError,
+)
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "INT64_MAX",
+    "INT64_MIN",
+    "Store",
+    "Value",
+    "barrier_timeout",
+    "check_integer",
+    "check_key",
+    "check_keys",
+    "check_value",
+    "check_world_size",
+    "keys_timeout",
+    "list_names",
+]
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+Value = str | bytes | bytearray | memoryview
+"""What may be stored; text is stored as UTF-8."""
+
+_NAMES_SHOWN = 8
+
+
+class Store(ABC):
+    """Named bytes that all ranks of a job can read, write and wait for.
+
+    Every blocking call gives up after its `timeout` argument, or after the store's own
+    `timeout` (300 s unless set), with StoreTimeoutError. A store is a context manager that
+    closes itself, and one store may be used by several threads at once.
+
+    Source: torch.distributed.Store, torch 2.13.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._timeout_s = to_seconds(timeout)
+        self._closed = False
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long blocking calls wait when they are given no timeout of their own."""
+        return timedelta(seconds=min(self._timeout_s, timedelta.max.total_seconds() // 2))
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Change the default timeout of this store.
+
+        Raises:
+            InvalidArgumentError: Negative (torch's TCPStore would then block for ever).
+        """
+        self._timeout_s = to_seconds(timeout)
+
+    @abstractmethod
+    def set(self, key: str, value: Value) -> None:
+        """Store `value` under `key`; a former value is replaced."""
+
+    @abstractmethod
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        """Return the value of `key`, waiting until there is one."""
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the decimal number stored under `key` and return the sum; missing counts as 0.
+
+        Raises:
+            StoreKeyError: The stored value is not an integer, or the sum leaves 64 bits.
+        """
+
+    @abstractmethod
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """Store `desired` if `key` holds `expected`, or if it is missing and `expected` is empty.
+
+        Returns `desired` if it was stored; else the present value, or `expected` if there is
+        none.
+        """
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether every key has a value (or is a non-empty queue)."""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Block until `check(keys)` is true.
+
+        Raises:
+            StoreTimeoutError: The text names the keys that are missing.
+        """
+
+    @abstractmethod
+    def delete_key(self, key: str) -> bool:
+        """Remove the value of `key`; return whether there was one."""
+
+    @abstractmethod
+    def num_keys(self) -> int:
+        """Return the number of keys with a value, internal ones included."""
+
+    @abstractmethod
+    def clone(self) -> Store:
+        """Return an independent handle to the same data."""
+
+    @abstractmethod
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Block until `world_size` callers are inside `barrier(key)`; reusable at once.
+
+        A caller that gives up is no longer counted.
+
+        Raises:
+            StoreTimeoutError: Too few callers came.
+        """
+
+    def close(self) -> None:
+        """Release what the store holds; further calls raise ClosedError."""
+        self._closed = True
+
+    def append(self, key: str, value: Value) -> None:
+        """Append `value` to what `key` holds; missing counts as empty."""
+        self._unsupported("append")
+
+    def list_keys(self) -> list[str]:
+        """Return all keys with a value."""
+        self._unsupported("list_keys")
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Append `value` to the queue `key`; queues and values do not share names."""
+        self._unsupported("queue_push")
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
+        """Remove and return the oldest value of the queue `key`.
+
+        Raises:
+            QueueEmptyError: Empty, and `block` is false.
+            StoreTimeoutError: Still empty when the time is over.
+        """
+        self._unsupported("queue_pop")
+
+    def queue_len(self, key: str) -> int:
+        """Return the number of values in the queue `key`."""
+        self._unsupported("queue_len")
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Return the values of all keys, waiting until each has one."""
+        deadline = self._deadline(timeout)
+        return [self.get(key, deadline.remaining()) for key in check_keys(keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """Store each value under the key at the same position.
+
+        Raises:
+            InvalidArgumentError: The lengths differ; nothing is stored.
+        """
+        for key, value in self._pairs(keys, values):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        """Return whether append, multi_get and multi_set are single requests."""
+        return False
+
+    def _deadline(self, timeout: Timeout | None) -> Deadline:
+        """Start the clock of one call; also the place that refuses a closed store."""
+        self._check_open()
+        return Deadline(self._timeout_s if timeout is None else timeout)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed")
+
+    def _pairs(self, keys: Sequence[str], values: Sequence[Value]) -> list[tuple[str, bytes]]:
+        if len(keys) != len(values):
+            raise InvalidArgumentError(
+                f"multi_set got {len(keys)} keys but {len(values)} values; they must pair up"
+            )
+        return [
+            (key, check_value(value)) for key, value in zip(check_keys(keys), values, strict=True)
+        ]
+
+    def _unsupported(self, operation: str) -> NoReturn:
+        raise UnsupportedError(f"{type(self).__name__} has no {operation}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            f"{type(self).__name__} cannot be pickled or copied: it belongs to this process",
+            hint="open the store again in the other process, or call clone() in this one",
+        )
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it is text that can be encoded.
+
+    Raises:
+        ArgumentTypeError: Not a str.
+    """
+    if not isinstance(key, str):
+        raise ArgumentTypeError(f"a store key must be str, got {type(key).__name__}: {key!r}")
+    return key
+
+
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """Return a list of keys; a single string is refused, since it would be taken letter by letter.
+
+    Raises:
+        ArgumentTypeError: Not a sequence of str.
+    """
+    if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
+        raise ArgumentTypeError(
+            f"keys must be a list of str, got {type(keys).__name__}", hint="write [key]"
+        )
+    return [check_key(key) for key in keys]
+
+
+def check_value(value: Value) -> bytes:
+    """Return `value` as bytes.
+
+    Raises:
+        ArgumentTypeError: Neither text nor bytes.
+    """
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise ArgumentTypeError(f"a store value must be str or bytes, got {type(value).__name__}")
+
+
+def check_integer(amount: int, what: str) -> int:
+    """Return `amount` if it is an integer of 64 bits.
+
+    Raises:
+        ArgumentTypeError: Not an integer.
+        InvalidArgumentError: It does not fit.
+    """
+    try:
+        number = int(amount.__index__())
+    except AttributeError:
+        raise ArgumentTypeError(f"{what} must be int, got {type(amount).__name__}") from None
+    if not INT64_MIN <= number <= INT64_MAX:
+        raise InvalidArgumentError(f"{what}={number} does not fit into 64 bits")
+    return number
+
+
+def check_world_size(world_size: int) -> int:
+    """Return the size of a barrier.
+
+    Raises:
+        InvalidArgumentError: Less than 1.
+    """
+    if check_integer(world_size, "world_size") < 1:
+        raise InvalidArgumentError(f"a barrier needs world_size >= 1, got {world_size}")
+    return int(world_size)
+
+
+def list_names(names: Iterable[str]) -> str:
+    """Return quoted names for an error text, at most eight of them."""
+    quoted = [repr(name) for name in names]
+    more = len(quoted) - _NAMES_SHOWN
+    return ", ".join(quoted[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def keys_timeout(
+    store: Store, operation: str, keys: Sequence[str], missing: Sequence[str], timeout_s: float
+) -> StoreTimeoutError:
+    """Return the error of a wait whose time is over."""
+    return StoreTimeoutError(
+        f"{operation} on {store!r} timed out after {timeout_s:g} s: "
+        f"missing {list_names(missing)} ({len(keys) - len(missing)} of {len(keys)} present)",
+        hint="the rank that should set it has not come that far, or it died",
+    )
+
+
+def barrier_timeout(
+    store: Store, key: str, came: str, world_size: int, timeout_s: float
+) -> StoreTimeoutError:
+    """Return the error of a barrier whose time is over; `came` is how many callers arrived."""
+    return StoreTimeoutError(
+        f"barrier {key!r} on {store!r} timed out after {timeout_s:g} s: "
+        f"{came} of {world_size} callers arrived"
+    )

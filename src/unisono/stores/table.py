@@ -1,0 +1,193 @@
+"""What a store holds, and who waits for it: the semantics of every store, without any I/O.
+
+HashStore guards a `Table` with a lock, FileStore replays its log into one, the TCP server
+owns one. Nothing here blocks, sleeps or locks: a waiter leaves a callback.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
+
+from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.stores.api import INT64_MAX, INT64_MIN
+
+__all__ = ["Table", "Watch", "parse_integer"]
+
+_INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
+# Digits of an int64 with generous padding; longer text cannot be one, and int() is quadratic.
+_MAX_DIGITS = 64
+
+
+class Watch:
+    """One caller waiting until all of `keys` are ready; `notify` is called once, then."""
+
+    __slots__ = ("keys", "notify")
+
+    def __init__(self, keys: Iterable[str], notify: Callable[[], None]) -> None:
+        self.keys = tuple(keys)
+        self.notify = notify
+
+
+class _Barrier:
+    """The callers inside one barrier, and how to let each of them go."""
+
+    __slots__ = ("members", "world_size")
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.members: dict[Hashable, Callable[[], None]] = {}
+
+
+class Table:
+    """Values, queues and barriers by name.
+
+    `reserved` counts values of a queue that were promised to a woken waiter which has not
+    fetched them yet; other waiters do not see these, so that one push wakes one waiter.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.reserved: Counter[str] = Counter()
+        self._queues: dict[str, deque[bytes]] = {}
+        self._watches: dict[str, dict[Watch, None]] = {}
+        self._barriers: dict[str, _Barrier] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        """Store a value."""
+        self.values[key] = value
+        self.changed(key)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Append to a value; missing counts as empty."""
+        self.set(key, self.values.get(key, b"") + value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a decimal number.
+
+        Raises:
+            StoreKeyError: Not a number, or the sum leaves 64 bits (torch wraps around).
+        """
+        total = amount
+        if (old := self.values.get(key)) is not None:
+            total += parse_integer(key, old)
+        if not INT64_MIN <= total <= INT64_MAX:
+            raise StoreKeyError(f"add({key!r}, {amount}): the sum {total} does not fit into 64 bits")
+        self.set(key, b"%d" % total)
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Store `desired` if the present value is `expected`; see Store.compare_set."""
+        present = self.values.get(key)
+        if present == expected or (present is None and not expected):
+            self.set(key, desired)
+            return desired
+        # A missing key answers with `expected`: odd, but torch scripts rely on it.
+        return expected if present is None else present
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value; return whether there was one."""
+        return self.values.pop(key, None) is not None
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        """Append to a queue."""
+        self._queues.setdefault(key, deque()).append(value)
+        self.changed(key)
+
+    def queue_pop(self, key: str) -> bytes | None:
+        """Remove the oldest value of a queue; None if it is empty."""
+        queue = self._queues.get(key)
+        if not queue:
+            return None
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        return value
+
+    def queue_len(self, key: str) -> int:
+        """Return the number of values in a queue."""
+        return len(self._queues.get(key, ()))
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys that have neither a value nor a non-empty queue."""
+        return [key for key in keys if key not in self.values and key not in self._queues]
+
+    def ready(self, keys: Iterable[str]) -> bool:
+        """Return whether a waiter for `keys` may go on."""
+        return all(
+            key in self.values or self.queue_len(key) > self.reserved[key] for key in keys
+        )
+
+    def watch(self, keys: Iterable[str], notify: Callable[[], None]) -> Watch:
+        """Call `notify` once as soon as all keys are ready; they must not be so now."""
+        watch = Watch(keys, notify)
+        for key in watch.keys:
+            self._watches.setdefault(key, {})[watch] = None
+        return watch
+
+    def unwatch(self, watch: Watch) -> None:
+        """Forget a watch; harmless if it was notified already."""
+        for key in watch.keys:
+            watches = self._watches.get(key)
+            if watches is not None:
+                watches.pop(watch, None)
+                if not watches:
+                    del self._watches[key]
+
+    def changed(self, key: str) -> None:
+        """Notify the watches that `key` completed, oldest first."""
+        for watch in list(self._watches.get(key, ())):
+            # Asked again for each: the one before may have reserved what was there.
+            if self.ready(watch.keys):
+                self.unwatch(watch)
+                watch.notify()
+
+    def arrive(
+        self, key: str, world_size: int, member: Hashable, notify: Callable[[], None]
+    ) -> None:
+        """Enter a barrier; the last one to come notifies all of them, itself included.
+
+        Raises:
+            InvalidArgumentError: Others wait there with another world size.
+        """
+        barrier = self._barriers.setdefault(key, _Barrier(world_size))
+        if barrier.world_size != world_size:
+            raise InvalidArgumentError(
+                f"barrier {key!r} was entered with world_size={barrier.world_size}, "
+                f"now with world_size={world_size}"
+            )
+        barrier.members[member] = notify
+        if len(barrier.members) >= world_size:
+            del self._barriers[key]
+            for release in barrier.members.values():
+                release()
+
+    def withdraw(self, key: str, member: Hashable) -> int:
+        """Leave a barrier; return how many were inside, 0 if `member` was let go before."""
+        barrier = self._barriers.get(key)
+        if barrier is None or member not in barrier.members:
+            return 0
+        inside = len(barrier.members)
+        del barrier.members[member]
+        if not barrier.members:
+            del self._barriers[key]
+        return inside
+
+    def inside(self, key: str, member: Hashable) -> bool:
+        """Return whether `member` still waits in a barrier."""
+        return key in self._barriers and member in self._barriers[key].members
+
+
+def parse_integer(key: str, value: bytes) -> int:
+    """Return the number that a value spells.
+
+    torch takes a leading number ("12abc" counts as 12) and drops the connection otherwise.
+
+    Raises:
+        StoreKeyError: It spells none.
+    """
+    if len(value) > _MAX_DIGITS or not _INTEGER.fullmatch(value):
+        shown = value if len(value) <= _MAX_DIGITS else value[:_MAX_DIGITS] + b"..."
+        raise StoreKeyError(f"add({key!r}): the stored value {shown!r} is not an integer")
+    return int(value)

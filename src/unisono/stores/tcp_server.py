@@ -1,0 +1,328 @@
+"""The TCPStore server: one thread, one selector, no thread per client.
+
+Rule: only the server's thread touches the table and the connections. `close` wakes it through
+a socket pair and joins it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from typing import Any
+
+from unisono.base.log import get_logger
+from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.stores.table import Table, Watch
+from unisono.stores.wire import (
+    MAX_REPLY_BYTES,
+    NOT_READY,
+    READY,
+    STOP_WAITING,
+    WAIT_CANCELED,
+    Op,
+    Request,
+    RequestDecoder,
+    WireError,
+    encode_reply,
+)
+
+__all__ = ["TCPStoreServer"]
+
+_LOG = get_logger("stores.tcp_server")
+_READ_BYTES = 64 * 1024
+# A client that does not read its replies is not read from either once this much is queued.
+_UNSENT_BYTES = 1024 * 1024
+
+_SERVERS: weakref.WeakSet[TCPStoreServer] = weakref.WeakSet()
+
+
+class _Connection:
+    """One client: what it sent in part, what it has not read yet, what it waits for."""
+
+    __slots__ = ("barrier", "decoder", "peer", "pending", "promised", "sock", "unsent", "watch")
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self.sock = sock
+        self.peer = peer
+        self.decoder = RequestDecoder()
+        self.pending: list[Request] = []
+        self.unsent = bytearray()
+        self.watch: Watch | None = None
+        self.barrier: str | None = None
+        self.promised: str | None = None
+
+
+class TCPStoreServer:
+    """Serves torch's TCPStore protocol on listening sockets that it takes over.
+
+    Answers torch clients and unisono clients alike. Differences to torch's own server: a
+    failed compare_set wakes nobody; a wait for several keys ends when all are there at once; a
+    caller that gives up a barrier is not counted; a woken queue waiter that dies passes its
+    turn on; `barrier` leaves no key behind.
+
+    Raises:
+        InvalidArgumentError: No listening socket was given.
+    """
+
+    def __init__(self, listeners: list[socket.socket]) -> None:
+        if not listeners:
+            raise InvalidArgumentError("TCPStoreServer needs at least one listening socket")
+        self.port: int = listeners[0].getsockname()[1]
+        self._listeners = listeners
+        self._table = Table()
+        self._connections: set[_Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._stopping = False
+        self._pid = os.getpid()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(
+            target=self._run, name=f"unisono-store-{self.port}", daemon=True
+        )
+        _SERVERS.add(self)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and close every socket; clients that wait see the connection end."""
+        if os.getpid() != self._pid or self._stopping:
+            return
+        self._stopping = True
+        self._wake_in.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._wake_in.close()
+
+    def __repr__(self) -> str:
+        return f"<TCPStoreServer port={self.port} clients={len(self._connections)}>"
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select():
+                    if key.data is None:
+                        continue
+                    if isinstance(key.data, _Connection):
+                        self._serve(key.data, events)
+                    else:
+                        key.data(key.fileobj)
+        except Exception:
+            # Clients see their connections end at once instead of waiting for a dead thread.
+            _LOG.exception("the store server on port %d failed", self.port)
+        finally:
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._selector.close()
+        for sock in [*self._listeners, self._wake_out, *(c.sock for c in self._connections)]:
+            sock.close()
+        self._connections.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _LOG.warning("port %d: accept failed: %s", self.port, error)
+            # Out of file descriptors: the connection stays queued, so select returns at once.
+            time.sleep(0.05)
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(sock, f"{address[0]}:{address[1]}")
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                chunk = connection.sock.recv(_READ_BYTES)
+                if not chunk:
+                    self._drop(connection)
+                    return
+                connection.pending += connection.decoder.feed(chunk)
+            self._answer(connection)
+        except BlockingIOError:
+            return
+        except (WireError, StoreKeyError, InvalidArgumentError) as error:
+            # The protocol has no error reply; torch's server closes the connection as well.
+            _LOG.warning("port %d: closing %s: %s", self.port, connection.peer, error.what)
+            self._drop(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _answer(self, connection: _Connection) -> None:
+        """Handle what was received, as far as the client reads its replies."""
+        done = 0
+        for request in connection.pending:
+            if len(connection.unsent) > _UNSENT_BYTES and not self._flush(connection):
+                break
+            self._handle(connection, request)
+            done += 1
+        del connection.pending[:done]
+        self._flush(connection)
+        self._watch_socket(connection)
+
+    def _handle(self, connection: _Connection, request: Request) -> None:
+        promised, connection.promised = connection.promised, None
+        match request.op:
+            case Op.WAIT:
+                self._wait(connection, request.args[0])
+            case Op.BARRIER:
+                self._barrier(connection, *request.args)
+            case Op.CANCEL_WAIT:
+                self._forget_wait(connection)
+                connection.unsent += encode_reply(Op.CANCEL_WAIT, WAIT_CANCELED)
+            case _:
+                result = _apply(self._table, request)
+                connection.unsent += encode_reply(request.op, result)
+        if promised is not None:
+            self._end_promise(promised)
+
+    def _wait(self, connection: _Connection, keys: list[str]) -> None:
+        self._forget_wait(connection)
+        if self._table.ready(keys):
+            self._promise(connection, keys)
+            connection.unsent += encode_reply(Op.WAIT, STOP_WAITING)
+            return
+
+        def notify() -> None:
+            connection.watch = None
+            self._promise(connection, keys)
+            self._send_later(connection, encode_reply(Op.WAIT, STOP_WAITING))
+
+        connection.watch = self._table.watch(keys, notify)
+
+    def _promise(self, connection: _Connection, keys: list[str]) -> None:
+        """Keep one value of a queue for a waiter, which will ask for it in its next request."""
+        if len(keys) == 1 and keys[0] not in self._table.values:
+            connection.promised = keys[0]
+            self._table.reserved[keys[0]] += 1
+
+    def _end_promise(self, key: str) -> None:
+        self._table.reserved[key] -= 1
+        if not self._table.reserved[key]:
+            del self._table.reserved[key]
+        # If the value was not fetched after all, the next waiter gets its turn.
+        self._table.changed(key)
+
+    def _barrier(self, connection: _Connection, key: str, world_size: int) -> None:
+        self._forget_wait(connection)
+
+        def release() -> None:
+            connection.barrier = None
+            self._send_later(connection, encode_reply(Op.BARRIER, STOP_WAITING))
+
+        connection.barrier = key
+        self._table.arrive(key, world_size, connection, release)
+
+    def _forget_wait(self, connection: _Connection) -> None:
+        if connection.watch is not None:
+            self._table.unwatch(connection.watch)
+            connection.watch = None
+        if connection.barrier is not None:
+            self._table.withdraw(connection.barrier, connection)
+            connection.barrier = None
+
+    def _send_later(self, connection: _Connection, data: bytes) -> None:
+        """Queue bytes for a client other than the one being served."""
+        connection.unsent += data
+        self._watch_socket(connection)
+
+    def _flush(self, connection: _Connection) -> bool:
+        """Send what the socket takes; return whether that was all."""
+        while connection.unsent:
+            try:
+                sent = connection.sock.send(memoryview(connection.unsent)[: 1 << 20])
+            except BlockingIOError:
+                return False
+            del connection.unsent[:sent]
+        return True
+
+    def _watch_socket(self, connection: _Connection) -> None:
+        events = selectors.EVENT_WRITE if connection.unsent else 0
+        if not connection.pending:
+            events |= selectors.EVENT_READ
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        self._forget_wait(connection)
+        if connection.promised is not None:
+            self._end_promise(connection.promised)
+
+
+def _apply(table: Table, request: Request) -> Any:
+    """Do one request that is answered at once and return its result."""
+    args = request.args
+    match request.op:
+        case Op.SET:
+            return table.set(*args)
+        case Op.GET:
+            return table.values.get(args[0], b"")
+        case Op.ADD:
+            return table.add(*args)
+        case Op.CHECK:
+            return NOT_READY if table.missing(args[0]) else READY
+        case Op.COMPARE_SET:
+            return table.compare_set(*args)
+        case Op.APPEND:
+            return table.append(*args)
+        case Op.DELETE_KEY:
+            return int(table.delete_key(*args))
+        case Op.NUM_KEYS:
+            return len(table.values)
+        case Op.LIST_KEYS:
+            return list(table.values)
+        case Op.MULTI_GET:
+            return _multi_get(table, args[0])
+        case Op.MULTI_SET:
+            for key, value in args[0]:
+                table.set(key, value)
+            return None
+        case Op.QUEUE_PUSH:
+            return table.queue_push(*args)
+        case Op.QUEUE_POP:
+            before = table.queue_len(args[0])
+            return before, table.queue_pop(args[0])
+        case Op.QUEUE_LEN:
+            return table.queue_len(args[0])
+        case Op.PING:
+            return args[0]
+        case _:
+            return None
+
+
+def _multi_get(table: Table, keys: list[str]) -> list[bytes]:
+    values = [table.values.get(key, b"") for key in keys]
+    if (nbytes := sum(map(len, values))) > MAX_REPLY_BYTES:
+        raise InvalidArgumentError(
+            f"multi_get of {len(keys)} keys has {nbytes} bytes; at most {MAX_REPLY_BYTES} are sent"
+        )
+    return values
+
+
+def _forget_servers_in_child() -> None:
+    """Close the sockets that a fork copied.
+
+    Otherwise the child would keep the port open with nobody to answer, and the clients of a
+    killed parent would never see their connections end.
+    """
+    for server in list(_SERVERS):
+        server._stopping = True
+        server._wake_in.close()
+        server._close_sockets()
+
+
+os.register_at_fork(after_in_child=_forget_servers_in_child)

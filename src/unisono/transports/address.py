@@ -1,0 +1,109 @@
+"""Where a rank can be reached: the addresses it publishes and the socket it listens on."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import NamedTuple
+
+from unisono.errors import TransportError
+
+__all__ = ["TCPAddress", "listen", "local_hosts"]
+
+
+class TCPAddress(NamedTuple):
+    """Numeric addresses in order of preference, a port, and the token a caller must show."""
+
+    hosts: tuple[str, ...]
+    port: int
+    token: bytes
+
+    def pack(self) -> str:
+        return f"tcp|{self.port}|{self.token.hex()}|{','.join(self.hosts)}"
+
+    @classmethod
+    def unpack(cls, text: str) -> TCPAddress:
+        """Decode what `pack` wrote.
+
+        Raises:
+            TransportError: The peer published something else (another transport, say).
+        """
+        scheme, _, rest = text.partition("|")
+        if scheme != "tcp":
+            raise TransportError(
+                f"a peer published {text.partition(':')[0]!r}, this rank uses tcp",
+                hint="set UNISONO_TRANSPORT to the same value on all ranks",
+            )
+        port, token, hosts = rest.split("|")
+        return cls(tuple(hosts.split(",")), int(port), bytes.fromhex(token))
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def local_hosts(store_host: str | None) -> tuple[str, ...]:
+    """Return the addresses under which the other ranks can probably reach this one.
+
+    Args:
+        store_host: Where the store's server is. If that is this very machine by a loopback
+            name, the world lives on one machine and loopback is all it needs.
+    """
+    hosts: list[str] = []
+    if store_host is not None:
+        hosts += _source_addresses(store_host)
+        if hosts and all(map(_is_loopback, hosts)):
+            return tuple(hosts)
+    try:
+        infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        infos = []
+    hosts += [str(info[4][0]) for info in infos]
+    # Debian maps the host name to 127.0.1.1: of no use to others, so loopback comes last.
+    return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=_is_loopback)))
+
+
+def _source_addresses(host: str) -> list[str]:
+    """Return the own addresses that packets to `host` would carry; sends nothing."""
+    found = []
+    try:
+        infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return []
+    for family, kind, proto, _, address in infos:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]))
+        except OSError:
+            continue
+    return list(dict.fromkeys(found))
+
+
+def listen(hosts: tuple[str, ...]) -> tuple[socket.socket, int]:
+    """Open a listening socket that these addresses lead to; return it with its port.
+
+    Only loopback among them: only loopback is opened. Several, or others: the wildcard address,
+    of both families where the system has both.
+    """
+    if len(hosts) == 1:
+        family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
+        host = hosts[0]
+    elif all(map(_is_loopback, hosts)) and not any(":" in host for host in hosts):
+        family, host = socket.AF_INET, "127.0.0.1"
+    elif socket.has_dualstack_ipv6():
+        family, host = socket.AF_INET6, "::"
+    else:
+        family, host = socket.AF_INET, "0.0.0.0"
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        listener.bind((host, 0))
+        # As many callers as there are ranks may come at once; the kernel caps the number.
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise TransportError(f"cannot listen on {host}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener, int(listener.getsockname()[1])

@@ -1,0 +1,315 @@
+"""What every transport offers: messages between ranks, and a control plane beside them.
+
+Rule 1: a transport reports with small status exceptions (`LinkDown`, `MessageMismatch`,
+`Failure`); the text that a user reads is written above, where names are known.
+Rule 2: a send never waits for its receive. Every rank always takes in what arrives, so two
+ranks that both send first do not deadlock.
+
+Ranks here are ranks of the transport, i.e. of the world that made it. Several process groups
+share one transport; each has a `context`, a 64-bit number that keeps their messages apart.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.errors import ClosedError
+from unisono.transports.matching import LinkDown, Mailbox, MessageMismatch, Transfer
+
+__all__ = [
+    "Failure",
+    "Key",
+    "Kind",
+    "LinkDown",
+    "MessageMismatch",
+    "Status",
+    "Transfer",
+    "Transport",
+]
+
+# How many past calls a rank remembers per context, so that a slower rank can still ask about
+# the call that both disagree on. Two would do; the rest is for calls that fail in a row.
+_HISTORY = 8
+
+_NO_CONTEXT = -1
+
+
+class Kind(IntEnum):
+    """What a message is for."""
+
+    COLLECTIVE = 0
+    P2P = 1
+    ASK = 2
+    ANSWER = 3
+    FAIL = 4
+    GOODBYE = 5
+
+
+class Key(NamedTuple):
+    """The address of a message inside a rank: group, purpose, and tag or sequence number."""
+
+    context: int
+    kind: Kind
+    tag: int
+
+
+class Status(NamedTuple):
+    """A call that a rank has entered: its sequence number (0: none yet) and its text."""
+
+    seq: int
+    text: str
+
+
+class Failure(Exception):
+    """A context is broken; the same on the rank that found out and on those it told.
+
+    `kind` is "timeout", "lost", "failed" or "aborted"; `peers` are the ranks to blame;
+    `by` is the rank that found out.
+    """
+
+    def __init__(self, kind: str, reason: str, peers: Iterable[int], by: int) -> None:
+        super().__init__(kind, reason, tuple(peers), by)
+        self.kind = kind
+        self.reason = reason
+        self.peers = tuple(peers)
+        self.by = by
+
+
+class Transport(ABC):
+    """One rank's end of the links to all other ranks.
+
+    Sub-classes move frames (`_transmit`) and feed what arrives to `mailbox` or `on_control`.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.mailbox = Mailbox()
+        self._lock = threading.Lock()
+        self._calls: dict[int, OrderedDict[int, Status]] = {}
+        self._failures: dict[int, Failure] = {}
+        self._on_failure: dict[int, Callable[[Failure], None]] = {}
+        self._questions: dict[int, _Question] = {}
+        self._users = 1
+        self._closed = False
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def send(self, peer: int, key: Key, data: memoryview, info: int = 0) -> Transfer:
+        """Start sending; done when `data` may be changed again.
+
+        Args:
+            peer: Receiving rank; may be this rank itself.
+            key: Where it goes.
+            data: Bytes; must stay untouched until the transfer is done.
+            info: A word that the receiver compares with its own (a dtype code, say).
+        """
+        transfer = Transfer(peer, key.context, data, info)
+        failure = self._failures.get(key.context)
+        if self._closed:
+            transfer.finish(ClosedError("the transport is closed"))
+        elif failure is not None:
+            transfer.finish(failure)
+        elif peer == self.rank:
+            self.mailbox.deliver(peer, key.context, key[1:], data, info)
+            transfer.finish()
+        elif (down := self.mailbox.down(peer)) is not None:
+            transfer.finish(down)
+        else:
+            self._transmit(peer, key, transfer)
+        return transfer
+
+    def recv(self, peer: int | None, key: Key, into: memoryview, info: int = 0) -> Transfer:
+        """Post a receive; done when `into` is filled. `peer` None takes any source."""
+        transfer = Transfer(peer, key.context, into, info)
+        if self._closed:
+            transfer.finish(ClosedError("the transport is closed"))
+            return transfer
+        self.mailbox.post(transfer, key[1:])
+        if peer is not None and peer != self.rank and not transfer.done():
+            self._watch(peer)
+        return transfer
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Give up a transfer: its memory is not touched any more once this returns."""
+        if not self.mailbox.cancel(transfer) and not transfer.done():
+            self._withdraw(lambda other: other is transfer, None)
+
+    # ---- control plane --------------------------------------------------------------------
+
+    def enter(self, context: int, seq: int, text: str) -> None:
+        """Note that this rank has begun call `seq`; peers can ask for it."""
+        with self._lock:
+            calls = self._calls.setdefault(context, OrderedDict())
+            calls[seq] = Status(seq, text)
+            while len(calls) > _HISTORY:
+                calls.popitem(last=False)
+
+    def ask(self, context: int, seq: int, peers: Iterable[int], deadline: Deadline) -> dict[int, Status]:
+        """Ask peers how far they are; return the answers that came in time.
+
+        Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
+        A peer that is stopped, gone or unreachable is missing from the result.
+        """
+        question = _Question(set(peers) - {self.rank})
+        number = id(question) & 0x7FFFFFFF
+        with self._lock:
+            self._questions[number] = question
+        for peer in sorted(question.open):
+            if self.mailbox.down(peer) is None:
+                self._control(peer, context, Kind.ASK, {"number": number, "seq": seq})
+            else:
+                question.drop(peer)
+        question.drop(self.rank)
+        question.wait_until(deadline)
+        with self._lock:
+            del self._questions[number]
+        return question.answers
+
+    def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
+        """Break a context here and on every peer that can be reached."""
+        if self._break(context, failure):
+            told = {"kind": failure.kind, "reason": failure.reason, "peers": failure.peers, "by": failure.by}
+            for peer in peers:
+                if peer != self.rank and self.mailbox.down(peer) is None:
+                    self._control(peer, context, Kind.FAIL, told)
+
+    def failure(self, context: int) -> Failure | None:
+        """Return why a context is broken, or None."""
+        return self._failures.get(context)
+
+    def on_failure(self, context: int, callback: Callable[[Failure], None]) -> None:
+        """Call back when this context breaks, at once if it is broken already."""
+        with self._lock:
+            self._on_failure[context] = callback
+            failure = self._failures.get(context)
+        if failure is not None:
+            callback(failure)
+
+    def forget(self, context: int) -> None:
+        """Release everything a destroyed context holds."""
+        with self._lock:
+            for table in (self._calls, self._failures, self._on_failure):
+                table.pop(context, None)
+        self.mailbox.forget_context(context)
+
+    def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
+        """Handle a control frame; called by the sub-class on whatever thread received it."""
+        words: dict[str, Any] = json.loads(body) if body else {}
+        if kind is Kind.ASK:
+            self._control(peer, context, Kind.ANSWER, self._answer(context, words))
+        elif kind is Kind.ANSWER:
+            with self._lock:
+                question = self._questions.get(words["number"])
+            if question is not None:
+                question.answer(peer, Status(words["at"], words["text"]))
+        elif kind is Kind.FAIL:
+            self._break(
+                context, Failure(words["kind"], words["reason"], words["peers"], words["by"])
+            )
+        elif kind is Kind.GOODBYE:
+            self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+
+    def mark_down(self, error: LinkDown) -> None:
+        """Note that a rank cannot be reached any more and fail what waits for it."""
+        if not self._closed and self.mailbox.down(error.peer) is None:
+            self.mailbox.link_down(error)
+            with self._lock:
+                questions = list(self._questions.values())
+            for question in questions:
+                question.drop(error.peer)
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def retain(self) -> Self:
+        """Count one more user (a sub-group); each calls `close` once."""
+        with self._lock:
+            self._users += 1
+        return self
+
+    def close(self) -> None:
+        """Drop one user; the last one closes the links."""
+        with self._lock:
+            self._users -= 1
+            if self._users > 0 or self._closed:
+                return
+            self._closed = True
+        self._shut()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Return the name of this kind of transport: "inproc", "tcp"."""
+
+    @abstractmethod
+    def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+        """Move `transfer.into` to the mailbox of another rank and finish the transfer."""
+
+    @abstractmethod
+    def _watch(self, peer: int) -> None:
+        """Make sure that the end of `peer` will be noticed although nothing is sent to it."""
+
+    @abstractmethod
+    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: Failure | None) -> None:
+        """Stop touching the memory of transfers that are under way, and end them."""
+
+    @abstractmethod
+    def _shut(self) -> None:
+        """Say good-bye and release sockets and threads."""
+
+    def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
+        body = memoryview(json.dumps(words).encode())
+        # A context of its own: breaking a group must not take back the frames that say so.
+        self._transmit(peer, Key(context, kind, 0), Transfer(peer, _NO_CONTEXT, body))
+
+    def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            calls = self._calls.get(context)
+            status = Status(0, "")
+            if calls:
+                status = calls.get(words["seq"]) or next(reversed(calls.values()))
+        return {"number": words["number"], "at": status.seq, "text": status.text}
+
+    def _break(self, context: int, failure: Failure) -> bool:
+        with self._lock:
+            if context in self._failures:
+                return False
+            self._failures[context] = failure
+            callback = self._on_failure.get(context)
+        self.mailbox.fail_context(context, failure)
+        self._withdraw(lambda transfer: transfer.context == context, failure)
+        if callback is not None:
+            callback(failure)
+        return True
+
+
+class _Question(Completion):
+    """Answers that are still to come."""
+
+    __slots__ = ("answers", "open")
+
+    def __init__(self, peers: set[int]) -> None:
+        super().__init__()
+        self.open = peers
+        self.answers: dict[int, Status] = {}
+
+    def answer(self, peer: int, status: Status) -> None:
+        self.answers[peer] = status
+        self.drop(peer)
+
+    def drop(self, peer: int) -> None:
+        self.open.discard(peer)
+        if not self.open:
+            self.finish()

@@ -1,0 +1,85 @@
+"""From a store to a transport: publish the own address, wait for everybody's."""
+
+from __future__ import annotations
+
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.errors import Context, InvalidArgumentError, RendezvousError, StoreTimeoutError
+from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unisono.transports.address import local_hosts
+from unisono.transports.api import Transport
+from unisono.transports.inproc import InprocTransport
+from unisono.transports.tcp import TCPTransport
+
+__all__ = ["connect"]
+
+
+def connect(
+    store: Store, rank: int, world_size: int, deadline: Deadline, kind: str | None = None
+) -> Transport:
+    """Return this rank's transport once every rank has published its address.
+
+    Args:
+        store: Shared by exactly these ranks (a PrefixStore does that).
+        rank: This rank.
+        world_size: Number of ranks.
+        deadline: For the slowest rank to come.
+        kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
+
+    Raises:
+        RendezvousError: Some ranks never came; names them.
+    """
+    kind = kind or config.get("UNISONO_TRANSPORT")
+    if kind == "auto":
+        kind = "inproc" if isinstance(_innermost(store), HashStore) else "tcp"
+    addresses: list[str] = []
+    transport: Transport
+    if kind == "inproc":
+        transport = InprocTransport(rank, world_size, addresses.__getitem__)
+    elif kind == "tcp":
+        transport = TCPTransport(rank, world_size, addresses.__getitem__, _hosts(store))
+    else:
+        raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
+    try:
+        store.set(f"address/{rank}", transport.address)
+        addresses += _gather(store, rank, world_size, deadline)
+    except BaseException:
+        transport.close()
+        raise
+    return transport
+
+
+def _gather(store: Store, rank: int, world_size: int, deadline: Deadline) -> list[str]:
+    keys = [f"address/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys, deadline.remaining())
+    except StoreTimeoutError as error:
+        missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
+        names = ", ".join(map(str, missing)) or "none now"
+        raise RendezvousError(
+            f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
+            f"came: {names}",
+            context=Context(rank=rank, world_size=world_size, peers=missing),
+            hint="look at the logs of those ranks; raise timeout= if they are only slow",
+        ) from error
+    addresses = [value.decode() for value in store.multi_get(keys)]
+    # Nobody leaves before everybody has read: the rank that hosts the store may close it next.
+    store.barrier("connected", world_size, deadline.remaining())
+    return addresses
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _hosts(store: Store) -> tuple[str, ...]:
+    if host := config.get("UNISONO_HOST"):
+        return tuple(host.split(","))
+    inner = _innermost(store)
+    if isinstance(inner, TCPStore):
+        return local_hosts(inner.host)
+    if isinstance(inner, FileStore):
+        return local_hosts(None)
+    return ("127.0.0.1",)

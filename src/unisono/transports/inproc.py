@@ -1,0 +1,91 @@
+"""Ranks that are threads of one process: a message is one copy into the receiver's memory."""
+
+from __future__ import annotations
+
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+from unisono.transports.api import Failure, Key, Kind, LinkDown, Transfer, Transport
+
+__all__ = ["InprocTransport"]
+
+
+class InprocTransport(Transport):
+    """Links between threads, found by a name that travels through the store.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        find: Returns the `address` that another rank published; called once per peer.
+    """
+
+    # An address space for names, as ports are one for sockets. Weak: it keeps nothing alive.
+    _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]]
+    _by_address = weakref.WeakValueDictionary()
+
+    def __init__(self, rank: int, world_size: int, find: Callable[[int], str]) -> None:
+        super().__init__(rank, world_size)
+        self.address = f"inproc:{uuid.uuid4().hex}"
+        self._find = find
+        self._peers: dict[int, InprocTransport] = {}
+        self._watchers: set[int] = set()
+        InprocTransport._by_address[self.address] = self
+
+    @property
+    def name(self) -> str:
+        return "inproc"
+
+    def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+        link = self._link(peer)
+        if link is None:
+            transfer.finish(self.mailbox.down(peer))
+            return
+        assert transfer.into is not None
+        if key.kind in (Kind.COLLECTIVE, Kind.P2P):
+            link.mailbox.deliver(self.rank, key.context, key[1:], transfer.into, transfer.info)
+        else:
+            link.on_control(self.rank, key.context, key.kind, bytes(transfer.into))
+        transfer.finish()
+
+    def _watch(self, peer: int) -> None:
+        link = self._link(peer)
+        if link is not None:
+            link._watchers.add(self.rank)
+
+    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: Failure | None) -> None:
+        """Nothing is ever under way: a message is delivered in one step."""
+
+    def _shut(self) -> None:
+        # Whoever has ever sent to us or waited for us may wait again.
+        for peer in set(self._peers) | self._watchers:
+            link = self._peers.get(peer) or self._lookup(peer)
+            if link is not None and not link.closed:
+                link.mark_down(LinkDown(self.rank, "it left: its transport was closed", left=True))
+        self._peers.clear()
+
+    def vanish(self, reason: str) -> None:
+        """Go away without a good-bye, as a killed process would (for fault injection)."""
+        for peer in range(self.world_size):
+            link = self._lookup(peer) if peer != self.rank else None
+            if link is not None:
+                link.mark_down(LinkDown(self.rank, reason))
+        self._closed = True
+
+    def _lookup(self, peer: int) -> InprocTransport | None:
+        return InprocTransport._by_address.get(self._find(peer))
+
+    def _link(self, peer: int) -> InprocTransport | None:
+        link = self._peers.get(peer)
+        if link is None:
+            link = self._lookup(peer)
+            if link is None or link.closed:
+                self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+                return None
+            self._peers[peer] = link
+            link._watchers.add(self.rank)
+        if link.closed:
+            self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+            return None
+        return link

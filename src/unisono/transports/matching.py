@@ -1,0 +1,233 @@
+"""Which message goes to which receive: posted receives and unexpected messages.
+
+The k-th message from a rank under a key meets the k-th receive for that rank and key. A receive
+from any source takes the oldest message under its key.
+
+Theory of operation: a key is in one of two states, receives waiting or messages waiting, never
+both. A message that finds a posted receive is written straight into the receiver's memory;
+one that finds none is kept in memory of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from unisono.base.completion import Completion
+
+__all__ = ["Arrival", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
+
+
+class LinkDown(Exception):
+    """No link to a rank: status of a transfer, turned into an error text by the caller.
+
+    `left` tells a rank that closed its transport from one that vanished.
+    """
+
+    def __init__(self, peer: int, reason: str, left: bool = False) -> None:
+        super().__init__(peer, reason, left)
+        self.peer = peer
+        self.reason = reason
+        self.left = left
+
+
+class MessageMismatch(Exception):
+    """A message does not fit the receive it met: other size or other type word."""
+
+    def __init__(self, source: int, nbytes: int, info: int) -> None:
+        super().__init__(source, nbytes, info)
+        self.source = source
+        self.nbytes = nbytes
+        self.info = info
+
+
+class Transfer(Completion):
+    """One send or receive on its way.
+
+    `peer` is the other rank; for a receive from any source it is None until a message matched.
+    """
+
+    __slots__ = ("context", "info", "into", "peer")
+
+    def __init__(
+        self,
+        peer: int | None,
+        context: int,
+        into: memoryview | None = None,
+        info: int = 0,
+    ) -> None:
+        super().__init__()
+        self.peer = peer
+        self.context = context
+        self.into = into
+        self.info = info
+
+
+class Arrival(NamedTuple):
+    """A message that came before its receive."""
+
+    source: int
+    data: memoryview
+    info: int
+
+
+class _Slot:
+    """What waits under one (context, key): either receives or messages."""
+
+    __slots__ = ("arrivals", "posted")
+
+    def __init__(self) -> None:
+        self.posted: deque[Transfer] = deque()
+        self.arrivals: deque[Arrival] = deque()
+
+
+class Mailbox:
+    """Posted receives and unexpected messages of one rank; safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[int, Hashable], _Slot] = {}
+        self._down: dict[int, LinkDown] = {}
+        self._failed: dict[int, BaseException] = {}
+
+    def post(self, transfer: Transfer, tag: Hashable) -> None:
+        """Queue a receive, or complete it with the message that is already here."""
+        with self._lock:
+            arrival = self._take_arrival(transfer, tag)
+            if arrival is None:
+                error = self._failed.get(transfer.context) or self._down_for(transfer)
+                if error is None:
+                    slot = self._slots.setdefault((transfer.context, tag), _Slot())
+                    slot.posted.append(transfer)
+                    return
+        if arrival is None:
+            transfer.finish(error)
+        else:
+            _fill(transfer, arrival)
+
+    def deliver(self, source: int, context: int, tag: Hashable, data: memoryview, info: int) -> None:
+        """Hand over a complete message; copies `data` unless a receive takes it at once."""
+        transfer = self.claim(source, context, tag)
+        if transfer is not None:
+            _fill(transfer, Arrival(source, data, info))
+        else:
+            self.keep(context, tag, Arrival(source, memoryview(bytes(data)), info))
+
+    def claim(self, source: int, context: int, tag: Hashable) -> Transfer | None:
+        """Remove and return the receive that the next message from `source` belongs to."""
+        with self._lock:
+            return self._claim(source, context, tag)
+
+    def keep(self, context: int, tag: Hashable, arrival: Arrival) -> None:
+        """Store a message that found no receive; its data must be its own.
+
+        A receive posted since `claim` said no takes it at once.
+        """
+        with self._lock:
+            transfer = self._claim(arrival.source, context, tag)
+            if transfer is None:
+                if context not in self._failed:
+                    self._slots.setdefault((context, tag), _Slot()).arrivals.append(arrival)
+                return
+        _fill(transfer, arrival)
+
+    def cancel(self, transfer: Transfer) -> bool:
+        """Take back a posted receive; False if a message has matched it already."""
+        with self._lock:
+            for key, slot in self._slots.items():
+                if transfer in slot.posted:
+                    slot.posted.remove(transfer)
+                    self._drop_if_empty(key, slot)
+                    return True
+        return False
+
+    def link_down(self, error: LinkDown) -> None:
+        """Fail every receive that waits for this rank, now and later.
+
+        A receive from any source fails as well, unless the rank said good-bye: its sender may
+        be the one that crashed, and an error is better than a wait that may never end.
+        """
+        anybody = () if error.left else (None,)
+        with self._lock:
+            self._down[error.peer] = error
+            failed = self._take_posted(lambda t: t.peer == error.peer or t.peer in anybody)
+        for transfer in failed:
+            transfer.finish(error)
+
+    def fail_context(self, context: int, error: BaseException) -> None:
+        """Fail every receive of one context, now and later, and drop its messages."""
+        with self._lock:
+            self._failed.setdefault(context, error)
+            failed = self._take_posted(lambda t: t.context == context)
+            for key in [key for key in self._slots if key[0] == context]:
+                del self._slots[key]
+        for transfer in failed:
+            transfer.finish(error)
+
+    def forget_context(self, context: int) -> None:
+        """Release what a destroyed context still holds."""
+        with self._lock:
+            self._failed.pop(context, None)
+            for key in [key for key in self._slots if key[0] == context]:
+                del self._slots[key]
+
+    def down(self, peer: int) -> LinkDown | None:
+        """Return why there is no link to `peer`, or None."""
+        return self._down.get(peer)
+
+    def _down_for(self, transfer: Transfer) -> LinkDown | None:
+        if transfer.peer is not None:
+            return self._down.get(transfer.peer)
+        return next((error for error in self._down.values() if not error.left), None)
+
+    def _claim(self, source: int, context: int, tag: Hashable) -> Transfer | None:
+        slot = self._slots.get((context, tag))
+        if slot is None:
+            return None
+        for transfer in slot.posted:
+            if transfer.peer is None or transfer.peer == source:
+                slot.posted.remove(transfer)
+                self._drop_if_empty((context, tag), slot)
+                transfer.peer = source
+                return transfer
+        return None
+
+    def _take_arrival(self, transfer: Transfer, tag: Hashable) -> Arrival | None:
+        slot = self._slots.get((transfer.context, tag))
+        if slot is None:
+            return None
+        for arrival in slot.arrivals:
+            if transfer.peer is None or transfer.peer == arrival.source:
+                slot.arrivals.remove(arrival)
+                self._drop_if_empty((transfer.context, tag), slot)
+                transfer.peer = arrival.source
+                return arrival
+        return None
+
+    def _take_posted(self, wanted: Callable[[Transfer], bool]) -> list[Transfer]:
+        taken: list[Transfer] = []
+        for key, slot in list(self._slots.items()):
+            hits = [transfer for transfer in slot.posted if wanted(transfer)]
+            for transfer in hits:
+                slot.posted.remove(transfer)
+            self._drop_if_empty(key, slot)
+            taken += hits
+        return taken
+
+    def _drop_if_empty(self, key: tuple[int, Hashable], slot: _Slot) -> None:
+        if not slot.posted and not slot.arrivals:
+            self._slots.pop(key, None)
+
+
+def _fill(transfer: Transfer, arrival: Arrival) -> None:
+    """Copy a message into the memory of its receive and complete it."""
+    into = transfer.into
+    assert into is not None
+    if arrival.data.nbytes != into.nbytes or arrival.info != transfer.info:
+        error = MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info)
+        transfer.finish(error)
+        return
+    into[:] = arrival.data
+    transfer.finish()

@@ -1,0 +1,79 @@
+"""Bytes of the TCP transport: handshake and frame header. Pure; no socket here.
+
+A connection starts with a hello of fixed size, answered by one byte, so that a stranger reaches
+nothing beyond 40 bytes. Frames follow: a fixed header, then `nbytes` of payload.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from unisono.errors import HandshakeError
+from unisono.transports.api import Key, Kind
+
+__all__ = ["ACCEPT", "CROSSED", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
+
+_MAGIC = b"unisono\x00"
+_VERSION = 1
+
+HELLO = struct.Struct("<8sIIII16s")
+"""magic, version, world size, sender's rank, receiver's rank, receiver's token."""
+
+ACCEPT = b"\x01"
+"""The connection stands."""
+CROSSED = b"\x02"
+"""The answering rank has called too, and its call stands instead."""
+REFUSE = b"\x03"
+"""The caller is not wanted: wrong world, wrong token, or given up as lost."""
+
+FRAME = struct.Struct("<BxxxIQqQ")
+"""kind, info, context, tag, nbytes."""
+
+
+class Hello(NamedTuple):
+    """Who calls whom. The receiver's token proves that the caller has read the store."""
+
+    world_size: int
+    rank: int
+    peer: int
+    token: bytes
+
+    def pack(self) -> bytes:
+        return HELLO.pack(_MAGIC, _VERSION, *self)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Hello:
+        """Decode a hello.
+
+        Raises:
+            HandshakeError: Not unisono, or another protocol version.
+        """
+        magic, version, *rest = HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise HandshakeError(f"a stranger called: first bytes {magic!r}, expected {_MAGIC!r}")
+        if version != _VERSION:
+            raise HandshakeError(f"protocol version {version} called, this is version {_VERSION}")
+        return cls(*rest)
+
+
+class Frame(NamedTuple):
+    """Header of one message."""
+
+    key: Key
+    nbytes: int
+    info: int
+
+    def pack(self) -> bytes:
+        context, kind, tag = self.key
+        return FRAME.pack(kind, self.info, context, tag, self.nbytes)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview) -> Frame:
+        """Decode a header.
+
+        Raises:
+            ValueError: The kind is unknown: the stream is out of step.
+        """
+        kind, info, context, tag, nbytes = FRAME.unpack(data)
+        return cls(Key(context, Kind(kind), tag), nbytes, info)

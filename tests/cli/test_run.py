@@ -1,0 +1,468 @@
+"""`unisono run` with real processes: environment, exit codes, reports, and what is left."""
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import unisono.elastic
+
+SRC = str(Path(unisono.elastic.__file__).parents[2])
+LIMIT_S = 30.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def environment(**extra):
+    """The environment of a user who is not inside a launch."""
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT", "UNISONO_LAUNCH")
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
+    return env | extra
+
+
+class Launcher:
+    """A running `unisono run`, and the processes whose numbers its workers print."""
+
+    def __init__(self, *arguments, cwd, env=None):
+        self.popen = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "unisono", "run", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            cwd=cwd,
+            env=env or environment(),
+            # pytest may run as a shell's background job, which ignores SIGINT.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self.handles = []
+
+    def follow(self, count):
+        """Wait until the workers have printed `count` process numbers."""
+        deadline = time.monotonic() + LIMIT_S
+        text = b""
+        while text.count(b"\n") < count:
+            ready, _, _ = select.select([self.popen.stdout], [], [], deadline - time.monotonic())
+            assert ready, f"only {text!r} after {LIMIT_S} s"
+            data = os.read(self.popen.stdout.fileno(), 4096)
+            assert data, self.popen.stderr.read().decode()
+            text += data
+        self.handles = [os.pidfd_open(int(line)) for line in text.split()]
+
+    def finish(self):
+        out, err = self.popen.communicate(timeout=LIMIT_S)
+        return self.popen.returncode, out.decode(), err.decode()
+
+    def survivors(self, limit_s):
+        """How many of the followed processes are still there after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        waiting = set(self.handles)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            waiting -= set(select.select(list(waiting), [], [], left)[0])
+        return len(waiting)
+
+    def close(self):
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate()
+        for handle in self.handles:
+            try:
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            os.close(handle)
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start `unisono run` on a script given as text; returns a Launcher."""
+    launchers = []
+
+    def start(text, *options, args=(), nprocs=2, env=None):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        flags = ("--nproc-per-node", nprocs, *options)
+        launcher = Launcher(*flags, script, *args, cwd=tmp_path, env=env)
+        launchers.append(launcher)
+        return launcher
+
+    yield start
+    for launcher in launchers:
+        launcher.close()
+
+
+@pytest.fixture
+def run(launch):
+    """Run a script to its end; returns exit code, stdout and stderr."""
+    return lambda *args, **kwargs: launch(*args, **kwargs).finish()
+
+
+SHOW_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
+
+
+def test_each_worker_knows_its_place(run):
+    code, out, err = run(SHOW_ENVIRONMENT, "--standalone", nprocs=3)
+    assert (code, err) == (0, "")
+    environments = sorted(map(json.loads, out.splitlines()), key=lambda env: int(env["RANK"]))
+    assert len(environments) == 3
+    for rank, env in enumerate(environments):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "NODE_RANK": "0",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": environments[0]["MASTER_PORT"],
+            "TORCHELASTIC_RUN_ID": environments[0]["TORCHELASTIC_RUN_ID"],
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": "1",
+        }
+        assert {name: env.get(name) for name in expected} == expected
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "given", "expected"), [(1, None, None), (2, None, "1"), (2, "5", "5")]
+)
+def test_thread_count_is_limited_only_if_nobody_set_it(run, nprocs, given, expected):
+    env = environment() if given is None else environment(OMP_NUM_THREADS=given)
+    _, out, _ = run(SHOW_ENVIRONMENT, nprocs=nprocs, env=env)
+    seen = [json.loads(line).get("OMP_NUM_THREADS") for line in out.splitlines()]
+    assert seen == [expected] * nprocs
+
+
+def test_arguments_reach_the_script_unchanged(run):
+    args = ["--", "--nproc-per-node", "9", "-m", "--grace", "", "a b", "--", "x"]
+    code, out, _ = run("import sys; print(sys.argv[1:])", args=args, nprocs=1)
+    assert (code, out) == (0, f"{args}\n")
+
+
+def finish(*arguments, cwd):
+    launcher = Launcher(*arguments, cwd=cwd)
+    try:
+        return launcher.finish()
+    finally:
+        launcher.close()
+
+
+def test_underscores_in_flags(tmp_path):
+    (tmp_path / "s.py").write_text("print('x')")
+    assert finish("--nproc_per_node=3", "s.py", cwd=tmp_path) == (0, "x\n" * 3, "")
+
+
+def test_module(tmp_path):
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys; print(__package__, sys.argv[1:])")
+    assert finish("-m", "pack", "--flag", cwd=tmp_path) == (0, "pack ['--flag']\n", "")
+
+
+def test_any_program(tmp_path):
+    code, out, _ = finish("--no-python", "sh", "-c", "echo rank $RANK; exit 3", cwd=tmp_path)
+    assert (code, out) == (3, "rank 0\n")
+
+
+def test_program_that_cannot_be_started(tmp_path):
+    code, _, err = finish("--no-python", "--nproc-per-node", 2, "./absent", cwd=tmp_path)
+    assert code == 1
+    assert "cannot start rank 0 (./absent)" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no script given"),
+        (["absent.py"], "script not found: absent.py"),
+        (["--nproc-per-node", "0", "s.py"], "must be a number of at least 1, got '0'"),
+        (["--nproc-per-node", "two", "s.py"], "must be a number of at least 1, got 'two'"),
+        (["--grace", "-1", "s.py"], "must be a number of seconds >= 0, got '-1'"),
+        (["--unknown", "s.py"], "unrecognized arguments: --unknown"),
+        (["-m", "--no-python", "s.py"], "not allowed with argument"),
+    ],
+)
+def test_usage_errors(tmp_path, arguments, message):
+    code, out, err = finish(*arguments, cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+
+
+def on_rank_1(statement):
+    """A script in which rank 1 fails, and the others would wait for ever."""
+    return f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {statement}\nsignal.pause()\n"
+
+
+@pytest.mark.parametrize(
+    ("statement", "code", "how"),
+    [
+        ("sys.exit(7)", 7, "exited with code 7"),
+        ("os._exit(3)", 3, "exited with code 3"),
+        ("raise ValueError('boom')", 1, "exited with code 1"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "was killed by SIGTERM"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_first_failure_ends_the_launch(run, statement, code, how):
+    returned, _, err = run(on_rank_1(statement), nprocs=3)
+    assert returned == code
+    host = re.escape(os.uname().nodename)
+    who = rf"unisono run: first failure: rank 1 \(pid \d+, host {host}\) {how}"
+    assert re.search(who, err)
+    assert "unisono run: ranks 0, 2 stopped by the launcher\n" in err
+
+
+def test_real_traceback_is_printed_last(run, tmp_path):
+    script = """
+import os, signal
+class Noisy:
+    def __del__(self): raise RuntimeError("only mentioned by Python")
+if os.environ["RANK"] != "1":
+    signal.pause()
+noisy = Noisy()
+try:
+    {}["k"]
+except KeyError as error:
+    raise ValueError("two\\nlines") from error
+"""
+    _, _, err = run(script, nprocs=3)
+    assert "only mentioned by Python" in err
+    report = err[err.index("unisono run: first failure") :].splitlines()
+    assert report[1:] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path / "script.py"}", line 9, in <module>',
+        '    {}["k"]',
+        "    ~~^^^^^",
+        "KeyError: 'k'",
+        "",
+        "The above exception was the direct cause of the following exception:",
+        "",
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path / "script.py"}", line 11, in <module>',
+        '    raise ValueError("two\\nlines") from error',
+        "ValueError: two",
+        "lines",
+    ]
+
+
+def test_script_that_does_not_compile(run, tmp_path):
+    code, _, err = run("def f(:\n", nprocs=2)
+    assert code == 1
+    report = err[err.index("unisono run: first failure") :].splitlines()
+    assert report[1] == f'  File "{tmp_path / "script.py"}", line 1'
+    assert report[-1] == "SyntaxError: invalid syntax"
+
+
+def test_original_failure_beats_an_earlier_consequence(run):
+    # Rank 0 is gone before rank 1 raises: rank 1 reads until rank 0's end of the pipe closes.
+    script = """
+import os, signal
+class PeerLostError(Exception): pass
+rank = int(os.environ["RANK"])
+if rank == 2:
+    signal.pause()
+if rank == 0:
+    fifo = open("fifo", "w")
+    raise PeerLostError("rank 1 is gone")
+open("fifo").read()
+raise ValueError("the cause")
+"""
+    code, _, err = run("import os\ntry: os.mkfifo('fifo')\nexcept OSError: pass" + script, nprocs=3)
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[-1] == "ValueError: the cause"
+    [consequence] = [line for line in lines if line.startswith("unisono run: rank 0")]
+    assert consequence.endswith("exited with code 1: PeerLostError: rank 1 is gone")
+
+
+def test_other_workers_may_clean_up(run):
+    script = """
+import os, signal, sys
+def clean_up(*_):
+    print("cleaned up", os.environ["RANK"])
+    sys.exit(0)
+signal.signal(signal.SIGTERM, clean_up)
+with open("fifo", "r+b", buffering=0) as fifo:
+    if os.environ["RANK"] == "0":
+        fifo.read(1)
+        sys.exit(9)
+    fifo.write(b"x")
+signal.pause()
+"""
+    mkfifo = "import os\ntry: os.mkfifo('fifo')\nexcept OSError: pass"
+    code, out, _ = run(mkfifo + script, "--grace", LIMIT_S)
+    assert (code, out) == (9, "cleaned up 1\n")
+
+
+DEAF = """
+import os, signal, sys, threading
+for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
+print(os.getpid())
+threading.Event().wait()
+"""
+
+
+def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launch):
+    launcher = launch(DEAF, "--grace", 0.1)
+    launcher.follow(2)
+    signal.pidfd_send_signal(launcher.handles[0], signal.SIGKILL)
+    assert launcher.finish()[0] == 137
+    assert launcher.survivors(0.1) == 0
+
+
+def test_second_ctrl_c_does_not_wait_for_the_grace(launch):
+    launcher = launch(DEAF, "--grace", 3600)
+    launcher.follow(2)
+    # Signals of different kinds, because two equal ones may be merged into one.
+    launcher.popen.send_signal(signal.SIGINT)
+    launcher.popen.send_signal(signal.SIGTERM)
+    assert launcher.finish()[0] in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert launcher.survivors(0.1) == 0
+
+
+FAMILY = """
+import os, signal, subprocess, sys
+child = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+near = subprocess.Popen(child, stdin=subprocess.DEVNULL)
+far = subprocess.Popen(child, stdin=subprocess.DEVNULL, start_new_session=True)
+print(f"{os.getpid()}\\n{near.pid}\\n{far.pid}")
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_to_the_launcher_ends_the_whole_family(launch, signum):
+    launcher = launch(FAMILY)
+    launcher.follow(6)
+    launcher.popen.send_signal(signum)
+    code, _, err = launcher.finish()
+    assert code == 128 + signum
+    assert err.splitlines()[-1] == f"unisono run: stopped by {signum.name}"
+    assert launcher.survivors(0.1) == 0
+
+
+def test_killed_launcher_leaves_nothing(launch):
+    launcher = launch(FAMILY)
+    launcher.follow(6)
+    launcher.popen.kill()
+    assert launcher.survivors(2.0) == 0
+
+
+def test_killed_worker_takes_its_children_along(launch):
+    launcher = launch(FAMILY)
+    launcher.follow(6)
+    signal.pidfd_send_signal(launcher.handles[0], signal.SIGKILL)
+    assert launcher.finish()[0] == 137
+    assert launcher.survivors(0.1) == 0
+
+
+def test_killed_outer_launcher_ends_an_inner_launch(launch, tmp_path):
+    (tmp_path / "inner.py").write_text(FAMILY)
+    outer = "import os, sys\nos.execv(sys.executable, [sys.executable, '-m', 'unisono', 'run', "
+    launcher = launch(outer + "'--nproc-per-node', '2', 'inner.py'])", nprocs=1)
+    launcher.follow(6)
+    launcher.popen.kill()
+    assert launcher.survivors(2.0) == 0
+
+
+def test_children_left_by_a_successful_worker_are_ended(launch):
+    script = """
+import os, subprocess, sys
+child = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+print(subprocess.Popen(child).pid)
+sys.stdin.read()
+os._exit(0)
+"""
+    launcher = launch(script, nprocs=1)
+    launcher.follow(1)
+    code, _, err = launcher.finish()
+    assert (code, err) == (0, "")
+    assert launcher.survivors(0.1) == 0
+
+
+def test_lines_of_ranks_do_not_mix(run):
+    script = """
+import os, sys
+for i in range(300):
+    print("out", os.environ["RANK"], i)
+    print("err", os.environ["RANK"], i, file=sys.stderr)
+sys.stderr.write("no newline at the end")
+"""
+    code, out, err = run(script, nprocs=3)
+    assert code == 0
+    expected = {f"{rank} {i}" for rank in range(3) for i in range(300)}
+    assert {line.removeprefix("out ") for line in out.splitlines()} == expected
+    rest = err.replace("no newline at the end", "")
+    assert {line.removeprefix("err ") for line in rest.splitlines()} == expected
+    assert err.count("no newline at the end") == 3
+
+
+def test_workers_meet_in_the_agents_store(run):
+    script = """
+import os
+from unisono.stores import TCPStore
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store.set("rank" + os.environ["RANK"], os.environ["RANK"])
+print(sorted(store.get(f"rank{r}") for r in range(3)))
+store.close()
+"""
+    assert run(script, nprocs=3) == (0, "[b'0', b'1', b'2']\n" * 3, "")
+
+
+def test_eight_launches_at_once(launch):
+    launchers = [launch("import os; print(os.environ['MASTER_PORT'])") for _ in range(8)]
+    results = [launcher.finish() for launcher in launchers]
+    assert [(code, err) for code, _, err in results] == [(0, "")] * 8
+    ports = [out.split() for _, out, _ in results]
+    assert all(first == second for first, second in ports)
+
+
+def test_torch_script(run):
+    pytest.importorskip("torch")
+    script = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((3,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+print(x.tolist())
+dist.destroy_process_group()
+"""
+    code, out, err = run(script)
+    assert (code, out) == (0, "[3.0, 3.0, 3.0]\n" * 2), err
+
+
+def test_launcher_stays_light(tmp_path):
+    (tmp_path / "s.py").write_text("")
+    program = (
+        "import sys; from unisono.cli.main import main; code = main(['run', 's.py']); "
+        "print(code, sorted({'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("0 []\n", "")

@@ -1,0 +1,245 @@
+"""`spawn` with real processes, for the three start methods."""
+
+import contextlib
+import importlib
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import unisono.elastic
+from unisono.elastic import spawn
+from unisono.errors import InvalidArgumentError, WorkerFailedError
+
+SRC = str(Path(unisono.elastic.__file__).parents[2])
+LIMIT_S = 30.0
+METHODS = ["spawn", "fork", "forkserver"]
+
+
+@pytest.fixture
+def targets(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("spawn_targets")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No thread, process or descriptor of `spawn` may remain in this process."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def open_descriptors():
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_children_know_their_place_and_the_parent_forgets(targets, tmp_path, method):
+    before = dict(os.environ)
+    assert spawn(targets.write_environment, (tmp_path,), nprocs=2, start_method=method) is None
+    assert dict(os.environ) == before
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, env in enumerate(seen):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": seen[0]["MASTER_PORT"],
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        assert {name: env.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_children_meet_in_the_parents_store(targets, tmp_path, method):
+    spawn(targets.meet_in_store, (tmp_path,), nprocs=3, start_method=method)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 1 2"] * 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_real_traceback_ends_the_error(targets, method):
+    with pytest.raises(WorkerFailedError) as caught:
+        spawn(targets.fail_on_rank_1, ("raise",), nprocs=3, start_method=method)
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith("first failure of 3 processes: rank 1 (pid ")
+    assert "exited with code 1: ValueError: boom x" in first
+    trace = rest[rest.index("Traceback (most recent call last):") :]
+    assert trace[1].startswith(f'  File "{targets.__file__}", line ')
+    assert trace[1].endswith("in fail_on_rank_1")
+    assert trace[-1] == "ValueError: boom " + "x" * 200_000
+    assert caught.value.context.rank == 1
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("kind", "how"), [("exit", "exited with code 7"), ("kill", "was killed by SIGKILL")]
+)
+def test_failure_without_a_traceback(targets, method, kind, how):
+    with pytest.raises(WorkerFailedError, match=how) as caught:
+        spawn(targets.fail_on_rank_1, (kind,), nprocs=2, start_method=method)
+    assert caught.value.what.splitlines()[0].startswith("first failure of 2 processes: rank 1 ")
+
+
+def test_original_failure_beats_an_earlier_consequence(targets, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(WorkerFailedError) as caught:
+        spawn(targets.lose_a_peer, (str(tmp_path / "fifo"),), nprocs=3, start_method="fork")
+    lines = caught.value.what.splitlines()
+    assert lines[0].endswith("exited with code 1: ValueError: the cause")
+    assert lines[1].startswith("then rank 0 ")
+    assert lines[1].endswith("PeerLostError: rank 1 is gone")
+    assert lines[-1] == "ValueError: the cause"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_context_without_join(targets, tmp_path, method):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    context = spawn(
+        targets.wait_for_release, (str(fifo),), nprocs=1, join=False, start_method=method
+    )
+    assert context.join(timeout=0) is False
+    assert context.pids() == [process.pid for process in context.processes]
+    assert len(context.pids()) == 1
+    with open(fifo, "w"):
+        assert context.processes[0].is_alive()
+    assert context.join(timeout=LIMIT_S) is True
+    assert context.join() is True
+    assert [process.exitcode for process in context.processes] == [0]
+
+
+def test_daemon_flag_is_passed_on(targets, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    context = spawn(
+        targets.wait_for_release, (str(fifo),), join=False, daemon=True, start_method="fork"
+    )
+    assert [process.daemon for process in context.processes] == [True]
+    with open(fifo, "w"):
+        pass
+    assert context.join(timeout=LIMIT_S) is True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("kind", ["raise", "kill"])
+def test_no_descriptor_is_left(targets, tmp_path, kind):
+    before = open_descriptors()
+    spawn(targets.write_environment, (tmp_path,), nprocs=2, start_method="fork")
+    with pytest.raises(WorkerFailedError):
+        spawn(targets.fail_on_rank_1, (kind,), nprocs=2, start_method="fork")
+    assert open_descriptors() == before
+
+
+def test_grandchild_does_not_hide_its_parents_death(targets, tmp_path):
+    # It keeps the pipe open that multiprocessing shows as the sentinel.
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with open(fifo, "r+b", buffering=0), pytest.raises(WorkerFailedError, match="SIGKILL"):
+        spawn(targets.fork_a_grandchild_and_die, (str(fifo),), start_method="fork")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nprocs": 0}, "nprocs must be at least 1, got 0"),
+        ({"start_method": "thread"}, "one of spawn, fork, forkserver; got 'thread'"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        spawn(print, **options)
+
+
+def test_function_that_cannot_be_pickled_leaves_nothing():
+    before = open_descriptors()
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        spawn(lambda rank: None, nprocs=2, start_method="spawn")
+    # The resource tracker of multiprocessing may have been started; it keeps one pipe.
+    assert len(open_descriptors() - before) <= 1
+
+
+PARENT = """
+import sys, threading
+sys.path.insert(0, {folder!r})
+from spawn_targets import announce_and_wait
+from unisono.elastic import spawn
+if __name__ == "__main__":
+    options = dict(nprocs=2, start_method={method!r})
+    if {in_thread}:
+        thread = threading.Thread(
+            target=lambda: spawn(announce_and_wait, join=False, **options)
+        )
+        thread.start()
+        thread.join()
+        print("thread ended", flush=True)
+        threading.Event().wait()
+    else:
+        spawn(announce_and_wait, **options)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_children_end_with_their_parent(tmp_path, method, signum):
+    parent = start_parent(tmp_path, method, in_thread=False)
+    with parent:
+        children = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(2)]
+        parent.send_signal(signum)
+        assert all_gone(children, 5.0)
+        parent.communicate(timeout=LIMIT_S)
+    assert parent.returncode != 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_children_outlive_the_thread_that_made_them(tmp_path, method):
+    parent = start_parent(tmp_path, method, in_thread=True)
+    with parent:
+        lines = {parent.stdout.readline().strip() for _ in range(3)}
+        children = [os.pidfd_open(int(line)) for line in lines - {b"thread ended"}]
+        assert len(children) == 2
+        parent.kill()
+        assert all_gone(children, 5.0)
+
+
+def start_parent(folder, method, *, in_thread):
+    here = str(Path(__file__).parent)
+    script = folder / "parent.py"
+    script.write_text(PARENT.format(folder=here, method=method, in_thread=in_thread))
+    path = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(os.environ) | {"PYTHONPATH": path},
+        bufsize=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def all_gone(handles, limit_s):
+    deadline = time.monotonic() + limit_s
+    waiting = set(handles)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        waiting -= set(select.select(list(waiting), [], [], left)[0])
+    for handle in handles:
+        os.close(handle)
+    return not waiting
