@@ -1,5 +1,6 @@
 """`unisono run` with real processes: environment, exit codes, reports, and what is left."""
 
+import contextlib
 import json
 import os
 import re
@@ -74,10 +75,8 @@ class Launcher:
             self.popen.kill()
         self.popen.communicate()
         for handle in self.handles:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             os.close(handle)
 
 
@@ -85,6 +84,7 @@ class Launcher:
 def launch(tmp_path):
     """Start `unisono run` on a script given as text; returns a Launcher."""
     launchers = []
+    os.mkfifo(tmp_path / "fifo")
 
     def start(text, *options, args=(), nprocs=2, env=None):
         script = tmp_path / "script.py"
@@ -204,7 +204,9 @@ def test_usage_errors(tmp_path, arguments, message):
 
 def on_rank_1(statement):
     """A script in which rank 1 fails, and the others would wait for ever."""
-    return f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {statement}\nsignal.pause()\n"
+    return (
+        f"import os, signal, sys\nif os.environ['RANK'] == '1':\n    {statement}\nsignal.pause()\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,20 +271,22 @@ def test_script_that_does_not_compile(run, tmp_path):
 
 
 def test_original_failure_beats_an_earlier_consequence(run):
-    # Rank 0 is gone before rank 1 raises: rank 1 reads until rank 0's end of the pipe closes.
+    # Rank 1 raises only after the end of rank 0.
     script = """
-import os, signal
+import os, select, signal
 class PeerLostError(Exception): pass
 rank = int(os.environ["RANK"])
 if rank == 2:
     signal.pause()
 if rank == 0:
-    fifo = open("fifo", "w")
+    with open("fifo", "w") as fifo:
+        fifo.write(str(os.getpid()))
     raise PeerLostError("rank 1 is gone")
-open("fifo").read()
+with open("fifo") as fifo:
+    select.select([os.pidfd_open(int(fifo.read()))], [], [])
 raise ValueError("the cause")
 """
-    code, _, err = run("import os\ntry: os.mkfifo('fifo')\nexcept OSError: pass" + script, nprocs=3)
+    code, _, err = run(script, nprocs=3)
     assert code == 1
     lines = err.splitlines()
     assert lines[-1] == "ValueError: the cause"
@@ -297,15 +301,14 @@ def clean_up(*_):
     print("cleaned up", os.environ["RANK"])
     sys.exit(0)
 signal.signal(signal.SIGTERM, clean_up)
-with open("fifo", "r+b", buffering=0) as fifo:
-    if os.environ["RANK"] == "0":
-        fifo.read(1)
-        sys.exit(9)
-    fifo.write(b"x")
+fifo = os.open("fifo", os.O_RDWR)  # never closed: the last one to close it empties it
+if os.environ["RANK"] == "0":
+    os.read(fifo, 1)
+    sys.exit(9)
+os.write(fifo, b"x")
 signal.pause()
 """
-    mkfifo = "import os\ntry: os.mkfifo('fifo')\nexcept OSError: pass"
-    code, out, _ = run(mkfifo + script, "--grace", LIMIT_S)
+    code, out, _ = run(script, "--grace", LIMIT_S)
     assert (code, out) == (9, "cleaned up 1\n")
 
 
@@ -363,6 +366,20 @@ def test_signal_to_the_launcher_ends_the_whole_family(launch, signum):
 def test_killed_launcher_leaves_nothing(launch):
     launcher = launch(FAMILY)
     launcher.follow(6)
+    launcher.popen.kill()
+    assert launcher.survivors(2.0) == 0
+
+
+def test_workers_end_with_the_launcher_even_without_the_reaper(launch):
+    launcher = launch(DEAF)
+    launcher.follow(2)
+    main_thread = Path(f"/proc/{launcher.popen.pid}/task/{launcher.popen.pid}")
+    for pid in (main_thread / "children").read_text().split():
+        if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
+            break
+    else:
+        pytest.fail("the launcher has no reaper")
     launcher.popen.kill()
     assert launcher.survivors(2.0) == 0
 

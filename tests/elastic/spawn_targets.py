@@ -1,12 +1,11 @@
 """Functions for the children of `spawn`; a module of its own, so that they load little."""
 
+import contextlib
 import json
 import os
+import select
 import signal
-import subprocess
 import sys
-
-CHILD = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
 
 def write_environment(rank, folder):
@@ -39,11 +38,12 @@ def lose_a_peer(rank, fifo):
     from unisono.errors import PeerLostError
 
     if rank == 0:
-        open(fifo, "w")
+        with open(fifo, "w") as pipe:
+            pipe.write(str(os.getpid()))
         raise PeerLostError("rank 1 is gone")
     if rank == 1:
-        with open(fifo) as pipe:
-            pipe.read()
+        with open(fifo) as pipe, contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(int(pipe.read()))], [], [])
         raise ValueError("the cause")
     signal.pause()
 
@@ -54,14 +54,27 @@ def wait_for_release(rank, fifo):
 
 
 def announce_and_wait(rank):
-    print(os.getpid(), flush=True)
+    # print() may write the line end apart, after another rank's number.
+    os.write(1, f"{os.getpid()}\n".encode())
     signal.pause()
 
 
 def fork_a_grandchild_and_die(rank, fifo):
-    """The grandchild holds every inherited descriptor open until the fifo's writer is gone."""
-    if os.fork() == 0:
-        with open(fifo) as pipe:
-            pipe.read()
-        os._exit(0)
+    """Leave a grandchild that holds every inherited descriptor open; write down its number."""
+    grandchild = os.fork()
+    if grandchild == 0:
+        signal.alarm(60)
+        signal.pause()
+    with open(fifo, "w") as pipe:
+        pipe.write(f"{grandchild}\n")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_a_signal(rank):
+    signal.pause()
+
+
+def fail_or_wait(rank, fifo):
+    if rank == 1:
+        sys.exit(3)
+    wait_for_release(rank, fifo)

@@ -5,9 +5,7 @@ from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.schedules.registry import ALGORITHMS, available, build, entry
 from unisono.schedules.verify import verify
 
-PAIRS = sorted(
-    {(c, a) for c in COLLECTIVES for p in (1, 8, 12) for a in available(c, p)},
-)
+PAIRS = sorted({(c, a) for c in COLLECTIVES for p in (1, 8, 12) for a in available(c, p)})
 WORLD_SIZES = [*range(1, 34), 64]
 
 

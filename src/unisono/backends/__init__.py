@@ -3,7 +3,7 @@
 May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
 """
 
-from unisono.backends.api import Backend, CallOptions, GroupSpec, Pending
+from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.backends.cpu import CPUBackend
 from unisono.backends.registry import (
     BackendConfig,
@@ -16,6 +16,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "CPUBackend",
+    "CPUOptions",
     "CallOptions",
     "GroupSpec",
     "Pending",

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import ReduceOp
-from unisono.errors import UnsupportedError
+from unisono.errors import UnsupportedError, UsageError
 from unisono.stores import Store
 
-__all__ = ["Backend", "CallOptions", "GroupSpec", "Pending"]
+__all__ = ["Backend", "CPUOptions", "CallOptions", "GroupSpec", "Pending"]
+
+# Methods of a backend that are no operations.
+_LIFE = ("split", "abort", "close", "broken", "info")
+
+
+@dataclass(frozen=True)
+class CPUOptions:
+    """What `pg_options` may hold for the CPU backend.
+
+    Attributes:
+        transport: "inproc" or "tcp"; None leaves it to UNISONO_TRANSPORT.
+    """
+
+    transport: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,16 +79,50 @@ class Pending(Completion):
         deadline: When whoever waits must call `expire`; None if the backend watches the time.
     """
 
-    __slots__ = ("deadline", "outputs", "source")
+    __slots__ = ("_runs_here", "deadline", "outputs", "source")
 
-    def __init__(self, outputs: Sequence[Any] = (), deadline: Deadline | None = None) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[Any] = (),
+        deadline: Deadline | None = None,
+        runs_here: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Make one.
+
+        Args:
+            outputs: The arrays that hold the result.
+            deadline: See the class.
+            runs_here: Whether the calling thread is the one that runs the call.
+        """
         super().__init__()
         self.outputs = list(outputs)
         self.deadline = deadline
         self.source: int | None = None
+        self._runs_here = runs_here
 
     def expire(self) -> None:
         """End the call with an error because its deadline has passed."""
+
+    def wait_or_expire(self, limit: Deadline | None) -> bool:
+        """Wait until done, which its own deadline makes it; False if `limit` comes first.
+
+        Raises:
+            UsageError: On the thread that runs the call, which would wait for itself for ever.
+        """
+        if self.done():
+            return True
+        if self._runs_here():
+            raise UsageError(
+                "wait() in a callback, on the thread that runs the operations of this group, "
+                "would wait for itself",
+                hint="in a callback, chain with then() instead of waiting",
+            )
+        own = self.deadline
+        if own is not None and (limit is None or own.remaining() <= limit.remaining()):
+            if not self.wait_until(own):
+                self.expire()
+            return True
+        return self.wait_until(limit)
 
 
 class Backend(ABC):
@@ -201,8 +249,11 @@ class Backend(ABC):
         has = [
             name
             for name, method in vars(Backend).items()
-            if not name.startswith("_") and getattr(type(self), name, method) is not method
+            if not name.startswith("_")
+            and name not in _LIFE
+            and getattr(type(self), name, method) is not method
         ]
         raise UnsupportedError(
-            f"backend {self.name!r} ({self.device}) has no {op} (it has: {', '.join(has)})"
+            f"backend {self.name!r} ({self.device}) has no {op} "
+            f"(it has: {', '.join(has) or 'no operation'})"
         )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unisono.backends import p2p
-from unisono.backends.api import Backend, CallOptions, GroupSpec, Pending
+from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.backends.splits import check_splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one
 from unisono.base import config
@@ -51,7 +51,10 @@ class CPUBackend(Backend):
         super().__init__(spec)
         if comm is None:
             deadline = Deadline(spec.timeout_s)
-            transport = connect(spec.store, spec.rank, spec.size, deadline)
+            options = spec.options or CPUOptions()
+            if not isinstance(options, CPUOptions):
+                raise InvalidArgumentError(f"pg_options must be CPUOptions, got {options!r}")
+            transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport)
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm
         self._engine: Engine = ReferenceEngine(comm)
@@ -69,7 +72,7 @@ class CPUBackend(Backend):
     def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
         return self._submit(
-            "all_reduce", "all_reduce", f"{data}, {op.name}", options,
+            "all_reduce", "all_reduce", f"{data}, {_said(op)}", options,
             output=data, outputs=[tensor], count=data.count, op=op,
         )  # fmt: skip
 
@@ -78,7 +81,7 @@ class CPUBackend(Backend):
     ) -> Pending:
         data = many(tensors, write=True, name="tensors")
         return self._submit(
-            "all_reduce", "all_reduce_coalesced", f"{data}, {op.name}", options,
+            "all_reduce", "all_reduce_coalesced", f"{data}, {_said(op)}", options,
             output=data, outputs=tensors, count=data.count, op=op, agreed=data.sizes,
         )  # fmt: skip
 
@@ -89,7 +92,7 @@ class CPUBackend(Backend):
         private = not is_root or op.op is RedOpType.PREMUL_SUM
         data = one(tensor, write=is_root, private=private)
         return self._submit(
-            "reduce", "reduce", f"{data}, {op.name}, dst={self._comm.ranks[root]}", options,
+            "reduce", "reduce", f"{data}, {_said(op)}, dst={self._comm.ranks[root]}", options,
             output=data, outputs=[tensor], count=data.count, op=op, root=root, result=is_root,
         )  # fmt: skip
 
@@ -130,7 +133,7 @@ class CPUBackend(Backend):
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
         data, target = one(tensor, write=False), None
-        if outputs is not None:
+        if self.spec.rank == root and outputs is not None:
             target = many(outputs, write=True, name="gather_list", like=data.dtype)
             self._require_blocks(target.sizes, data.count, "gather_list")
         return self._submit(
@@ -142,7 +145,7 @@ class CPUBackend(Backend):
         self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
         target, data = one(output, write=True), None
-        if inputs is not None:
+        if self.spec.rank == root and inputs is not None:
             data = many(inputs, write=False, name="scatter_list", like=target.dtype)
             self._require_blocks(data.sizes, target.count, "scatter_list")
         return self._submit(
@@ -157,7 +160,7 @@ class CPUBackend(Backend):
         data = many(inputs, write=False, name="input_list", like=target.dtype)
         self._require_blocks(data.sizes, target.count, "input_list")
         return self._submit(
-            "reduce_scatter", "reduce_scatter", f"{target}, {op.name}", options,
+            "reduce_scatter", "reduce_scatter", f"{target}, {_said(op)}", options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
         )  # fmt: skip
 
@@ -169,7 +172,7 @@ class CPUBackend(Backend):
         if op.op is RedOpType.PREMUL_SUM:
             data = one(tensor, write=False, private=True)
         return self._submit(
-            "reduce_scatter", "reduce_scatter_tensor", f"{target}, {op.name}", options,
+            "reduce_scatter", "reduce_scatter_tensor", f"{target}, {_said(op)}", options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
         )  # fmt: skip
 
@@ -178,7 +181,9 @@ class CPUBackend(Backend):
     ) -> Pending:
         data = many(inputs, write=False, name="input_tensor_list")
         target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
-        return self._exchange("all_to_all", data, target, outputs, data.sizes, target.sizes, options)
+        return self._exchange(
+            "all_to_all", data, target, outputs, data.sizes, target.sizes, options
+        )
 
     def all_to_all_single(
         self,
@@ -258,9 +263,8 @@ class CPUBackend(Backend):
                 scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
         nbytes = count * dtype.itemsize
         whole = nbytes * (self.spec.size if collective in _BLOCKS else 1)
-        algorithm, pipeline = select(
-            collective, whole, self._topology, options.algorithm, config.get("UNISONO_ALGO")
-        )
+        override = config.get("UNISONO_ALGO")
+        algorithm, pipeline = select(collective, whole, self._topology, options.algorithm, override)
         numbers: Exchange | None = None
         if exchange is None:
             program = self._program(collective, algorithm, pipeline, count, root)
@@ -275,7 +279,9 @@ class CPUBackend(Backend):
                     divide(output.array, dtype, self.spec.size)
                 output.write_back()
 
-        pending = Pending(outputs)
+        if wish := options.algorithm or override:
+            arguments = f"{arguments}, algorithm={wish}".removeprefix(", ")
+        pending = Pending(outputs, runs_here=self._engine.runs_here)
         task = Task(
             call=Call(called, f"{called}({arguments})", agreed, nbytes),
             program=program,
@@ -305,6 +311,11 @@ class CPUBackend(Backend):
         """Submit an all_to_all, whose sizes may differ by rank and are compared then."""
         even = len({*ins, *outs}) <= 1
         count = ins[0] if even else sum(ins) // self.spec.size
+
+        if self.spec.size == 1 and ins != outs:
+            raise InvalidArgumentError(
+                f"{called}: this rank sends {ins[0]} elements to itself, which expects {outs[0]}"
+            )
 
         def plan(algorithm: str) -> tuple[Exchange, Program]:
             rank = self.spec.rank
@@ -359,3 +370,8 @@ class CPUBackend(Backend):
         failure = self._comm.transport.failure(self._comm.context)
         if failure is not None:
             raise already_broken_error(failure, self._comm, called)
+
+
+def _said(op: ReduceOp) -> str:
+    """Return a reduce op as users write it."""
+    return repr(op).removeprefix("ReduceOp.")

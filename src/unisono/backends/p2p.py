@@ -17,8 +17,9 @@ from unisono.errors import (
     CollectiveTimeoutError,
     PeerLostError,
     UnisonoError,
+    UsageError,
 )
-from unisono.transports import Key, LinkDown, MessageMismatch, Transfer
+from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
 from unisono.transports.api import Failure, Kind
 
 __all__ = ["recv", "send"]
@@ -30,7 +31,7 @@ class _Message(Pending):
     __slots__ = ("_comm", "_text", "_transfer", "_view")
 
     def __init__(self, comm: Communicator, data: BufferView, text: str, deadline: Deadline) -> None:
-        super().__init__([data.owner], deadline)
+        super().__init__([data.owner], deadline, lambda: not comm.transport.may_wait())
         self._comm = comm
         self._view = data
         self._text = text
@@ -50,24 +51,8 @@ class _Message(Pending):
 
     def expire(self) -> None:
         """Give up; the group stays usable, and the memory is not touched any more."""
-        if self._transfer is None or self.deadline is None or self.done():
-            return
-        self._comm.transport.cancel(self._transfer)
-        comm, me = self._comm, self._comm.transport.rank
-        peer = self._transfer.peer
-        whom = "no rank sent a message that fits" if peer is None else f"rank {peer} did not match it"
-        self.finish(
-            CollectiveTimeoutError(
-                f"{self._text} in group '{comm.name}' timed out after {self.deadline.timeout_s:.1f} s "
-                f"on rank {me} of {comm.size}: {whom}",
-                context=comm.where(
-                    op=self._text.partition("(")[0],
-                    peers=() if peer is None else (peer,),
-                    nbytes=self._view.nbytes,
-                    usable=True,
-                ),
-            )
-        )
+        if self._transfer is not None:
+            self._comm.transport.cancel(self._transfer)
 
     def _explain(self, error: BaseException | None) -> BaseException | None:
         comm, me = self._comm, self._comm.transport.rank
@@ -82,7 +67,26 @@ class _Message(Pending):
             )
         if isinstance(error, MessageMismatch):
             return self._mismatch(error)
+        if isinstance(error, Cancelled):
+            return self._late()
         return error
+
+    def _late(self) -> UnisonoError:
+        assert self._transfer is not None and self.deadline is not None
+        comm, me, peer = self._comm, self._comm.transport.rank, self._transfer.peer
+        whom = (
+            "no rank sent a message that fits" if peer is None else f"rank {peer} did not match it"
+        )
+        return CollectiveTimeoutError(
+            f"{self._text} in group '{comm.name}' timed out after "
+            f"{self.deadline.timeout_s:.1f} s on rank {me} of {comm.size}: {whom}",
+            context=comm.where(
+                op=self._text.partition("(")[0],
+                peers=() if peer is None else (peer,),
+                nbytes=self._view.nbytes,
+                usable=True,
+            ),
+        )
 
     def _mismatch(self, error: MessageMismatch) -> UnisonoError:
         comm, me = self._comm, self._comm.transport.rank
@@ -112,14 +116,16 @@ def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOpti
     return _settle(message, options)
 
 
-def recv(comm: Communicator, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
+def recv(
+    comm: Communicator, tensor: Any, peer: int | None, tag: int, options: CallOptions
+) -> Pending:
     """Start receiving into `tensor`, from a rank of the group or from any."""
     data = view(tensor, write=True)
     source = None if peer is None else comm.ranks[peer]
     shown = "any" if source is None else source
     message = _open(comm, data, f"recv({_text(data)}, src={shown}, tag={tag})", options)
     key = Key(comm.context, Kind.P2P, tag)
-    transfer = comm.transport.recv(source, key, as_bytes(data.array), _word(data))
+    transfer = comm.transport.recv(source, key, as_bytes(data.array), _word(data), comm.others)
     message.follow(transfer, receive=True)
     return _settle(message, options)
 
@@ -127,6 +133,11 @@ def recv(comm: Communicator, tensor: Any, peer: int | None, tag: int, options: C
 def _open(comm: Communicator, data: BufferView, text: str, options: CallOptions) -> _Message:
     if comm.closed():
         raise ClosedError(f"{text} on group '{comm.name}', which {comm.closed()}")
+    if not options.async_op and not comm.transport.may_wait():
+        raise UsageError(
+            f"{text} on group '{comm.name}' waits for the thread it runs on",
+            hint="in a callback of a future, call isend or irecv",
+        )
     return _Message(comm, data, text, options.deadline)
 
 

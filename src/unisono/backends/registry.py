@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from unisono.backends.api import Backend, GroupSpec
 from unisono.backends.cpu import CPUBackend
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
 __all__ = ["BackendConfig", "known_backends", "make_backend", "register_backend"]
 
@@ -24,10 +24,16 @@ class _Entry(NamedTuple):
     devices: tuple[str, ...]
 
 
+def _cpu(spec: GroupSpec, device: str) -> Backend:
+    if device != "cpu":
+        raise UnsupportedError(f"backend 'unisono' serves device 'cpu' only, not {device!r}")
+    return CPUBackend(spec)
+
+
 # "gloo" is served by the same engine, so that a script switches by its import line alone.
 _backends: dict[str, _Entry] = {
-    "unisono": _Entry(lambda spec, device: CPUBackend(spec), ("cpu",)),
-    "gloo": _Entry(lambda spec, device: CPUBackend(spec), ("cpu",)),
+    "unisono": _Entry(_cpu, ("cpu",)),
+    "gloo": _Entry(_cpu, ("cpu",)),
 }
 _loaded: set[str] = set()
 
@@ -70,11 +76,15 @@ class BackendConfig:
 
     def __init__(self, text: str | None = None) -> None:
         self.device_backends: dict[str, str] = {}
+        if text is not None and not isinstance(text, str):
+            raise ArgumentTypeError(f"backend must be a string, got {text!r}")
         text = (text or "unisono").lower()
         for part in text.split(","):
             device, colon, name = part.strip().rpartition(":")
-            if colon and not device:
-                raise InvalidArgumentError(f"backend {text!r}: expected device:backend, got {part!r}")
+            if colon and (not device or ":" in device):
+                raise InvalidArgumentError(
+                    f"backend {text!r}: expected device:backend, got {part!r}"
+                )
             if name not in _backends and name not in known_backends():
                 known = ", ".join(known_backends())
                 raise InvalidArgumentError(f"unknown backend {name!r} (known: {known})")

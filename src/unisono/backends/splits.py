@@ -46,7 +46,8 @@ def split_sizes(
         )
     if sum(rows) != first:
         raise InvalidArgumentError(
-            f"{name}: split sizes {list(rows)} add up to {sum(rows)}, but dimension 0 has {first} rows"
+            f"{name}: split sizes {list(rows)} add up to {sum(rows)}, but dimension 0 has "
+            f"{first} rows"
         )
     return tuple(int(n) * row for n in rows)
 

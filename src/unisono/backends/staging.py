@@ -65,7 +65,8 @@ def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None =
     """Return several arrays of one dtype as one flat copy, in their order.
 
     Raises:
-        InvalidArgumentError: The list is empty, or dtypes differ.
+        InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
+            another.
     """
     views = [view(t, write=write, name=f"{name}[{i}]") for i, t in enumerate(tensors)]
     if not views:
@@ -74,8 +75,36 @@ def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None =
     for i, v in enumerate(views):
         if v.dtype != dtype:
             raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
+    if write:
+        _require_disjoint(views, name)
     flat = np.concatenate([v.array for v in views])
     return Flat(flat, views, private=True)
+
+
+def _require_disjoint(views: list[BufferView], name: str) -> None:
+    """Check that no two arrays share memory; neighbours by address are the only candidates."""
+    spans = sorted((*_span(v.memory), i) for i, v in enumerate(views) if v.count)
+    for at, (_, end, i) in enumerate(spans):
+        for start, _, j in spans[at + 1 :]:
+            if start >= end:
+                break
+            if np.shares_memory(views[i].memory, views[j].memory):
+                first, second = sorted((i, j))
+                raise InvalidArgumentError(
+                    f"{name}[{first}] and {name}[{second}] share memory, so one result would "
+                    "overwrite the other"
+                )
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """Return the first address that belongs to a non-empty array, and the first after it."""
+    start = end = int(array.__array_interface__["data"][0])
+    for n, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            start += (n - 1) * stride
+        else:
+            end += (n - 1) * stride
+    return start, end + array.itemsize
 
 
 def apart(source: Flat, target: Flat) -> Flat:

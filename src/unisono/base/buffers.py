@@ -35,9 +35,10 @@ class BufferView:
         shape: Shape of the owner.
         owner: The object the user passed; kept alive by this view.
         packed: Whether `array` is a copy that `unpack` must write back.
+        memory: [...] the owner's memory as it is laid out; `array` itself unless packed.
     """
 
-    __slots__ = ("_write_back", "array", "dtype", "owner", "packed", "shape")
+    __slots__ = ("_write_back", "array", "dtype", "memory", "owner", "packed", "shape")
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class BufferView:
         shape: tuple[int, ...],
         owner: object,
         write_back: Callable[[Array], None] | None,
+        memory: Array | None = None,
     ) -> None:
         self.array = array
+        self.memory = array if memory is None else memory
         self.dtype = dtype
         self.shape = shape
         self.owner = owner
@@ -89,7 +92,7 @@ def is_array(obj: object) -> bool:
 
 def as_bytes(array: Array) -> memoryview:
     """Return the bytes of a flat contiguous array without copying."""
-    return memoryview(array.view(np.uint8))
+    return array.view(np.uint8).data
 
 
 def device_of(obj: Any) -> str:
@@ -144,16 +147,15 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
     )
 
 
-def _view_numpy(
-    array: Array, dtype: DType, owner: object, write: bool, name: str
-) -> BufferView:
+def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: str) -> BufferView:
     shape = array.shape
     if write:
         if not array.flags.writeable:
             raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
-        if any(stride == 0 and n > 1 for stride, n in zip(array.strides, shape, strict=True)):
+        if not array.flags.c_contiguous and _overlaps_itself(array):
             raise InvalidArgumentError(
-                f"{name} overlaps itself (stride 0), so it has no single place for a result"
+                f"{name} overlaps itself (shape {list(shape)}, strides {list(array.strides)}), so "
+                "it has no single place for a result"
             )
     # The subclass test keeps np.matrix and masked arrays from changing what reshape returns.
     plain = array.view(np.ndarray) if type(array) is not np.ndarray else array
@@ -167,7 +169,17 @@ def _view_numpy(
         np.copyto(plain, flat.view(native.dtype).reshape(shape))
 
     flat = native.reshape(-1).view(dtype.storage)
-    return BufferView(flat, dtype, shape, owner, write_back if write else _discard)
+    return BufferView(flat, dtype, shape, owner, write_back if write else _discard, plain)
+
+
+def _overlaps_itself(array: Array) -> bool:
+    """Whether two elements may share memory: each stride must step over all smaller ones."""
+    end = array.itemsize
+    for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if n > 1 and stride < end:
+            return True
+        end += stride * (n - 1)
+    return False
 
 
 def _discard(flat: Array) -> None:
@@ -181,7 +193,9 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
             f"{name} is on device {tensor.device.type!r}; this engine needs CPU memory"
         )
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedError(f"{name} has layout {tensor.layout}; only dense tensors are supported")
+        raise UnsupportedError(
+            f"{name} has layout {tensor.layout}; only dense tensors are supported"
+        )
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
     data = tensor.detach()
     if data.is_conj() or data.is_neg():

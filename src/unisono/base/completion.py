@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
 
 __all__ = ["Completion"]
+
+_log = get_logger("base.completion")
 
 
 class Completion:
@@ -16,45 +19,64 @@ class Completion:
 
     Transfers of a transport, submissions to an engine and the works that users hold are all
     completions, so that waiting, polling and chaining are written here only.
+
+    Theory of operation: `_gate` is a lock that is held until the end. Who waits takes it and
+    gives it back for the next one. An Event does the same at several times the price, and a
+    small message costs little more than its completion.
     """
 
-    __slots__ = ("_callbacks", "_event", "_lock", "error")
+    __slots__ = ("_callbacks", "_done", "_gate", "_lock", "error")
 
     def __init__(self) -> None:
-        self._event = threading.Event()
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[Self], None]] = []
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._done = False
+        self._callbacks: list[Callable[[Any], object]] = []
         self.error: BaseException | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
-        return self._event.is_set()
+        return self._done
 
     def finish(self, error: BaseException | None = None) -> bool:
         """End it; only the first call counts and returns True.
 
-        Callbacks run on the calling thread, in the order they were added.
+        Callbacks run on the calling thread, in the order they were added. What they raise is
+        logged: this thread may be one that all other transfers depend on.
         """
         with self._lock:
-            if self._event.is_set():
+            if self._done:
                 return False
             self.error = error
-            self._event.set()
+            self._done = True
             callbacks, self._callbacks = self._callbacks, []
+        self._gate.release()
         for callback in callbacks:
-            callback(self)
+            self._call(callback)
         return True
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         """Block until done or expired; return whether it is done. Raises nothing."""
-        if deadline is None or deadline.timeout_s > threading.TIMEOUT_MAX:
-            return self._event.wait()
-        return self._event.wait(deadline.remaining())
+        if not self._done:
+            limit = None if deadline is None else deadline.remaining()
+            if limit is None or limit > threading.TIMEOUT_MAX:
+                limit = -1
+            if not self._gate.acquire(timeout=limit):
+                return self._done
+            self._gate.release()
+        return True
 
-    def add_callback(self, callback: Callable[[Self], None]) -> None:
+    def add_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback(self)` when done; at once if it is done already."""
         with self._lock:
-            if not self._event.is_set():
+            if not self._done:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._call(callback)
+
+    def _call(self, callback: Callable[[Any], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            _log.exception("a callback raised")

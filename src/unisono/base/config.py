@@ -51,4 +51,6 @@ def get_float(name: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidArgumentError(f"environment variable {name}={text!r} is not a number") from None
+        raise InvalidArgumentError(
+            f"environment variable {name}={text!r} is not a number"
+        ) from None

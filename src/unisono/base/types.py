@@ -10,7 +10,15 @@ import numpy as np
 
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
-__all__ = ["DType", "RedOpType", "ReduceOp", "all_dtypes", "dtype_named", "dtype_of_numpy", "require_reducible"]
+__all__ = [
+    "DType",
+    "RedOpType",
+    "ReduceOp",
+    "all_dtypes",
+    "dtype_named",
+    "dtype_of_numpy",
+    "require_reducible",
+]
 
 
 class RedOpType(enum.IntEnum):
@@ -89,12 +97,11 @@ class DType:
         return self.name
 
 
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+_FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
 _BY_NAME = {
     name: DType(name, np.dtype(name).kind, np.dtype(name))
-    for name in (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 "
-        "float16 float32 float64 complex64 complex128"
-    ).split()
+    for name in ("bool", *_INTEGERS, *_FLOATS)
 }
 _BY_NAME["bfloat16"] = DType("bfloat16", "f", np.dtype(np.uint16))
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
@@ -151,6 +158,4 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
         )
     if op.op not in _REDUCE_OPS[dtype.kind]:
         has = ", ".join(sorted(o.name for o in _REDUCE_OPS[dtype.kind])) or "none: it only moves"
-        raise UnsupportedError(
-            f"reduce op {op.name} is not defined on {dtype} (defined: {has})"
-        )
+        raise UnsupportedError(f"reduce op {op.name} is not defined on {dtype} (defined: {has})")

@@ -146,10 +146,20 @@ class SpawnContext:
         """Return the children's process ids, by rank."""
         return [process.pid for process in self.processes]
 
-    def join(self, timeout: Timeout | None = None, grace_period: Timeout | None = None) -> bool:
+    def join(
+        self,
+        timeout: Timeout | None = None,
+        grace_period: Timeout | None = None,
+        *,
+        stop_on_failure: bool = True,
+    ) -> bool:
         """Wait until all children have ended; False if `timeout` passes first.
 
-        If one fails, the others get SIGTERM, and SIGKILL after `grace_period` (5 s).
+        Args:
+            timeout: None waits for ever.
+            grace_period: If a child fails, the others get SIGTERM, and after this time (5 s
+                if None) SIGKILL.
+            stop_on_failure: Otherwise they are left to end by themselves.
 
         Raises:
             WorkerFailedError: A child failed. The text ends with the traceback of the one
@@ -158,7 +168,7 @@ class SpawnContext:
         deadline = Deadline(float("inf") if timeout is None else timeout)
         grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
         try:
-            while self._running and not self._must_stop():
+            while self._running and not (stop_on_failure and self._must_stop()):
                 limit_s = deadline.remaining()
                 if self._settle is not None:
                     limit_s = min(limit_s, self._settle.remaining())
@@ -171,6 +181,10 @@ class SpawnContext:
         self._end(grace_s)
         self._raise_failure()
         return True
+
+    def kill(self) -> None:
+        """End the children that still run, without a grace period."""
+        self._end(grace_s=0.0)
 
     def _wait(self, limit_s: float) -> None:
         """Wait for something to happen, and note which children ended."""
@@ -185,6 +199,8 @@ class SpawnContext:
         for rank in sorted(self._running):
             if self.processes[rank].exitcode is not None:
                 self._read(rank)
+                # Otherwise multiprocessing keeps the object, and its descriptors, in a list.
+                self.processes[rank].join()
                 self._ended_s[rank] = time.monotonic()
                 self._running.discard(rank)
 

@@ -14,7 +14,7 @@ import numpy as np
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
-from unisono.errors import Context
+from unisono.errors import ClosedError, Context
 from unisono.schedules import Program
 from unisono.transports import Transport
 
@@ -63,9 +63,7 @@ class Communicator:
 
     def where(self, **fields: Any) -> Context:
         """Return the context of an error in this group."""
-        return Context(
-            rank=self.transport.rank, world_size=self.size, group=self.name, **fields
-        )
+        return Context(rank=self.transport.rank, world_size=self.size, group=self.name, **fields)
 
     def closed(self) -> str | None:
         """Return why no call can be made any more, or None."""
@@ -74,10 +72,16 @@ class Communicator:
         return "was destroyed" if self._closed else None
 
     def close(self) -> None:
-        """Release what the transport holds for this group, and the transport."""
-        self._closed = True
-        self.transport.forget(self.context)
-        self.transport.close()
+        """Release what the transport holds for this group, and the transport.
+
+        A second time, or in the child of a fork, it does nothing: the transport may have other
+        users, and a lock that another thread held at the fork stays locked.
+        """
+        if self.closed() is None:
+            self._closed = True
+            told = f"group '{self.name}' was destroyed before this call ended"
+            self.transport.forget(self.context, ClosedError(told))
+            self.transport.close()
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,10 @@ class Engine(ABC):
             ClosedError: The engine is closed, or belongs to the parent of a fork.
             UsageError: A synchronous call from the progress thread, which would wait for itself.
         """
+
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the one that runs queued tasks; it must not wait."""
+        return False
 
     @abstractmethod
     def abort(self, reason: str) -> None:

@@ -30,9 +30,10 @@ __all__ = [
     "to_failure",
 ]
 
-# How long a rank that has given up asks the others how far they are. Within it a busy but
-# healthy process answers: its I/O thread needs the interpreter lock for some microseconds.
-_ASK_S = 0.15
+# How long a rank that has given up asks the others how far they are. A busy but healthy process
+# must answer within it, or it is blamed for nothing: it may have to accept a connection first,
+# on a machine with more processes than cores.
+_ASK_S = 0.5
 
 _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
@@ -57,7 +58,9 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Failure):
         return error
     if isinstance(error, LinkDown):
-        return Failure("lost", f"{name_ranks([error.peer])} was lost: {error.reason}", [error.peer], me)
+        return Failure(
+            "lost", f"{name_ranks([error.peer])} was lost: {error.reason}", [error.peer], me
+        )
     if isinstance(error, Expired):
         return _who_is_late(comm, call, deadline)
     reason = f"{type(error).__name__} on rank {me}: {error}"
@@ -91,7 +94,11 @@ def break_group(comm: Communicator, failure: Failure) -> None:
 
 
 def broken_group_error(
-    failure: Failure, comm: Communicator, what: str, seq: int | None = None, nbytes: int | None = None
+    failure: Failure,
+    comm: Communicator,
+    what: str,
+    seq: int | None = None,
+    nbytes: int | None = None,
 ) -> UnisonoError:
     """Return the error of the call that broke a group, or during which it broke."""
     me = comm.transport.rank

@@ -29,15 +29,20 @@ _UFUNCS: dict[RedOpType, np.ufunc] = {
 }
 
 
-def reduce_into(into: Array, other: Array, dtype: DType, op: ReduceOp) -> None:
-    """Set `into = into (op) other`, element by element.
+def reduce_into(
+    into: Array, other: Array, dtype: DType, op: ReduceOp, *, swapped: bool = False
+) -> None:
+    """Set `into = into (op) other`, element by element; `swapped`: `into = other (op) into`.
 
     AVG and PREMUL_SUM add here; their factors are applied before (`scale`) or after (`divide`).
     """
     ufunc = _UFUNCS[op.op]
     with np.errstate(all="ignore"):
         if dtype.name == "bfloat16":
-            into[:] = _narrow(ufunc(_widen(into), _widen(other)))
+            left, right = _widen(into), _widen(other)
+            into[:] = _narrow(ufunc(right, left) if swapped else ufunc(left, right))
+        elif swapped:
+            ufunc(other, into, out=into)
         else:
             ufunc(into, other, out=into)
 

@@ -33,7 +33,7 @@ from unisono.engines.failures import (
 from unisono.engines.kernels import reduce_into
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
 from unisono.schedules import Buf, Op
-from unisono.transports import Key, Transfer
+from unisono.transports import Key, LinkDown, Transfer
 from unisono.transports.api import Failure, Kind
 
 __all__ = ["ReferenceEngine"]
@@ -43,6 +43,8 @@ Array = np.ndarray[Any, Any]
 _AGREEMENT = struct.Struct("<QQ")
 # How long ranks that disagree wait for each other's text. All of them are in this very call.
 _EXPLAIN_S = 1.0
+# How long close() waits for the call that it has broken, and for callbacks that run.
+_CLOSE_S = 10.0
 
 
 class ReferenceEngine(Engine):
@@ -60,11 +62,12 @@ class ReferenceEngine(Engine):
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
+        # Before the lock, which in the child of a fork another thread may hold for ever.
+        self._require_open(task)
         with self._changed:
-            if closed := self.comm.closed():
-                raise ClosedError(f"{task.call.op} on group '{self.comm.name}', which {closed}")
+            self._require_open(task)
             free = not self._busy and not self._queue
-            if inline and not free and threading.current_thread() is self._thread:
+            if inline and self.runs_here() and not (free and self.comm.transport.may_wait()):
                 raise UsageError(
                     f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
                     hint="in a callback of a future, call it with async_op=True",
@@ -80,12 +83,20 @@ class ReferenceEngine(Engine):
         if inline and free:
             self._run_and_finish(task, completion)
 
+    def runs_here(self) -> bool:
+        here = threading.current_thread() is self._thread
+        return here or not self.comm.transport.may_wait()
+
     def abort(self, reason: str) -> None:
         me = self.comm.transport.rank
         break_group(self.comm, Failure("aborted", reason, [me], me))
 
     def close(self) -> None:
+        if self.comm.closed():
+            return
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             dropped, self._queue = self._queue, deque()
             busy, thread = self._busy, self._thread
@@ -96,9 +107,16 @@ class ReferenceEngine(Engine):
         if busy:
             # Its peers are in this call too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
+            with self._changed:
+                self._changed.wait_for(lambda: not self._busy, _CLOSE_S)
         if thread is not None and thread is not threading.current_thread():
-            thread.join()
+            thread.join(_CLOSE_S)
         self.comm.close()
+
+    def _require_open(self, task: Task) -> None:
+        closed = self.comm.closed() or ("was destroyed" if self._closed else None)
+        if closed:
+            raise ClosedError(f"{task.call.op} on group '{self.comm.name}', which {closed}")
 
     # ---- order ----------------------------------------------------------------------------
 
@@ -155,7 +173,11 @@ class ReferenceEngine(Engine):
             failure = to_failure(error, comm, call, task.deadline)
             break_group(comm, failure)
             told = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
-            told.__cause__ = None if isinstance(error, (Failure, Expired)) else error
+            if isinstance(error, (Failure, LinkDown, Expired)):
+                # The transport keeps it, and its frames would keep the task's buffers.
+                error.__traceback__ = None
+            else:
+                told.__cause__ = error
             return told
         finally:
             run.cancel()
@@ -225,7 +247,7 @@ class _Run:
         """Execute the program's steps in order."""
         task = self._task
         scratch = np.empty(self._program.scratch_count, task.dtype.storage)
-        none = np.empty(0, task.dtype.storage)
+        received = none = np.empty(0, task.dtype.storage)
         buffers = {
             Buf.INPUT: none if task.input is None else task.input,
             Buf.OUTPUT: none if task.output is None else task.output,
@@ -236,7 +258,9 @@ class _Run:
                 data = as_bytes(buffers[source][source_at : source_at + count])
                 span = (source, source_at, source_at + count)
                 for receiver in [peer] if peer >= 0 else self._peers():
-                    self._sends.append((self._send(receiver, data), *span))
+                    transfer = self._send(receiver, data)
+                    if not transfer.done():
+                        self._sends.append((transfer, *span))
                 continue
             end = target_at + count
             into = buffers[target][target_at:end]
@@ -245,7 +269,9 @@ class _Run:
                 self._wait(self._recv(peer, as_bytes(into)))
                 continue
             if op in (Op.RECV_REDUCE, Op.READ_REDUCE):
-                other = np.empty(count, task.dtype.storage)
+                if received.size < count:
+                    received = np.empty(count, task.dtype.storage)
+                other = received[:count]
                 self._wait(self._recv(peer, as_bytes(other)))
             else:
                 other = buffers[source][source_at : source_at + count]
@@ -253,7 +279,11 @@ class _Run:
             if op == Op.COPY:
                 into[:] = other
             else:
-                reduce_into(into, other, task.dtype, task.op)
+                # The lower rank's operand first: two ranks that swap their vectors then compute
+                # the same expression. With a+b and b+a, the payload of a NaN, the sign of a zero
+                # and the last bit of a complex product (fused multiply-add) would differ.
+                swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
+                reduce_into(into, other, task.dtype, task.op, swapped=swapped)
         self._settle()
 
     def _peers(self) -> list[int]:
@@ -280,7 +310,9 @@ class _Run:
     def _send(self, peer: int, data: memoryview) -> Transfer:
         comm = self._comm
         transfer = comm.transport.send(comm.ranks[peer], self._key, data)
-        if not transfer.done() or transfer.error is not None:
+        if transfer.error is not None:
+            raise transfer.error
+        if not transfer.done():
             self._open.append(transfer)
         return transfer
 

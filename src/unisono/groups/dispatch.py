@@ -25,7 +25,7 @@ Wrapper = Callable[["OpSchema", str, Kernel], Kernel]
 
 
 class OpSchema(NamedTuple):
-    """One operation: its name here, in c10d's dispatcher, and as a method of c10d's ProcessGroup."""
+    """One operation: its name here, in c10d's dispatcher, and as a c10d ProcessGroup's method."""
 
     name: str
     c10d_op: str

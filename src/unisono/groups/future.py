@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
+from unisono.backends import Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
@@ -18,12 +21,21 @@ _log = get_logger("groups.future")
 class Future:
     """A value that is set once.
 
+    Callbacks run on the thread that ends the future, in the context (`contextvars`) that they
+    were added in; at once if it is done already.
+
+    Args:
+        calls: What the value comes from. Whoever waits watches their deadlines.
+
     Source: torch.futures.Future (2.13).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Sequence[Pending] = ()) -> None:
         self._completion = Completion()
         self._value: Any = None
+        self._calls = tuple(calls)
+        # Taken by the one who sets it, never released.
+        self._claim = threading.Lock()
 
     def done(self) -> bool:
         """Whether it has a value or an error."""
@@ -35,8 +47,9 @@ class Future:
         Raises:
             UsageError: It is done already.
         """
+        self._claim_once()
         self._value = value
-        self._finish(None)
+        self._completion.finish()
 
     def set_exception(self, error: BaseException) -> None:
         """Set an error, which `wait` and `value` raise, and run the callbacks.
@@ -44,7 +57,8 @@ class Future:
         Raises:
             UsageError: It is done already.
         """
-        self._finish(error)
+        self._claim_once()
+        self._completion.finish(error)
 
     def wait(self, timeout: Timeout | None = None) -> Any:
         """Return the value once it is there; raise the error if there is one.
@@ -52,9 +66,11 @@ class Future:
         Raises:
             CollectiveTimeoutError: Not done in time; the future itself goes on.
         """
-        deadline = None if timeout is None else Deadline(timeout)
-        if not self._completion.wait_until(deadline):
-            raise CollectiveTimeoutError(f"the future had no value after {timeout} s")
+        limit = None if timeout is None else Deadline(timeout)
+        done = self.done() or all(call.wait_or_expire(limit) for call in self._calls)
+        if not done or not self._completion.wait_until(limit):
+            assert limit is not None
+            raise CollectiveTimeoutError(f"the future had no value after {limit.timeout_s:g} s")
         return self.value()
 
     def value(self) -> Any:
@@ -74,27 +90,29 @@ class Future:
         return self._completion.error
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
-        """Call `callback(self)` once done, on the thread that ends it; now if it is done.
+        """Call `callback(self)` once done.
 
         An exception in the callback is logged and otherwise ignored, as in torch.
         """
+        context = copy_context()
 
         def run(completion: Completion) -> None:
             try:
-                callback(self)
-            except Exception:
+                context.run(callback, self)
+            except (Exception, SystemExit):
                 _log.exception("a done-callback raised")
 
         self._completion.add_callback(run)
 
     def then(self, callback: Callable[[Future], Any]) -> Future:
         """Return a future of `callback(self)`; an exception in it becomes that future's error."""
-        result = Future()
+        result = Future(self._calls)
+        context = copy_context()
 
         def run(completion: Completion) -> None:
             try:
-                value = callback(self)
-            except Exception as error:
+                value = context.run(callback, self)
+            except (Exception, SystemExit) as error:
                 result.set_exception(error)
             else:
                 result.set_result(value)
@@ -102,8 +120,8 @@ class Future:
         self._completion.add_callback(run)
         return result
 
-    def _finish(self, error: BaseException | None) -> None:
-        if not self._completion.finish(error):
+    def _claim_once(self) -> None:
+        if not self._claim.acquire(blocking=False):
             raise UsageError("the future is done already")
 
     def __repr__(self) -> str:
@@ -118,9 +136,9 @@ def collect_all(futures: Sequence[Future]) -> Future:
 
     Source: torch.futures.collect_all (2.13).
     """
-    result = Future()
-    left = Completion()
     waiting = list(futures)
+    result = Future([call for future in waiting for call in future._calls])
+    left = Completion()
 
     def ended(future: Future) -> None:
         if all(f.done() for f in waiting) and left.finish():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +22,8 @@ from unisono.errors import (
     RendezvousError,
     UnisonoError,
 )
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import GroupMember, World, current, resolve
+from unisono.groups.process_group import ProcessGroup, as_integer
+from unisono.groups.world import GroupMember, World, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore, Store
 
@@ -211,8 +211,10 @@ def new_group(
     world = current()
     members = _check_members(ranks, default, sort_ranks)
     if use_local_synchronization:
-        # Ranks outside do not count this group, so its key must not depend on the count.
-        count = sum(1 for g in world.groups.values() if g.ranks == members)
+        # Ranks outside do not count this group, so its key must not depend on the count of all.
+        # It is never used again: another member may not have destroyed an older group yet.
+        count = world.made_local[members]
+        world.made_local[members] += 1
         key = f"local/{'-'.join(map(str, members))}/{count}"
     else:
         key = str(world.made)
@@ -227,8 +229,8 @@ def new_group(
         backend or str(default.config),
         default.timeout_s if timeout is None else timeout,
         group_desc or key,
-        ranks=members,
         options=pg_options,
+        _ranks=members,
         _parent=default,
         _key=key,
     )
@@ -242,11 +244,12 @@ def _check_members(
     size = default.size()
     if ranks is None:
         return tuple(range(size))
-    members = tuple(sorted(ranks) if sort_ranks else ranks)
+    if not isinstance(ranks, Iterable):
+        raise ArgumentTypeError(f"ranks must be a list of integers, got {ranks!r}")
+    given = [as_integer(rank, "each of ranks") for rank in ranks]
+    members = tuple(sorted(given) if sort_ranks else given)
     if not members or len(set(members)) != len(members):
-        raise InvalidArgumentError(f"ranks {list(ranks)} must be distinct, and at least one")
-    if any(isinstance(r, bool) or not isinstance(r, int) for r in members):
-        raise ArgumentTypeError(f"ranks {list(ranks)} must be integers")
+        raise InvalidArgumentError(f"ranks {given} must be distinct, and at least one")
     if outside := [r for r in members if not 0 <= r < size]:
         raise InvalidArgumentError(f"ranks {outside} are outside the world (0..{size - 1})")
     return members
@@ -282,6 +285,7 @@ def get_group_rank(group: Any, global_rank: int) -> int:
 def get_global_rank(group: Any, group_rank: int) -> int:
     """Return the global rank of a rank in `group`."""
     pg = _required(group)
+    group_rank = as_integer(group_rank, "group_rank")
     if not 0 <= group_rank < pg.size():
         raise InvalidArgumentError(
             f"group rank {group_rank} is not in group '{pg.name}' (0..{pg.size() - 1})"
@@ -315,13 +319,12 @@ def _install_hooks(world: World) -> None:
     """See to it that the other ranks hear of an uncaught exception, and of the exit."""
     group = world.default
     assert group is not None
-    if group.size() == 1:
+    # An uncaught exception in a thread that is a rank never comes to sys.excepthook.
+    if group.size() == 1 or world is not process_world:
         return
     previous = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         # A rank that failed because another one did has nothing new to tell.
         if world.default is group and not isinstance(error, UnisonoError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.errors import InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
@@ -127,7 +127,7 @@ class P2POp:
             raise InvalidArgumentError("P2POp on a rank that does not belong to the given group")
         self.op = op
         self.tensor = tensor
-        self.group = group
+        self.group = pg
         self.tag = tag
         self.group_peer = group_rank_of(pg, peer, group_peer)
         self.peer = pg.ranks[self.group_peer]
@@ -140,16 +140,25 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Start all of them; sends and receives may come in any order.
 
     Raises:
-        InvalidArgumentError: The list is empty, holds something else, or mixes groups.
+        InvalidArgumentError: The list is empty or mixes groups.
+        ArgumentTypeError: It holds something else.
     """
-    if not p2p_op_list or not all(isinstance(op, P2POp) for op in p2p_op_list):
-        raise InvalidArgumentError("p2p_op_list must be a non-empty list of P2POp")
+    if not isinstance(p2p_op_list, (list, tuple)) or not all(
+        isinstance(op, P2POp) for op in p2p_op_list
+    ):
+        raise ArgumentTypeError("p2p_op_list must be a list of P2POp")
+    if not p2p_op_list:
+        raise InvalidArgumentError("p2p_op_list is empty")
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         raise InvalidArgumentError("all operations of a batch must use the same group")
-    works = []
-    for op in p2p_op_list:
-        other = "group_dst" if op.op is isend else "group_src"
-        work = op.op(op.tensor, group=op.group, tag=op.tag, **{other: op.group_peer})
-        if work is not None:
-            works.append(work)
+    works: list[Work] = []
+    try:
+        for op in p2p_op_list:
+            call = op.group.send if op.op is isend else op.group.recv
+            works.append(call(op.tensor, op.group_peer, op.tag, async_op=True))
+    except BaseException:
+        # A receive that stays posted would swallow a later message.
+        for work in works:
+            work._pending.expire()
+        raise
     return works

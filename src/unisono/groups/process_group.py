@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.types import ReduceOp
-from unisono.errors import ClosedError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError
 from unisono.groups.dispatch import OPS, dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "as_integer"]
 
 
 class ProcessGroup:
@@ -39,7 +40,6 @@ class ProcessGroup:
         backend: "unisono", or one per device: "cpu:unisono,cuda:nccl".
         timeout: Default of every call: 1,800 s unless UNISONO_TIMEOUT says otherwise.
         name: For people.
-        ranks: Global ranks of the members; 0..size-1 if None.
         options: Passed on to the backends.
 
     Raises:
@@ -56,8 +56,8 @@ class ProcessGroup:
         timeout: Timeout | None = None,
         name: str = "default",
         *,
-        ranks: tuple[int, ...] | None = None,
         options: Any = None,
+        _ranks: tuple[int, ...] | None = None,
         _parent: ProcessGroup | None = None,
         _key: str = "0",
     ) -> None:
@@ -66,7 +66,7 @@ class ProcessGroup:
         self.store = store
         self.name = name
         self.key = _key
-        self.ranks = tuple(range(size)) if ranks is None else ranks
+        self.ranks = tuple(range(size)) if _ranks is None else _ranks
         self._rank = rank
         self._timeout_s = _group_timeout(timeout)
         self.config = BackendConfig(backend)
@@ -123,7 +123,8 @@ class ProcessGroup:
             return self.ranks.index(global_rank)
         except ValueError:
             raise InvalidArgumentError(
-                f"global rank {global_rank} is not in group '{self.name}' (ranks {list(self.ranks)})"
+                f"global rank {global_rank} is not in group '{self.name}' "
+                f"(ranks {list(self.ranks)})"
             ) from None
 
     # ---- collectives ----------------------------------------------------------------------
@@ -143,9 +144,7 @@ class ProcessGroup:
         first = _first(tensors, "tensors")
         return self._call("all_reduce_coalesced", first, (tensors, _reduce_op(op)), how)
 
-    def reduce(
-        self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any
-    ) -> Work:
+    def reduce(self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks; the others keep theirs."""
         arguments = (tensor, self._member(root, "root"), _reduce_op(op))
         return self._call("reduce", tensor, arguments, how)
@@ -220,12 +219,13 @@ class ProcessGroup:
 
     def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
         """Send to a rank; done when the tensor may be changed."""
-        return self._call("send", tensor, (tensor, self._member(peer, "dst"), tag), how)
+        arguments = (tensor, self._member(peer, "dst"), _tag(tag))
+        return self._call("send", tensor, arguments, how)
 
     def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
         """Receive from a rank, or from any if None."""
         source = None if peer is None else self._member(peer, "src")
-        return self._call("recv", tensor, (tensor, source, tag), how)
+        return self._call("recv", tensor, (tensor, source, _tag(tag)), how)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -263,22 +263,29 @@ class ProcessGroup:
         async_op: bool = False,
         timeout: Timeout | None = None,
         algorithm: str | None = None,
+        **unknown: Any,
     ) -> CallOptions:
+        if unknown:
+            raise ArgumentTypeError(
+                f"{op}() got an unexpected keyword argument {next(iter(unknown))!r} "
+                f"(known besides its own: async_op, timeout, algorithm)"
+            )
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
         return CallOptions(async_op, deadline, algorithm)
 
     # ---- checks that need the group only --------------------------------------------------
 
     def _member(self, rank: int, what: str) -> int:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.size():
+        number = as_integer(rank, what)
+        if not 0 <= number < self.size():
             raise InvalidArgumentError(
-                f"{what}={rank!r} is not a rank of group '{self.name}' (0..{self.size() - 1})"
+                f"{what}={number} is not a rank of group '{self.name}' (0..{self.size() - 1})"
             )
-        return rank
+        return number
 
     def _one_each(self, tensors: Sequence[Any], name: str) -> None:
         if not isinstance(tensors, (list, tuple)):
-            raise InvalidArgumentError(f"{name} must be a list, got {type(tensors).__name__}")
+            raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
         if len(tensors) != self.size():
             raise InvalidArgumentError(
                 f"{name} has {len(tensors)} entries, expected one for each of {self.size()} ranks"
@@ -311,14 +318,37 @@ def _group_timeout(timeout: Timeout | None) -> float:
 
 def _reduce_op(op: Any) -> ReduceOp:
     if not isinstance(op, ReduceOp):
-        raise InvalidArgumentError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
+        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
     return op
 
 
 def _first(tensors: Sequence[Any], name: str) -> Any:
-    if not isinstance(tensors, (list, tuple)) or not tensors:
-        raise InvalidArgumentError(f"{name} must be a list with at least one array")
+    if not isinstance(tensors, (list, tuple)):
+        raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
+    if not tensors:
+        raise InvalidArgumentError(f"{name} is empty; expected at least one array")
     return tensors[0]
+
+
+def _tag(tag: Any) -> int:
+    number = as_integer(tag, "tag")
+    if not 0 <= number < 2**63:
+        raise InvalidArgumentError(f"tag={number} is outside 0..2**63-1")
+    return number
+
+
+def as_integer(value: Any, what: str) -> int:
+    """Return a rank, tag or size as an int; NumPy's integers are fine, floats and bools not.
+
+    Raises:
+        ArgumentTypeError: Not an integer.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
 
 
 def _alias(name: str) -> Callable[..., Work]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Generator
 from typing import Any
 
@@ -37,11 +39,7 @@ class Work:
         """
         pending = self._pending
         limit = None if timeout is None or to_seconds(timeout) == 0 else Deadline(timeout)
-        own = pending.deadline
-        if own is not None and (limit is None or own.remaining() <= limit.remaining()):
-            if not pending.wait_until(own):
-                pending.expire()
-        elif not pending.wait_until(limit):
+        if not pending.wait_or_expire(limit):
             assert limit is not None
             raise CollectiveTimeoutError(
                 f"{self._op} was not done after {limit.timeout_s:g} s of waiting; it goes on"
@@ -78,7 +76,7 @@ class Work:
 
     def get_future(self) -> Future:
         """Return a future of the result arrays."""
-        future = Future()
+        future = Future((self._pending,))
 
         def ended(pending: Completion) -> None:
             if pending.error is not None:
@@ -93,11 +91,25 @@ class Work:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
+        def end() -> None:
+            if not done.done():
+                done.set_result(None)
+
         def wake(completion: Completion) -> None:
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+            # The loop is closed if nobody waits any more, as after asyncio.wait_for.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(end)
 
         self._pending.add_callback(wake)
-        yield from done.__await__()
+        own = self._pending.deadline
+        watch = None
+        if own is not None and own.timeout_s <= threading.TIMEOUT_MAX:
+            watch = loop.call_later(own.remaining(), self._pending.expire)
+        try:
+            yield from done.__await__()
+        finally:
+            if watch is not None:
+                watch.cancel()
         return self.wait()
 
     def __repr__(self) -> str:

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from unisono.errors import InvalidArgumentError, NotInitializedError
+from unisono.errors import ArgumentTypeError, NotInitializedError
 from unisono.groups.process_group import ProcessGroup
 
-__all__ = ["GroupMember", "World", "current", "member_group", "resolve", "use"]
+__all__ = [
+    "GroupMember",
+    "World",
+    "current",
+    "member_group",
+    "process_world",
+    "resolve",
+    "use",
+]
 
 T = TypeVar("T")
 
@@ -27,6 +36,7 @@ class World:
         self.default: ProcessGroup | None = None
         self.groups: dict[str, ProcessGroup] = {}
         self.made = 0
+        self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
@@ -39,6 +49,7 @@ class World:
         for group in reversed(groups):
             group.close()
         self.made = 0
+        self.made_local.clear()
         callbacks, self.on_close = self.on_close, []
         for callback in callbacks:
             callback()
@@ -61,13 +72,15 @@ class GroupMember(metaclass=_Members):
     NON_GROUP_MEMBER = -100
 
 
-_process_world = World()
+process_world = World()
+"""The world of this process, unless `use` says otherwise."""
+
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
 
 
 def current() -> World:
     """Return the world of the current thread or task."""
-    return _context_world.get() or _process_world
+    return _context_world.get() or process_world
 
 
 @contextlib.contextmanager
@@ -85,7 +98,7 @@ def resolve(group: Any = None) -> ProcessGroup | None:
 
     Raises:
         NotInitializedError: None was given and there is no default group.
-        InvalidArgumentError: Not a group.
+        ArgumentTypeError: Not a group.
     """
     if group is None:
         default = current().default
@@ -94,9 +107,9 @@ def resolve(group: Any = None) -> ProcessGroup | None:
         return default
     if isinstance(group, ProcessGroup):
         return group
-    if group == GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == GroupMember.NON_GROUP_MEMBER:
         return None
-    raise InvalidArgumentError(f"group must be a ProcessGroup, got {group!r}")
+    raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
 
 
 def member_group(group: Any, call: str) -> ProcessGroup | None:

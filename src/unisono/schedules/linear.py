@@ -13,15 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from unisono.schedules.ir import (
-    Buf,
-    IntArray,
-    Schedule,
-    copy,
-    recv,
-    recv_reduce,
-    send,
-)
+from unisono.schedules.ir import Buf, IntArray, Schedule, copy, recv, recv_reduce, send
 
 __all__ = [
     "all_gather",

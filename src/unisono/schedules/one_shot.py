@@ -10,10 +10,12 @@ Source: PyTorch's symmetric-memory one_shot_all_reduce, FasterTransformer's one-
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce, reduce
+from unisono.schedules import linear
+from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy, post, read, read_reduce, reduce
 
 __all__ = [
     "all_gather",
@@ -68,13 +70,7 @@ def reduce_to_root(p: int, root: int) -> Schedule:
     Cost: 1 round, (p-1)n read and reduced by the root.
     Source: MPICH's release_gather reduce with a flat tree.
     """
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        yield post(r, root, OUTPUT, 0, where=r != root)
-        at_root = r[r == root][:, None]
-        yield read_reduce(at_root, _others(at_root, p), OUTPUT, 0)
-
-    return Schedule("reduce", NAME, p, _rounds(p), exchange, root)
+    return _at_once(linear.reduce(p, root))
 
 
 def all_gather(p: int) -> Schedule:
@@ -103,17 +99,7 @@ def gather(p: int, root: int) -> Schedule:
     Cost: 1 round, n(p-1)/p read by the root.
     Source: as all_gather, on the root alone.
     """
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r), where=r == root)
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        yield post(r, root, INPUT, 0, where=r != root)
-        at_root = r[r == root][:, None]
-        peers = _others(at_root, p)
-        yield read(at_root, peers, OUTPUT, peers)
-
-    return Schedule("gather", NAME, p, _rounds(p), exchange, root, 1, p, uneven_ok=True, before=own)
+    return _at_once(linear.gather(p, root))
 
 
 def scatter(p: int, root: int) -> Schedule:
@@ -122,19 +108,7 @@ def scatter(p: int, root: int) -> Schedule:
     Cost: 1 round, n/p read by every rank but the root.
     Source: the mirror image of gather.
     """
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, 0), where=r == root)
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        at_root = r[r == root][:, None]
-        peers = _others(at_root, p)
-        yield post(at_root, peers, INPUT, peers)
-        yield read(r, root, OUTPUT, 0, where=r != root)
-
-    return Schedule(
-        "scatter", NAME, p, _rounds(p), exchange, root, p, 1, uneven_ok=True, before=own
-    )
+    return _at_once(linear.scatter(p, root))
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -143,18 +117,7 @@ def reduce_scatter(p: int) -> Schedule:
     Cost: 1 round, n(p-1)/p read and reduced by every rank.
     Source: the first half of PyTorch's two_shot_all_reduce.
     """
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, 0))
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        peers = _others(r[:, None], p)
-        yield post(r[:, None], peers, INPUT, peers)
-        yield read_reduce(r[:, None], peers, OUTPUT, 0)
-
-    return Schedule(
-        "reduce_scatter", NAME, p, _rounds(p), exchange, -1, p, 1, uneven_ok=True, before=own
-    )
+    return _at_once(linear.reduce_scatter(p))
 
 
 def all_to_all(p: int) -> Schedule:
@@ -163,18 +126,7 @@ def all_to_all(p: int) -> Schedule:
     Cost: 1 round, n(p-1)/p read by every rank.
     Source: MSCCL++'s fullmesh all-to-all.
     """
-
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, r))
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        peers = _others(r[:, None], p)
-        yield post(r[:, None], peers, INPUT, peers)
-        yield read(r[:, None], peers, OUTPUT, peers)
-
-    return Schedule(
-        "all_to_all", NAME, p, _rounds(p), exchange, -1, p, p, uneven_ok=True, before=own
-    )
+    return _at_once(linear.all_to_all(p))
 
 
 def barrier(p: int) -> Schedule:
@@ -194,20 +146,32 @@ def barrier(p: int) -> Schedule:
 def reduce_in_rank_order(r: IntArray, first: IntArray, size: int) -> Iterable[IntArray]:
     """Reduce the posts of ranks [first, first + size) into OUTPUT[0], in the order of ranks.
 
-    Each rank belongs to its group and has its own vector in OUTPUT[0]. Ranks 0 and 1 of the group
-    start from their own vector, since a+b = b+a; the others set it aside in SCRATCH[0] until it
-    is its turn.
+    Each rank belongs to its group and has its own vector in OUTPUT[0]. Rank 0 of the group starts
+    from its own vector; the others set theirs aside in SCRATCH[0] until it is its turn. Rank 1
+    too: b+a is not a+b in the payload of a NaN, nor in the last bit of a complex product.
     """
     place = r - first
-    late = place >= 2
+    late = place >= 1
     yield copy(r, (OUTPUT, 0), (SCRATCH, 0), where=late)
     yield read(r, first, OUTPUT, 0, where=late)
-    yield read_reduce(r, first, OUTPUT, 0, where=place == 1)
     for turn in range(1, size):
-        yield read_reduce(
-            r, first + turn, OUTPUT, 0, where=(place != turn) & (late | (place == 0) | (turn > 1))
-        )
+        yield read_reduce(r, first + turn, OUTPUT, 0, where=place != turn)
         yield reduce(r, (SCRATCH, 0), (OUTPUT, 0), where=late & (place == turn))
+
+
+def _at_once(schedule: Schedule) -> Schedule:
+    """Return a linear schedule with all of its rounds in one: first all posts, then all reads."""
+    meaning = {Op.SEND: Op.POST, Op.RECV: Op.READ, Op.RECV_REDUCE: Op.READ_REDUCE}
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        rounds = [rows for j in range(schedule.rounds) for rows in schedule.exchange(j, r)]
+        rows = np.concatenate(rounds)
+        for op, posted in meaning.items():
+            chosen = rows[rows[:, 1] == op]
+            chosen[:, 1] = posted
+            yield chosen
+
+    return replace(schedule, algorithm=NAME, rounds=_rounds(schedule.world_size), exchange=exchange)
 
 
 def _others(ranks: IntArray, p: int) -> IntArray:

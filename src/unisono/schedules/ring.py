@@ -12,15 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules.ir import (
-    Buf,
-    IntArray,
-    Schedule,
-    copy,
-    recv,
-    recv_reduce,
-    send,
-)
+from unisono.schedules.ir import Buf, IntArray, Schedule, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, tree_schedule
 
 __all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]

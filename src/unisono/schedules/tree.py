@@ -12,16 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules.ir import (
-    Buf,
-    IntArray,
-    Schedule,
-    ceil_log2,
-    copy,
-    recv,
-    recv_reduce,
-    send,
-)
+from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, tree_schedule
 
 __all__ = [

@@ -20,7 +20,7 @@ _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
 _BACKLOG = 4096
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
-_WILDCARDS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+_WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # The host lacks this address family; another one will do.
 _NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 

@@ -1,23 +1,50 @@
 """What a store holds, and who waits for it: the semantics of every store, without any I/O.
 
 HashStore guards a `Table` with a lock, FileStore replays its log into one, the TCP server
-owns one. Nothing here blocks, sleeps or locks: a waiter leaves a callback.
+owns one. Nothing here blocks, sleeps or locks: a waiter asks again, or leaves a callback.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.stores.api import INT64_MAX, INT64_MIN
 
-__all__ = ["Table", "Watch", "parse_integer"]
+__all__ = ["Change", "ChangeKind", "Table", "Watch", "checked_sum"]
 
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 # Digits of an int64 with generous padding; longer text cannot be one, and int() is quadratic.
 _MAX_DIGITS = 64
+
+
+class ChangeKind(enum.IntEnum):
+    """What a change does to the table; JOIN and LEAVE are for who keeps the table in a file."""
+
+    SET = 1
+    APPEND = 2
+    ADD = 3
+    COMPARE_SET = 4
+    DELETE = 5
+    PUSH = 6
+    POP = 7
+    ARRIVE = 8
+    WITHDRAW = 9
+    JOIN = 10
+    LEAVE = 11
+
+
+class Change(NamedTuple):
+    """One change as data; what `first` and `second` mean depends on the kind."""
+
+    kind: ChangeKind
+    key: str
+    first: bytes = b""
+    second: bytes = b""
 
 
 class Watch:
@@ -54,6 +81,35 @@ class Table:
         self._watches: dict[str, dict[Watch, None]] = {}
         self._barriers: dict[str, _Barrier] = {}
 
+    def apply(self, change: Change) -> Any:
+        """Do what a change says and return its result.
+
+        Raises:
+            StoreKeyError, InvalidArgumentError: Refused; the table is as before.
+        """
+        kind, key, first, second = change
+        match kind:
+            case ChangeKind.SET:
+                return self.set(key, first)
+            case ChangeKind.APPEND:
+                return self.append(key, first)
+            case ChangeKind.ADD:
+                return self.add(key, int(first))
+            case ChangeKind.COMPARE_SET:
+                return self.compare_set(key, first, second)
+            case ChangeKind.DELETE:
+                return self.delete_key(key)
+            case ChangeKind.PUSH:
+                return self.queue_push(key, first)
+            case ChangeKind.POP:
+                return self.queue_pop(key)
+            case ChangeKind.ARRIVE:
+                return self.arrive(key, int(first), second.decode(), _nobody)
+            case ChangeKind.WITHDRAW:
+                return self.withdraw(key, first.decode())
+            case ChangeKind.JOIN | ChangeKind.LEAVE:
+                return None
+
     def set(self, key: str, value: bytes) -> None:
         """Store a value."""
         self.values[key] = value
@@ -69,11 +125,7 @@ class Table:
         Raises:
             StoreKeyError: Not a number, or the sum leaves 64 bits (torch wraps around).
         """
-        total = amount
-        if (old := self.values.get(key)) is not None:
-            total += parse_integer(key, old)
-        if not INT64_MIN <= total <= INT64_MAX:
-            raise StoreKeyError(f"add({key!r}, {amount}): the sum {total} does not fit into 64 bits")
+        total = checked_sum(key, self.values.get(key), amount)
         self.set(key, b"%d" % total)
         return total
 
@@ -115,9 +167,7 @@ class Table:
 
     def ready(self, keys: Iterable[str]) -> bool:
         """Return whether a waiter for `keys` may go on."""
-        return all(
-            key in self.values or self.queue_len(key) > self.reserved[key] for key in keys
-        )
+        return all(key in self.values or self.queue_len(key) > self.reserved[key] for key in keys)
 
     def watch(self, keys: Iterable[str], notify: Callable[[], None]) -> Watch:
         """Call `notify` once as soon as all keys are ready; they must not be so now."""
@@ -179,15 +229,25 @@ class Table:
         return key in self._barriers and member in self._barriers[key].members
 
 
-def parse_integer(key: str, value: bytes) -> int:
-    """Return the number that a value spells.
+def _nobody() -> None:
+    """Stand-in for waking a barrier's member that asks for itself."""
 
-    torch takes a leading number ("12abc" counts as 12) and drops the connection otherwise.
+
+def checked_sum(key: str, value: bytes | None, amount: int) -> int:
+    """Return the number that `value` spells, plus `amount`; None counts as 0.
+
+    torch takes a leading number ("12abc" counts as 12), drops the connection on anything else,
+    and wraps around at 64 bits.
 
     Raises:
-        StoreKeyError: It spells none.
+        StoreKeyError: It is no number, or the sum leaves 64 bits.
     """
+    if value is None:
+        return amount
     if len(value) > _MAX_DIGITS or not _INTEGER.fullmatch(value):
         shown = value if len(value) <= _MAX_DIGITS else value[:_MAX_DIGITS] + b"..."
         raise StoreKeyError(f"add({key!r}): the stored value {shown!r} is not an integer")
-    return int(value)
+    total = int(value) + amount
+    if not INT64_MIN <= total <= INT64_MAX:
+        raise StoreKeyError(f"add({key!r}, {amount}): the sum {total} does not fit into 64 bits")
+    return total

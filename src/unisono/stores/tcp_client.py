@@ -30,10 +30,10 @@ from unisono.stores.api import (
     check_world_size,
     keys_timeout,
 )
-from unisono.stores.table import parse_integer
+from unisono.stores.table import checked_sum
 from unisono.stores.tcp_connection import ConnectionPool
 from unisono.stores.tcp_server import TCPStoreServer
-from unisono.stores.wire import READY, STOP_WAITING, Op
+from unisono.stores.wire import READY, Op
 
 __all__ = ["TCPStore"]
 
@@ -65,6 +65,7 @@ class TCPStore(Store):
 
     Raises:
         StoreConnectionError: Nobody answers at host_name:port, or the port is in use.
+        HandshakeError: Something else listens there.
         StoreTimeoutError: Not all workers came.
 
     Source: torch.distributed.TCPStore, torch 2.13.
@@ -153,9 +154,7 @@ class TCPStore(Store):
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Store `desired` if `key` holds `expected`; see Store.compare_set."""
         return bytes(
-            self._call(
-                Op.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired)
-            )
+            self._call(Op.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired))
         )
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -254,9 +253,7 @@ class TCPStore(Store):
         while True:
             with self._pool.lease(deadline) as connection:
                 # Both in one round trip: mostly the value is there already.
-                answers = connection.ask_all(
-                    self._limit(deadline), [(Op.CHECK, keys), request]
-                )
+                answers = connection.ask_all(self._limit(deadline), [(Op.CHECK, keys), request])
             if answers[0] == READY:
                 return answers[1]
             self._wait(operation, keys, deadline)
@@ -265,9 +262,7 @@ class TCPStore(Store):
         with self._pool.lease(deadline) as connection:
             if connection.wait(deadline, Op.WAIT, keys):
                 return
-            flags = connection.ask_all(
-                Deadline(1.0), [(Op.CHECK, [key]) for key in keys[:1024]]
-            )
+            flags = connection.ask_all(Deadline(1.0), [(Op.CHECK, [key]) for key in keys[:1024]])
         missing = [key for key, flag in zip(keys, flags, strict=False) if flag != READY]
         if missing:
             names = [key.removeprefix(_KEY_PREFIX) for key in missing]
@@ -294,7 +289,7 @@ class TCPStore(Store):
         except StoreError:
             return
         if present:
-            check_integer(parse_integer(key, value) + amount, f"add({key!r}, {amount}): the sum")
+            checked_sum(key, value, amount)
 
     def __repr__(self) -> str:
         role = ", master" if self._server else ""

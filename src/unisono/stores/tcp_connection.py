@@ -6,12 +6,18 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.errors import ClosedError, StoreConnectionError, StoreTimeoutError
+from unisono.errors import (
+    ClosedError,
+    HandshakeError,
+    StoreConnectionError,
+    StoreTimeoutError,
+)
 from unisono.stores.addresses import connect, format_address
 from unisono.stores.wire import (
     MAGIC,
@@ -28,6 +34,7 @@ __all__ = ["Connection", "ConnectionPool"]
 
 _READ_BYTES = 256 * 1024
 _MAX_IDLE = 4
+_RETRY_S = 0.01
 # What a live server needs to answer a cancelled wait; a stopped one is not waited for longer.
 _CANCEL_GRACE_S = 0.2
 # settimeout() refuses infinity and anything beyond the C time type.
@@ -50,14 +57,27 @@ class Connection:
         self._replies: list[Any] = []
 
     def handshake(self, deadline: Deadline) -> None:
-        """Introduce this client and make sure that a TCPStore server answers."""
+        """Introduce this client and make sure that a TCPStore server answers.
+
+        Raises:
+            HandshakeError: Something else answered.
+        """
         nonce = random.getrandbits(32)
         self._send(
             encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.PING, nonce), deadline, "PING"
         )
         self._decoder.expect(Op.PING)
-        if self._receive(deadline, "PING") != nonce:
-            raise StoreConnectionError(f"{self._address} is not a TCPStore server")
+        try:
+            answer = self._receive(deadline, "PING")
+        except StoreConnectionError as error:
+            if not isinstance(error.__cause__, WireError):
+                raise
+            answer = None
+        if answer != nonce:
+            raise HandshakeError(
+                f"what listens at {self._address} is not a TCPStore server",
+                hint="another program has the port; choose another one, or 0 for any free port",
+            )
 
     def ask(self, deadline: Deadline, op: Op, *args: Any) -> Any:
         """Do one request and return its result; None if it has none.
@@ -188,6 +208,7 @@ class ConnectionPool:
                 # A server that is just going down accepts and hangs up; the next one may come.
                 if deadline.expired():
                     raise
+                time.sleep(min(_RETRY_S, deadline.remaining()))
         self._idle.append(connection)
 
     @contextmanager
@@ -249,7 +270,8 @@ class ConnectionPool:
         sock = connect(self._host, self._port, deadline, retry=retry)
         connection = Connection(sock, self._address)
         try:
-            connection.handshake(Deadline(max(deadline.remaining(), 1.0)))
+            # Some time also for a caller whose own is over: the server did accept.
+            connection.handshake(Deadline(max(deadline.remaining(), _CANCEL_GRACE_S)))
         except BaseException:
             connection.close()
             raise

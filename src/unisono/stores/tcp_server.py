@@ -6,6 +6,7 @@ a socket pair and joins it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -95,7 +96,9 @@ class TCPStoreServer:
         if os.getpid() != self._pid or self._stopping:
             return
         self._stopping = True
-        self._wake_in.send(b"x")
+        # The thread may have seen the flag already, and closed the other end.
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._wake_in.close()

@@ -4,12 +4,21 @@ May import `stores`, `base` and `errors`. A transport knows ranks, contexts and 
 group name, a collective or a dtype.
 """
 
-from unisono.transports.api import Key, LinkDown, MessageMismatch, Status, Transfer, Transport
+from unisono.transports.api import (
+    Cancelled,
+    Key,
+    LinkDown,
+    MessageMismatch,
+    Status,
+    Transfer,
+    Transport,
+)
 from unisono.transports.connect import connect
 from unisono.transports.inproc import InprocTransport
 from unisono.transports.tcp import TCPTransport
 
 __all__ = [
+    "Cancelled",
     "InprocTransport",
     "Key",
     "LinkDown",

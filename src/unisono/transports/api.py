@@ -11,20 +11,22 @@ share one transport; each has a `context`, a 64-bit number that keeps their mess
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.errors import ClosedError
-from unisono.transports.matching import LinkDown, Mailbox, MessageMismatch, Transfer
+from unisono.errors import ClosedError, InvalidArgumentError
+from unisono.transports.matching import Cancelled, LinkDown, Mailbox, MessageMismatch, Transfer
 
 __all__ = [
+    "Cancelled",
     "Failure",
     "Key",
     "Kind",
@@ -38,6 +40,10 @@ __all__ = [
 # How many past calls a rank remembers per context, so that a slower rank can still ask about
 # the call that both disagree on. Two would do; the rest is for calls that fail in a row.
 _HISTORY = 8
+
+# How long `cancel` waits for a copy that is running right now. Without an end it would wait for
+# ever if a callback, on the very thread that copies, cancels what that thread does next.
+_COPY_S = 5.0
 
 _NO_CONTEXT = -1
 
@@ -97,7 +103,9 @@ class Transport(ABC):
         self._calls: dict[int, OrderedDict[int, Status]] = {}
         self._failures: dict[int, Failure] = {}
         self._on_failure: dict[int, Callable[[Failure], None]] = {}
+        self._others = frozenset(range(world_size)) - {rank}
         self._questions: dict[int, _Question] = {}
+        self._numbers = itertools.count(1)
         self._users = 1
         self._closed = False
 
@@ -109,10 +117,11 @@ class Transport(ABC):
         Args:
             peer: Receiving rank; may be this rank itself.
             key: Where it goes.
-            data: Bytes; must stay untouched until the transfer is done.
+            data: Bytes (format "B"); must stay untouched until the transfer is done.
             info: A word that the receiver compares with its own (a dtype code, say).
         """
-        transfer = Transfer(peer, key.context, data, info)
+        _require_bytes(data)
+        transfer = Transfer(peer, key.context, key[1:], data, info)
         failure = self._failures.get(key.context)
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
@@ -125,23 +134,59 @@ class Transport(ABC):
             transfer.finish(down)
         else:
             self._transmit(peer, key, transfer)
+            # The context may have broken after the look above, too early to find this transfer.
+            if not transfer.done() and (failure := self._failures.get(key.context)) is not None:
+                self._withdraw(lambda other: other is transfer, failure)
         return transfer
 
-    def recv(self, peer: int | None, key: Key, into: memoryview, info: int = 0) -> Transfer:
-        """Post a receive; done when `into` is filled. `peer` None takes any source."""
-        transfer = Transfer(peer, key.context, into, info)
+    def recv(
+        self,
+        peer: int | None,
+        key: Key,
+        into: memoryview,
+        info: int = 0,
+        among: Collection[int] | None = None,
+    ) -> Transfer:
+        """Post a receive; done when `into` is filled.
+
+        Args:
+            peer: Sending rank; None takes any source.
+            key: Where to look.
+            into: Bytes (format "B"), writable.
+            info: What the sender's word must be.
+            among: With any source: the ranks that may send, all others by default. If one of
+                them crashes, or all of them leave, the receive fails.
+        """
+        _require_bytes(into)
+        if into.readonly:
+            raise InvalidArgumentError("cannot receive into read-only memory")
+        sources = self._others if among is None else frozenset(among) - {self.rank}
+        transfer = Transfer(
+            peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
+        )
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
             return transfer
-        self.mailbox.post(transfer, key[1:])
-        if peer is not None and peer != self.rank and not transfer.done():
-            self._watch(peer)
+        self.mailbox.post(transfer)
+        for source in sources if peer is None else (peer,):
+            if source != self.rank and not transfer.done():
+                self._watch(source)
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """Give up a transfer: its memory is not touched any more once this returns."""
-        if not self.mailbox.cancel(transfer) and not transfer.done():
-            self._withdraw(lambda other: other is transfer, None)
+        """End a transfer with `Cancelled` if it is not done.
+
+        Its memory is not touched any more once this returns.
+        """
+        if self.mailbox.cancel(transfer):
+            transfer.finish(Cancelled())
+        elif not transfer.done():
+            self._withdraw(lambda other: other is transfer, Cancelled())
+            transfer.wait_until(Deadline(_COPY_S))
+
+    def may_wait(self) -> bool:
+        """Whether this thread may wait for a transfer; not if it is the one that moves them."""
+        return True
 
     # ---- control plane --------------------------------------------------------------------
 
@@ -153,17 +198,20 @@ class Transport(ABC):
             while len(calls) > _HISTORY:
                 calls.popitem(last=False)
 
-    def ask(self, context: int, seq: int, peers: Iterable[int], deadline: Deadline) -> dict[int, Status]:
+    def ask(
+        self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
+    ) -> dict[int, Status]:
         """Ask peers how far they are; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
         A peer that is stopped, gone or unreachable is missing from the result.
         """
-        question = _Question(set(peers) - {self.rank})
-        number = id(question) & 0x7FFFFFFF
+        asked = sorted(set(peers) - {self.rank})
+        question = _Question(set(asked))
+        number = next(self._numbers)
         with self._lock:
             self._questions[number] = question
-        for peer in sorted(question.open):
+        for peer in asked:
             if self.mailbox.down(peer) is None:
                 self._control(peer, context, Kind.ASK, {"number": number, "seq": seq})
             else:
@@ -177,7 +225,12 @@ class Transport(ABC):
     def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
         """Break a context here and on every peer that can be reached."""
         if self._break(context, failure):
-            told = {"kind": failure.kind, "reason": failure.reason, "peers": failure.peers, "by": failure.by}
+            told = {
+                "kind": failure.kind,
+                "reason": failure.reason,
+                "peers": failure.peers,
+                "by": failure.by,
+            }
             for peer in peers:
                 if peer != self.rank and self.mailbox.down(peer) is None:
                     self._control(peer, context, Kind.FAIL, told)
@@ -194,27 +247,35 @@ class Transport(ABC):
         if failure is not None:
             callback(failure)
 
-    def forget(self, context: int) -> None:
-        """Release everything a destroyed context holds."""
+    def forget(self, context: int, error: BaseException) -> None:
+        """Release everything a destroyed context holds; `error` ends the receives in it."""
         with self._lock:
             for table in (self._calls, self._failures, self._on_failure):
                 table.pop(context, None)
-        self.mailbox.forget_context(context)
+        self.mailbox.forget_context(context, error)
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
-        """Handle a control frame; called by the sub-class on whatever thread received it."""
-        words: dict[str, Any] = json.loads(body) if body else {}
+        """Handle a control frame; called by the sub-class on whatever thread received it.
+
+        Raises:
+            ValueError: The frame makes no sense.
+        """
+        try:
+            self._handle(peer, context, kind, json.loads(body))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"it sent a control message that makes no sense: {error!r}") from None
+
+    def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         if kind is Kind.ASK:
             self._control(peer, context, Kind.ANSWER, self._answer(context, words))
         elif kind is Kind.ANSWER:
+            # Under the lock, so that nothing is added to the answers once `ask` returned them.
             with self._lock:
-                question = self._questions.get(words["number"])
-            if question is not None:
-                question.answer(peer, Status(words["at"], words["text"]))
+                if (question := self._questions.get(words["number"])) is not None:
+                    question.answer(peer, Status(words["at"], words["text"]))
         elif kind is Kind.FAIL:
-            self._break(
-                context, Failure(words["kind"], words["reason"], words["peers"], words["by"])
-            )
+            told = Failure(words["kind"], words["reason"], words["peers"], words["by"])
+            self._break(context, told)
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
 
@@ -236,12 +297,13 @@ class Transport(ABC):
         return self
 
     def close(self) -> None:
-        """Drop one user; the last one closes the links."""
+        """Drop one user; the last one closes the links and ends the receives that wait."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._closed:
                 return
             self._closed = True
+        self.mailbox.close(ClosedError("the transport was closed"))
         self._shut()
 
     @property
@@ -255,14 +317,17 @@ class Transport(ABC):
 
     @abstractmethod
     def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
-        """Move `transfer.into` to the mailbox of another rank and finish the transfer."""
+        """Move `transfer.into` to the mailbox of another rank and finish the transfer.
+
+        `key` may be a control message's; its transfer then belongs to no context.
+        """
 
     @abstractmethod
     def _watch(self, peer: int) -> None:
         """Make sure that the end of `peer` will be noticed although nothing is sent to it."""
 
     @abstractmethod
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: Failure | None) -> None:
+    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Stop touching the memory of transfers that are under way, and end them."""
 
     @abstractmethod
@@ -271,8 +336,9 @@ class Transport(ABC):
 
     def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         body = memoryview(json.dumps(words).encode())
+        key = Key(context, kind, 0)
         # A context of its own: breaking a group must not take back the frames that say so.
-        self._transmit(peer, Key(context, kind, 0), Transfer(peer, _NO_CONTEXT, body))
+        self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
@@ -293,6 +359,14 @@ class Transport(ABC):
         if callback is not None:
             callback(failure)
         return True
+
+
+def _require_bytes(data: memoryview) -> None:
+    if data.format != "B" or data.ndim != 1:
+        raise InvalidArgumentError(
+            f"a transport moves flat bytes, got format {data.format!r} of {data.ndim} dimensions",
+            hint='use memoryview.cast("B")',
+        )
 
 
 class _Question(Completion):

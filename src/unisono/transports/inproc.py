@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
-from unisono.transports.api import Failure, Key, Kind, LinkDown, Transfer, Transport
+from unisono.errors import ClosedError
+from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
 
 __all__ = ["InprocTransport"]
 
@@ -22,8 +23,9 @@ class InprocTransport(Transport):
     """
 
     # An address space for names, as ports are one for sockets. Weak: it keeps nothing alive.
-    _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]]
-    _by_address = weakref.WeakValueDictionary()
+    _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, rank: int, world_size: int, find: Callable[[int], str]) -> None:
         super().__init__(rank, world_size)
@@ -42,7 +44,6 @@ class InprocTransport(Transport):
         if link is None:
             transfer.finish(self.mailbox.down(peer))
             return
-        assert transfer.into is not None
         if key.kind in (Kind.COLLECTIVE, Kind.P2P):
             link.mailbox.deliver(self.rank, key.context, key[1:], transfer.into, transfer.info)
         else:
@@ -54,7 +55,7 @@ class InprocTransport(Transport):
         if link is not None:
             link._watchers.add(self.rank)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: Failure | None) -> None:
+    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Nothing is ever under way: a message is delivered in one step."""
 
     def _shut(self) -> None:
@@ -72,6 +73,7 @@ class InprocTransport(Transport):
             if link is not None:
                 link.mark_down(LinkDown(self.rank, reason))
         self._closed = True
+        self.mailbox.close(ClosedError("the transport vanished"))
 
     def _lookup(self, peer: int) -> InprocTransport | None:
         return InprocTransport._by_address.get(self._find(peer))

@@ -3,9 +3,9 @@
 The k-th message from a rank under a key meets the k-th receive for that rank and key. A receive
 from any source takes the oldest message under its key.
 
-Theory of operation: a key is in one of two states, receives waiting or messages waiting, never
-both. A message that finds a posted receive is written straight into the receiver's memory;
-one that finds none is kept in memory of its own.
+Theory of operation: for one key and source, either receives wait or messages wait, never both.
+A message that finds a posted receive is written straight into the receiver's memory; one that
+finds none is kept in memory of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from typing import NamedTuple
 
 from unisono.base.completion import Completion
 
-__all__ = ["Arrival", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
+__all__ = ["Arrival", "Cancelled", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
+
+
+class Cancelled(Exception):
+    """Status of a transfer that was given up by `Transport.cancel`."""
 
 
 class LinkDown(Exception):
     """No link to a rank: status of a transfer, turned into an error text by the caller.
 
-    `left` tells a rank that closed its transport from one that vanished.
+    `left` tells a rank that closed its transport, or was never linked to this one, from one
+    that vanished.
     """
 
     def __init__(self, peer: int, reason: str, left: bool = False) -> None:
@@ -46,23 +51,28 @@ class MessageMismatch(Exception):
 class Transfer(Completion):
     """One send or receive on its way.
 
-    `peer` is the other rank; for a receive from any source it is None until a message matched.
+    `peer` is the other rank; for a receive from any source it is None until a message matched,
+    and `among` are the ranks that may send it.
     """
 
-    __slots__ = ("context", "info", "into", "peer")
+    __slots__ = ("among", "context", "info", "into", "peer", "tag")
 
     def __init__(
         self,
         peer: int | None,
         context: int,
-        into: memoryview | None = None,
+        tag: Hashable,
+        into: memoryview,
         info: int = 0,
+        among: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         self.peer = peer
         self.context = context
+        self.tag = tag
         self.into = into
         self.info = info
+        self.among = among
 
 
 class Arrival(NamedTuple):
@@ -91,15 +101,18 @@ class Mailbox:
         self._slots: dict[tuple[int, Hashable], _Slot] = {}
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, BaseException] = {}
+        self._closed: BaseException | None = None
 
-    def post(self, transfer: Transfer, tag: Hashable) -> None:
+    def post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with the message that is already here."""
         with self._lock:
-            arrival = self._take_arrival(transfer, tag)
+            arrival = self._take_arrival(transfer)
             if arrival is None:
-                error = self._failed.get(transfer.context) or self._down_for(transfer)
+                error = (
+                    self._closed or self._failed.get(transfer.context) or self._down_for(transfer)
+                )
                 if error is None:
-                    slot = self._slots.setdefault((transfer.context, tag), _Slot())
+                    slot = self._slots.setdefault((transfer.context, transfer.tag), _Slot())
                     slot.posted.append(transfer)
                     return
         if arrival is None:
@@ -107,7 +120,9 @@ class Mailbox:
         else:
             _fill(transfer, arrival)
 
-    def deliver(self, source: int, context: int, tag: Hashable, data: memoryview, info: int) -> None:
+    def deliver(
+        self, source: int, context: int, tag: Hashable, data: memoryview, info: int
+    ) -> None:
         """Hand over a complete message; copies `data` unless a receive takes it at once."""
         transfer = self.claim(source, context, tag)
         if transfer is not None:
@@ -128,31 +143,37 @@ class Mailbox:
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
             if transfer is None:
-                if context not in self._failed:
+                if self._closed is None and context not in self._failed:
                     self._slots.setdefault((context, tag), _Slot()).arrivals.append(arrival)
                 return
         _fill(transfer, arrival)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Take back a posted receive; False if a message has matched it already."""
+        key = (transfer.context, transfer.tag)
         with self._lock:
-            for key, slot in self._slots.items():
-                if transfer in slot.posted:
-                    slot.posted.remove(transfer)
-                    self._drop_if_empty(key, slot)
-                    return True
-        return False
+            slot = self._slots.get(key)
+            if slot is None or transfer not in slot.posted:
+                return False
+            slot.posted.remove(transfer)
+            self._drop_if_empty(key, slot)
+        return True
 
     def link_down(self, error: LinkDown) -> None:
         """Fail every receive that waits for this rank, now and later.
 
         A receive from any source fails as well, unless the rank said good-bye: its sender may
-        be the one that crashed, and an error is better than a wait that may never end.
+        be the one that crashed, and an error is better than a wait that may never end. Ranks
+        that said good-bye fail it when nobody is left who could send.
         """
-        anybody = () if error.left else (None,)
         with self._lock:
             self._down[error.peer] = error
-            failed = self._take_posted(lambda t: t.peer == error.peer or t.peer in anybody)
+            failed = self._take_posted(
+                lambda t: (
+                    error.peer in ((t.peer,) if t.peer is not None else t.among)
+                    and self._down_for(t) is not None
+                )
+            )
         for transfer in failed:
             transfer.finish(error)
 
@@ -160,18 +181,26 @@ class Mailbox:
         """Fail every receive of one context, now and later, and drop its messages."""
         with self._lock:
             self._failed.setdefault(context, error)
-            failed = self._take_posted(lambda t: t.context == context)
-            for key in [key for key in self._slots if key[0] == context]:
-                del self._slots[key]
+            failed = self._clear_context(context)
         for transfer in failed:
             transfer.finish(error)
 
-    def forget_context(self, context: int) -> None:
-        """Release what a destroyed context still holds."""
+    def forget_context(self, context: int, error: BaseException) -> None:
+        """Release what a destroyed context still holds; `error` ends what waits."""
         with self._lock:
             self._failed.pop(context, None)
-            for key in [key for key in self._slots if key[0] == context]:
-                del self._slots[key]
+            failed = self._clear_context(context)
+        for transfer in failed:
+            transfer.finish(error)
+
+    def close(self, error: BaseException) -> None:
+        """Fail every receive, now and later, and drop all messages."""
+        with self._lock:
+            self._closed = error
+            failed = self._take_posted(lambda transfer: True)
+            self._slots.clear()
+        for transfer in failed:
+            transfer.finish(error)
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why there is no link to `peer`, or None."""
@@ -180,7 +209,11 @@ class Mailbox:
     def _down_for(self, transfer: Transfer) -> LinkDown | None:
         if transfer.peer is not None:
             return self._down.get(transfer.peer)
-        return next((error for error in self._down.values() if not error.left), None)
+        if not self._down:
+            return None
+        gone = [self._down[peer] for peer in transfer.among if peer in self._down]
+        crashed = next((error for error in gone if not error.left), None)
+        return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
 
     def _claim(self, source: int, context: int, tag: Hashable) -> Transfer | None:
         slot = self._slots.get((context, tag))
@@ -194,14 +227,16 @@ class Mailbox:
                 return transfer
         return None
 
-    def _take_arrival(self, transfer: Transfer, tag: Hashable) -> Arrival | None:
-        slot = self._slots.get((transfer.context, tag))
+    def _take_arrival(self, transfer: Transfer) -> Arrival | None:
+        key = (transfer.context, transfer.tag)
+        slot = self._slots.get(key)
         if slot is None:
             return None
-        for arrival in slot.arrivals:
+        for at, arrival in enumerate(slot.arrivals):
             if transfer.peer is None or transfer.peer == arrival.source:
-                slot.arrivals.remove(arrival)
-                self._drop_if_empty((transfer.context, tag), slot)
+                # Not remove(): that compares values, and with them the bytes of messages.
+                del slot.arrivals[at]
+                self._drop_if_empty(key, slot)
                 transfer.peer = arrival.source
                 return arrival
         return None
@@ -210,11 +245,17 @@ class Mailbox:
         taken: list[Transfer] = []
         for key, slot in list(self._slots.items()):
             hits = [transfer for transfer in slot.posted if wanted(transfer)]
-            for transfer in hits:
-                slot.posted.remove(transfer)
-            self._drop_if_empty(key, slot)
-            taken += hits
+            if hits:
+                slot.posted = deque(t for t in slot.posted if not wanted(t))
+                self._drop_if_empty(key, slot)
+                taken += hits
         return taken
+
+    def _clear_context(self, context: int) -> list[Transfer]:
+        failed = self._take_posted(lambda transfer: transfer.context == context)
+        for key in [key for key in self._slots if key[0] == context]:
+            del self._slots[key]
+        return failed
 
     def _drop_if_empty(self, key: tuple[int, Hashable], slot: _Slot) -> None:
         if not slot.posted and not slot.arrivals:
@@ -223,11 +264,8 @@ class Mailbox:
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
     """Copy a message into the memory of its receive and complete it."""
-    into = transfer.into
-    assert into is not None
-    if arrival.data.nbytes != into.nbytes or arrival.info != transfer.info:
-        error = MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info)
-        transfer.finish(error)
+    if arrival.data.nbytes != transfer.into.nbytes or arrival.info != transfer.info:
+        transfer.finish(MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info))
         return
-    into[:] = arrival.data
+    transfer.into[:] = arrival.data
     transfer.finish()

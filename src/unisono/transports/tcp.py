@@ -5,34 +5,42 @@ One connection per pair carries both directions, so that its end (EOF) cannot ov
 
 The I/O thread takes in everything that arrives and finishes sends that the kernel did not take
 at once. It never waits for anything but the selector.
+
+Leaving takes two steps, so that no data is lost: say good-bye and end the own direction once
+everything is sent, then read on until the peer has ended its direction. A socket that is closed
+with unread data in it resets the connection, and what its peer has not read yet is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
-import selectors
 import socket
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 
 from unisono.base.log import get_logger
-from unisono.errors import HandshakeError
 from unisono.transports.address import TCPAddress, listen
-from unisono.transports.api import Failure, Key, Kind, LinkDown, Transfer, Transport
-from unisono.transports.tcp_link import Link
-from unisono.transports.wire import ACCEPT, CROSSED, HELLO, REFUSE, Hello
+from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
+from unisono.transports.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp_call import Call, Greeting, reason_of
+from unisono.transports.tcp_link import CHUNK_BYTES, Link
+from unisono.transports.wire import ACCEPT, REFUSE, Hello
 
 __all__ = ["TCPTransport"]
 
 _log = get_logger("transports.tcp")
 
-# How long close() goes on sending what isend left in the outbox. Shorter loses data that a slow
-# peer was about to take; longer makes the exit of a job wait for a peer that is stopped.
+# How long close() goes on sending what isend left in the outbox, and waits for its peers to
+# close as well. Shorter loses data that a slow peer was about to take; longer makes the exit of
+# a job wait for a peer that is stopped.
 _LINGER_S = 2.0
+
+# Pause of accept() after it failed. Without one the loop would spin: the caller still waits.
+_ACCEPT_PAUSE_S = 0.1
 
 _transports: weakref.WeakSet[TCPTransport] = weakref.WeakSet()
 
@@ -60,18 +68,16 @@ class TCPTransport(Transport):
         self._listener, port = listen(hosts)
         self.address = TCPAddress(hosts, port, self._token).pack()
         self._links: dict[int, Link] = {}
-        self._calls: dict[int, _Call] = {}
         self._links_lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._todo: deque[Callable[[], None]] = deque()
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
-        self._thread = threading.Thread(
-            target=self._run, name=f"unisono-tcp-{rank}", daemon=True
-        )
+        self._released = False
+        # These belong to the I/O thread.
+        self._outgoing: dict[int, Call] = {}
+        self._parting: set[Link] = set()
+        self._linger_until: float | None = None
+        self._chunk = memoryview(bytearray(CHUNK_BYTES))
+        self._loop = Loop()
+        self._loop.watch(self._listener, READ, self._accept)
+        self._thread = threading.Thread(target=self._run, name=f"unisono-tcp-{rank}", daemon=True)
         _transports.add(self)
         self._thread.start()
 
@@ -79,67 +85,51 @@ class TCPTransport(Transport):
     def name(self) -> str:
         return "tcp"
 
+    def may_wait(self) -> bool:
+        return threading.current_thread() is not self._thread
+
     # ---- called from any thread -----------------------------------------------------------
 
     def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         link = self._link(peer)
         try:
             if link.submit(key, transfer) and link.ready:
-                self._later(lambda: self._want_write(link))
+                self._loop.later(lambda: self._want_write(link))
         except OSError as error:
-            reason = _reason(error)
-            self._later(lambda: self._drop(link, reason))
+            reason = reason_of(error)
+            self._loop.later(lambda: self._broken(link, reason))
 
     def _watch(self, peer: int) -> None:
         self._link(peer)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: Failure | None) -> None:
+    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
             links = list(self._links.values())
         for link in links:
             link.withdraw(unwanted, error)
 
     def _shut(self) -> None:
-        with self._links_lock:
-            links = [link for link in self._links.values() if link.ready]
-        for link in links:
-            self._control(link.peer, 0, Kind.GOODBYE, {})
-        self._later(lambda: None)
-        if threading.current_thread() is not self._thread:
+        self._loop.later(self._leave)
+        if self.may_wait():
             self._thread.join()
 
     def _link(self, peer: int) -> Link:
         with self._links_lock:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = Link(peer, self.mailbox, self.on_control)
-                call = self._calls[peer] = _Call(self, link, self._find(peer))
-                self._later(call.next_address)
+                link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
+                if self._released:
+                    link.close(_own_end(peer))
+                else:
+                    self._loop.later(lambda: self._call(link))
             return link
-
-    def _later(self, job: Callable[[], None]) -> None:
-        """Run `job` on the I/O thread."""
-        self._todo.append(job)
-        # A full pipe wakes as well; a closed one means that the thread has ended.
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"!")
 
     # ---- the I/O thread -------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            linger_until = None
-            while True:
-                timeout = None
-                if self._closed:
-                    linger_until = linger_until or time.monotonic() + _LINGER_S
-                    timeout = linger_until - time.monotonic()
-                    if timeout <= 0 or not any(link.pending() for link in list(self._links.values())):
-                        break
-                for key, mask in self._selector.select(timeout):
-                    key.data(mask)
-                while self._todo:
-                    self._todo.popleft()()
+            while not self._has_left():
+                self._loop.turn()
         except Exception as error:
             _log.exception("the I/O thread of rank %d failed", self.rank)
             for peer in range(self.world_size):
@@ -147,20 +137,37 @@ class TCPTransport(Transport):
         finally:
             self._release()
 
+    def _leave(self) -> None:
+        self._linger_until = time.monotonic() + _LINGER_S
+        # Ends the last wait of the loop.
+        self._loop.start_timer(lambda: None, _LINGER_S)
+
+    def _has_left(self) -> bool:
+        """Go on leaving, if that has begun; return whether nothing is left to do."""
+        if self._linger_until is None:
+            return False
+        links = list(self._links.values())
+        for link in links:
+            if link not in self._parting and (link.ready or link.pending()):
+                self._parting.add(link)
+                self._control(link.peer, 0, Kind.GOODBYE, {})
+            if link.ready and not link.pending():
+                link.end_writing()
+        done = not any(link.ready or link.pending() for link in links)
+        return done or time.monotonic() >= self._linger_until
+
     def _release(self) -> None:
-        for link in list(self._links.values()):
-            link.close(LinkDown(link.peer, "this rank closed its transport"))
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._wake_out.close()
-        self._selector.close()
+        with self._links_lock:
+            self._released = True
+            links = list(self._links.values())
+        for link in links:
+            link.close(_own_end(link.peer))
+        for call in self._outgoing.values():
+            call.cancel()
+        self._listener.close()
+        self._loop.close()
 
-    def _woken(self, mask: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(4096)
-
-    def _accept(self, mask: int) -> None:
+    def _accept(self, events: int) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
@@ -169,209 +176,142 @@ class TCPTransport(Transport):
             except OSError as error:
                 # Out of file descriptors, most likely. The caller waits in the backlog.
                 _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
+                self._loop.unwatch(self._listener)
+                self._loop.start_timer(self._accept_again, _ACCEPT_PAUSE_S)
                 return
             sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._selector.register(sock, selectors.EVENT_READ, _Greeting(self, sock))
+            with contextlib.suppress(OSError):  # the caller may be gone already
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            Greeting(self._loop, sock, self._greeted)
 
-    def greeted(self, sock: socket.socket, hello: Hello) -> None:
-        """Answer a caller; the connection becomes the link to its rank, or ends."""
-        answer, peer = self._judge(hello)
-        self._selector.unregister(sock)
-        with contextlib.suppress(OSError):
-            sock.send(answer)
-        if answer is not ACCEPT:
+    def _accept_again(self) -> None:
+        self._loop.watch(self._listener, READ, self._accept)
+
+    def _greeted(self, sock: socket.socket, hello: Hello) -> None:
+        """Answer a caller; the connection becomes the link to its rank, waits, or ends."""
+        peer, link = hello.rank, self._links.get(hello.rank)
+        taken = link is not None and (link.ready or link.closed)
+        if not self._knows(hello) or taken or self.mailbox.down(peer) is not None:
+            _log.warning("rank %d refused a caller (rank %d, it says)", self.rank, peer)
+            with contextlib.suppress(OSError):
+                sock.send(REFUSE)
             sock.close()
             return
+        call = self._outgoing.get(peer)
+        if call is not None and self.rank < peer:
+            call.park(sock)
+            return
+        if call is not None:
+            call.cancel()
+        self._take(peer, sock)
+
+    def _knows(self, hello: Hello) -> bool:
+        return (
+            (hello.world_size, hello.peer) == (self.world_size, self.rank)
+            and hello.rank in self._others
+            and hmac.compare_digest(hello.token, self._token)
+        )
+
+    def _take(self, peer: int, sock: socket.socket) -> None:
+        """Accept a rank's call."""
+        with contextlib.suppress(OSError):  # the link will notice
+            sock.send(ACCEPT)
         with self._links_lock:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = Link(peer, self.mailbox, self.on_control)
-            call = self._calls.pop(peer, None)
-        if call is not None:
-            call.cancel()
-        self.establish(link, sock)
+                link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
+        self._establish(link, sock)
 
-    def _judge(self, hello: Hello) -> tuple[bytes, int]:
-        wanted = (self.world_size, self.rank, self._token)
-        if (hello.world_size, hello.peer, hello.token) != wanted or hello.rank == self.rank:
-            _log.warning("rank %d refused a caller with a wrong hello", self.rank)
-            return REFUSE, -1
-        peer = hello.rank
-        with self._links_lock:
-            link = self._links.get(peer)
-            calling = peer in self._calls
-        if self.mailbox.down(peer) is not None or (link is not None and link.ready):
-            return REFUSE, peer
-        # Both called: the lower rank's call stands.
-        return (CROSSED if calling and self.rank < peer else ACCEPT), peer
+    def _call(self, link: Link) -> None:
+        peer = link.peer
+        if link.ready or link.closed:
+            return
 
-    def establish(self, link: Link, sock: socket.socket) -> None:
-        """Make a connected socket the link to its peer and send what waits for it."""
-        with self._links_lock:
-            self._calls.pop(link.peer, None)
-        link.attach(sock)
-        self._selector.register(sock, selectors.EVENT_READ, lambda mask: self._serve(link, mask))
-        self._serve(link, selectors.EVENT_WRITE)
+        def done(sock: socket.socket | None, reason: str) -> None:
+            if sock is None:
+                # Nothing was ever heard of it: it may have left in peace.
+                self._drop(link, reason, left=True)
+            elif reason:
+                self._take(peer, sock)
+            else:
+                self._establish(link, sock)
 
-    def unreachable(self, link: Link, reason: str) -> None:
-        """Give up a peer that no address leads to."""
-        self._drop(link, reason)
-
-    def _serve(self, link: Link, mask: int) -> None:
         try:
-            if mask & selectors.EVENT_READ:
-                link.read()
-            if mask & selectors.EVENT_WRITE and link.sock is not None:
+            address = TCPAddress.unpack(self._find(peer))
+        except Exception as error:
+            self._drop(link, f"its address is of no use: {reason_of(error)}")
+            return
+        hello = Hello(self.world_size, self.rank, peer, address.token)
+        self._outgoing[peer] = call = Call(self._loop, hello, address, done)
+        call.start()
+
+    def _establish(self, link: Link, sock: socket.socket) -> None:
+        """Make a connected socket the link to its peer and send what waits for it."""
+        self._outgoing.pop(link.peer, None)
+        link.attach(sock)
+        self._loop.watch(sock, READ, lambda events: self._serve(link, events))
+        self._serve(link, WRITE)
+
+    def _serve(self, link: Link, events: int) -> None:
+        if events & READ:
+            self._read(link)
+        if events & WRITE and link.sock is not None:
+            try:
                 left = link.write()
-                self._want(link, selectors.EVENT_READ | (selectors.EVENT_WRITE if left else 0))
+            except OSError as error:
+                self._broken(link, reason_of(error))
+            else:
+                self._loop.want(link.sock, READ | WRITE if left else READ)
+
+    def _read(self, link: Link) -> bool:
+        """Take in what has arrived; return whether there may be more."""
+        try:
+            return link.read()
         except EOFError:
             self._drop(link, "its connection was closed: the process ended")
         except (OSError, ValueError) as error:
-            self._drop(link, _reason(error))
+            self._drop(link, reason_of(error))
+        return False
+
+    def _broken(self, link: Link, reason: str) -> None:
+        """End a link that cannot be written to, once everything that arrived has been read."""
+        while link.sock is not None and self._read(link):
+            pass
+        self._drop(link, reason)
 
     def _want_write(self, link: Link) -> None:
-        self._want(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _want(self, link: Link, events: int) -> None:
         if link.sock is not None:
-            key = self._selector.get_key(link.sock)
-            if key.events != events:
-                self._selector.modify(link.sock, events, key.data)
+            self._loop.want(link.sock, READ | WRITE)
 
-    def _drop(self, link: Link, reason: str) -> None:
+    def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
+        self._outgoing.pop(link.peer, None)
+        if link.closed:
+            return
         if link.sock is not None:
-            self._selector.unregister(link.sock)
-        error = self.mailbox.down(link.peer) or LinkDown(link.peer, reason)
+            self._loop.unwatch(link.sock)
+        error = self.mailbox.down(link.peer) or LinkDown(link.peer, reason, left)
         link.close(error)
         self.mark_down(error)
 
+    def close_in_child(self) -> None:
+        """Close a forked child's copies of the sockets.
 
-class _Greeting:
-    """An accepted connection until its hello is complete."""
-
-    def __init__(self, transport: TCPTransport, sock: socket.socket) -> None:
-        self._transport = transport
-        self._sock = sock
-        self._data = b""
-
-    def __call__(self, mask: int) -> None:
-        try:
-            received = self._sock.recv(HELLO.size - len(self._data))
-            if not received:
-                raise ConnectionResetError
-            self._data += received
-            if len(self._data) < HELLO.size:
-                return
-            hello = Hello.parse(self._data)
-        except BlockingIOError:
-            return
-        except (OSError, HandshakeError) as error:
-            _log.info("a caller went away before its hello: %s", error)
-            self._transport._selector.unregister(self._sock)
-            self._sock.close()
-            return
-        self._transport.greeted(self._sock, hello)
+        Otherwise peers would not see the end of a killed parent while its child lives on.
+        """
+        self._closed = True
+        for call in self._outgoing.values():
+            call.close_spare()
+        self._listener.close()
+        self._loop.close()
 
 
-class _Call:
-    """An outgoing connection until the peer has answered; tries one address after another."""
-
-    def __init__(self, transport: TCPTransport, link: Link, address: str) -> None:
-        self._transport = transport
-        self._link = link
-        self._address = TCPAddress.unpack(address)
-        self._hosts = deque(self._address.hosts)
-        self._errors: list[str] = []
-        self._sock: socket.socket | None = None
-        self._cancelled = False
-
-    def cancel(self) -> None:
-        """Stop calling; the peer's own call was accepted."""
-        self._cancelled = True
-        self._hang_up()
-
-    def next_address(self) -> None:
-        """Call the next address; without one, give the peer up."""
-        self._hang_up()
-        if self._cancelled:
-            return
-        if not self._hosts:
-            self._transport.unreachable(self._link, "; ".join(self._errors))
-            return
-        host, port = self._hosts.popleft(), self._address.port
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._errors.append(f"{host}:{port} did not answer")
-        try:
-            self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect((host, port))
-            self._transport._selector.register(sock, selectors.EVENT_WRITE, self._connected)
-        except OSError as error:
-            self._failed(_reason(error))
-
-    def _connected(self, mask: int) -> None:
-        sock, transport = self._sock, self._transport
-        assert sock is not None
-        if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._failed(os.strerror(code))
-            return
-        hello = Hello(transport.world_size, transport.rank, self._link.peer, self._address.token)
-        try:
-            sock.send(hello.pack())
-            transport._selector.modify(sock, selectors.EVENT_READ, self._answered)
-        except OSError as error:
-            self._failed(_reason(error))
-
-    def _answered(self, mask: int) -> None:
-        assert self._sock is not None
-        try:
-            answer = self._sock.recv(1)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._failed(_reason(error))
-            return
-        if answer == ACCEPT:
-            sock, self._sock = self._sock, None
-            self._transport._selector.unregister(sock)
-            self._transport.establish(self._link, sock)
-        elif answer == CROSSED:
-            self._transport._calls.pop(self._link.peer, None)
-            self.cancel()
-        else:
-            self._failed("refused this rank" if answer else "hung up during the handshake")
-
-    def _failed(self, reason: str) -> None:
-        host, port = self._address.hosts[len(self._errors) - 1], self._address.port
-        self._errors[-1] = f"{host}:{port}: {reason}"
-        self.next_address()
-
-    def _hang_up(self) -> None:
-        if self._sock is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._transport._selector.unregister(self._sock)
-            self._sock.close()
-            self._sock = None
-
-
-def _reason(error: BaseException) -> str:
-    """Return the operating system's words without the error number."""
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+def _own_end(peer: int) -> LinkDown:
+    return LinkDown(peer, "this rank closed its transport")
 
 
 def _close_in_child() -> None:
-    """Close a forked child's copies of the sockets.
-
-    Otherwise peers would not see the end of a killed parent while its child lives on.
-    """
-    for transport in _transports:
-        transport._closed = True
-        links = [link.sock for link in transport._links.values() if link.sock is not None]
-        for sock in [transport._listener, transport._wake_in, transport._wake_out, *links]:
-            sock.close()
+    for transport in list(_transports):
+        transport.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unisono.errors import HandshakeError
 from unisono.transports.api import Key, Kind
 
-__all__ = ["ACCEPT", "CROSSED", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
+__all__ = ["ACCEPT", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
 
 _MAGIC = b"unisono\x00"
 _VERSION = 1
@@ -22,9 +22,7 @@ HELLO = struct.Struct("<8sIIII16s")
 
 ACCEPT = b"\x01"
 """The connection stands."""
-CROSSED = b"\x02"
-"""The answering rank has called too, and its call stands instead."""
-REFUSE = b"\x03"
+REFUSE = b"\x02"
 """The caller is not wanted: wrong world, wrong token, or given up as lost."""
 
 FRAME = struct.Struct("<BxxxIQqQ")

@@ -1,0 +1,69 @@
+# Needs only make and Python >= 3.11; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.unisono-setup
+TORCH := torch==2.13.0
+
+.PHONY: help demo test check setup docs clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train on handwritten digits with four processes"
+	@echo "make test    run every check, then every test"
+	@echo "make check   format, lint, types, layers, sizes (no tests)"
+	@echo "make setup   create .venv and install unisono into it, editable"
+	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
+	@echo "make docs    write the generated pages under docs/reference"
+	@echo "make clean   remove .venv, caches and build output"
+
+demo: $(STAMP)
+	@$(BIN)/unisono run --nproc-per-node 4 examples/train_digits.py
+
+test: check
+	@$(BIN)/python -m pytest
+
+check: $(STAMP)
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy --no-error-summary
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tools/size.py
+
+docs: $(STAMP)
+	@$(BIN)/python tools/algorithms_page.py
+
+setup: $(STAMP)
+
+# Torch serves only as an oracle in tests, so its absence must not stop anything. The exact
+# version matters: it is the one whose behaviour the tests compare with.
+$(STAMP): pyproject.toml
+	@echo "setting up .venv (first time: a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
+		|| echo "$(TORCH) could not be installed: tests that compare with torch will be skipped"
+	@touch $@
+
+# Compiles what changed and installs it. Without pip's isolation, in which every build would be a
+# build from nothing; and a compile error is an error here, not a fall-back to pure Python.
+native: $(STAMP)
+	@UNISONO_REQUIRE_NATIVE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-build-isolation --no-deps -e .
+	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o src/unisono/_engine.pyi
+	@$(BIN)/ruff format --quiet src/unisono/_engine.pyi
+
+# The C++ tests, once per sanitizer; needs CMake and a compiler, but no Python.
+test-native: build/native-asan build/native-tsan
+build/native-asan: SANITIZE = address,undefined
+build/native-tsan: SANITIZE = thread
+build/native-asan build/native-tsan: FORCE
+	@cmake -S . -B $@ -DUNISONO_TESTS=ON -DUNISONO_STRICT=ON -DUNISONO_SANITIZE=$(SANITIZE) \
+		-DCMAKE_BUILD_TYPE=RelWithDebInfo >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@cmake --build $@ --parallel >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@ctest --test-dir $@ --output-on-failure >$@.log 2>&1 || { cat $@.log; exit 1; }
+	@echo "$(@F): $$(grep 'tests passed' $@.log)"
+FORCE:
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,192 @@
+"""Train a neural network on handwritten digits, every batch split over the ranks.
+
+    unisono run --nproc-per-node 4 examples/train_digits.py
+
+Each rank computes the gradient of its share of a batch. The shares' gradients are summed with
+one asynchronous all_reduce per layer, while the layers below are still being computed. At the
+end rank 0 trains the same network alone and compares the weights. Needs scikit-learn for the
+pictures; uses rich and matplotlib if they are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import numpy as np
+from display import plot, print_table, with_bar
+from perceptron import Images, Perceptron, load_images
+
+import unisono as dist
+
+
+class Alone:
+    """One rank without others: has nothing to communicate."""
+
+    rank, size = 0, 1
+
+    def start_sum(self, array: np.ndarray) -> None:
+        """Leave the array as it is, the sum of one."""
+
+    def finish_sums(self) -> None:
+        """Return at once."""
+
+
+class Everyone:
+    """All ranks of the world.
+
+    Attributes:
+        seconds: Time that this rank has spent on calling and waiting.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.seconds = 0.0
+        self._works: list[dist.Work] = []
+
+    def start_sum(self, array: np.ndarray) -> None:
+        """Begin to replace the array by its sum over all ranks."""
+        with self._timed():
+            self._works.append(dist.all_reduce(array, async_op=True))
+
+    def finish_sums(self) -> None:
+        """Wait for all sums that have begun."""
+        with self._timed():
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+
+
+def train(
+    net: Perceptron, images: Images, options: argparse.Namespace, ranks: Alone | Everyone
+) -> Iterator[int]:
+    """Train, and yield the number of each epoch when it is over."""
+    for epoch in range(1, options.epochs + 1):
+        order = np.random.default_rng(epoch).permutation(len(images))
+        for start in range(0, len(images), options.batch):
+            batch = order[start : start + options.batch]
+            share = images[batch[ranks.rank :: ranks.size]]
+            gradients = []
+            for gradient in net.backward(share):
+                ranks.start_sum(gradient)
+                gradients.append(gradient)
+            ranks.finish_sums()
+            # Shares differ in size when a batch does not divide, and a mean of the ranks' means
+            # would be wrong then: the sum over all images is divided by their number.
+            net.step([gradient / len(batch) for gradient in gradients])
+        yield epoch
+
+
+def evaluate(net: Perceptron, images: Images, ranks: Everyone) -> tuple[float, float]:
+    """Return the mean loss and the accuracy; each rank looks at its share of the images."""
+    sums = net.test(images[ranks.rank :: ranks.size])
+    ranks.start_sum(sums)
+    ranks.finish_sums()
+    loss, accuracy = sums / len(images)
+    return loss, accuracy
+
+
+def same_everywhere(weights: np.ndarray) -> bool:
+    """Whether all ranks have the same weights, bit for bit."""
+    everybodys = [np.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybodys, weights)
+    return all(weights.tobytes() == other.tobytes() for other in everybodys)
+
+
+def tolerance(images: Images, options: argparse.Namespace) -> float:
+    """Return how far the weights may be from those of a rank that trained alone.
+
+    Both add up the same gradients, but (a + b) + (c + d) is not rounded as ((a + b) + c) + d is,
+    so the difference is hardly ever zero. A mean of n numbers of size 1 (no image's gradient
+    is much larger) depends on the order of adding by n * eps at most. The learning rate is
+    chosen such that lr / (1 - momentum) = 1: a step moves the weights by that much, too, and
+    the steps add up. Training itself may widen or narrow such a gap; measured, it stays a
+    thousand times below this bound, while a gradient that is lost or counted twice is visible
+    in the second digit.
+    """
+    steps = options.epochs * -(-len(images) // options.batch)
+    return steps * options.batch * np.finfo(np.float64).eps
+
+
+def parse_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument(
+        "--batch", type=int, default=150, help="images in a batch, all ranks together"
+    )
+    parser.add_argument("--min-accuracy", type=float, default=0.95, help="fail below this")
+    parser.add_argument("--plot", metavar="FILE", help="draw loss and accuracy (with matplotlib)")
+    options = parser.parse_args()
+    if options.plot and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib, which is not installed")
+    return options
+
+
+def main() -> None:
+    """Train on all ranks, then alone, and compare; exit with an error if something is wrong."""
+    options = parse_options()
+    training, held_out = load_images()
+    dist.init_process_group()
+    ranks = Everyone()
+    # Other weights on every rank, on purpose: the broadcast has to make them equal.
+    net = Perceptron(np.random.default_rng(ranks.rank))
+    for weight in net.weights:
+        dist.broadcast(weight, src=0)
+    lonely_net = copy.deepcopy(net)
+
+    history = []
+    began = time.perf_counter()
+    epochs = train(net, training, options, ranks)
+    if ranks.rank == 0:
+        epochs = with_bar(epochs, f"training on {ranks.size} ranks", options.epochs)
+    for epoch in epochs:
+        loss, accuracy = evaluate(net, held_out, ranks)
+        history.append((loss, accuracy))
+        if ranks.rank == 0:
+            print(f"epoch {epoch:2}  test loss {loss:.4f}  test accuracy {accuracy:.2%}")
+    seconds = time.perf_counter() - began
+
+    equal = same_everywhere(net.flat())
+    dist.destroy_process_group()
+    if ranks.rank != 0:
+        return
+    began = time.perf_counter()
+    for _ in train(lonely_net, training, options, Alone()):
+        pass
+    difference = np.abs(net.flat() - lonely_net.flat()).max()
+    allowed = tolerance(training, options)
+    print_table(
+        {
+            "ranks": f"{ranks.size}",
+            "test accuracy": f"{accuracy:.2%} (at least {options.min_accuracy:.0%})",
+            "training time": f"{seconds:.2f} s, rank 0 alone {time.perf_counter() - began:.2f} s",
+            "of it communicating and waiting": f"{ranks.seconds / seconds:.0%} (rank 0)",
+            "weights equal on all ranks": "yes, bit for bit" if equal else "NO",
+            "largest difference to rank 0 alone": f"{difference:.1e} (at most {allowed:.1e})",
+        }
+    )
+    if options.plot:
+        plot(options.plot, history)
+    verdicts = {
+        "test accuracy": accuracy >= options.min_accuracy,
+        "weights equal on all ranks": equal,
+        "difference to rank 0 alone": difference <= allowed,
+    }
+    if failed := [name for name, right in verdicts.items() if not right]:
+        sys.exit(f"FAILED: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+// unisono._engine: the only file that knows Python. Pointers arrive as integers, because taking
+// them apart in Python is cheaper than letting the binding parse arrays.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "group.hpp"
+#include "kernels.hpp"
+#include "segment.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+int64_t nanoseconds(double seconds) {
+  // Longer than a century is for ever, and does not fit.
+  return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};
+}
+
+void reduce(std::uintptr_t into, std::uintptr_t other, std::size_t count, int dtype, int op) {
+  unisono::ReduceFn fn =
+    unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
+  if (fn == nullptr) {
+    throw nb::value_error(
+      ("reduce op " + std::to_string(op) + " is not defined on dtype " + std::to_string(dtype))
+        .c_str());
+  }
+  nb::gil_scoped_release unlocked;
+  fn(reinterpret_cast<void*>(into), reinterpret_cast<const void*>(other), count);
+}
+
+void set_isa(const char* name) {
+  if (!unisono::set_isa(name)) {
+    throw nb::value_error((std::string("no instruction set '") + name + "' here").c_str());
+  }
+}
+
+std::vector<std::string> isas() {
+  std::vector<std::string> names;
+  for (int i = 0; unisono::available_isa(i) != nullptr; i++) {
+    names.emplace_back(unisono::available_isa(i));
+  }
+  return names;
+}
+
+// Python's name of every element type -> its code.
+nb::dict dtype_codes() {
+  using unisono::DType;
+  const struct {
+    const char* name;
+    DType code;
+  } table[] = {
+    {"bool", DType::bool8},      {"int8", DType::i8},      {"int16", DType::i16},
+    {"int32", DType::i32},       {"int64", DType::i64},    {"uint8", DType::u8},
+    {"uint16", DType::u16},      {"uint32", DType::u32},   {"uint64", DType::u64},
+    {"float16", DType::f16},     {"bfloat16", DType::bf16}, {"float32", DType::f32},
+    {"float64", DType::f64},     {"complex64", DType::c64}, {"complex128", DType::c128},
+  };
+  static_assert(sizeof(table) / sizeof(table[0]) == unisono::kDTypes, "one row per DType");
+  nb::dict codes;
+  for (const auto& row : table) codes[row.name] = static_cast<int>(row.code);
+  return codes;
+}
+
+// Shared words laid out otherwise must not meet; bump with line.hpp.
+constexpr int kAbi = 1;
+
+const unsigned char* nonce_of(const nb::bytes& nonce) {
+  if (nonce.size() != sizeof(unisono::Header::nonce)) throw nb::value_error("nonce: 16 bytes");
+  return static_cast<const unsigned char*>(nonce.data());
+}
+
+std::pair<int, std::shared_ptr<unisono::Segment>> create(int ranks, std::size_t slot_bytes,
+                                                         const nb::bytes& nonce) {
+  auto segment = std::make_shared<unisono::Segment>();
+  int error = segment->create(ranks, slot_bytes, nonce_of(nonce));
+  return {error, segment};
+}
+
+std::pair<int, std::shared_ptr<unisono::Segment>> attach(int pid, int fd, const nb::bytes& nonce) {
+  auto segment = std::make_shared<unisono::Segment>();
+  int error = segment->attach(pid, fd, nonce_of(nonce));
+  return {error, segment};
+}
+
+std::pair<int, int> run(unisono::Group& group, std::uintptr_t steps, std::size_t step_count,
+                        std::uintptr_t loops, std::size_t loop_count, std::uintptr_t input,
+                        int64_t input_count, std::uintptr_t output, int64_t output_count,
+                        std::uintptr_t scratch, int64_t scratch_count, int64_t itemsize, int dtype,
+                        int op, uint64_t fingerprint, double timeout_s) {
+  const unisono::Program program{reinterpret_cast<const unisono::Step*>(steps), step_count,
+                                 reinterpret_cast<const unisono::Loop*>(loops), loop_count};
+  const unisono::Buffers buffers{reinterpret_cast<const char*>(input),  input_count,
+                                 reinterpret_cast<char*>(output),       output_count,
+                                 reinterpret_cast<char*>(scratch),      scratch_count,
+                                 itemsize};
+  unisono::ReduceFn reduce =
+    unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
+  nb::gil_scoped_release unlocked;
+  unisono::Status status = group.run(program, buffers, reduce, fingerprint, nanoseconds(timeout_s));
+  return {static_cast<int>(status.code), status.peer};
+}
+
+std::tuple<int, int, uint64_t> agree(unisono::Group& group, uint64_t fingerprint, uint64_t even,
+                                     double timeout_s) {
+  nb::gil_scoped_release unlocked;
+  unisono::Status status = group.agree(fingerprint, &even, nanoseconds(timeout_s));
+  return {static_cast<int>(status.code), status.peer, even};
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+  m.doc() = "The native engine.";
+  m.attr("DTYPE_CODES") = dtype_codes();
+  m.def("reduce", &reduce, nb::arg("into"), nb::arg("other"), nb::arg("count"), nb::arg("dtype"),
+          nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
+  m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
+  m.def("isas", &isas, "Return the instruction sets that this machine has, from slowest.");
+  m.def("set_isa", &set_isa, nb::arg("name"), "Choose an instruction set.");
+
+  using unisono::Code;
+  m.attr("ABI") = kAbi;
+  m.attr("OK") = static_cast<int>(Code::ok);
+  m.attr("MISMATCH") = static_cast<int>(Code::mismatch);
+  m.attr("TIMEOUT") = static_cast<int>(Code::timeout);
+  m.attr("LOST") = static_cast<int>(Code::lost);
+  m.attr("ABORTED") = static_cast<int>(Code::aborted);
+
+  nb::class_<unisono::Segment>(m, "Segment")
+    .def_static("create", &create, nb::arg("ranks"), nb::arg("slot_bytes"), nb::arg("nonce"),
+                "Make shared memory; return (errno or 0, segment).")
+    .def_static("attach", &attach, nb::arg("pid"), nb::arg("fd"), nb::arg("nonce"),
+                "Map what another process made; return (errno or 0, segment).")
+    .def("fd", &unisono::Segment::fd)
+    .def("close_fd", &unisono::Segment::close_fd)
+    .def_prop_ro("nbytes", &unisono::Segment::bytes);
+
+  nb::class_<unisono::Group>(m, "Group")
+    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const std::vector<int>&, int>(),
+         nb::arg("segment"), nb::arg("rank"), nb::arg("pids"), nb::arg("spin"))
+    .def("run", &run, "Agree on the fingerprint unless it is 0, run; return (code, peer).")
+    .def("agree", &agree, "Agree only; return (code, peer, even).")
+    .def("abort", &unisono::Group::abort, "End whatever waits.")
+    .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
+}

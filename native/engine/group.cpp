@@ -1,0 +1,295 @@
+#include "group.hpp"
+
+#include <cerrno>
+#include <ctime>
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "futex.hpp"
+
+
+namespace unisono {
+
+namespace {
+
+// The columns of schedules/ir.py.
+enum Op : int64_t { kSend, kRecv, kRecvReduce, kCopy, kReduce, kPost, kRead, kReadReduce };
+enum Buf : int64_t { kInput, kOutput, kScratch };
+
+// How often a wait yields the core before it sleeps. Fewer: sleeping and waking costs more than
+// the wait. More: a blocked rank burns its core, which is what users of MPI complain about.
+constexpr int kYields = 64;
+
+// How long a sleeper waits before it looks whether its peer is alive and the call not aborted.
+// Longer: a killed rank is noticed later. Shorter: a blocked rank uses the CPU.
+constexpr int64_t kSliceNs = 20'000'000;
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+bool sends(int64_t op) { return op == kSend || op == kPost; }
+
+}  // namespace
+
+Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin)
+    : segment_(std::move(segment)), rank_(rank), ranks_(segment_->ranks()), spin_(spin) {
+  for (int peer = 0; peer < ranks_; ++peer) {
+    // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
+    long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
+    pidfds_.push_back(static_cast<int>(fd));
+  }
+}
+
+Group::~Group() {
+  leave();
+  for (int fd : pidfds_) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+void Group::leave() {
+  Line& line = segment_->line(rank_);
+  line.left.store(1, std::memory_order_release);  // acquire: is_gone()
+  futex_wake_all(line.flag);
+}
+
+Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
+  deadline_ns_ = now_ns() + timeout_ns;
+  Words& words = segment_->line(rank_).words[epoch_ & 1];
+  words = {fingerprint, *even};
+  Status status = enter(false);
+  if (status.is_ok()) status = compare(fingerprint, even);
+  ++epoch_;
+  return status;
+}
+
+Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+                  uint64_t fingerprint, int64_t timeout_ns) {
+  if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
+  deadline_ns_ = now_ns() + timeout_ns;
+  input_ = buffers.input;
+  output_ = buffers.output;
+  scratch_ = buffers.scratch;
+  itemsize_ = buffers.itemsize;
+  reduce_ = reduce;
+  for (size_t i = 0; i < program.loop_count; ++i) {
+    const Loop& loop = program.loops[i];
+    for (int64_t k = 0; k < loop.repeats; ++k) {
+      Status status =
+        run_piece(program.steps + loop.first, program.steps + loop.end, fingerprint);
+      if (!status.is_ok()) return status;
+      fingerprint = 0;
+      input_ += loop.input_shift * itemsize_;
+      output_ += loop.output_shift * itemsize_;
+    }
+  }
+  return {};
+}
+
+// Whether no step leaves its buffers, in any repetition: what comes from Python is checked once
+// instead of trusted, because a wrong offset here is a corrupted process somewhere else.
+bool Group::fits(const Program& program, const Buffers& buffers) const {
+  int64_t input_at = 0;
+  int64_t output_at = 0;
+  if (program.loop_count == 0) return false;
+  for (size_t i = 0; i < program.loop_count; ++i) {
+    const Loop& loop = program.loops[i];
+    if (loop.repeats < 1 || loop.input_shift < 0 || loop.output_shift < 0 || loop.first < 0 ||
+        loop.first > loop.end || loop.end > static_cast<int64_t>(program.step_count)) {
+      return false;
+    }
+    const int64_t input_last = input_at + (loop.repeats - 1) * loop.input_shift;
+    const int64_t output_last = output_at + (loop.repeats - 1) * loop.output_shift;
+    for (const Step* step = program.steps + loop.first; step != program.steps + loop.end; ++step) {
+      if (!fits(*step, input_last, output_last, buffers)) return false;
+    }
+    input_at = input_last + loop.input_shift;
+    output_at = output_last + loop.output_shift;
+  }
+  return true;
+}
+
+bool Group::fits(const Step& step, int64_t input_at, int64_t output_at,
+                 const Buffers& buffers) const {
+  auto inside = [&](int64_t buf, int64_t off) {
+    const int64_t shift = buf == kInput ? input_at : buf == kOutput ? output_at : 0;
+    const int64_t size = buf == kInput    ? buffers.input_count
+                         : buf == kOutput ? buffers.output_count
+                                          : buffers.scratch_count;
+    return buf >= kInput && buf <= kScratch && off >= 0 && shift + off + step.count <= size;
+  };
+  if (step.op < kSend || step.op > kReadReduce || step.count < 0) return false;
+  const bool local = step.op == kCopy || step.op == kReduce;
+  if ((local || sends(step.op)) && !inside(step.src_buf, step.src_off)) return false;
+  if (!sends(step.op) && (step.dst_buf == kInput || !inside(step.dst_buf, step.dst_off))) {
+    return false;
+  }
+  if (local) return true;
+  const int64_t slot_end = (step.slot_off + step.count) * buffers.itemsize;
+  const bool any_peer = step.peer == -1 && sends(step.op);
+  return step.slot_off >= 0 && slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
+         step.stage > 0 && step.stage < static_cast<int64_t>(kStages) &&
+         (any_peer || (step.peer >= 0 && step.peer < ranks_ && step.peer != rank_));
+}
+
+// Enter the epoch: from here on this rank's slot may be written. A rank whose first step is a post
+// says so by that post's flag, one store less.
+Status Group::enter(bool publishes_at_once) {
+  const uint64_t previous = (epoch_ - 1) * kStages;
+  for (int i = 1; i < ranks_; ++i) {
+    // Whoever has entered the previous epoch has read the slots of the one before, which this
+    // epoch writes again.
+    Status status = wait_for((rank_ + i) % ranks_, previous, -1);
+    if (!status.is_ok()) return status;
+  }
+  if (!publishes_at_once) raise(0);
+  return {};
+}
+
+Status Group::compare(uint64_t fingerprint, uint64_t* even) {
+  const uint64_t entered = epoch_ * kStages;
+  const uint64_t mine = *even;
+  Status verdict{};
+  for (int i = 1; i < ranks_; ++i) {
+    const int peer = (rank_ + i) % ranks_;
+    Status status = wait_for(peer, entered, -1);
+    if (!status.is_ok()) return status;
+    const Words& words = segment_->line(peer).words[epoch_ & 1];
+    if (words.fingerprint != fingerprint && verdict.is_ok()) {
+      verdict = {Code::mismatch, peer, -1};
+    }
+    if (words.even != mine) *even = 0;
+  }
+  return verdict;
+}
+
+Status Group::run_piece(const Step* first, const Step* end, uint64_t fingerprint) {
+  if (fingerprint != 0) segment_->line(rank_).words[epoch_ & 1] = {fingerprint, 1};
+  const bool posts_first = first != end && sends(first->op);
+  Status status = enter(posts_first);
+  const Step* step = first;
+  if (status.is_ok() && posts_first) {
+    // Posts touch no buffer of the user, so they need not wait for the agreement.
+    for (; step != end && sends(step->op); ++step) post(*step);
+    raise(static_cast<uint64_t>(first->stage));
+  }
+  if (status.is_ok() && fingerprint != 0) {
+    uint64_t even = 1;
+    status = compare(fingerprint, &even);
+  }
+  for (; status.is_ok() && step != end; ++step) {
+    status = run_step(*step, static_cast<int>(step - first));
+    const bool last_post = sends(step->op) && (step + 1 == end || !sends((step + 1)->op));
+    if (last_post) raise(static_cast<uint64_t>(step->stage));
+  }
+  ++epoch_;
+  return status;
+}
+
+Status Group::run_step(const Step& step, int index) {
+  if (sends(step.op)) {
+    post(step);
+    return {};
+  }
+  const char* from = nullptr;
+  if (step.op == kCopy || step.op == kReduce) {
+    from = source(step);
+  } else {
+    const int peer = static_cast<int>(step.peer);
+    const uint64_t posted = epoch_ * kStages + static_cast<uint64_t>(step.stage);
+    Status status = wait_for(peer, posted, index);
+    if (!status.is_ok()) return status;
+    from = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
+  }
+  char* into = (step.dst_buf == kScratch ? scratch_ : output_) + step.dst_off * itemsize_;
+  const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
+  if (reduces) {
+    reduce_(into, from, static_cast<size_t>(step.count));
+  } else if (into != from) {  // all_gather in place copies a block onto itself
+    copy_chunked(into, from, static_cast<size_t>(step.count * itemsize_));
+  }
+  return {};
+}
+
+const char* Group::source(const Step& step) const {
+  const char* base = step.src_buf == kInput    ? input_
+                     : step.src_buf == kOutput ? output_
+                                               : scratch_;
+  return base + step.src_off * itemsize_;
+}
+
+void Group::post(const Step& step) {
+  copy_chunked(segment_->slot(rank_, epoch_) + step.slot_off * itemsize_, source(step),
+               static_cast<size_t>(step.count * itemsize_));
+}
+
+// Say that this rank has come to `stage` of the epoch, and wake whoever sleeps for that.
+void Group::raise(uint64_t stage) {
+  Line& line = segment_->line(rank_);
+  // seq_cst, as is the sleeper's increment: either it is seen here, or the sleeper sees the flag.
+  line.flag.store(epoch_ * kStages + stage, std::memory_order_seq_cst);
+  if (line.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.flag);
+}
+
+Status Group::wait_for(int peer, uint64_t value, int step) {
+  const std::atomic<uint64_t>& flag = segment_->line(peer).flag;
+  // acquire: pairs with the store in raise()
+  for (int i = 0; i < spin_; ++i) {
+    if (flag.load(std::memory_order_acquire) >= value) return {};
+    relax();
+  }
+  for (int i = 0; i < kYields; ++i) {
+    if (flag.load(std::memory_order_acquire) >= value) return {};
+    sched_yield();
+  }
+  return wait_slowly(peer, value, step);
+}
+
+Status Group::wait_slowly(int peer, uint64_t value, int step) {
+  Line& line = segment_->line(peer);
+  while (true) {
+    line.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t seen = line.flag.load(std::memory_order_seq_cst);
+    const int64_t left_ns = deadline_ns_ - now_ns();
+    if (seen < value && left_ns > 0) {
+      futex_wait(line.flag, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
+    }
+    line.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (line.flag.load(std::memory_order_acquire) >= value) return {};
+    if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
+    for (int other = 0; other < ranks_; ++other) {
+      // A rank that ended inside this epoch may be what the awaited one waits for.
+      const uint64_t needed = other == peer ? value : epoch_ * kStages;
+      const std::atomic<uint64_t>& flag = segment_->line(other).flag;
+      if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
+      // Once more, since it may have raised its flag just before it went.
+      if (is_gone(other) && flag.load(std::memory_order_acquire) < needed) {
+        return {Code::lost, other, step};
+      }
+    }
+    if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
+  }
+}
+
+bool Group::is_gone(int peer) const {
+  // acquire: pairs with the store in leave()
+  if (segment_->line(peer).left.load(std::memory_order_acquire) != 0) return true;
+  pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
+  return end.fd >= 0 && poll(&end, 1, 0) == 1;
+}
+
+}  // namespace unisono

@@ -1,0 +1,108 @@
+// One rank's part of a group over shared memory: publishing, waiting, and running programs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "kernels.hpp"
+#include "segment.hpp"
+#include "status.hpp"
+
+namespace unisono {
+
+// One step of a program; the columns of a row as Python lowers it, all in elements.
+struct Step {
+  int64_t op;
+  int64_t peer;
+  int64_t src_buf;
+  int64_t src_off;
+  int64_t dst_buf;
+  int64_t dst_off;
+  int64_t count;
+  int64_t slot_off;  // where in the poster's slot
+  int64_t stage;     // which publication of the poster
+};
+
+// Steps [first, end) executed `repeats` times; afterwards INPUT and OUTPUT move on.
+struct Loop {
+  int64_t first;
+  int64_t end;
+  int64_t repeats;
+  int64_t input_shift;
+  int64_t output_shift;
+};
+
+struct Program {
+  const Step* steps;
+  size_t step_count;
+  const Loop* loops;
+  size_t loop_count;
+};
+
+// Memory of one call; counts in elements.
+struct Buffers {
+  const char* input;
+  int64_t input_count;
+  char* output;
+  int64_t output_count;
+  char* scratch;
+  int64_t scratch_count;
+  int64_t itemsize;
+};
+
+class Group {
+ public:
+  // `pids` has one process id per rank, in this host's numbering. `spin` is how often a wait looks
+  // at a flag before it gives the core away.
+  Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
+  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
+
+  // Agree on `fingerprint` (0: agreed already), then run a program. No buffer is written before.
+  // Every rank's program must have the same loops, as far as repeats go.
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, uint64_t fingerprint,
+             int64_t timeout_ns);
+
+  // End whatever waits, from any thread; the group cannot be used afterwards.
+  void abort() { aborted_.store(true, std::memory_order_relaxed); }
+
+  // Tell the others that this rank takes part in nothing any more.
+  void leave();
+
+ private:
+  bool fits(const Program& program, const Buffers& buffers) const;
+  bool fits(const Step& step, int64_t input_end, int64_t output_end, const Buffers& buffers) const;
+  Status enter(bool publishes_at_once);
+  Status compare(uint64_t fingerprint, uint64_t* even);
+  Status run_piece(const Step* first, const Step* end, uint64_t fingerprint);
+  Status run_step(const Step& step, int index);
+  const char* source(const Step& step) const;
+  void post(const Step& step);
+  void raise(uint64_t stage);
+  Status wait_for(int peer, uint64_t value, int step);
+  Status wait_slowly(int peer, uint64_t value, int step);
+  bool is_gone(int peer) const;
+
+  std::shared_ptr<Segment> segment_;
+  int rank_;
+  int ranks_;
+  int spin_;
+  uint64_t epoch_ = 1;
+  int64_t deadline_ns_ = 0;
+  std::atomic<bool> aborted_{false};
+  std::vector<int> pidfds_;
+  // Of the run in progress.
+  const char* input_ = nullptr;
+  char* output_ = nullptr;
+  char* scratch_ = nullptr;
+  int64_t itemsize_ = 1;
+  ReduceFn reduce_ = nullptr;
+};
+
+}  // namespace unisono

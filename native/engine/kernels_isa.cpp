@@ -1,0 +1,380 @@
+// The loops, compiled once per instruction set with UNISONO_ISA naming the namespace.
+// No standard library here: an inline function of it, compiled for AVX-512, could be the copy that
+// the linker keeps for everybody. For the same reason everything but reduce_fn is local.
+#include "kernels.hpp"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace unisono {
+namespace UNISONO_ISA {
+namespace {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i8 = signed char;
+using i16 = short;
+using i32 = int;
+using i64 = long long;
+static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "64-bit platforms");
+
+// How an element lies in memory: at any address, whatever else the bytes are used as.
+template <class T>
+struct [[gnu::packed, gnu::may_alias]] Stored {
+  T value;
+};
+
+float as_float(u32 bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+u32 as_bits(float value) {
+  u32 bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// --- element types: what is stored, what is computed with ------------------------------------
+
+template <class T>
+struct Plain {
+  using Memory = T;
+  using Value = T;
+  static Value load(Memory stored) { return stored; }
+  static Memory store(Value value) { return value; }
+};
+
+struct Bool {
+  using Memory = u8;
+  using Value = u8;
+  static Value load(Memory stored) { return stored != 0; }
+  static Memory store(Value value) { return value; }
+};
+
+struct BFloat16 {
+  using Memory = u16;
+  using Value = float;
+  static Value load(Memory stored) { return as_float(u32{stored} << 16); }
+
+  static Memory store(Value value) {
+    u32 bits = as_bits(value);
+    // Half of the last kept bit's weight, less one unless that bit is odd: rounds to even.
+    u32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    u32 quiet_nan = (bits >> 16) | 0x40;
+    return static_cast<u16>(value != value ? quiet_nan : rounded);
+  }
+};
+
+// Without branches, so that the loop vectorises; and right even if the caller's thread flushes
+// denormals to zero, as these only ever appear as integers here.
+struct Float16 {
+  using Memory = u16;
+  using Value = float;
+
+  static Value load(Memory stored) {
+    i32 magnitude = (stored & 0x7FFF) << 13;
+    i32 normal = magnitude + ((127 - 15) << 23);
+    i32 infinite_or_nan = magnitude + ((255 - 31) << 23);
+    // 2^-14 + x * 2^-24 is exact, and so is taking 2^-14 away again.
+    i32 denormal = as_bits(as_float(magnitude + (113 << 23)) - as_float(113 << 23));
+    i32 finite = magnitude < (1 << 23) ? denormal : normal;
+    i32 bits = magnitude < (31 << 23) ? finite : infinite_or_nan;
+    return as_float(u32(bits) | (u32{stored} & 0x8000) << 16);
+  }
+
+  static Memory store(Value value) {
+    u32 bits = as_bits(value);
+    i32 magnitude = bits & 0x7FFFFFFF;
+    // Rounds to even as above; a carry out of the mantissa raises the exponent, up to infinity.
+    i32 normal = (magnitude - ((127 - 15) << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+    // The last bit of 0.5f weighs 2^-24, as half's last denormal bit: the adder does the rounding.
+    i32 denormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+    i32 infinite_or_nan = magnitude > (255 << 23) ? 0x7E00 : 0x7C00;
+    i32 finite = magnitude < (113 << 23) ? denormal : normal;
+    i32 half = magnitude < (143 << 23) ? finite : infinite_or_nan;
+    return static_cast<u16>(u32(half) | (bits & 0x80000000u) >> 16);
+  }
+};
+
+template <class T>
+struct Complex {
+  T re;
+  T im;
+};
+
+// --- operations ------------------------------------------------------------------------------
+
+// Unsigned type in which T wraps around instead of overflowing. Not narrower than int: u16 * u16
+// would be promoted to int, and overflow there.
+template <class T, bool wide = (sizeof(T) > 4)>
+struct Wrapping {
+  using type = u32;
+};
+template <class T>
+struct Wrapping<T, true> {
+  using type = u64;
+};
+
+template <class T>
+struct IsFloat {
+  static constexpr bool value = T(0.5) != T(0);
+};
+
+template <class T>
+T add(T a, T b) {
+  if constexpr (IsFloat<T>::value) {
+    return a + b;
+  } else {
+    using W = typename Wrapping<T>::type;
+    return static_cast<T>(static_cast<W>(a) + static_cast<W>(b));
+  }
+}
+
+template <class T>
+T multiply(T a, T b) {
+  if constexpr (IsFloat<T>::value) {
+    return a * b;
+  } else {
+    using W = typename Wrapping<T>::type;
+    return static_cast<T>(static_cast<W>(a) * static_cast<W>(b));
+  }
+}
+
+template <class T>
+Complex<T> add(Complex<T> a, Complex<T> b) {
+  return {a.re + b.re, a.im + b.im};
+}
+
+// The textbook formula, as NumPy's: no rescue of infinities that became NaN.
+template <class T>
+Complex<T> multiply(Complex<T> a, Complex<T> b) {
+  return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+}
+
+struct Sum {
+  template <class T>
+  static T apply(T a, T b) {
+    return add(a, b);
+  }
+};
+
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    return multiply(a, b);
+  }
+};
+
+// `a != a` keeps a NaN; a NaN in b is kept because it compares false. Of +0 and -0 the second
+// wins, as in NumPy on x86-64.
+struct Min {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a < b) | (a != a) ? a : b;
+  }
+};
+
+struct Max {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a > b) | (a != a) ? a : b;
+  }
+};
+
+// For float16 NumPy lets the first zero win.
+struct MinFirst {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a <= b) | (a != a) ? a : b;
+  }
+};
+
+struct MaxFirst {
+  template <class T>
+  static T apply(T a, T b) {
+    return (a >= b) | (a != a) ? a : b;
+  }
+};
+
+struct And {
+  template <class T>
+  static T apply(T a, T b) {
+    return a & b;
+  }
+};
+
+struct Or {
+  template <class T>
+  static T apply(T a, T b) {
+    return a | b;
+  }
+};
+
+struct Xor {
+  template <class T>
+  static T apply(T a, T b) {
+    return a ^ b;
+  }
+};
+
+// --- loops -----------------------------------------------------------------------------------
+
+template <class Element, class Op>
+void loop(void* into, const void* other, std::size_t count) {
+  using Memory = Stored<typename Element::Memory>;
+  auto* __restrict a = static_cast<Memory*>(into);
+  auto* __restrict b = static_cast<const Memory*>(other);
+  for (std::size_t i = 0; i < count; i++) {
+    a[i].value = Element::store(Op::apply(Element::load(a[i].value), Element::load(b[i].value)));
+  }
+}
+
+#if defined(__F16C__)
+// Compilers of today do not turn Float16::load and ::store into these instructions.
+template <class Op>
+void half_loop(void* into, const void* other, std::size_t count) {
+  constexpr std::size_t lanes = 8;
+  auto* a = static_cast<Stored<u16>*>(into);
+  auto* b = static_cast<const Stored<u16>*>(other);
+  std::size_t i = 0;
+  for (; i + lanes <= count; i += lanes) {
+    float x[lanes];
+    float y[lanes];
+    _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<__m128i*>(a + i))));
+    _mm256_storeu_ps(y, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i))));
+    for (std::size_t k = 0; k < lanes; k++) x[k] = Op::apply(x[k], y[k]);
+    __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(a + i), halves);
+  }
+  loop<Float16, Op>(a + i, b + i, count - i);
+}
+#else
+template <class Op>
+void half_loop(void* into, const void* other, std::size_t count) {
+  loop<Float16, Op>(into, other, count);
+}
+#endif
+
+// --- tables ----------------------------------------------------------------------------------
+
+template <class Element>
+ReduceFn arithmetic(RedOp op) {
+  switch (op) {
+    case RedOp::sum:
+    case RedOp::avg:
+    case RedOp::premul_sum:
+      return loop<Element, Sum>;
+    case RedOp::product:
+      return loop<Element, Product>;
+    default:
+      return nullptr;
+  }
+}
+
+template <class Element>
+ReduceFn ordered(RedOp op) {
+  switch (op) {
+    case RedOp::min:
+      return loop<Element, Min>;
+    case RedOp::max:
+      return loop<Element, Max>;
+    default:
+      return arithmetic<Element>(op);
+  }
+}
+
+template <class T>
+ReduceFn integer(RedOp op) {
+  switch (op) {
+    case RedOp::band:
+      return loop<Plain<T>, And>;
+    case RedOp::bor:
+      return loop<Plain<T>, Or>;
+    case RedOp::bxor:
+      return loop<Plain<T>, Xor>;
+    case RedOp::premul_sum:
+      return nullptr;
+    default:
+      return ordered<Plain<T>>(op);
+  }
+}
+
+ReduceFn half(RedOp op) {
+  switch (op) {
+    case RedOp::sum:
+    case RedOp::avg:
+    case RedOp::premul_sum:
+      return half_loop<Sum>;
+    case RedOp::product:
+      return half_loop<Product>;
+    case RedOp::min:
+      return half_loop<MinFirst>;
+    case RedOp::max:
+      return half_loop<MaxFirst>;
+    default:
+      return nullptr;
+  }
+}
+
+ReduceFn boolean(RedOp op) {
+  switch (op) {
+    case RedOp::sum:
+    case RedOp::max:
+    case RedOp::bor:
+      return loop<Bool, Or>;
+    case RedOp::product:
+    case RedOp::min:
+    case RedOp::band:
+      return loop<Bool, And>;
+    case RedOp::bxor:
+      return loop<Bool, Xor>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+ReduceFn reduce_fn(DType dtype, RedOp op) {
+  switch (dtype) {
+    case DType::bool8:
+      return boolean(op);
+    case DType::i8:
+      return integer<i8>(op);
+    case DType::i16:
+      return integer<i16>(op);
+    case DType::i32:
+      return integer<i32>(op);
+    case DType::i64:
+      return integer<i64>(op);
+    case DType::u8:
+      return integer<u8>(op);
+    case DType::u16:
+      return integer<u16>(op);
+    case DType::u32:
+      return integer<u32>(op);
+    case DType::u64:
+      return integer<u64>(op);
+    case DType::f16:
+      return half(op);
+    case DType::bf16:
+      return ordered<BFloat16>(op);
+    case DType::f32:
+      return ordered<Plain<float>>(op);
+    case DType::f64:
+      return ordered<Plain<double>>(op);
+    case DType::c64:
+      return arithmetic<Plain<Complex<float>>>(op);
+    case DType::c128:
+      return arithmetic<Plain<Complex<double>>>(op);
+  }
+  return nullptr;
+}
+
+}  // namespace UNISONO_ISA
+}  // namespace unisono

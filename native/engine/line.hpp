@@ -1,0 +1,54 @@
+// The words that ranks share, and who may write each.
+//
+// One segment per process group and host:
+//
+//     Header | Line of rank 0 | ... | Line of rank p-1 | slots of rank 0 | ... | slots of rank p-1
+//
+// Every rank executes the same sequence of epochs (one per piece of a call). In epoch e it may
+// write its slot e % 2, tell the others by raising its flag to e * kStages + stage, and read
+// theirs. Entering epoch e+1 says that it is done reading the slots of epoch e.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace unisono {
+
+// Stages per epoch: a stage is one publication. A ring of 1,000 ranks needs 1,998.
+constexpr uint64_t kStages = 4096;
+
+// Two adjacent cache lines: the prefetcher of x86 fetches them in pairs, so that words nearer than
+// this disturb each other even when they lie in different lines.
+constexpr size_t kLineBytes = 128;
+
+// What a rank says about the call it is in; valid for two epochs, hence one per parity.
+struct Words {
+  uint64_t fingerprint;
+  uint64_t even;
+};
+
+struct alignas(kLineBytes) Line {
+  // Written by the owner only (release); read by every rank (acquire).
+  std::atomic<uint64_t> flag;
+  // Written by the owner before it raises its flag to the epoch; read after seeing that flag.
+  Words words[2];
+  // Set by the owner when it closes the group; never cleared.
+  std::atomic<uint32_t> left;
+
+  // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
+  alignas(kLineBytes) std::atomic<uint32_t> sleepers;
+};
+
+struct alignas(kLineBytes) Header {
+  uint64_t magic;
+  uint64_t ranks;
+  uint64_t slot_bytes;
+  unsigned char nonce[16];
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
+static_assert(sizeof(Line) == 2 * kLineBytes && sizeof(Header) == kLineBytes, "layout");
+
+}  // namespace unisono

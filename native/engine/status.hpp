@@ -1,0 +1,23 @@
+// How a program ended. Numbers only: Python knows the names and writes the sentence.
+#pragma once
+
+namespace unisono {
+
+enum class Code : int {
+  ok = 0,
+  mismatch = 1,     // the peer is in another call: its fingerprint differs from ours
+  timeout = 2,      // the deadline passed while waiting for the peer
+  lost = 3,         // the peer's process ended, or its connection closed
+  aborted = 4,      // abort() was called, here or by another rank
+  bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist
+};
+
+struct Status {
+  Code code = Code::ok;
+  int peer = -1;  // the rank to blame; -1: none
+  int step = -1;  // index of the instruction that failed; -1: before the first one
+
+  bool is_ok() const { return code == Code::ok; }
+};
+
+}  // namespace unisono

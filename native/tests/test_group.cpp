@@ -1,0 +1,186 @@
+// Threads as ranks over one segment: results, agreement, flow control, and every way to end.
+#include "group.hpp"
+
+#include <cassert>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include <unistd.h>
+
+using namespace unisono;
+
+namespace {
+
+constexpr int64_t kSend = 0, kCopy = 3, kPost = 5, kRead = 6, kReadReduce = 7;
+constexpr int64_t kInput = 0, kOutput = 1;
+constexpr int64_t kMinute = 60'000'000'000;
+
+const unsigned char kNonce[16] = {1, 2, 3};
+
+void on_ranks(int ranks, int spin, const std::function<void(Group&, int)>& body) {
+  auto segment = std::make_shared<Segment>();
+  assert(segment->create(ranks, 4096, kNonce) == 0);
+  std::vector<std::unique_ptr<Group>> groups;
+  const std::vector<int> pids(static_cast<size_t>(ranks), getpid());
+  for (int rank = 0; rank < ranks; ++rank) {
+    groups.push_back(std::make_unique<Group>(segment, rank, pids, spin));
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] { body(*groups[static_cast<size_t>(rank)], rank); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Post the vector, read everybody else's: one-shot all_reduce for sums of integers.
+std::vector<Step> one_shot(int ranks, int rank, int64_t count) {
+  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, 0, 1}};
+  for (int i = 1; i < ranks; ++i) {
+    steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, 0, 1});
+  }
+  return steps;
+}
+
+Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>& loops,
+           std::vector<int64_t>& output, uint64_t fingerprint, int64_t timeout_ns = kMinute) {
+  const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
+  auto* data = reinterpret_cast<char*>(output.data());
+  const Buffers buffers{data, static_cast<int64_t>(output.size()), data,
+                        static_cast<int64_t>(output.size()), nullptr, 0, 8};
+  return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), fingerprint, timeout_ns);
+}
+
+void test_all_reduce_in_pieces(int ranks, int spin) {
+  on_ranks(ranks, spin, [&](Group& group, int rank) {
+    const int64_t piece = 100, pieces = 7;
+    for (int round = 0; round < 200; ++round) {
+      std::vector<int64_t> values(piece * pieces);
+      std::iota(values.begin(), values.end(), rank + round);
+      Status status = run(group, one_shot(ranks, rank, piece), {{0, ranks, pieces, 0, piece}}, values,
+                          uint64_t(round) + 1);
+      assert(status.is_ok());
+      for (int64_t i = 0; i < piece * pieces; ++i) {
+        assert(values[size_t(i)] == ranks * (i + round) + ranks * (ranks - 1) / 2);
+      }
+    }
+  });
+}
+
+// The root never waits for data, so only the flow control keeps it from overwriting its slots.
+void test_broadcast_does_not_overrun(int ranks) {
+  on_ranks(ranks, 10, [&](Group& group, int rank) {
+    std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, 0, 1}
+                                      : Step{kRead, 0, -1, -1, kOutput, 0, 8, 0, 1}};
+    for (int64_t round = 0; round < 500; ++round) {
+      std::vector<int64_t> values(8 * 3, rank == 0 ? round : -1);
+      assert(run(group, steps, {{0, 1, 3, 0, 8}}, values, 7).is_ok());
+      for (int64_t value : values) assert(value == round);
+    }
+  });
+}
+
+void test_mismatch_is_seen_by_all_and_harmless(int ranks) {
+  on_ranks(ranks, 10, [&](Group& group, int rank) {
+    for (int round = 0; round < 50; ++round) {
+      std::vector<int64_t> values(100, 1);
+      const bool odd = rank == round % ranks;
+      Status status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, odd ? 5 : 6);
+      assert(status.code == Code::mismatch);
+      assert(values == std::vector<int64_t>(100, 1));
+      status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, 6);
+      assert(status.is_ok() && values[99] == ranks);
+    }
+  });
+}
+
+void test_agree_reports_uneven(int ranks) {
+  on_ranks(ranks, 10, [&](Group& group, int rank) {
+    uint64_t even = 3;
+    assert(group.agree(9, &even, kMinute).is_ok() && even == 3);
+    even = rank == 0 ? 4 : 3;
+    assert(group.agree(9, &even, kMinute).is_ok() && (ranks == 1 || even == 0));
+  });
+}
+
+void test_absent_rank_times_out() {
+  on_ranks(3, 10, [&](Group& group, int rank) {
+    if (rank == 2) return;
+    std::vector<int64_t> values(10, 1);
+    Status status = run(group, one_shot(3, rank, 10), {{0, 3, 1, 0, 0}}, values, 6, 50'000'000);
+    assert(status.code == Code::timeout && status.peer == 2);
+    assert(values == std::vector<int64_t>(10, 1));
+  });
+}
+
+void test_abort_and_leave_end_a_wait() {
+  on_ranks(2, 10, [&](Group& group, int rank) {
+    std::vector<int64_t> values(10, 1);
+    if (rank == 1) {
+      group.leave();
+      return;
+    }
+    Status status = run(group, one_shot(2, rank, 10), {{0, 2, 1, 0, 0}}, values, 6);
+    assert(status.code == Code::lost && status.peer == 1);
+  });
+  on_ranks(2, 10, [&](Group& group, int rank) {
+    if (rank == 1) return;
+    std::thread other([&] { group.abort(); });
+    std::vector<int64_t> values(10, 1);
+    assert(run(group, one_shot(2, rank, 10), {{0, 2, 1, 0, 0}}, values, 6).code == Code::aborted);
+    other.join();
+  });
+}
+
+void test_bad_programs_are_refused() {
+  on_ranks(1, 10, [&](Group& group, int) {
+    std::vector<int64_t> values(10, 1);
+    const std::vector<Step> bad{
+      {kCopy, -1, kOutput, 5, kOutput, 0, 6, -1, -1},   // reads past the end
+      {kCopy, -1, kOutput, 0, kInput, 0, 1, -1, -1},    // writes the input
+      {kPost, -1, kOutput, 0, -1, -1, 10, 510, 1},      // leaves the slot
+      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 1},          // reads its own post
+      {99, 0, -1, -1, kOutput, 0, 1, 0, 1},
+    };
+    for (const Step& step : bad) {
+      assert(run(group, {step}, {{0, 1, 1, 0, 0}}, values, 6).code == Code::bad_program);
+    }
+    assert(run(group, {bad[0]}, {{0, 0, 1, 0, 0}}, values, 6).is_ok());
+    const Step copy{kCopy, -1, kOutput, 0, kOutput, 1, 1, -1, -1};
+    assert(run(group, {copy}, {{0, 1, 9, 0, 1}}, values, 6).is_ok());
+    assert(run(group, {copy}, {{0, 1, 10, 0, 1}}, values, 6).code == Code::bad_program);
+  });
+}
+
+void test_attach_proves_the_memory() {
+  Segment made;
+  assert(made.create(2, 4096, kNonce) == 0);
+  Segment seen;
+  assert(seen.attach(getpid(), made.fd(), kNonce) == 0);
+  seen.line(1).left.store(1);
+  assert(made.line(1).left.load() == 1);
+  const unsigned char other[16] = {9};
+  Segment wrong, absent;
+  assert(wrong.attach(getpid(), made.fd(), other) == EXDEV);
+  assert(absent.attach(getpid(), 1'000'000, kNonce) == ENOENT);
+}
+
+}  // namespace
+
+int main() {
+  for (int ranks : {1, 2, 3, 5}) {
+    for (int spin : {0, 100}) test_all_reduce_in_pieces(ranks, spin);
+    test_agree_reports_uneven(ranks);
+    if (ranks > 1) {
+      test_broadcast_does_not_overrun(ranks);
+      test_mismatch_is_seen_by_all_and_harmless(ranks);
+    }
+  }
+  test_absent_rank_times_out();
+  test_abort_and_leave_end_a_wait();
+  test_bad_programs_are_refused();
+  test_attach_proves_the_memory();
+  std::puts("ok");
+}

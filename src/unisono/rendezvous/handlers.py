@@ -1,0 +1,134 @@
+"""The three built-in ways to meet: env://, tcp:// and file://."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+from unisono.base import config
+from unisono.base.deadline import Timeout
+from unisono.errors import RendezvousError
+from unisono.rendezvous.url import (
+    check_port,
+    host_and_port,
+    parse_integer,
+    parse_query,
+    ranks_of,
+)
+from unisono.stores import FileStore, Store, TCPStore
+
+__all__ = ["env_handler", "file_handler", "tcp_handler"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_Met = Iterator[tuple[Store, int, int]]
+
+
+def env_handler(url: str, timeout: Timeout) -> _Met:
+    """Meet at MASTER_ADDR:MASTER_PORT as RANK of WORLD_SIZE; rank 0 runs the store.
+
+    `rank` and `world_size` in the URL's query take precedence over the variables.
+
+    Raises:
+        RendezvousError: A variable is missing or bad; the text names it and lists all four.
+
+    Source: torch.distributed.rendezvous, torch 2.13.
+    """
+    query = parse_query(url)
+    rank = _from_query_or_variable(query, "rank", "RANK")
+    world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
+    rank, world_size = ranks_of(rank, world_size, "env:// rendezvous")
+    host = _variable("MASTER_ADDR")
+    port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
+    yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
+    _only_once("env://")
+
+
+def tcp_handler(url: str, timeout: Timeout) -> _Met:
+    """Meet at tcp://host:port?rank=&world_size=; rank 0 runs the store.
+
+    Raises:
+        RendezvousError: Host, port, rank or world_size is missing or bad.
+
+    Source: torch.distributed.rendezvous, torch 2.13.
+    """
+    host, port = host_and_port(url)
+    rank, world_size = _from_query(url, "tcp://")
+    yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
+    _only_once("tcp://")
+
+
+def file_handler(url: str, timeout: Timeout) -> _Met:
+    """Meet in the file of file:///path?rank=&world_size=, which every rank must reach.
+
+    Raises:
+        RendezvousError: Path, rank or world_size is missing or bad.
+
+    Source: torch.distributed.rendezvous, torch 2.13.
+    """
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        # torch drops this part and opens another file than was meant.
+        raise RendezvousError(
+            f"the URL {url!r} names the host {parts.netloc!r}; write file:///absolute/path"
+        )
+    if not parts.path:
+        raise RendezvousError(f"the URL {url!r} has no path; write file:///absolute/path")
+    rank, world_size = _from_query(url, "file://")
+    store = FileStore(parts.path, world_size)
+    store.set_timeout(timeout)
+    yield store, rank, world_size
+    _only_once("file://")
+
+
+def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> TCPStore:
+    """Open the store: as its server on rank 0, unless the launcher runs one."""
+    agent_has_store = config.environ().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=rank == 0 and not agent_has_store,
+        timeout=timeout,
+        multi_tenant=not agent_has_store,
+    )
+
+
+def _from_query(url: str, scheme: str) -> tuple[int, int]:
+    query = parse_query(url)
+    for name in ("rank", "world_size"):
+        if name not in query:
+            raise RendezvousError(
+                f"{scheme} rendezvous: {name} is missing; write it into the URL "
+                f"({scheme}...?rank=0&world_size=2) or pass it as an argument"
+            )
+    rank = parse_integer(query["rank"], f"{scheme} rendezvous: rank")
+    world_size = parse_integer(query["world_size"], f"{scheme} rendezvous: world_size")
+    return ranks_of(rank, world_size, f"{scheme} rendezvous")
+
+
+def _from_query_or_variable(query: dict[str, str], name: str, variable: str) -> int:
+    if name in query:
+        return parse_integer(query[name], f"env:// rendezvous: {name}")
+    return _integer_variable(variable)
+
+
+def _integer_variable(name: str) -> int:
+    return parse_integer(_variable(name), f"env:// rendezvous: environment variable {name}")
+
+
+def _variable(name: str) -> str:
+    environment = config.environ()
+    if text := environment.get(name, ""):
+        return text
+    present = [f"{each}={environment[each]}" for each in _VARIABLES if environment.get(each)]
+    missing = [each for each in _VARIABLES if not environment.get(each)]
+    raise RendezvousError(
+        f"env:// rendezvous: environment variable {name} expected, but not set "
+        f"(set: {', '.join(present) or 'none'}; not set: {', '.join(missing)})",
+        hint="start the script with `unisono run` or torchrun, or set the variables on every rank",
+    )
+
+
+def _only_once(scheme: str) -> NoReturn:
+    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")

@@ -1,0 +1,82 @@
+"""Reading rendezvous URLs; pure functions."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from unisono.errors import RendezvousError
+
+__all__ = ["check_port", "host_and_port", "parse_integer", "parse_query", "ranks_of"]
+
+_MAX_PORT = 65535
+
+
+def parse_query(url: str) -> dict[str, str]:
+    """Return the parameters after the question mark.
+
+    Raises:
+        RendezvousError: A part is not name=value, or a name occurs twice.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, urlsplit(url).query.split("&")):
+        name, equals, text = part.partition("=")
+        if not equals or not name:
+            raise RendezvousError(f"{part!r} in the URL {url!r} is not name=value")
+        if name in found:
+            raise RendezvousError(f"{name} occurs twice in the URL {url!r}")
+        found[name] = text
+    return found
+
+
+def parse_integer(text: str, what: str) -> int:
+    """Return a number; `what` says whose it is.
+
+    Raises:
+        RendezvousError: It is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        raise RendezvousError(f"{what} must be an integer, got {text!r}") from None
+
+
+def ranks_of(rank: int, world_size: int, where: str) -> tuple[int, int]:
+    """Return (rank, world_size) if 0 <= rank < world_size.
+
+    Raises:
+        RendezvousError: Out of range.
+    """
+    if world_size < 1:
+        raise RendezvousError(f"{where}: world_size must be at least 1, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise RendezvousError(f"{where}: rank must be 0 to {world_size - 1}, got {rank}")
+    return rank, world_size
+
+
+def check_port(port: int, what: str) -> int:
+    """Return a port number.
+
+    Raises:
+        RendezvousError: Out of range.
+    """
+    if not 0 <= port <= _MAX_PORT:
+        raise RendezvousError(f"{what} must be 0 to {_MAX_PORT}, got {port}")
+    return port
+
+
+def host_and_port(url: str) -> tuple[str, int]:
+    """Return the host and port of a tcp:// URL; IPv6 addresses stand in brackets.
+
+    Raises:
+        RendezvousError: One of them is missing, or the port is no port.
+    """
+    parts = urlsplit(url)
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise RendezvousError(f"bad host or port in the URL {url!r}: {error}") from None
+    if not host:
+        raise RendezvousError(f"the URL {url!r} has no host; write tcp://host:port")
+    if port is None:
+        raise RendezvousError(f"the URL {url!r} has no port; write tcp://host:port")
+    return host, port

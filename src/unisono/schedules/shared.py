@@ -1,0 +1,152 @@
+"""Lowering for memory that all ranks of a host can read: posts get a place in their rank's slot.
+
+A rank posts by copying into its slot; the others read there. So that slots of fixed size serve any
+amount of data, a call is cut into *pieces*: each is the same schedule on a part of every chunk,
+and the engine runs them one after another (two slots per rank let it write the next piece while
+the previous one is read).
+
+SEND and POST mean the same here, and so do RECV and READ: a message is a post with one reader.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from unisono.schedules.ir import Buf, IntArray, Op, Schedule
+from unisono.schedules.layout import Layout, layout_for
+from unisono.schedules.program import lower
+
+__all__ = ["SharedProgram", "lower_shared"]
+
+# Posts begin at multiples of this many elements, hence of a cache line for any element type.
+_ALIGN = 64
+
+# Bytes a rank posts per piece, if its slot is not smaller. Larger: a piece falls out of the L2
+# cache between writer and reader. Smaller: waking each other dominates. MPICH uses 8 KiB cells,
+# xhc 16 KiB, DeepSpeed 32 MiB; 256 KiB was fastest on a machine with 1-2 MiB of L2.
+_PIECE_BYTES = 256 * 1024
+
+
+@dataclass(frozen=True, eq=False)
+class SharedProgram:
+    """One rank's part of a call over shared memory.
+
+    Attributes:
+        steps: int64 [n, 9]: the columns of `Program.steps`, then the offset in the poster's slot
+            (elements) and the poster's stage, which its readers wait for.
+        loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): steps [first, end)
+            run `repeats` times, and INPUT and OUTPUT move on by the shifts after each.
+        scratch_count: Elements of SCRATCH.
+    """
+
+    steps: IntArray
+    loops: IntArray
+    scratch_count: int
+
+
+@lru_cache(maxsize=1024)
+def lower_shared(
+    schedule: Schedule, rank: int, count: int, itemsize: int, slot_bytes: int
+) -> SharedProgram | None:
+    """Return the program of `rank`; None if the schedule cannot be cut so that slots hold it.
+
+    All ranks get the same pieces. `count` is as in `layout`.
+    """
+    piece = _piece_count(schedule, count, itemsize, slot_bytes)
+    if piece is None:
+        return None
+    whole, rest = divmod(count, piece) if count else (0, 0)
+    parts = [(piece, whole)] if whole else []
+    if rest or not whole:
+        parts.append((rest, 1))
+    steps: list[IntArray] = []
+    loops = []
+    first = 0
+    scratch = 0
+    for size, repeats in parts:
+        rows, used = _piece(schedule, rank, size, count)
+        shifts = [size if schedule.input_chunks else 0, size]
+        loops.append([first, first + len(rows), repeats, *shifts])
+        first += len(rows)
+        scratch = max(scratch, used)
+        steps.append(rows)
+    table = np.ascontiguousarray(np.concatenate(steps))
+    return SharedProgram(table, np.array(loops, np.int64), scratch)
+
+
+def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int) -> int | None:
+    """Return how many elements of the vector, or of each block, go into one piece."""
+    limit = min(slot_bytes, max(_PIECE_BYTES, 0)) // itemsize
+    size = count
+    while True:
+        used = max(_slot_count(schedule, rank, size) for rank in _posters(schedule))
+        if used <= limit or used * itemsize <= slot_bytes and size == count:
+            break
+        if size <= 1:
+            return None
+        # What a rank posts grows with the piece, up to the rounding of each post.
+        size = max(1, min(size - 1, size * limit // used // _ALIGN * _ALIGN or size // 2))
+    if size < count and not _separable(schedule, size):
+        return None
+    return size
+
+
+def _posters(schedule: Schedule) -> range:
+    return range(schedule.world_size)
+
+
+@lru_cache(maxsize=4096)
+def _posts(schedule: Schedule, rank: int, size: int) -> tuple[IntArray, int]:
+    """Return [n, 4]: (row, peer, slot offset, stage) of a rank's posts, and its slot's use."""
+    rows = lower(schedule, rank, layout_for(schedule, size)).steps
+    posts = []
+    used = stage = 0
+    posting = False
+    for at, (op, peer, *_, count) in enumerate(rows.tolist()):
+        sends = op in (Op.SEND, Op.POST)
+        if sends:
+            stage += not posting
+            posts.append((at, peer, used, stage))
+            used += -(-count // _ALIGN) * _ALIGN
+        posting = sends
+    return np.array(posts, np.int64).reshape(-1, 4), used
+
+
+def _slot_count(schedule: Schedule, rank: int, size: int) -> int:
+    return _posts(schedule, rank, size)[1]
+
+
+def _separable(schedule: Schedule, size: int) -> bool:
+    """Whether no step joins several blocks, which lie apart when only a part of each is taken."""
+    if not schedule.input_chunks:
+        return True
+    layout = layout_for(schedule, size)
+    return all(
+        int(lower(schedule, rank, layout).steps[:, 6].max(initial=0)) <= size
+        for rank in range(schedule.world_size)
+    )
+
+
+def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:
+    """Return the rows of one piece of `size` elements per block of `count`, and its SCRATCH."""
+    layout: Layout = layout_for(schedule, size)
+    program = lower(schedule, rank, layout)
+    rows = np.concatenate([program.steps, np.full((len(program.steps), 2), -1)], axis=1)
+    own, _ = _posts(schedule, rank, size)
+    rows[own[:, 0], 7:] = own[:, 2:]
+    reads: dict[int, int] = {}
+    for row in rows:
+        if row[0] in (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE):
+            peer = int(row[1])
+            posts, _ = _posts(schedule, peer, size)
+            mine = posts[(posts[:, 1] == rank) | (posts[:, 1] == -1)]
+            row[7:] = mine[reads.get(peer, 0), 2:]
+            reads[peer] = reads.get(peer, 0) + 1
+    if schedule.input_chunks and 0 < size < count:
+        for buf, off in ((2, 3), (4, 5)):
+            blocks = (rows[:, buf] == Buf.INPUT) | (rows[:, buf] == Buf.OUTPUT)
+            rows[blocks, off] = rows[blocks, off] // size * count + rows[blocks, off] % size
+    return rows, program.scratch_count

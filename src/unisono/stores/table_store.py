@@ -1,0 +1,183 @@
+"""What HashStore and FileStore have in common: every operation, in terms of three hooks."""
+
+from __future__ import annotations
+
+import uuid
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from unisono.base.deadline import Deadline, Timeout
+from unisono.errors import QueueEmptyError
+from unisono.stores.api import (
+    Store,
+    Value,
+    barrier_timeout,
+    check_integer,
+    check_key,
+    check_keys,
+    check_value,
+    check_world_size,
+    keys_timeout,
+)
+from unisono.stores.table import Change, ChangeKind, Table
+
+__all__ = ["T", "TableStore"]
+
+T = TypeVar("T")
+
+
+class TableStore(Store):
+    """A store whose table is in this process; a subclass says how it is shared and waited on."""
+
+    def __init__(self, timeout: Timeout) -> None:
+        super().__init__(timeout)
+        self._inside: set[tuple[str, str]] = set()
+
+    @abstractmethod
+    def _change(self, changes: Sequence[Change]) -> list[Any]:
+        """Apply all changes at once and return their results; also while closing."""
+
+    @abstractmethod
+    def _look(self, question: Callable[[Table], T]) -> T:
+        """Ask the table, with everybody else kept out."""
+
+    @abstractmethod
+    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+        """Wait until the answer is yes; False if the time is over."""
+
+    def set(self, key: str, value: Value) -> None:
+        """Store `value` under `key`."""
+        self._do(ChangeKind.SET, key, check_value(value))
+
+    def append(self, key: str, value: Value) -> None:
+        """Append `value` to what `key` holds."""
+        self._do(ChangeKind.APPEND, key, check_value(value))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number stored under `key` and return the sum."""
+        return int(self._do(ChangeKind.ADD, key, b"%d" % check_integer(amount, "amount")))
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """Store `desired` if `key` holds `expected`; see Store.compare_set."""
+        old, new = check_value(expected), check_value(desired)
+        return bytes(self._do(ChangeKind.COMPARE_SET, key, old, new))
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """Store each value under the key at the same position, all at once."""
+        pairs = self._pairs(keys, values)
+        self._check_open()
+        self._change([Change(ChangeKind.SET, key, value) for key, value in pairs])
+
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        """Return the value of `key`, waiting until there is one."""
+        return self._get("get", [check_key(key)], timeout)[0]
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Return the values of all keys, waiting until each has one."""
+        return self._get("multi_get", check_keys(keys), timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether every key has a value."""
+        names = check_keys(keys)
+        return self._ask(lambda table: not table.missing(names))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Block until every key has a value."""
+        names = check_keys(keys)
+        deadline = self._deadline(timeout)
+        missing: list[str] = []
+
+        def present(table: Table) -> bool:
+            missing[:] = table.missing(names)
+            return not missing
+
+        if not self._poll(deadline, present):
+            raise keys_timeout(self, "wait", names, missing, deadline.timeout_s)
+
+    def delete_key(self, key: str) -> bool:
+        """Remove the value of `key`; return whether there was one."""
+        return bool(self._do(ChangeKind.DELETE, key))
+
+    def num_keys(self) -> int:
+        """Return the number of keys with a value."""
+        return self._ask(lambda table: len(table.values))
+
+    def list_keys(self) -> list[str]:
+        """Return all keys with a value, sorted."""
+        return self._ask(lambda table: sorted(table.values))
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Append `value` to the queue `key`."""
+        self._do(ChangeKind.PUSH, key, check_value(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
+        """Remove and return the oldest value of the queue `key`."""
+        deadline = self._deadline(timeout)
+        while (value := self._do(ChangeKind.POP, key)) is None:
+            if not block:
+                raise QueueEmptyError(f"queue {key!r} on {self!r} is empty")
+            if not self._poll(deadline, lambda table: table.queue_len(key) > 0):
+                raise keys_timeout(self, "queue_pop", [key], [key], deadline.timeout_s)
+        return bytes(value)
+
+    def queue_len(self, key: str) -> int:
+        """Return the number of values in the queue `key`."""
+        name = check_key(key)
+        return self._ask(lambda table: table.queue_len(name))
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Block until `world_size` callers are inside `barrier(key)`."""
+        size = b"%d" % check_world_size(world_size)
+        member = uuid.uuid4().hex
+        deadline = self._deadline(timeout)
+        self._do(ChangeKind.ARRIVE, key, size, member.encode())
+        self._inside.add((key, member))
+        came = 0
+        try:
+            if self._poll(deadline, lambda table: not table.inside(key, member)):
+                self._inside.discard((key, member))
+        finally:
+            # Also when Ctrl-C ends the wait: a caller that left must not let the others through.
+            came = self._leave_barrier(key, member)
+        if came:
+            raise barrier_timeout(self, key, str(came), world_size, deadline.timeout_s)
+
+    def close(self) -> None:
+        """Close this handle; its waiting threads raise ClosedError."""
+        super().close()
+        for key, member in list(self._inside):
+            self._leave_barrier(key, member)
+
+    def has_extended_api(self) -> bool:
+        """Return True."""
+        return True
+
+    def _leave_barrier(self, key: str, member: str) -> int:
+        """Stop being counted; return how many were inside, 0 if nothing was left to leave."""
+        if (key, member) not in self._inside:
+            return 0
+        self._inside.discard((key, member))
+        return int(self._change([Change(ChangeKind.WITHDRAW, key, member.encode())])[0])
+
+    def _ask(self, question: Callable[[Table], T]) -> T:
+        self._check_open()
+        return self._look(question)
+
+    def _do(self, kind: ChangeKind, key: str, first: bytes = b"", second: bytes = b"") -> Any:
+        self._check_open()
+        return self._change([Change(kind, check_key(key), first, second)])[0]
+
+    def _get(self, operation: str, keys: list[str], timeout: Timeout | None) -> list[bytes]:
+        deadline = self._deadline(timeout)
+        missing: list[str] = []
+        found: list[bytes] = []
+
+        def fetch(table: Table) -> bool:
+            missing[:] = [key for key in keys if key not in table.values]
+            found[:] = [table.values[key] for key in keys if key in table.values]
+            return not missing
+
+        if not self._poll(deadline, fetch):
+            raise keys_timeout(self, operation, keys, missing, deadline.timeout_s)
+        return found

@@ -1,0 +1,9 @@
+"""The third public tier: run code on several ranks in one test, and check implementations.
+
+`run` calls a function on every rank, as threads or as processes. The `check_*` suites are what
+every store, transport and engine must pass; they need no pytest.
+"""
+
+from unisono.testing.ranks import run
+
+__all__ = ["run"]

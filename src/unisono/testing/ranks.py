@@ -1,0 +1,204 @@
+"""Run one function on several ranks, as threads or as processes, and collect the results."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import pickle
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from unisono.backends import CPUOptions
+from unisono.elastic import SpawnContext
+from unisono.errors import LaunchError, PeerError, WorkerFailedError
+from unisono.groups.lifecycle import init_process_group
+from unisono.groups.world import World, current, use
+from unisono.stores import HashStore, Store
+
+__all__ = ["run"]
+
+Body = Callable[..., Any]
+
+
+@dataclass
+class _Outcome:
+    """How one rank ended: a result, or an error with its traceback as text."""
+
+    time_s: float
+    result: Any = None
+    error: BaseException | None = None
+    text: str = ""
+
+
+def run(
+    fn: Body,
+    world_size: int,
+    *,
+    ranks: Literal["threads", "processes"] = "threads",
+    args: Sequence[Any] = (),
+    timeout: float = 60.0,
+    transport: str | None = None,
+    dead: Collection[int] = (),
+) -> list[Any]:
+    """Call `fn(rank, *args)` on every rank of a new world; return the results by rank.
+
+    Inside `fn` the default process group exists, and `unisono.get_rank()` is `rank`, for threads
+    as for processes. The world is destroyed afterwards.
+
+    Args:
+        fn: The body. For processes it must be importable, its results must pickle.
+        world_size: Number of ranks.
+        ranks: "threads" (fast, one process) or "processes" (the real thing).
+        args: Further arguments, the same on every rank.
+        timeout: Of every call in the group and, with some reserve, of the whole run, in seconds.
+        transport: "inproc" or "tcp"; by default inproc for threads, tcp for processes.
+        dead: Ranks that are expected to die without a result (processes only); theirs is None.
+
+    Raises:
+        The exception of the rank that failed first, with the traceback of that rank as its
+        cause. Ranks that failed only because of another one do not count.
+        LaunchError: A rank did not end; names it. A rank died; names how.
+    """
+    options = CPUOptions(transport=transport)
+    if ranks == "threads":
+        outcomes = _run_threads(fn, world_size, args, timeout, options)
+    elif ranks == "processes":
+        outcomes = _run_processes(fn, world_size, args, timeout, options, dead)
+    else:
+        raise ValueError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
+    failed = [
+        (isinstance(outcome.error, PeerError), outcome.time_s, rank)
+        for rank, outcome in enumerate(outcomes)
+        if outcome is not None and outcome.error is not None
+    ]
+    if failed:
+        _, _, rank = min(failed)
+        outcome = outcomes[rank]
+        assert outcome is not None and outcome.error is not None
+        raise outcome.error from LaunchError(f"rank {rank} of {world_size} failed:\n{outcome.text}")
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None and rank not in dead:
+            raise LaunchError(f"rank {rank} of {world_size} ended without a result")
+    return [None if outcome is None else outcome.result for outcome in outcomes]
+
+
+def _body(
+    rank: int,
+    fn: Body,
+    args: Sequence[Any],
+    timeout: float,
+    options: CPUOptions,
+    world_size: int = -1,
+    store: Store | None = None,
+) -> _Outcome:
+    """Run one rank in the current world."""
+    try:
+        init_process_group(
+            timeout=timeout,
+            pg_options=options,
+            rank=rank if store else -1,
+            world_size=world_size,
+            store=store,
+        )
+        result = fn(rank, *args)
+    except BaseException as error:
+        if (group := current().default) is not None:
+            # The others must not wait for this rank until their time-out.
+            group.report_failure("".join(traceback.format_exception_only(error)).strip())
+        return _Outcome(time.monotonic(), error=error, text=traceback.format_exc().rstrip())
+    else:
+        return _Outcome(time.monotonic(), result=result)
+    finally:
+        current().close()
+
+
+def _run_threads(
+    fn: Body, world_size: int, args: Sequence[Any], timeout: float, options: CPUOptions
+) -> list[_Outcome | None]:
+    store = HashStore()
+    outcomes: list[_Outcome | None] = [None] * world_size
+
+    def rank_thread(rank: int) -> None:
+        with use(World()):
+            outcomes[rank] = _body(rank, fn, args, timeout, options, world_size, store)
+
+    # A copy of the context each, so that what the caller set (an errstate, say) holds in them.
+    threads = [
+        threading.Thread(
+            target=functools.partial(contextvars.copy_context().run, rank_thread, rank),
+            name=f"rank-{rank}",
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 2 * timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if stuck := [thread.name for thread in threads if thread.is_alive()]:
+        raise LaunchError(f"{', '.join(stuck)} did not end within {2 * timeout:g} s")
+    return outcomes
+
+
+def _run_processes(
+    fn: Body,
+    world_size: int,
+    args: Sequence[Any],
+    timeout: float,
+    options: CPUOptions,
+    dead: Collection[int],
+) -> list[_Outcome | None]:
+    with tempfile.TemporaryDirectory(prefix="unisono-run-") as folder:
+        context = SpawnContext(
+            _process_rank,
+            (folder, fn, args, timeout, options),
+            world_size,
+            daemon=False,
+            start_method="forkserver",
+            use_death_signal=False,
+        )
+        failure: WorkerFailedError | None = None
+        try:
+            ended = context.join(2 * timeout, stop_on_failure=not dead)
+        except WorkerFailedError as error:
+            ended, failure = True, error
+        if not ended:
+            context.kill()
+            raise LaunchError(f"the ranks did not end within {2 * timeout:g} s")
+        outcomes = [_load(Path(folder, str(rank))) for rank in range(world_size)]
+    missing = [rank for rank, o in enumerate(outcomes) if o is None and rank not in dead]
+    failed = any(outcome is not None and outcome.error is not None for outcome in outcomes)
+    if missing and failure is not None and not failed:
+        raise failure
+    return outcomes
+
+
+def _process_rank(
+    rank: int, folder: str, fn: Body, args: Sequence[Any], timeout: float, options: CPUOptions
+) -> None:
+    outcome = _body(rank, fn, args, timeout, options)
+    try:
+        data = pickle.dumps(outcome)
+    except Exception as error:
+        told = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
+        data = pickle.dumps(_Outcome(outcome.time_s, error=told, text=outcome.text))
+    # Renamed into place: a rank killed while it writes leaves nothing that could be read.
+    part = Path(folder, f"{rank}.part")
+    part.write_bytes(data)
+    os.replace(part, Path(folder, str(rank)))
+
+
+def _load(path: Path) -> _Outcome | None:
+    if not path.exists():
+        return None
+    outcome = pickle.loads(path.read_bytes())
+    assert isinstance(outcome, _Outcome)
+    return outcome

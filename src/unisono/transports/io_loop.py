@@ -1,0 +1,94 @@
+"""The event loop of an I/O thread: sockets to watch, jobs from other threads, timers."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["READ", "WRITE", "Loop"]
+
+READ = selectors.EVENT_READ
+WRITE = selectors.EVENT_WRITE
+
+Handler = Callable[[int], None]
+Job = Callable[[], None]
+
+
+class Loop:
+    """Calls handlers for sockets that became ready; only `later` may be used by any thread."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._todo: deque[Job] = deque()
+        self._timers: dict[Job, float] = {}
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self.watch(self._wake_in, READ, self._woken)
+
+    def later(self, job: Job) -> None:
+        """Run `job` on the loop's thread, soon."""
+        self._todo.append(job)
+        # A full pipe wakes as well; a closed one means that the thread has ended.
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"!")
+
+    def start_timer(self, job: Job, seconds: float) -> None:
+        """Run `job` once, after so many seconds; a job has one timer at most."""
+        self._timers[job] = time.monotonic() + seconds
+
+    def stop_timer(self, job: Job) -> None:
+        """Forget the timer of `job`, if it has one."""
+        self._timers.pop(job, None)
+
+    def watch(self, sock: socket.socket, events: int, handler: Handler) -> None:
+        """Call `handler(events)` whenever one of `events` is possible on this socket."""
+        self._selector.register(sock, events, handler)
+
+    def want(self, sock: socket.socket, events: int) -> None:
+        """Change the events that a watched socket is watched for."""
+        key = self._selector.get_key(sock)
+        if key.events != events:
+            self._selector.modify(sock, events, key.data)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """Stop watching; nothing happens if it was not watched."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(sock)
+
+    def turn(self) -> None:
+        """Wait for something to do, and do it."""
+        timeout = None
+        if self._timers:
+            timeout = max(0.0, min(self._timers.values()) - time.monotonic())
+        for key, events in self._selector.select(timeout):
+            # A handler of this very batch may have ended another one's socket.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data(events)
+        while self._todo:
+            self._todo.popleft()()
+        if self._timers:
+            now = time.monotonic()
+            for job in [job for job, at in self._timers.items() if at <= now]:
+                self.stop_timer(job)
+                job()
+
+    def close(self) -> None:
+        """Close every socket that is watched; jobs that come later are never run.
+
+        Nothing is unregistered, which in a forked child would blind the parent: the two share
+        the kernel's list of what is watched.
+        """
+        for key in list((self._selector.get_map() or {}).values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._wake_out.close()
+        self._selector.close()
+
+    def _woken(self, events: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_in.recv(4096)

@@ -1,0 +1,100 @@
+"""The leak guard: every test must leave the process as it found it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
+PATIENCE_S = 2.0
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _helpers_of_multiprocessing():
+    """Start what multiprocessing starts once and keeps, so that no test is blamed for it."""
+    from multiprocessing import forkserver, resource_tracker
+
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request, _helpers_of_multiprocessing) -> Iterator[None]:
+    """Fail a test that passes but leaves a thread, a process, a descriptor or shared memory."""
+    before = _resources()
+    yield
+    # A failed test's traceback keeps its frames alive, and with them their sockets.
+    if not request.node.stash.get(_FAILED, False) and (left := _left_since(before)):
+        pytest.fail("this test leaks:\n  " + "\n  ".join(left), pytrace=False)
+
+
+def _left_since(before: set[str]) -> list[str]:
+    """Return what is new, once it has had time to go away by itself."""
+    if not _resources() - before:
+        return []
+    gc.collect()
+    give_up = time.monotonic() + PATIENCE_S
+    while (left := _resources() - before) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return sorted(left)
+
+
+def _resources() -> set[str]:
+    """Name everything that a test could leave behind in this process."""
+    return {*_threads(), *_children(), *_descriptors(), *_shared_memory()}
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        yield f"thread {thread.name!r} ({thread.ident})"
+
+
+def _descriptors() -> Iterator[str]:
+    for fd in _listdir("/proc/self/fd"):
+        try:
+            yield f"descriptor {fd} -> {os.readlink(f'/proc/self/fd/{fd}')}"
+        except FileNotFoundError:  # the listing's own
+            continue
+
+
+def _children() -> Iterator[str]:
+    """Name the direct children, among them those that ended but were never waited for."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in path.read_text().split():
+            yield f"process {pid}: {_command_line(pid)}"
+
+
+def _command_line(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except FileNotFoundError:
+        return "gone"
+    return " ".join(words).strip() or "zombie"
+
+
+def _shared_memory() -> Iterator[str]:
+    """Name our files only: /dev/shm belongs to every process of the machine."""
+    for name in _listdir("/dev/shm"):
+        if name.startswith("unisono"):
+            yield f"shared memory /dev/shm/{name}"
+
+
+def _listdir(path: str) -> list[str]:
+    """List a folder, or nothing where the system has no such folder (not Linux)."""
+    return os.listdir(path) if os.path.isdir(path) else []

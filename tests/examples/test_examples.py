@@ -1,0 +1,244 @@
+"""Every example as a user starts it: real processes, under the launcher."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import unisono
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SRC = str(Path(unisono.__file__).parents[1])
+LIMIT_S = 60.0
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no scikit-learn")
+
+
+def command(script, nprocs, *arguments):
+    launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(nprocs)]
+    return [*launcher, str(script), *map(str, arguments)]
+
+
+def environment(**extra):
+    """The environment of a user who is not inside a launch."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    path = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
+    return inherited | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+
+def launch(script, nprocs, *arguments, **extra):
+    """Run a script to its end; returns exit code, sorted lines of stdout, and stderr."""
+    done = subprocess.run(
+        command(script, nprocs, *arguments),
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+
+
+def two_groups(size):
+    sums = [10 * sum(range(0, size, 2)), 10 * sum(range(1, size, 2))]
+    for rank in range(size):
+        members = len(range(rank % 2, size, 2))
+        place = f"number {rank // 2} of {members} in its group"
+        own, other = sums[rank % 2], sums[1 - rank % 2]
+        yield f"rank {rank}, {place}: own sum {own}, the other group's {other}"
+
+
+def ring(size):
+    for rank in range(size):
+        yield f"rank {rank}: came by in the order {[(rank - i) % size for i in range(size)]}"
+
+
+def softmax_norm(size):
+    vector = np.random.default_rng(0).normal(1000, 50, 100_003)
+    length = np.linalg.norm(vector) * 1e200
+    for rank in range(size):
+        count = len(range(rank, len(vector), size))
+        total = "all probabilities 1.000000000000"
+        yield f"rank {rank}: {count} elements, {total}, norm {length:.9e}"
+
+
+def scatter(size):
+    sums = np.random.default_rng(0).integers(0, 1_000_000, (3 * size, 1000)).sum(axis=1)
+    for rank in range(size):
+        mine = sums[3 * rank : 3 * rank + 3].tolist()
+        yield f"rank {rank}: the sums of my 3 rows are {mine}"
+
+
+def torch_tensors(size):
+    for rank in range(size):
+        column = [sum(range(size))] * 4
+        yield f"rank {rank}: mean {(size + 1) / 2}, column {column}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "nprocs"),
+    [
+        (two_groups, 2),
+        (two_groups, 5),
+        *[(lines, n) for lines in (ring, softmax_norm, scatter) for n in (1, 2, 4)],
+        pytest.param(torch_tensors, 3, marks=[needs_torch, pytest.mark.slow]),
+    ],
+)
+def test_prints_what_the_oracle_says(expected, nprocs):
+    # Other packages may have warnings of their own.
+    filters = "default" if expected is torch_tensors else "error"
+    result = launch(EXAMPLES / f"{expected.__name__}.py", nprocs, PYTHONWARNINGS=filters)
+    assert result == (0, list(expected(nprocs)), "")
+
+
+@pytest.mark.parametrize("nprocs", [1, 4])
+def test_broadcast_weights_ends_with_those_of_the_last_rank(nprocs):
+    code, lines, err = launch(EXAMPLES / "broadcast_weights.py", nprocs, PYTHONWARNINGS="error")
+    assert (code, err) == (0, "")
+    digests = [re.fullmatch(r"rank \d+: (\w{12}) became (\w{12})", line).groups() for line in lines]
+    assert len(digests) == nprocs
+    source = digests[-1][0]
+    assert [after for _, after in digests] == [source] * nprocs
+    assert source not in [before for before, _ in digests[:-1]]
+
+
+def test_two_groups_needs_two_ranks():
+    code, lines, err = launch(EXAMPLES / "two_groups.py", 1)
+    assert (code, lines) == (1, [])
+    assert "two groups need at least two ranks" in err
+
+
+def with_fault(name, old, new, folder):
+    """Return a copy of an example in which `old` is replaced; its imports come along."""
+    for path in EXAMPLES.glob("*.py"):
+        shutil.copy(path, folder)
+    script = folder / name
+    text = script.read_text()
+    assert old in text
+    script.write_text(text.replace(old, new))
+    return script
+
+
+def test_torch_tensors_says_so_without_torch(tmp_path):
+    script = with_fault("torch_tensors.py", 'find_spec("torch")', 'find_spec("tporch")', tmp_path)
+    assert launch(script, 2) == (0, ["skipped: torch is not installed"] * 2, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("two_groups.py", "(own, group=mine)", "(own)"),
+        ("ring.py", "outgoing = collected[", "outgoing = 0 * collected["),
+        ("softmax_norm.py", "over_all(powers.sum(), dist.ReduceOp.SUM)", "powers.sum()"),
+        ("softmax_norm.py", "* np.sqrt(", "* np.cbrt("),
+        ("scatter.py", "rows.sum(axis=1)", "rows[:, 1:].sum(axis=1)"),
+        ("broadcast_weights.py", "src=source)", "src=source if weight.size < 4096 else rank)"),
+        pytest.param(
+            *("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"),
+            marks=[needs_torch, pytest.mark.slow],
+        ),
+    ],
+)
+def test_fault_is_noticed(name, old, new, tmp_path):
+    code, _, err = launch(with_fault(name, old, new, tmp_path), 2)
+    assert code == 1
+    assert "WRONG" in err or "CollectiveMismatchError" in err
+
+
+def table_of(lines):
+    """Return the summary that train_digits prints, by name."""
+    return dict(re.split(r"  +", line, maxsplit=1) for line in lines if not re.match("epoch", line))
+
+
+def difference_in(lines):
+    return float(table_of(lines)["largest difference to rank 0 alone"].split()[0])
+
+
+@needs_digits
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nprocs", "epochs", "batch", "accuracy"),
+    [
+        (1, 8, 150, 0.95),
+        (2, 8, 97, 0.95),
+        (4, 8, 150, 0.95),
+        # The last batch of an epoch has one image, so that three shares are empty.
+        (4, 4, 1499, 0.0),
+    ],
+)
+def test_train_digits(nprocs, epochs, batch, accuracy):
+    options = ("--epochs", epochs, "--batch", batch, "--min-accuracy", accuracy)
+    code, lines, err = launch(EXAMPLES / "train_digits.py", nprocs, *options)
+    assert (code, err) == (0, "")
+    reached = [re.search(r"test accuracy ([\d.]+)%$", line) for line in lines if "epoch" in line]
+    assert len(reached) == epochs
+    assert float(reached[-1][1]) >= 100 * accuracy
+    table = table_of(lines)
+    assert table["ranks"] == str(nprocs)
+    assert table["weights equal on all ranks"] == "yes, bit for bit"
+    difference = difference_in(lines)
+    assert difference <= 1e-11
+    # A difference of zero would mean that nothing was added up in another order.
+    assert (difference > 0) == (nprocs > 1)
+    assert 0 < int(table["of it communicating and waiting"].partition("%")[0]) < 100
+
+
+@needs_digits
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("old", "new", "failed"),
+    [
+        ("/ len(batch)", "/ len(share)", "difference to rank 0 alone"),
+        (
+            "ranks.start_sum(gradient)",
+            "gradient.shape[1] == 10 or ranks.start_sum(gradient)",
+            "weights equal on all ranks, difference to rank 0 alone",
+        ),
+        (
+            "dist.broadcast(weight, src=0)",
+            "pass",
+            "weights equal on all ranks, difference to rank 0 alone",
+        ),
+        ("", "", "test accuracy"),
+    ],
+    ids=["wrong scale", "a layer left out", "no broadcast", "too few epochs"],
+)
+def test_train_digits_fails(old, new, failed, tmp_path):
+    script = with_fault("train_digits.py", old, new, tmp_path)
+    accuracy = 1.0 if failed == "test accuracy" else 0.0
+    code, lines, err = launch(script, 2, "--epochs", 2, "--min-accuracy", accuracy)
+    assert code == 1
+    assert f"FAILED: {failed}\n" in err
+    # A fault must stand out from rounding by far, or the tolerance would be a guess.
+    assert (difference_in(lines) > 1e-3) == ("difference" in failed)
+
+
+@needs_digits
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("rich") is None, reason="rich is not installed")
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
+def test_train_digits_on_a_terminal():
+    ours, theirs = os.openpty()
+    arguments = command(EXAMPLES / "train_digits.py", 2, "--epochs", 5, "--min-accuracy", 0.9)
+    env = environment(TERM="xterm-256color", COLUMNS="100")
+    process = subprocess.Popen(arguments, env=env, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    shown = b""
+    # Linux reports the end of a pseudo-terminal as an error.
+    with suppress(OSError):
+        while data := os.read(ours, 65536):
+            shown += data
+    os.close(ours)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (0, b"")
+    text = shown.decode()
+    assert "training on 2 ranks" in text
+    assert "100%" in text
+    assert "│ weights equal on all ranks         │ yes, bit for bit" in text

@@ -1,0 +1,134 @@
+"""Every operation as one call, and what became of a call: shared by the bodies of all tests."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import unisono as dist
+from unisono.errors import UnisonoError
+
+COUNT = 3
+
+# The longest any rank may take to hear of a failure, in seconds; the library's own promise.
+NOTICE_S = 1.0
+
+
+@dataclass
+class Caught:
+    """How one call ended. Times are those of the machine's monotonic clock."""
+
+    kind: str
+    text: str
+    peers: tuple[int, ...]
+    usable: bool | None
+    began_s: float
+    ended_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def took_s(self):
+        return self.ended_s - self.began_s
+
+
+def attempt(call, *args, **how):
+    """Make a call and return how it ended."""
+    began_s = time.monotonic()
+    try:
+        call(*args, **how)
+    except UnisonoError as error:
+        context = error.context
+        return Caught(type(error).__name__, str(error), context.peers, context.usable, began_s)
+    except KeyboardInterrupt:
+        return Caught("KeyboardInterrupt", "", (), None, began_s)
+    return Caught("", "", (), None, began_s)
+
+
+def _ones(count=COUNT):
+    return np.ones(count, np.float32)
+
+
+def _each(group):
+    return [_ones() for _ in range(group.size())]
+
+
+def _on_root(group):
+    return _each(group) if group.rank() == 0 else None
+
+
+COLLECTIVES = {
+    "broadcast": lambda g, **how: g.broadcast(_ones(), 0, **how),
+    "all_reduce": lambda g, **how: g.all_reduce(_ones(), **how),
+    "all_reduce_coalesced": lambda g, **how: g.all_reduce_coalesced([_ones(), _ones()], **how),
+    "reduce": lambda g, **how: g.reduce(_ones(), 0, **how),
+    "all_gather": lambda g, **how: g.all_gather(_each(g), _ones(), **how),
+    "all_gather_into_tensor": lambda g, **how: g.all_gather_into_tensor(
+        _ones(COUNT * g.size()), _ones(), **how
+    ),
+    "all_gather_coalesced": lambda g, **how: g.all_gather_coalesced(
+        [[_ones()] for _ in range(g.size())], [_ones()], **how
+    ),
+    "gather": lambda g, **how: g.gather(_ones(), _on_root(g), 0, **how),
+    "scatter": lambda g, **how: g.scatter(_ones(), _on_root(g), 0, **how),
+    "reduce_scatter": lambda g, **how: g.reduce_scatter(_ones(), _each(g), **how),
+    "reduce_scatter_tensor": lambda g, **how: g.reduce_scatter_tensor(
+        _ones(), _ones(COUNT * g.size()), **how
+    ),
+    "all_to_all": lambda g, **how: g.all_to_all(_each(g), _each(g), **how),
+    "all_to_all_single": lambda g, **how: g.all_to_all_single(
+        _ones(COUNT * g.size()), _ones(COUNT * g.size()), **how
+    ),
+    "barrier": lambda g, **how: g.barrier(**how),
+}
+
+
+def groups_for(names, ranks=None, timeout=None):
+    """Return one new group for each name: a group that broke is of no use to the next call."""
+    return {name: dist.new_group(ranks, timeout=timeout, group_desc=name) for name in names}
+
+
+def attempt_at_once(calls, entered=lambda: None):
+    """Make all calls at the same time, each on a thread; return how each ended.
+
+    `entered` is called when all threads are about to make theirs.
+    """
+    results = {}
+    ready = threading.Barrier(len(calls) + 1)
+
+    def make(name, call):
+        ready.wait()
+        results[name] = attempt(call)
+
+    threads = [threading.Thread(target=make, args=item, daemon=True) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    entered()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def attempt_async(calls, entered=lambda: None):
+    """Start all calls with async_op, then wait for each; return how each ended."""
+    results = {}
+    works = {name: call(async_op=True) for name, call in calls.items()}
+    entered()
+    for name, work in works.items():
+        results[name] = attempt(work.wait)
+    return results
+
+
+def store():
+    """Return the store of the world: the one way to talk past the links."""
+    return dist.GroupMember.WORLD.store
+
+
+def pids():
+    """Return the process ids of all ranks."""
+    found = np.zeros(dist.get_world_size(), np.int64)
+    dist.all_gather_into_tensor(found, np.array([os.getpid()], np.int64))
+    return found.tolist()

@@ -1,0 +1,44 @@
+"""Ranks of which some do not come."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import unisono as dist
+from fault_calls import COLLECTIVES, attempt, attempt_async, attempt_at_once, groups_for, store
+
+from unisono.stores import PrefixStore
+
+
+def leave_out(rank, missing, timeout_s, mode, members=None):
+    """Make every collective on a group of its own without the ranks in `missing`."""
+    groups = groups_for(COLLECTIVES, members, timeout_s)
+    dist.barrier()
+    results, later, shown = {}, {}, ""
+    if rank not in missing and (members is None or rank in members):
+        calls = {n: (lambda n=n, **how: COLLECTIVES[n](groups[n], **how)) for n in COLLECTIVES}
+        run = attempt_async if mode == "async" else attempt_at_once
+        results = run(calls)
+        later = {n: attempt(calls[n]) for n in COLLECTIVES}
+        shown = repr(groups["all_reduce"])
+    # The late ones wait here, in user code as far as the groups can tell.
+    store().barrier("end", dist.get_world_size(), 60.0)
+    return results, later, shown
+
+
+def new_world_afterwards(rank, missing, timeout_s):
+    """Break the default group, make the world anew, and compute something in it."""
+    first = None
+    if rank not in missing:
+        first = attempt(dist.barrier, timeout=timeout_s)
+    store().barrier("again", dist.get_world_size(), 60.0)
+    options = dist.GroupMember.WORLD.backends["cpu"].info()["transport"]
+    world_size, kept = dist.get_world_size(), store()
+    dist.destroy_process_group()
+    if options == "inproc":
+        dist.init_process_group(store=PrefixStore("second", kept), rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(timeout=30)
+    x = np.full(5, rank + 1.0)
+    dist.all_reduce(x)
+    return first, x.tolist()

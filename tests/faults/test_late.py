@@ -1,0 +1,78 @@
+"""Ranks that never arrive: the others say who."""
+
+from __future__ import annotations
+
+import late_bodies
+import pytest
+from fault_calls import COLLECTIVES
+
+from unisono.testing import run
+
+TIMEOUT_S = 1.0
+# The goal is 0.2 s; the machine may be busy with other things.
+SLACK_S = 2.0
+
+WORLDS = [
+    (2, (1,)),
+    (3, (0,)),
+    (4, (1, 3)),
+    (5, (2,)),
+    (5, (0, 3, 4)),
+]
+
+
+def blamed(missing):
+    names = [str(rank) for rank in missing]
+    if len(names) == 1:
+        return f"rank {names[0]} never entered it"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]} never entered it"
+
+
+def check_late(results, present, missing):
+    for rank in present:
+        found, later, shown = results[rank]
+        assert set(found) == set(COLLECTIVES)
+        for op, caught in found.items():
+            assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", missing), caught.text
+            first = caught.text.splitlines()[0]
+            assert first.startswith(f"{op} #1 in group '{op}' timed out after {TIMEOUT_S:.1f} s")
+            assert f"on rank {rank} of " in first
+            assert blamed(missing) in first
+            assert caught.usable is False
+            assert caught.took_s < TIMEOUT_S + SLACK_S
+        for op, caught in later.items():
+            assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", missing), (op, caught)
+            assert "the group is broken" in caught.text
+            assert caught.took_s < TIMEOUT_S
+        assert "broken: timed out after" in shown
+
+
+@pytest.mark.parametrize(("world_size", "missing"), WORLDS)
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_every_operation_names_the_ranks_that_did_not_come(ranks, mode, world_size, missing):
+    results = run(
+        late_bodies.leave_out, world_size, ranks=ranks, args=(missing, TIMEOUT_S, mode)
+    )
+    present = set(range(world_size)) - set(missing)
+    check_late(results, present, missing)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_sub_group_is_told_in_global_ranks(ranks):
+    members, missing = (1, 2, 4), (4,)
+    results = run(
+        late_bodies.leave_out, 5, ranks=ranks, args=(missing, TIMEOUT_S, "sync", members)
+    )
+    check_late(results, {1, 2}, missing)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_new_world_after_a_time_out(ranks):
+    results = run(late_bodies.new_world_afterwards, 3, ranks=ranks, args=((1,), 0.5))
+    assert [first and first.kind for first, _ in results] == [
+        "CollectiveTimeoutError",
+        None,
+        "CollectiveTimeoutError",
+    ]
+    assert [x for _, x in results] == [[6.0] * 5] * 3

@@ -1,0 +1,34 @@
+"""SIGSTOP of a rank: the others time out and name it; after SIGCONT it hears of it, too."""
+
+from __future__ import annotations
+
+import killed_bodies
+import pytest
+
+from unisono.testing import run
+
+TIMEOUT_S = 1.5
+SLACK_S = 2.0
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize("moment", [1, 12])
+def test_stopped_inside_a_large_all_reduce(moment, world_size, victim):
+    results = run(
+        killed_bodies.stop_inside,
+        world_size,
+        ranks="processes",
+        args=(victim, moment, TIMEOUT_S),
+    )
+    for rank, (caught, right, after) in enumerate(results):
+        assert after.kind == "CollectiveTimeoutError", (rank, after)
+        if rank == victim:
+            # All it needed may have been on its way already when it was stopped.
+            assert caught.kind == "CollectiveTimeoutError" or right, caught
+        else:
+            assert caught.kind == "CollectiveTimeoutError", (rank, caught)
+            assert caught.peers == (victim,), caught
+            assert f"rank {victim} does not answer" in caught.text
+            assert caught.took_s < TIMEOUT_S + SLACK_S
+        assert after.peers == (victim,), (rank, after)
+        assert after.took_s < SLACK_S

@@ -1,0 +1,208 @@
+"""env://, tcp:// and file://, and the registry of schemes."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from unisono.errors import ArgumentTypeError, RendezvousError, StoreConnectionError
+from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
+from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+from unisono.stores.addresses import listen
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Return a function that sets exactly these rendezvous variables."""
+
+    def change(**variables: str) -> None:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+
+    change()
+    return change
+
+
+def meet(url, *args, **options):
+    return next(rendezvous(url, *args, **options))
+
+
+def free_port() -> int:
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        return listener.getsockname()[1]
+
+
+def all_ranks(make, world_size):
+    """Call make(rank) in a thread for each rank and return the results in order of ranks."""
+    results = [None] * world_size
+
+    def body(rank):
+        results[rank] = make(rank)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(results), "a rank failed to meet the others"
+    return results
+
+
+@pytest.mark.parametrize("scheme", ["env", "tcp", "file"])
+def test_ranks_meet(scheme, environment, tmp_path):
+    port = free_port()
+    environment(WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    urls = {
+        "env": "env://?rank={}",
+        "tcp": f"tcp://127.0.0.1:{port}?world_size=3&rank={{}}",
+        "file": f"file://{tmp_path}/store?world_size=3&rank={{}}",
+    }
+    met = all_ranks(lambda rank: meet(urls[scheme].format(rank), timeout=20), 3)
+    assert [rank for _, rank, _ in met] == [0, 1, 2]
+    assert {world_size for _, _, world_size in met} == {3}
+    for store, rank, _ in met:
+        store.set(f"rank{rank}", str(rank))
+    for store, _, _ in met:
+        assert store.multi_get(["rank0", "rank1", "rank2"]) == [b"0", b"1", b"2"]
+        assert store.timeout == timedelta(seconds=20)
+        assert isinstance(store, FileStore if scheme == "file" else TCPStore)
+    assert met[0][0].is_master if scheme != "file" else True
+    for store, rank, _ in reversed(met):
+        assert scheme == "file" or store.is_master == (rank == 0)
+        store.close()
+
+
+def test_arguments_stand_in_for_the_query(tmp_path):
+    store, rank, world_size = meet(f"file://{tmp_path}/store", 1, 2)
+    assert (rank, world_size) == (1, 2)
+    store.close()
+
+
+def test_agent_store_has_only_clients(environment):
+    with TCPStore("127.0.0.1", 0, is_master=True) as agent:
+        environment(
+            RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(agent.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        store, _, _ = meet("env://")
+        assert not store.is_master
+        store.set("k", "v")
+        assert agent.get("k") == b"v"
+        store.close()
+
+
+def test_two_worlds_on_one_port_of_one_process():
+    first, _, _ = meet("tcp://127.0.0.1:0?rank=0&world_size=1")
+    second, _, _ = meet(f"tcp://127.0.0.1:{first.port}?rank=0&world_size=1")
+    PrefixStore("one", first).set("k", "1")
+    assert second.get("one/k") == b"1"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("missing", VARIABLES[:4])
+def test_missing_variable_is_named_and_the_others_listed(environment, missing):
+    present = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    del present[missing]
+    environment(**present)
+    with pytest.raises(RendezvousError) as caught:
+        meet("env://")
+    first_line = str(caught.value).partition("\n")[0]
+    assert f"environment variable {missing} expected, but not set" in first_line
+    assert all(f"{name}={text}" in first_line for name, text in present.items())
+    assert f"not set: {missing})" in first_line
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MASTER_PORT": "abc"}, "MASTER_PORT must be an integer, got 'abc'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be 0 to 65535, got 65536"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT expected, but not set"),
+        ({"RANK": "1"}, "rank must be 0 to 0, got 1"),
+        ({"RANK": "-1"}, "rank must be 0 to 0, got -1"),
+        ({"RANK": "zero"}, "RANK must be an integer, got 'zero'"),
+        ({"WORLD_SIZE": "0"}, "world_size must be at least 1, got 0"),
+    ],
+)
+def test_bad_variable_is_named(environment, change, text):
+    good = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment(**{**good, **change})
+    with pytest.raises(RendezvousError, match=text):
+        meet("env://")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("tcp://127.0.0.1?rank=0&world_size=1", "has no port"),
+        ("tcp://:5?rank=0&world_size=1", "has no host"),
+        ("tcp://h:70000?rank=0&world_size=1", "Port out of range"),
+        ("tcp://h:x?rank=0&world_size=1", "bad host or port"),
+        ("tcp://h:1?world_size=1", "tcp:// rendezvous: rank is missing"),
+        ("tcp://h:1?rank=0", "tcp:// rendezvous: world_size is missing"),
+        ("tcp://h:1?rank=a&world_size=1", "rank must be an integer, got 'a'"),
+        ("tcp://h:1?rank=2&world_size=2", "rank must be 0 to 1, got 2"),
+        ("tcp://h:1?rank", "'rank' in the URL"),
+        ("tcp://h:1?rank=0&rank=1", "rank occurs twice"),
+        ("file://?rank=0&world_size=1", "has no path"),
+        ("file://dir/store?rank=0&world_size=1", "names the host 'dir'"),
+        ("file:///x?world_size=1", "file:// rendezvous: rank is missing"),
+        ("foo://x", "no rendezvous handler for foo://.*env://, file://, tcp://"),
+        ("nothing", "no rendezvous handler for ://"),
+    ],
+)
+def test_bad_url(url, text):
+    with pytest.raises(RendezvousError, match=text):
+        meet(url)
+
+
+def test_rank_given_twice():
+    with pytest.raises(RendezvousError, match="given twice: rank in the URL"):
+        meet("tcp://127.0.0.1:1?rank=0", 0, 1)
+
+
+@pytest.mark.parametrize("arguments", [(5,), ("env://", "0"), ("env://", 0, 1.0)])
+def test_argument_types(arguments):
+    with pytest.raises(ArgumentTypeError):
+        meet(*arguments)
+
+
+def test_meets_only_once(tmp_path):
+    generator = rendezvous(f"file://{tmp_path}/store?rank=0&world_size=1")
+    store, _, _ = next(generator)
+    with pytest.raises(RendezvousError, match="yields once"):
+        next(generator)
+    store.close()
+
+
+def test_nobody_there_is_a_named_error_within_the_timeout():
+    port = free_port()
+    with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.1 s"):
+        meet(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", timeout=0.1)
+
+
+def test_own_handler_gets_url_and_options(monkeypatch):
+    monkeypatch.setattr(registry, "_HANDLERS", dict(registry._HANDLERS))
+    seen = []
+
+    def handler(url, **options):
+        seen.append((url, options))
+        yield HashStore(), 0, 1
+
+    register_rendezvous_handler("mine", handler)
+    store, rank, world_size = meet("mine://place", 0, 1, timeout=3, color="blue")
+    assert (type(store), rank, world_size) == (HashStore, 0, 1)
+    assert seen == [("mine://place?rank=0&world_size=1", {"timeout": 3, "color": "blue"})]
+    with pytest.raises(RendezvousError, match="mine:// is already registered"):
+        register_rendezvous_handler("mine", handler)

@@ -1,0 +1,122 @@
+import pytest
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.cost import cost
+from unisono.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, ROOTED
+from unisono.schedules.registry import build
+from unisono.schedules.select import MAX_PIPELINE, Topology, select
+
+KIB, MIB = 1024, 1024**2
+HOST8 = Topology(8, shared_memory=True)
+NET8 = Topology(8)
+NET6 = Topology(6)
+
+
+@pytest.mark.parametrize(
+    ("collective", "uneven"),
+    [(c, False) for c in COLLECTIVES] + [(c, True) for c in BLOCK_COLLECTIVES],
+)
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_every_choice_can_be_built(collective, shared_memory, uneven):
+    for p in (*range(1, 20), 64):
+        for nbytes in (0, 1, 300, 5 * KIB, 100 * KIB, MIB, 100 * MIB):
+            topology = Topology(p, shared_memory)
+            choice = select(collective, nbytes, topology, uneven=uneven)
+            root = 0 if collective in ROOTED else -1
+            schedule = build(collective, choice.algorithm, p, root, choice.pipeline)
+            assert schedule.uneven_ok or not uneven
+
+
+@pytest.mark.parametrize(
+    ("collective", "nbytes", "topology", "algorithm"),
+    [
+        ("all_reduce", 8, HOST8, "one_shot"),
+        ("all_reduce", MIB, HOST8, "two_shot"),
+        ("all_reduce", 8, NET8, "recursive_doubling"),
+        ("all_reduce", 64 * KIB, NET8, "halving_doubling"),
+        ("all_reduce", 64 * KIB, NET6, "double_tree"),
+        ("all_reduce", 64 * MIB, NET8, "ring"),
+        ("broadcast", 8, NET8, "binomial"),
+        ("broadcast", 100 * KIB, NET8, "halving_doubling"),
+        ("broadcast", 64 * MIB, NET8, "double_tree"),
+        ("reduce", 8, NET8, "binomial"),
+        ("reduce", MIB, NET8, "halving_doubling"),
+        ("all_gather", 8 * KIB, NET8, "recursive_doubling"),
+        ("all_gather", 8 * KIB, NET6, "bruck"),
+        ("all_gather", MIB, NET8, "ring"),
+        ("reduce_scatter", 8 * KIB, NET6, "halving_doubling"),
+        ("reduce_scatter", MIB, NET8, "pairwise"),
+        ("all_to_all", 800, NET8, "bruck"),
+        ("all_to_all", MIB, NET8, "pairwise"),
+        ("gather", 80, NET8, "binomial"),
+        ("scatter", MIB, NET8, "linear"),
+        ("barrier", 0, NET8, "dissemination"),
+        ("barrier", 0, HOST8, "one_shot"),
+    ],
+)
+def test_default_rule(collective, nbytes, topology, algorithm):
+    assert select(collective, nbytes, topology).algorithm == algorithm
+
+
+def test_small_data_gets_few_rounds_and_large_data_few_bytes():
+    for p in (4, 6, 8, 13, 16):
+        rounds = {
+            nbytes: cost(build("all_reduce", select("all_reduce", nbytes, Topology(p))[0], p))
+            for nbytes in (8, 64 * MIB)
+        }
+        assert rounds[8].rounds <= rounds[64 * MIB].rounds
+        assert rounds[8].bytes_sent >= rounds[64 * MIB].bytes_sent
+
+
+def test_pipeline_depth_follows_the_size():
+    depths = [
+        select("all_reduce", nbytes, Topology(2, shared_memory=True)).pipeline
+        for nbytes in (8, MIB, 2 * MIB, 64 * MIB, 1024 * MIB)
+    ]
+    assert depths == [1, 2, 4, 128, MAX_PIPELINE]
+    assert select("all_reduce", MIB, NET8, "ring").pipeline == 1
+    assert select("broadcast", MIB, NET8, "ring").pipeline == 4
+
+
+@pytest.mark.parametrize(
+    ("collective", "topology", "override", "algorithm"),
+    [
+        ("all_reduce", NET8, "tree", "tree"),
+        ("all_reduce", NET8, "AllReduce:ring", "ring"),
+        ("broadcast", NET8, "all_reduce:ring", "binomial"),  # not spoken of
+        ("gather", NET8, "ring", "binomial"),  # has no ring
+        ("all_reduce", NET6, "cube_mesh", "recursive_doubling"),  # no cube mesh of six
+        ("all_reduce", NET8, "^recursive_doubling", "linear"),
+        ("all_reduce", NET8, "tree,recursive_doubling", "recursive_doubling"),  # the favourite
+        ("all_reduce", NET8, "tree,ring", "tree"),  # no favourite: the user's order
+        ("all_reduce", NET8, "ring;all_reduce:tree", "tree"),
+        ("broadcast", NET8, "ring;all_reduce:tree", "ring"),
+    ],
+)
+def test_override(collective, topology, override, algorithm):
+    assert select(collective, 8, topology, override=override).algorithm == algorithm
+
+
+def test_argument_beats_override():
+    chosen = select("all_reduce", 8, NET8, "double_tree", override="all_reduce:ring")
+    assert chosen.algorithm == "double_tree"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ((("all_reduce", 8, NET8, "rign"), {}), ["'rign'", "ring", "two_shot"]),
+        ((("all_reduce", 8, NET6, "cube_mesh"), {}), ["cube_mesh", "6 ranks", "ring"]),
+        ((("all_reduce", 8, NET8), {"override": "rign"}), ["'rign'", "ring"]),
+        ((("all_reduce", 8, NET6), {"override": "all_reduce:cube_mesh"}), ["6 ranks", "ring"]),
+        ((("gather", 8, NET8), {"override": "gather:ring"}), ["gather", "ring", "binomial"]),
+        ((("all_to_all", 8, NET8, "bruck"), {"uneven": True}), ["equal size", "pairwise"]),
+        ((("all_redcue", 8, NET8), {}), ["'all_redcue'", "all_reduce"]),
+    ],
+)
+def test_impossible_choices_are_named(call, words):
+    arguments, keywords = call
+    with pytest.raises(InvalidArgumentError) as caught:
+        select(*arguments, **keywords)
+    for word in words:
+        assert word in caught.value.what

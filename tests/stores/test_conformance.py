@@ -1,0 +1,47 @@
+"""Every store passes the public conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unisono.testing.check_store import STORE_CHECKS, check_store
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def make_base(request, tmp_path) -> Iterator[Callable[[], Store]]:
+    """Return a factory of new, empty stores of one kind."""
+    opened: list[Store] = []
+
+    def make() -> Store:
+        if request.param == "hash":
+            store: Store = HashStore()
+        elif request.param == "file":
+            store = FileStore(tmp_path / f"store{len(opened)}")
+        else:
+            store = TCPStore("127.0.0.1", 0, is_master=True)
+        opened.append(store)
+        return store
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("prefix", [None, "p/q"])
+def test_conforms(make_base, prefix, check, monkeypatch):
+    monkeypatch.setattr("unisono.testing.check_store.STORE_CHECKS", (check,))
+    check_store(lambda: make_base() if prefix is None else PrefixStore(prefix, make_base()))
+
+
+def test_suite_notices_a_wrong_store():
+    class Forgetful(HashStore):
+        def set(self, key, value):
+            if key != "b/c":
+                super().set(key, value)
+
+    with pytest.raises(AssertionError, match="check of present keys"):
+        check_store(Forgetful)

@@ -1,0 +1,92 @@
+"""The table behind every store: waiting and waking, without threads."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.stores.table import Table, checked_sum
+
+
+def test_watch_is_notified_once_when_the_last_key_comes():
+    table, woken = Table(), []
+    table.watch(["a", "b"], lambda: woken.append("both"))
+    table.set("a", b"")
+    table.delete_key("a")
+    table.set("b", b"")
+    assert woken == []
+    table.set("a", b"")
+    table.set("a", b"again")
+    assert woken == ["both"]
+    assert table._watches == {}
+
+
+def test_unwatch_forgets():
+    table, woken = Table(), []
+    watch = table.watch(["a", "a"], lambda: woken.append(1))
+    table.unwatch(watch)
+    table.unwatch(watch)
+    table.set("a", b"")
+    assert woken == []
+    assert table._watches == {}
+
+
+def test_failed_compare_set_wakes_nobody():
+    table, woken = Table(), []
+    table.watch(["a"], lambda: woken.append(1))
+    assert table.compare_set("a", b"x", b"y") == b"x"
+    assert woken == []
+
+
+def test_reserved_value_of_a_queue_is_not_ready():
+    table = Table()
+    table.queue_push("q", b"1")
+    assert table.ready(["q"])
+    table.reserved["q"] += 1
+    assert not table.ready(["q"])
+    assert not table.missing(["q"])
+    table.queue_push("q", b"2")
+    assert table.ready(["q"])
+
+
+def test_barrier_releases_a_full_round_and_starts_anew():
+    table, released = Table(), []
+    for member in range(6):
+        table.arrive("b", 3, member, lambda member=member: released.append(member))
+        assert len(released) == (member + 1) // 3 * 3
+    assert not table.inside("b", 5)
+
+
+def test_barrier_withdrawal():
+    table, released = Table(), []
+    table.arrive("b", 2, "x", lambda: released.append("x"))
+    assert table.withdraw("b", "x") == 1
+    assert table.withdraw("b", "x") == 0
+    table.arrive("b", 2, "y", lambda: released.append("y"))
+    assert released == []
+    with pytest.raises(InvalidArgumentError, match="world_size=2, now with world_size=3"):
+        table.arrive("b", 3, "z", lambda: None)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
+def test_sum_is_exact_or_refused(old, amount):
+    if -(2**63) <= old + amount < 2**63:
+        assert checked_sum("k", b"%d" % old, amount) == old + amount
+    else:
+        with pytest.raises(StoreKeyError, match="64 bits"):
+            checked_sum("k", b"%d" % old, amount)
+
+
+@given(st.binary(max_size=80))
+def test_only_integers_are_integers(value):
+    try:
+        expected = int(value) if b"_" not in value and value.isascii() else None
+    except ValueError:
+        expected = None
+    if expected is None or len(value) > 64:
+        with pytest.raises(StoreKeyError, match="not an integer"):
+            checked_sum("k", value, 0)
+    elif -(2**63) <= expected < 2**63:
+        assert checked_sum("k", value, 0) == expected

@@ -1,0 +1,402 @@
+"""TCPStore: what only a store with a server can do, and suffer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from unisono.errors import (
+    ClosedError,
+    HandshakeError,
+    InvalidArgumentError,
+    StoreConnectionError,
+    StoreTimeoutError,
+)
+from unisono.stores import TCPStore, TCPStoreServer, wire
+from unisono.stores.addresses import is_loopback, listen
+from unisono.stores.wire import Op, encode_request
+
+SERVER_PROCESS = """
+import sys
+from unisono.stores import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def master():
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as store:
+        yield store
+
+
+@pytest.fixture
+def server_process():
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def in_thread(call):
+    """Start a call; returns the thread and the list that will hold its result or exception."""
+    outcome = []
+
+    def body():
+        try:
+            outcome.append(call())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, outcome
+
+
+def raw_client(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    sock.sendall(encode_request(Op.VALIDATE, wire.MAGIC))
+    return sock
+
+
+def wait_until(condition) -> None:
+    give_up = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < give_up, "the condition never came true"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_hosts(host):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with TCPStore(host, 0, is_master=True) as master, TCPStore(host, master.port) as client:
+        client.set("k", "v")
+        assert master.get("k") == b"v"
+        assert str(master.port) in repr(client)
+
+
+def test_loopback_server_is_not_reachable_from_outside():
+    listeners = listen("127.0.0.1", 0) + listen("localhost", 0)
+    try:
+        assert {sock.getsockname()[0] for sock in listeners} <= {"127.0.0.1", "::1"}
+    finally:
+        for sock in listeners:
+            sock.close()
+    assert not is_loopback("node1")
+    assert not is_loopback("10.0.0.1")
+    assert is_loopback("127.0.1.1")
+
+
+def test_other_hosts_bind_every_interface():
+    listeners = listen("0.0.0.0", 0)
+    try:
+        assert [sock.getsockname()[0] for sock in listeners] == ["0.0.0.0"]
+    finally:
+        for sock in listeners:
+            sock.close()
+
+
+def test_refused_connection_names_the_address_within_the_timeout():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.2 s.*refused"):
+            TCPStore("127.0.0.1", port, timeout=0.2)
+    assert time.monotonic() - start < 5
+
+
+def test_unknown_host_is_named():
+    with pytest.raises(StoreConnectionError, match=r"no-such-host\.invalid:1234"):
+        TCPStore("no-such-host.invalid", 1234, timeout=0)
+
+
+def test_client_waits_for_a_late_server():
+    (listener,) = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    thread, outcome = in_thread(lambda: TCPStore("127.0.0.1", port, timeout=20))
+    with TCPStore("127.0.0.1", port, is_master=True):
+        thread.join()
+        with outcome[0] as client:
+            client.set("k", "v")
+
+
+def test_port_in_use(master):
+    with pytest.raises(StoreConnectionError, match=os.strerror(errno.EADDRINUSE)):
+        TCPStore("127.0.0.1", master.port, is_master=True)
+
+
+def test_something_else_listens():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer():
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        thread, _ = in_thread(answer)
+        with pytest.raises(HandshakeError, match="is not a TCPStore server"):
+            TCPStore("127.0.0.1", stranger.getsockname()[1], timeout=20)
+        thread.join()
+
+
+def test_waits_for_workers():
+    (listener,) = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    thread, outcome = in_thread(
+        lambda: TCPStore("127.0.0.1", port, 2, True, 20, master_listen_fd=listener.detach())
+    )
+    with TCPStore("127.0.0.1", port, 2, timeout=20) as client:
+        thread.join()
+        with outcome[0] as master:
+            assert client.num_keys() == 1
+            assert master.list_keys() == []
+
+
+def test_missing_workers_are_counted():
+    with pytest.raises(StoreTimeoutError, match="1 of 3 joined"):
+        TCPStore("127.0.0.1", 0, 3, True, timeout=0.05)
+
+
+def test_multi_tenant_shares_the_server_until_the_last_store_closes():
+    first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
+    second = TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True)
+    first.set("k", "1")
+    first.close()
+    assert second.get("k") == b"1"
+    second.close()
+    with pytest.raises(StoreConnectionError):
+        TCPStore("127.0.0.1", second.port, timeout=0)
+
+
+def test_listen_fd_of_another_port():
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, pytest.raises(InvalidArgumentError, match="is bound to port"):
+        TCPStore("127.0.0.1", 1, is_master=True, master_listen_fd=listener.fileno())
+
+
+@pytest.mark.parametrize("arguments", [{"port": 65536}, {"port": -1}, {"world_size": 0}])
+def test_bad_arguments(arguments):
+    with pytest.raises(InvalidArgumentError):
+        TCPStore("127.0.0.1", **{"port": 1, **arguments})
+
+
+@pytest.mark.parametrize("operation", ["get", "wait", "barrier", "queue_pop"])
+def test_killed_server_wakes_every_waiter(server_process, operation):
+    process, port = server_process
+    with TCPStore("127.0.0.1", port, timeout=60) as client, client.clone() as probe:
+        calls = {
+            "get": lambda: client.get("never"),
+            "wait": lambda: client.wait(["never"]),
+            "barrier": lambda: client.barrier("never", 9),
+            "queue_pop": lambda: client.queue_pop("never"),
+        }
+        started = [in_thread(calls[operation]) for _ in range(3)]
+        wait_until(lambda: len(client._pool._busy) == 3)
+        probe.set("k", "v")
+        process.kill()
+        for thread, outcome in started:
+            thread.join(10)
+            assert isinstance(outcome[0], StoreConnectionError), outcome
+            assert f"127.0.0.1:{port}" in str(outcome[0])
+        with pytest.raises(StoreConnectionError):
+            client.set("k", "v")
+
+
+def test_stopped_server_is_a_timeout_not_a_hang(server_process):
+    process, port = server_process
+    with TCPStore("127.0.0.1", port, timeout=0.1) as client:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        with pytest.raises(StoreTimeoutError, match=f"127.0.0.1:{port} is connected but did not"):
+            client.set("k", "v")
+        with pytest.raises(StoreTimeoutError):
+            client.wait(["k"], 0.05)
+        process.send_signal(signal.SIGCONT)
+        client.set_timeout(20)
+        assert client.add("n", 1) == 1
+
+
+def test_close_wakes_a_waiting_thread(master):
+    client = master.clone()
+    thread, outcome = in_thread(lambda: client.get("never"))
+    wait_until(lambda: client._pool._busy)
+    client.close()
+    thread.join(10)
+    assert isinstance(outcome[0], ClosedError), outcome
+
+
+def test_interrupt_ends_a_wait(master):
+    master.set("k", "v")
+
+    def interrupt():
+        wait_until(lambda: master._pool._busy)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread, _ = in_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        master.get("never", 60)
+    thread.join()
+    assert master.get("k") == b"v"
+
+
+def test_many_waiters_need_no_thread_in_the_server(master):
+    clients = [TCPStore("127.0.0.1", master.port, timeout=20) for _ in range(20)]
+    before = threading.active_count()
+    waiters = [in_thread(lambda client=client: client.get("go")) for client in clients]
+    assert threading.active_count() <= before + len(waiters)
+    master.set("go", "1")
+    for thread, outcome in waiters:
+        thread.join(10)
+        assert outcome == [b"1"]
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "does something else"])
+def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
+    with raw_client(master.port) as first, master.clone() as popper:
+        first.sendall(encode_request(Op.WAIT, ["/q"]) + encode_request(Op.PING, 7))
+        assert first.recv(4) == (7).to_bytes(4, "little")
+        thread, outcome = in_thread(lambda: popper.queue_pop("q"))
+        wait_until(lambda: popper._pool._busy)
+        master.queue_push("q", "job")
+        assert first.recv(1) == bytes([wire.STOP_WAITING])
+        if how == "dies":
+            first.close()
+        else:
+            first.sendall(encode_request(Op.PING, 1))
+        thread.join(10)
+        assert outcome == [b"job"]
+
+
+def test_dead_client_leaves_the_barrier(master):
+    with raw_client(master.port) as dead:
+        dead.sendall(encode_request(Op.BARRIER, "/b", 2) + encode_request(Op.PING, 7))
+        assert dead.recv(4) == (7).to_bytes(4, "little")
+    with pytest.raises(StoreTimeoutError):
+        master.barrier("b", 2, 0.1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode_request(Op.VALIDATE, wire.MAGIC) + b"\xff",
+        encode_request(Op.VALIDATE, wire.MAGIC) + b"\x01" + b"\xff" * 8,
+    ],
+)
+def test_server_hangs_up_on_nonsense_and_lives(master, sent):
+    with socket.create_connection(("127.0.0.1", master.port), timeout=10) as stranger:
+        stranger.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert master.add("n", 1) == 1
+
+
+def test_client_that_reads_nothing_does_not_fill_the_server(master):
+    master.set("large", bytes(4 << 20))
+    with raw_client(master.port) as slow:
+        slow.sendall(encode_request(Op.GET, "/large") * 200)
+        wait_until(lambda: any(c.pending for c in list(master._server._server._connections)))
+        unsent = [len(c.unsent) for c in list(master._server._server._connections)]
+        assert max(unsent) < 16 << 20
+        assert master.add("n", 1) == 1
+
+
+def test_large_values_and_many_keys(master):
+    large = os.urandom(1 << 20) * 64
+    master.set("large", large)
+    assert master.get("large") == large
+    names = [f"key{number:06d}" for number in range(20_000)]
+    master.multi_set(names, [b""] * len(names))
+    assert master.check(names)
+    master.delete_key("large")
+    assert master.list_keys() == names
+
+
+def test_small_multi_get_cannot_ask_for_more_than_the_bound(master, monkeypatch):
+    monkeypatch.setattr("unisono.stores.tcp_server.MAX_REPLY_BYTES", 10_000)
+    master.set("k", bytes(1000))
+    assert len(master.multi_get(["k"] * 10)) == 10
+    with pytest.raises(StoreConnectionError):
+        master.multi_get(["k"] * 11)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_child_of_a_fork_has_connections_of_its_own(master):
+    master.set("from", "parent")
+    script = (
+        "import os, sys; from unisono.stores import TCPStore\n"
+        f"store = TCPStore('127.0.0.1', {master.port}, timeout=20)\n"
+        "store.set('a', '1')\n"
+        "pid = os.fork()\n"
+        "for _ in range(200): store.add('n', 1)\n"
+        "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    assert master.get("n") == b"400"
+
+
+def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
+    script = (
+        "import os, sys, time; from unisono.stores import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0: sys.stdin.read(); os._exit(0)\n"
+        "print(store.port, flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        port = int(parent.stdout.readline())
+        with TCPStore("127.0.0.1", port, timeout=30) as client:
+            thread, outcome = in_thread(lambda: client.get("never"))
+            wait_until(lambda: client._pool._busy)
+            parent.kill()
+            thread.join(10)
+            assert isinstance(outcome[0], StoreConnectionError), outcome
+
+
+def test_open_and_close_leave_nothing():
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    with TCPStore("127.0.0.1", 0, is_master=True):
+        pass
+    threads, fds = threading.active_count(), descriptors()
+    for _ in range(200):
+        with TCPStore("127.0.0.1", 0, is_master=True) as store, store.clone() as clone:
+            clone.set("k", "v")
+    assert (threading.active_count(), descriptors()) == (threads, fds)
+
+
+def test_forgotten_store_closes_itself():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    port = store.port
+    store.set("k", "v")
+    del store
+    with pytest.raises(StoreConnectionError):
+        TCPStore("127.0.0.1", port, timeout=0)
+
+
+def test_server_needs_a_socket():
+    with pytest.raises(InvalidArgumentError):
+        TCPStoreServer([])

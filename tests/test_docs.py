@@ -1,0 +1,148 @@
+"""The documents tell the truth: generated pages, commands, links, and the README's texts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.base.config import VARIABLES
+from unisono.elastic.environment import worker_environment
+from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
+from unisono.testing import run
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def tool(name: str) -> ModuleType:
+    """Import a script of tools/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+blocks = tool("readme").blocks
+
+
+# ---- pages ---------------------------------------------------------------------------------
+
+
+def test_algorithms_page_is_up_to_date():
+    page = (ROOT / "docs/reference/algorithms.md").read_text(encoding="utf-8")
+    assert page == tool("algorithms_page").page(), "run `make docs`"
+
+
+def test_environment_page_lists_what_the_code_reads():
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(UNISONO_\w+)` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    expected = [(name, v.default or "(empty)", v.meaning) for name, v in VARIABLES.items()]
+    assert rows == expected
+
+
+def test_environment_page_lists_what_the_launcher_sets():
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    alone = worker_environment(0, 1, master_port=1, launch_id="", inherited={})
+    assert [name for name in alone if name not in page] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    local = [target for target in targets if "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_a_page_names_exist(page):
+    names = re.findall(r"`((?:src/|tests/|tools/|examples/)?[\w/]+\.py)`", page.read_text("utf-8"))
+    names = [name for name in names if name != "script.py"]  # the reader's own
+    places = (ROOT, ROOT / "src/unisono", ROOT / "src/unisono/schedules")
+    assert [name for name in names if not any((p / name).exists() for p in places)] == []
+
+
+# ---- the README's commands -----------------------------------------------------------------
+
+
+def test_commands_exist():
+    commands = [line for block in blocks("bash", README) for line in block.splitlines()]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    assert "make test" in commands
+    assert {c.split()[1] for c in commands if c.startswith("make ")} <= targets
+    scripts = [word for c in commands for word in c.split() if word.endswith(".py")]
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def test_first_example_prints_what_the_readme_says(tmp_path):
+    example, expected = blocks("python", README)[0], blocks("text", README)[0]
+    script = tmp_path / "hello.py"
+    script.write_text(example, encoding="utf-8")
+    # Unbuffered, print() writes a line and its end separately, and two ranks mix them.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == expected.splitlines()
+    assert len(example.splitlines()) <= 14
+
+
+# ---- the README's differences from Gloo ----------------------------------------------------
+
+
+def test_column_of_an_array_is_reduced_and_nothing_else():
+    def body(rank):
+        table = np.zeros((3, 4))
+        table[:, 1] = rank + 1
+        dist.all_reduce(table[:, 1])
+        return table
+
+    expected = np.zeros((3, 4))
+    expected[:, 1] = 3
+    for table in run(body, 2):
+        np.testing.assert_array_equal(table, expected)
+
+
+def test_different_calls_give_the_readmes_text_and_leave_a_usable_group():
+    def body(rank):
+        data = np.full(3 if rank else 4, rank, np.float32)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            dist.all_reduce(data)
+        np.testing.assert_array_equal(data, rank)
+        after = np.ones(2)
+        dist.all_reduce(after)
+        np.testing.assert_array_equal(after, 2)
+        return caught.value.what
+
+    assert run(body, 2)[0] in blocks("text", README)[1]
+
+
+def test_missing_rank_gives_the_readmes_text():
+    told = threading.Barrier(3)
+
+    def body(rank):
+        what = None
+        if rank != 2:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.all_reduce(np.zeros(4), timeout=0.5)
+            what = caught.value.what
+        # Rank 2 is alive all the time; were it gone, the error would be another one.
+        told.wait(30)
+        return what
+
+    found = run(body, 3)
+    # Ranks 0 and 1 give up together; the one that is first says so to the other.
+    assert found[0].removesuffix(" (found by rank 1)") == blocks("text", README)[2].rstrip()
+    assert "rank 2 never entered it" in found[1]

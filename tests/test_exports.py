@@ -1,0 +1,84 @@
+"""Every public name has one home, can be imported, and is documented."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import unisono
+import unisono.errors
+import unisono.lowlevel
+import unisono.testing
+
+TIERS = (unisono, unisono.lowlevel, unisono.testing, unisono.errors)
+PUBLIC = [(tier, name) for tier in TIERS for name in tier.__all__]
+IDS = [f"{tier.__name__}.{name}" for tier, name in PUBLIC]
+
+
+def names_for_type_checkers() -> set[tuple[str, str, str]]:
+    """Return (module, name there, name here) of unisono's TYPE_CHECKING block."""
+    tree = ast.parse(Path(unisono.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    return {
+        (node.module.removeprefix("unisono."), alias.name, alias.asname)
+        for node in block.body
+        for alias in node.names
+    }
+
+
+def test_type_checkers_and_the_interpreter_see_the_same_names():
+    declared = {
+        (module, "GroupMember" if name == "group" else name, name)
+        for module, names in unisono._HOMES.items()
+        for name in names.split()
+    }
+    assert names_for_type_checkers() == declared
+
+
+def test_each_public_name_has_one_home():
+    homes: dict[str, list[str]] = {}
+    for tier, name in PUBLIC:
+        homes.setdefault(name, []).append(tier.__name__)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=lambda tier: tier.__name__)
+def test_all_has_no_duplicates(tier):
+    assert len(set(tier.__all__)) == len(tier.__all__)
+
+
+@pytest.mark.parametrize(("tier", "name"), PUBLIC, ids=IDS)
+def test_public_name_can_be_imported(tier, name):
+    assert getattr(import_module(tier.__name__), name) is not None
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'unisono' has no attribute 'all_reduces'"):
+        unisono.all_reduces  # noqa: B018  the access is the test
+
+
+def test_dir_lists_every_name():
+    assert set(unisono.__all__) <= set(dir(unisono))
+
+
+@pytest.mark.parametrize(("tier", "name"), PUBLIC, ids=IDS)
+def test_public_classes_and_functions_are_documented(tier, name):
+    value = getattr(tier, name)
+    if not inspect.isclass(value) and not inspect.isfunction(value):
+        return
+    undocumented = [name] if not inspect.getdoc(value) else []
+    if inspect.isclass(value):
+        undocumented += [
+            f"{name}.{method}"
+            for method, function in vars(value).items()
+            if not method.startswith("_")
+            and inspect.isfunction(function)
+            and method not in getattr(value, "__dataclass_fields__", {})
+            and not inspect.getdoc(getattr(value, method))
+        ]
+    assert undocumented == []

@@ -1,0 +1,75 @@
+"""Write docs/reference/algorithms.md: what every schedule costs, counted on its own steps.
+
+Run from the repository root: `make docs`. A test fails when the page is out of date.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+from unisono.schedules import available, build, cost
+from unisono.schedules.ir import COLLECTIVES, ROOTED
+from unisono.schedules.registry import ALGORITHMS
+
+PAGE = Path("docs/reference/algorithms.md")
+WORLD_SIZES = (2, 4, 8, 13, 64)
+
+HEAD = """\
+# Algorithms and what they cost
+
+Written by `tools/algorithms_page.py` from the schedules themselves; do not edit.
+
+Each cell holds two counts for a world of p ranks: **rounds**, the number of message latencies
+that follow one another, and **bytes sent** by the busiest rank, as a multiple of n. A dash means
+that the algorithm does not serve that world size. n is the size of the whole data in bytes: the
+vector of all_reduce, broadcast and reduce; all p blocks together in the others. Roots are rank 0,
+and data is not cut into a pipeline, which would add rounds and leave the bytes as they are.
+
+`one_shot` and `two_shot` are meant for memory that all ranks can read, where a post is written
+once; the counts here are those of an engine that sends each post to every rank it is for.
+
+Ask for an algorithm with `algorithm="ring"` in a call or with `UNISONO_ALGO`; see
+[environment variables](environment.md). Without either, `unisono.lowlevel.select` chooses.
+"""
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+def page() -> str:
+    """Return the page's text."""
+    return "\n".join([HEAD, *(section(collective) for collective in COLLECTIVES)])
+
+
+def section(collective: str) -> str:
+    """Return the table of one collective."""
+    head = " | ".join(f"p = {p}" for p in WORLD_SIZES)
+    lines = [f"## {collective}", "", f"| algorithm | {head} |", "|---" * 6 + "|"]
+    served = {name for p in WORLD_SIZES for name in available(collective, p)}
+    for name in [name for name in ALGORITHMS if name in served]:
+        cells = " | ".join(cell(collective, name, p) for p in WORLD_SIZES)
+        lines.append(f"| `{name}` | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(collective: str, algorithm: str, world_size: int) -> str:
+    """Return rounds and bytes of one schedule."""
+    if algorithm not in available(collective, world_size):
+        return "-"
+    root = 0 if collective in ROOTED else -1
+    counted = cost(build(collective, algorithm, world_size, root))
+    return f"{counted.rounds}; {multiple(counted.bytes_sent)}"
+
+
+def multiple(factor: Fraction) -> str:
+    """Return a multiple of n as text."""
+    if factor.denominator == 1:
+        return {0: "0", 1: "n"}.get(int(factor), f"{factor} n")
+    return f"{factor} n"
+
+
+if __name__ == "__main__":
+    main()

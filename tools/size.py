@@ -1,0 +1,81 @@
+"""Fail when a module, a function or the whole tree outgrows its budget.
+
+Run from the repository root: `python tools/size.py`. A budget is met by removing concepts, never
+by denser lines.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MODULE = 500
+FUNCTION = 60
+TOP_LEVEL = 20
+TREE = 12_000
+CPP_FILE = 400
+
+# (path, what) -> (limit, reason); what is "lines" or "definitions". A new entry is a review topic.
+ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
+    ("src/unisono/errors.py", "definitions"): (32, "one class per kind of error, in one place"),
+}
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+CPP_SUFFIXES = {".cpp", ".cc", ".h", ".hpp"}
+
+
+def main() -> int:
+    """Print every violation, or one line saying that there is none."""
+    modules = sorted(Path("src").rglob("*.py"))
+    problems = [problem for path in modules for problem in check_module(path)]
+    total = sum(line_count(path) for path in modules)
+    if total > TREE:
+        problems.append(f"src: {total} lines of Python (limit {TREE})")
+    for path in sorted(Path("native").rglob("*")):
+        if path.suffix in CPP_SUFFIXES:
+            problems += check_lines(path, CPP_FILE)
+    print("\n".join(problems) or f"size: {len(modules)} modules, {total} of {TREE} lines")
+    return 1 if problems else 0
+
+
+def check_module(path: Path) -> Iterator[str]:
+    """Yield what is too big in one Python module."""
+    yield from check_lines(path, MODULE)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = sum(isinstance(node, FunctionNode | ast.ClassDef) for node in tree.body)
+    if top > (limit := limit_for(path, "definitions", TOP_LEVEL)):
+        yield f"{path}: {top} top-level definitions (limit {limit})"
+    for node in ast.walk(tree):
+        if isinstance(node, FunctionNode) and (lines := body_lines(node)) > FUNCTION:
+            where = f"{path}:{node.lineno}"
+            yield f"{where}: {node.name}() has {lines} lines without docstring (limit {FUNCTION})"
+
+
+def check_lines(path: Path, default: int) -> Iterator[str]:
+    """Yield a problem if a file is longer than its limit."""
+    if (lines := line_count(path)) > (limit := limit_for(path, "lines", default)):
+        yield f"{path}: {lines} lines (limit {limit})"
+
+
+def limit_for(path: Path, what: str, default: int) -> int:
+    """Return a file's limit: the table's if it has one, else the default."""
+    limit, _reason = ALLOWED.get((path.as_posix(), what), (default, ""))
+    return limit
+
+
+def body_lines(node: FunctionNode) -> int:
+    """Return a function's lines less its docstring, so that documentation costs nothing."""
+    assert node.end_lineno is not None
+    doc = ast.get_docstring(node, clean=False)
+    return node.end_lineno - node.lineno + 1 - (doc.count("\n") + 1 if doc else 0)
+
+
+def line_count(path: Path) -> int:
+    """Return the number of lines of a file."""
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
