@@ -36,7 +36,7 @@ def die(folder):
 def kill_while_all_wait(rank, folder, victim, mode, members=None):
     """Kill a rank that never came while the others wait in every operation there is."""
     names = [*COLLECTIVES, RECV, ANY_SOURCE]
-    groups = groups_for(names, members, 30.0)
+    groups = groups_for(names, members, 8.0)
     waiting = [r for r in members or range(dist.get_world_size()) if r != victim]
     dist.barrier()
     if rank == victim:

@@ -72,7 +72,8 @@ class _Message(Pending):
         return error
 
     def _late(self) -> UnisonoError:
-        assert self._transfer is not None and self.deadline is not None
+        assert self._transfer is not None
+        assert self.deadline is not None
         comm, me, peer = self._comm, self._comm.transport.rank, self._transfer.peer
         whom = (
             "no rank sent a message that fits" if peer is None else f"rank {peer} did not match it"

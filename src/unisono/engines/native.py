@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from unisono.schedules import Layout, Program, Schedule, SharedProgram, build, l
 from unisono.transports import LinkDown
 
 try:
-    from unisono import _engine
+    _engine: Any = import_module("unisono._engine")
 except ImportError:
-    _engine = None  # type: ignore[assignment]
+    _engine = None
 
 __all__ = ["NativeEngine", "host_word", "is_native_available"]
 

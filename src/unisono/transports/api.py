@@ -17,13 +17,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from enum import IntEnum
 from typing import Any, NamedTuple, Self
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError, InvalidArgumentError
 from unisono.transports.matching import Cancelled, LinkDown, Mailbox, MessageMismatch, Transfer
+from unisono.transports.message import Key, Kind
 
 __all__ = [
     "Cancelled",
@@ -46,25 +46,6 @@ _HISTORY = 8
 _COPY_S = 5.0
 
 _NO_CONTEXT = -1
-
-
-class Kind(IntEnum):
-    """What a message is for."""
-
-    COLLECTIVE = 0
-    P2P = 1
-    ASK = 2
-    ANSWER = 3
-    FAIL = 4
-    GOODBYE = 5
-
-
-class Key(NamedTuple):
-    """The address of a message inside a rank: group, purpose, and tag or sequence number."""
-
-    context: int
-    kind: Kind
-    tag: int
 
 
 class Status(NamedTuple):

@@ -1,0 +1,75 @@
+"""The native engine."""
+
+from collections.abc import Sequence
+
+DTYPE_CODES: dict = ...
+
+def reduce(into: int, other: int, count: int, dtype: int, op: int) -> None:
+    """Set into = into (op) other, element by element; pointers and codes."""
+
+def isa() -> str:
+    """Return the name of the chosen instruction set."""
+
+def isas() -> list[str]:
+    """Return the instruction sets that this machine has, from slowest."""
+
+def set_isa(name: str) -> None:
+    """Choose an instruction set."""
+
+ABI: int = 1
+
+OK: int = 0
+
+MISMATCH: int = 1
+
+TIMEOUT: int = 2
+
+LOST: int = 3
+
+ABORTED: int = 4
+
+class Segment:
+    @staticmethod
+    def create(ranks: int, slot_bytes: int, nonce: bytes) -> tuple[int, Segment]:
+        """Make shared memory; return (errno or 0, segment)."""
+
+    @staticmethod
+    def attach(pid: int, fd: int, nonce: bytes) -> tuple[int, Segment]:
+        """Map what another process made; return (errno or 0, segment)."""
+
+    def fd(self) -> int: ...
+    def close_fd(self) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Group:
+    def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
+    def run(
+        self,
+        arg0: int,
+        arg1: int,
+        arg2: int,
+        arg3: int,
+        arg4: int,
+        arg5: int,
+        arg6: int,
+        arg7: int,
+        arg8: int,
+        arg9: int,
+        arg10: int,
+        arg11: int,
+        arg12: int,
+        arg13: int,
+        arg14: float,
+        /,
+    ) -> tuple[int, int]:
+        """Agree on the fingerprint unless it is 0, run; return (code, peer)."""
+
+    def agree(self, arg0: int, arg1: int, arg2: float, /) -> tuple[int, int, int]:
+        """Agree only; return (code, peer, even)."""
+
+    def abort(self) -> None:
+        """End whatever waits."""
+
+    def leave(self) -> None:
+        """Tell the others that this rank is gone."""

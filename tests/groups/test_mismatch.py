@@ -1,0 +1,59 @@
+"""Ranks that make different calls: everybody is told both sides, and nothing is changed."""
+
+import mismatch_bodies
+import pytest
+from mismatch_bodies import CASES
+
+from unisono.testing import run
+
+
+def check(results, odd):
+    p = len(results)
+    for rank, told in enumerate(results):
+        for name, (_, _, odd_text, usual_text) in CASES.items():
+            line = told[name]
+            assert "\n" not in line
+            assert odd_text in line, (name, line)
+            assert usual_text in line, (name, line)
+            assert f"on rank {rank} of {p}: " in line, (name, line)
+            if name != "split sizes":
+                assert f"rank {odd} called {odd_text}" in line, (name, line)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_every_rank_names_both_sides(size, async_op):
+    check(run(mismatch_bodies.every_case, size, args=(1, async_op)), 1)
+
+
+@pytest.mark.parametrize("transport", ["processes", "tcp"])
+def test_over_tcp(transport):
+    where = {"ranks": "processes"} if transport == "processes" else {"transport": "tcp"}
+    check(run(mismatch_bodies.every_case, 3, args=(1, False), **where), 1)
+
+
+def test_the_whole_line():
+    told = run(mismatch_bodies.every_case, 3, args=(1, False))
+    assert told[0]["op"] == (
+        "all_reduce #1 in group 'default' does not match on rank 0 of 3: ranks 0 and 2 called "
+        "broadcast(float32[4], src=0); rank 1 called all_reduce(float32[4], SUM)"
+    ).replace("all_reduce #1", "broadcast #1")
+    assert told[1]["op"] == (
+        "all_reduce #1 in group 'default' does not match on rank 1 of 3: rank 1 called "
+        "all_reduce(float32[4], SUM); ranks 0 and 2 called broadcast(float32[4], src=0)"
+    )
+
+
+def test_no_array_is_changed(world):
+    world(mismatch_bodies.keeps_buffers, 3)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_two_calls_in_another_order(world, async_op):
+    results = world(mismatch_bodies.swapped_order, 2, args=(async_op,))
+    for errors in results:
+        assert len(errors) == 2
+        for number, line in enumerate(errors, 1):
+            assert f"all_reduce #{number} in group 'default' does not match" in line
+            assert "all_reduce(float64[3], SUM)" in line
+            assert "all_reduce(int16[3], SUM)" in line
