@@ -13,7 +13,7 @@ help:
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
-	@echo "make docs    write the generated pages under docs/reference"
+	@echo "make docs    write what is generated under docs/reference"
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(STAMP)
@@ -26,11 +26,12 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
 
 docs: $(STAMP)
 	@$(BIN)/python tools/algorithms_page.py
+	@$(BIN)/python tools/environment_page.py
 
 setup: $(STAMP)
 
@@ -39,16 +40,16 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@echo "setting up .venv (first time: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[test,dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' \
 		|| echo "$(TORCH) could not be installed: tests that compare with torch will be skipped"
 	@touch $@
 
 # Compiles what changed and installs it. Without pip's isolation, in which every build would be a
 # build from nothing; and a compile error is an error here, not a fall-back to pure Python.
 native: $(STAMP)
-	@UNISONO_REQUIRE_NATIVE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--no-build-isolation --no-deps -e .
+	@UNISONO_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -qq --disable-pip-version-check \
+		--no-build-isolation --no-deps -C cmake.define.UNISONO_STRICT=ON -e .
 	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o src/unisono/_engine.pyi
 	@$(BIN)/ruff format --quiet src/unisono/_engine.pyi
 

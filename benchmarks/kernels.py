@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nbytes", type=int, default=256 << 10, help="size of one operand")
     parser.add_argument("--ops", default="SUM,PRODUCT,MIN,BAND", help="comma-separated")
-    parser.add_argument("--dtypes", default=",".join(_engine.DTYPE_CODES), help="comma-separated")
+    parser.add_argument("--dtypes", default=",".join(_engine.dtype_codes()), help="comma-separated")
     arguments = parser.parse_args()
     isas = _engine.isas()
     print(f"GB/s, {arguments.nbytes} bytes")
@@ -43,7 +43,7 @@ def measure(name: str, op: RedOpType, nbytes: int, isas: list[str]) -> list[floa
     into, other = np.ones((2, nbytes // dtype.itemsize), dtype.storage)
     if name == "bfloat16":  # the integer 1 would be a denormal, which some processors punish
         into[:] = other[:] = 0x3F80
-    code = _engine.DTYPE_CODES[name]
+    code = _engine.dtype_codes()[name]
     pointers = into.ctypes.data, other.ctypes.data
 
     def native() -> None:

@@ -15,7 +15,7 @@ import unisono as dist
 COUNT = 100_003
 
 
-def over_all(value: float, op: dist.RedOpType) -> float:
+def over_all(value: float, op: dist.ReduceOp) -> float:
     """Return the reduction of everybody's value."""
     array = np.array([value])
     dist.all_reduce(array, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -52,7 +53,7 @@ def _left_since(before: set[str]) -> list[str]:
     give_up = time.monotonic() + PATIENCE_S
     while (left := _resources() - before) and time.monotonic() < give_up:
         time.sleep(0.01)
-    return sorted(left)
+    return sorted(map(_described, left))
 
 
 def _resources() -> set[str]:
@@ -76,16 +77,19 @@ def _descriptors() -> Iterator[str]:
 def _children() -> Iterator[str]:
     """Name the direct children, among them those that ended but were never waited for."""
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in path.read_text().split():
-            yield f"process {pid}: {_command_line(pid)}"
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            yield from (f"process {pid}" for pid in path.read_text().split())
 
 
-def _command_line(pid: str) -> str:
-    try:
+def _described(resource: str) -> str:
+    """Add a process's command line, which is no part of its name: exec changes it."""
+    kind, _, pid = resource.partition(" ")
+    if kind != "process":
+        return resource
+    with contextlib.suppress(FileNotFoundError):
         words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except FileNotFoundError:
-        return "gone"
-    return " ".join(words).strip() or "zombie"
+        return f"{resource}: {' '.join(words).strip() or 'zombie'}"
+    return resource
 
 
 def _shared_memory() -> Iterator[str]:

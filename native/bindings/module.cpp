@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
@@ -54,7 +55,7 @@ std::vector<std::string> isas() {
 }
 
 // Python's name of every element type -> its code.
-nb::dict dtype_codes() {
+nb::typed<nb::dict, nb::str, nb::int_> dtype_codes() {
   using unisono::DType;
   const struct {
     const char* name;
@@ -67,7 +68,7 @@ nb::dict dtype_codes() {
     {"float64", DType::f64},     {"complex64", DType::c64}, {"complex128", DType::c128},
   };
   static_assert(sizeof(table) / sizeof(table[0]) == unisono::kDTypes, "one row per DType");
-  nb::dict codes;
+  nb::typed<nb::dict, nb::str, nb::int_> codes;
   for (const auto& row : table) codes[row.name] = static_cast<int>(row.code);
   return codes;
 }
@@ -93,6 +94,19 @@ std::pair<int, std::shared_ptr<unisono::Segment>> attach(int pid, int fd, const 
   return {error, segment};
 }
 
+// Whether a signal handler raised, Ctrl-C above all; it ends the wait with that exception.
+bool signal_raised() {
+  nb::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> segment, int rank,
+                                           const std::vector<int>& pids, int spin) {
+  auto group = std::make_unique<unisono::Group>(std::move(segment), rank, pids, spin);
+  group->set_poll(&signal_raised);
+  return group;
+}
+
 std::pair<int, int> run(unisono::Group& group, std::uintptr_t steps, std::size_t step_count,
                         std::uintptr_t loops, std::size_t loop_count, std::uintptr_t input,
                         int64_t input_count, std::uintptr_t output, int64_t output_count,
@@ -106,15 +120,23 @@ std::pair<int, int> run(unisono::Group& group, std::uintptr_t steps, std::size_t
                                  itemsize};
   unisono::ReduceFn reduce =
     unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
-  nb::gil_scoped_release unlocked;
-  unisono::Status status = group.run(program, buffers, reduce, fingerprint, nanoseconds(timeout_s));
+  unisono::Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = group.run(program, buffers, reduce, fingerprint, nanoseconds(timeout_s));
+  }
+  if (status.code == unisono::Code::interrupted) throw nb::python_error();
   return {static_cast<int>(status.code), status.peer};
 }
 
 std::tuple<int, int, uint64_t> agree(unisono::Group& group, uint64_t fingerprint, uint64_t even,
                                      double timeout_s) {
-  nb::gil_scoped_release unlocked;
-  unisono::Status status = group.agree(fingerprint, &even, nanoseconds(timeout_s));
+  unisono::Status status;
+  {
+    nb::gil_scoped_release unlocked;
+    status = group.agree(fingerprint, &even, nanoseconds(timeout_s));
+  }
+  if (status.code == unisono::Code::interrupted) throw nb::python_error();
   return {static_cast<int>(status.code), status.peer, even};
 }
 
@@ -122,7 +144,7 @@ std::tuple<int, int, uint64_t> agree(unisono::Group& group, uint64_t fingerprint
 
 NB_MODULE(_engine, m) {
   m.doc() = "The native engine.";
-  m.attr("DTYPE_CODES") = dtype_codes();
+  m.def("dtype_codes", &dtype_codes, "Return every element type's code, by Python's name of it.");
   m.def("reduce", &reduce, nb::arg("into"), nb::arg("other"), nb::arg("count"), nb::arg("dtype"),
           nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
   m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
@@ -147,8 +169,8 @@ NB_MODULE(_engine, m) {
     .def_prop_ro("nbytes", &unisono::Segment::bytes);
 
   nb::class_<unisono::Group>(m, "Group")
-    .def(nb::init<std::shared_ptr<unisono::Segment>, int, const std::vector<int>&, int>(),
-         nb::arg("segment"), nb::arg("rank"), nb::arg("pids"), nb::arg("spin"))
+    .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
+         nb::arg("spin"))
     .def("run", &run, "Agree on the fingerprint unless it is 0, run; return (code, peer).")
     .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("abort", &unisono::Group::abort, "End whatever waits.")

@@ -1,6 +1,6 @@
 #include "group.hpp"
 
-#include <cerrno>
+#include <cstring>
 #include <ctime>
 
 #include <poll.h>
@@ -216,13 +216,28 @@ Status Group::run_step(const Step& step, int index) {
     from = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
   }
   char* into = (step.dst_buf == kScratch ? scratch_ : output_) + step.dst_off * itemsize_;
-  const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
-  if (reduces) {
+  if (step.op == kRecvReduce && step.peer < rank_) {
+    reduce_swapped(into, from, step.count);
+  } else if (step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce) {
     reduce_(into, from, static_cast<size_t>(step.count));
   } else if (into != from) {  // all_gather in place copies a block onto itself
     copy_chunked(into, from, static_cast<size_t>(step.count * itemsize_));
   }
   return {};
+}
+
+// into = from (op) into. Two ranks that swap their vectors put the lower rank's first, so that both
+// compute the same expression; see Run.execute in engines/reference.py for where that matters.
+void Group::reduce_swapped(char* into, const char* from, int64_t count) {
+  alignas(64) char first[4096];
+  const int64_t block = static_cast<int64_t>(sizeof(first)) / itemsize_;
+  for (int64_t at = 0; at < count; at += block) {
+    const int64_t n = count - at < block ? count - at : block;
+    const size_t bytes = static_cast<size_t>(n * itemsize_);
+    std::memcpy(first, from + at * itemsize_, bytes);
+    reduce_(first, into + at * itemsize_, static_cast<size_t>(n));
+    std::memcpy(into + at * itemsize_, first, bytes);
+  }
 }
 
 const char* Group::source(const Step& step) const {
@@ -271,6 +286,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (line.flag.load(std::memory_order_acquire) >= value) return {};
     if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
+    if (poll_ && poll_()) return {Code::interrupted, peer, step};
     for (int other = 0; other < ranks_; ++other) {
       // A rank that ended inside this epoch may be what the awaited one waits for.
       const uint64_t needed = other == peer ? value : epoch_ * kStages;

@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kernels.hpp"
@@ -69,6 +71,9 @@ class Group {
   Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, uint64_t fingerprint,
              int64_t timeout_ns);
 
+  // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
+  void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
+
   // End whatever waits, from any thread; the group cannot be used afterwards.
   void abort() { aborted_.store(true, std::memory_order_relaxed); }
 
@@ -82,6 +87,7 @@ class Group {
   Status compare(uint64_t fingerprint, uint64_t* even);
   Status run_piece(const Step* first, const Step* end, uint64_t fingerprint);
   Status run_step(const Step& step, int index);
+  void reduce_swapped(char* into, const char* from, int64_t count);
   const char* source(const Step& step) const;
   void post(const Step& step);
   void raise(uint64_t stage);
@@ -97,6 +103,7 @@ class Group {
   int64_t deadline_ns_ = 0;
   std::atomic<bool> aborted_{false};
   std::vector<int> pidfds_;
+  std::function<bool()> poll_;
   // Of the run in progress.
   const char* input_ = nullptr;
   char* output_ = nullptr;

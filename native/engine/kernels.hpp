@@ -1,4 +1,6 @@
-// Element-wise reductions, the same as unisono/engines/kernels.py to the bit.
+// Element-wise reductions, the same as unisono/engines/kernels.py to the bit, with two exceptions
+// where NumPy's answer depends on the processor and this one must not: products of complex numbers
+// are never fused, and MIN and MAX of +0 and -0 give what NumPy gives on x86-64.
 //
 // The loops (kernels_isa.cpp) are compiled once per instruction set and chosen at run time.
 // Nothing here depends on alignment; `into` and `other` must not overlap.
@@ -44,8 +46,8 @@ constexpr int kRedOps = 9;
 // into[i] = into[i] (op) other[i] for i < count elements.
 using ReduceFn = void (*)(void* into, const void* other, std::size_t count);
 
-// The loop for this pair in the chosen instruction set; nullptr if the pair has no meaning (MIN
-// of complex numbers) or a code is out of range. AVG and PREMUL_SUM add: Python applies their factors.
+// The loop for this pair in the chosen instruction set; nullptr if the pair has no meaning (MIN of
+// complex numbers) or a code is out of range. AVG and PREMUL_SUM add; Python applies their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
 
 std::size_t element_nbytes(DType dtype);

@@ -27,18 +27,6 @@ struct [[gnu::packed, gnu::may_alias]] Stored {
   T value;
 };
 
-float as_float(u32 bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-u32 as_bits(float value) {
-  u32 bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 // --- element types: what is stored, what is computed with ------------------------------------
 
 template <class T>
@@ -56,50 +44,7 @@ struct Bool {
   static Memory store(Value value) { return value; }
 };
 
-struct BFloat16 {
-  using Memory = u16;
-  using Value = float;
-  static Value load(Memory stored) { return as_float(u32{stored} << 16); }
-
-  static Memory store(Value value) {
-    u32 bits = as_bits(value);
-    // Half of the last kept bit's weight, less one unless that bit is odd: rounds to even.
-    u32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    u32 quiet_nan = (bits >> 16) | 0x40;
-    return static_cast<u16>(value != value ? quiet_nan : rounded);
-  }
-};
-
-// Without branches, so that the loop vectorises; and right even if the caller's thread flushes
-// denormals to zero, as these only ever appear as integers here.
-struct Float16 {
-  using Memory = u16;
-  using Value = float;
-
-  static Value load(Memory stored) {
-    i32 magnitude = (stored & 0x7FFF) << 13;
-    i32 normal = magnitude + ((127 - 15) << 23);
-    i32 infinite_or_nan = magnitude + ((255 - 31) << 23);
-    // 2^-14 + x * 2^-24 is exact, and so is taking 2^-14 away again.
-    i32 denormal = as_bits(as_float(magnitude + (113 << 23)) - as_float(113 << 23));
-    i32 finite = magnitude < (1 << 23) ? denormal : normal;
-    i32 bits = magnitude < (31 << 23) ? finite : infinite_or_nan;
-    return as_float(u32(bits) | (u32{stored} & 0x8000) << 16);
-  }
-
-  static Memory store(Value value) {
-    u32 bits = as_bits(value);
-    i32 magnitude = bits & 0x7FFFFFFF;
-    // Rounds to even as above; a carry out of the mantissa raises the exponent, up to infinity.
-    i32 normal = (magnitude - ((127 - 15) << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
-    // The last bit of 0.5f weighs 2^-24, as half's last denormal bit: the adder does the rounding.
-    i32 denormal = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
-    i32 infinite_or_nan = magnitude > (255 << 23) ? 0x7E00 : 0x7C00;
-    i32 finite = magnitude < (113 << 23) ? denormal : normal;
-    i32 half = magnitude < (143 << 23) ? finite : infinite_or_nan;
-    return static_cast<u16>(u32(half) | (bits & 0x80000000u) >> 16);
-  }
-};
+#include "half.inl"
 
 template <class T>
 struct Complex {
@@ -148,12 +93,6 @@ T multiply(T a, T b) {
 template <class T>
 Complex<T> add(Complex<T> a, Complex<T> b) {
   return {a.re + b.re, a.im + b.im};
-}
-
-// The textbook formula, as NumPy's: no rescue of infinities that became NaN.
-template <class T>
-Complex<T> multiply(Complex<T> a, Complex<T> b) {
-  return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
 }
 
 struct Sum {
@@ -234,6 +173,29 @@ void loop(void* into, const void* other, std::size_t count) {
   }
 }
 
+// The textbook formula, as NumPy's: no rescue of infinities that became NaN. Real and imaginary
+// parts are kept apart until the end of a block. Where they alternate, GCC 12 makes fused
+// multiply-adds in spite of -ffp-contract=off, and the result depends on the machine.
+template <class T>
+void complex_product(void* into, const void* other, std::size_t count) {
+  constexpr std::size_t block = 64;
+  auto* a = static_cast<Stored<Complex<T>>*>(into);
+  auto* b = static_cast<const Stored<Complex<T>>*>(other);
+  T re[block];
+  T im[block];
+  while (count > 0) {
+    const std::size_t n = count < block ? count : block;
+    for (std::size_t k = 0; k < n; k++) {
+      re[k] = a[k].value.re * b[k].value.re - a[k].value.im * b[k].value.im;
+      im[k] = a[k].value.re * b[k].value.im + a[k].value.im * b[k].value.re;
+    }
+    for (std::size_t k = 0; k < n; k++) a[k].value = {re[k], im[k]};
+    a += n;
+    b += n;
+    count -= n;
+  }
+}
+
 #if defined(__F16C__)
 // Compilers of today do not turn Float16::load and ::store into these instructions.
 template <class Op>
@@ -263,8 +225,12 @@ void half_loop(void* into, const void* other, std::size_t count) {
 // --- tables ----------------------------------------------------------------------------------
 
 template <class Element>
-ReduceFn arithmetic(RedOp op) {
+ReduceFn real(RedOp op) {
   switch (op) {
+    case RedOp::min:
+      return loop<Element, Min>;
+    case RedOp::max:
+      return loop<Element, Max>;
     case RedOp::sum:
     case RedOp::avg:
     case RedOp::premul_sum:
@@ -273,18 +239,6 @@ ReduceFn arithmetic(RedOp op) {
       return loop<Element, Product>;
     default:
       return nullptr;
-  }
-}
-
-template <class Element>
-ReduceFn ordered(RedOp op) {
-  switch (op) {
-    case RedOp::min:
-      return loop<Element, Min>;
-    case RedOp::max:
-      return loop<Element, Max>;
-    default:
-      return arithmetic<Element>(op);
   }
 }
 
@@ -300,7 +254,7 @@ ReduceFn integer(RedOp op) {
     case RedOp::premul_sum:
       return nullptr;
     default:
-      return ordered<Plain<T>>(op);
+      return real<Plain<T>>(op);
   }
 }
 
@@ -316,6 +270,20 @@ ReduceFn half(RedOp op) {
       return half_loop<MinFirst>;
     case RedOp::max:
       return half_loop<MaxFirst>;
+    default:
+      return nullptr;
+  }
+}
+
+template <class T>
+ReduceFn complex(RedOp op) {
+  switch (op) {
+    case RedOp::sum:
+    case RedOp::avg:
+    case RedOp::premul_sum:
+      return loop<Plain<Complex<T>>, Sum>;
+    case RedOp::product:
+      return complex_product<T>;
     default:
       return nullptr;
   }
@@ -363,15 +331,15 @@ ReduceFn reduce_fn(DType dtype, RedOp op) {
     case DType::f16:
       return half(op);
     case DType::bf16:
-      return ordered<BFloat16>(op);
+      return real<BFloat16>(op);
     case DType::f32:
-      return ordered<Plain<float>>(op);
+      return real<Plain<float>>(op);
     case DType::f64:
-      return ordered<Plain<double>>(op);
+      return real<Plain<double>>(op);
     case DType::c64:
-      return arithmetic<Plain<Complex<float>>>(op);
+      return complex<float>(op);
     case DType::c128:
-      return arithmetic<Plain<Complex<double>>>(op);
+      return complex<double>(op);
   }
   return nullptr;
 }

@@ -9,6 +9,7 @@ enum class Code : int {
   timeout = 2,      // the deadline passed while waiting for the peer
   lost = 3,         // the peer's process ended, or its connection closed
   aborted = 4,      // abort() was called, here or by another rank
+  interrupted = 6,  // the caller's poll function said so
   bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist
 };
 

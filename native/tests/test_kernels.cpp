@@ -1,5 +1,5 @@
-// The reduction loops against one-element-at-a-time references in long double, and each
-// instruction set against the plain one. Bits against NumPy: tests/engines/test_native_kernels.py.
+// Every instruction set's reduction loops against one-element-at-a-time references that share no
+// code with them. The same against NumPy: tests/engines/test_native_kernels.py.
 #include "kernels.hpp"
 
 #include <cassert>
@@ -121,8 +121,7 @@ bool is_nearest(uint16_t bits, double exact, double (*value)(uint16_t), double l
   return true;
 }
 
-// Sums and products of 11-bit (8-bit) significands, seen through float and through double: the
-// first rounding is exact enough that both give the same 16-bit value.
+// A 16-bit sum is, by definition, the float sum rounded once more.
 void check_16_bits(DType dtype, double (*value)(uint16_t), double limit) {
   constexpr std::size_t count = 40'000;
   auto a = random_bytes(count * 2, false), b = random_bytes(count * 2, false);
@@ -182,6 +181,22 @@ void check_float(DType dtype) {
   assert(reduce_fn(dtype, RedOp::band) == nullptr);
 }
 
+// Every product is rounded before it is added: what a fused multiply-add would not do.
+template <class T>
+void check_unfused(DType dtype) {
+  constexpr std::size_t count = 300;
+  std::vector<T> a(2 * count), b(2 * count), got;
+  for (T& value : a) value = static_cast<T>(random_bits()) / 3;
+  for (T& value : b) value = static_cast<T>(random_bits()) / 3;
+  got = a;
+  reduce_fn(dtype, RedOp::product)(got.data(), b.data(), count);
+  for (std::size_t i = 0; i < 2 * count; i += 2) {
+    volatile T rr = a[i] * b[i], ii = a[i + 1] * b[i + 1];
+    volatile T ri = a[i] * b[i + 1], ir = a[i + 1] * b[i];
+    assert(got[i] == rr - ii && got[i + 1] == ri + ir);
+  }
+}
+
 template <class T>
 void check_complex(DType dtype) {
   T into[4] = {1, 2, 3, -4};
@@ -190,6 +205,7 @@ void check_complex(DType dtype) {
   assert(into[0] == -9 && into[1] == 17 && into[2] == T(9.5) && into[3] == 4);
   reduce_fn(dtype, RedOp::sum)(into, other, 2);
   assert(into[0] == -4 && into[1] == 24 && into[2] == 10 && into[3] == 6);
+  check_unfused<T>(dtype);
   assert(reduce_fn(dtype, RedOp::min) == nullptr && reduce_fn(dtype, RedOp::bxor) == nullptr);
 }
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-DTYPE_CODES: dict = ...
+def dtype_codes() -> dict[str, int]:
+    """Return every element type's code, by Python's name of it."""
 
 def reduce(into: int, other: int, count: int, dtype: int, op: int) -> None:
     """Set into = into (op) other, element by element; pointers and codes."""

@@ -3,11 +3,12 @@
 import contextlib
 import io
 import os
+import threading
 import time
 
 import pytest
 
-from unisono.elastic.tee import Tee
+from unisono.elastic.tee import Stream, Tee
 
 LIMIT_S = 10.0
 
@@ -36,7 +37,6 @@ def test_everything_arrives_in_whole_lines():
     sink, tee = Sink(), Tee()
     with pipe() as (source, writer):
         stream = tee.add(source, sink, keep_tail=True)
-        tee.start()
         for piece in (b"one\ntw", b"o\nthr", b"ee\nrest"):
             writer.write(piece)
     assert stream.ended.wait(LIMIT_S)
@@ -47,14 +47,14 @@ def test_everything_arrives_in_whole_lines():
 
 @pytest.mark.parametrize("end", [b"\n", b"\r"])
 def test_pieces_are_joined_before_they_are_written(end):
-    sink, tee = Sink(), Tee()
+    sink = Sink()
     with pipe() as (source, writer):
-        stream = tee.add(source, sink)
+        stream = Stream(source, [sink])
         for piece in (b"a", b"b" + end, b"c"):
             writer.write(piece)
             stream.pump()
         assert sink.writes == [b"ab" + end]
-        tee.close(LIMIT_S)
+        stream.finish()
     assert sink.getvalue() == b"ab" + end + b"c"
 
 
@@ -62,7 +62,6 @@ def test_tail_is_bounded_and_a_long_line_is_not_held_back():
     sink, tee = Sink(), Tee()
     with pipe() as (source, writer):
         stream = tee.add(source, sink, keep_tail=True)
-        tee.start()
         for _ in range(4):
             writer.write(b"x" * 65536)
         writer.write(b"end")
@@ -72,13 +71,10 @@ def test_tail_is_bounded_and_a_long_line_is_not_held_back():
     assert stream.tail() == "x" * (65536 - 3) + "end"
 
 
-@pytest.mark.parametrize("started", [True, False])
-def test_close_drains_but_does_not_wait_for_the_end_of_file(started):
+def test_close_drains_but_does_not_wait_for_the_end_of_file():
     sink, tee = Sink(), Tee()
     with pipe() as (source, writer):
         stream = tee.add(source, sink)
-        if started:
-            tee.start()
         writer.write(b"line\npart")
         begin = time.monotonic()
         tee.close(LIMIT_S)
@@ -94,10 +90,56 @@ def test_reader_that_left_does_not_stop_the_workers():
     tee = Tee()
     with open(sender, "wb", buffering=0) as broken, pipe() as (source, writer):
         stream = tee.add(source, broken, keep_tail=True)
-        tee.start()
         writer.write(b"one\n")
         writer.write(b"two\n")
         writer.close()
         assert stream.ended.wait(LIMIT_S)
         tee.close(LIMIT_S)
     assert stream.tail() == "one\ntwo\n"
+
+
+def test_tee_without_streams_can_be_closed():
+    Tee().close(LIMIT_S)
+
+
+def test_streams_may_come_later_and_write_to_several_sinks(tmp_path):
+    sinks, path, tee = (Sink(), Sink()), tmp_path / "log", Tee()
+    for text in (b"first\n", b"second\n"):
+        with pipe() as (source, writer):
+            stream = tee.add(source, *sinks, files=[path.open("ab")])
+            writer.write(text)
+        assert stream.ended.wait(LIMIT_S)
+    tee.close(LIMIT_S)
+    assert [sink.getvalue() for sink in sinks] == [b"first\nsecond\n"] * 2
+    assert path.read_bytes() == b"first\nsecond\n"
+
+
+def test_unfinished_line_shows_after_a_while_without_its_end():
+    shown, tee = threading.Event(), Tee()
+
+    class Eager(Sink):
+        def write(self, data):
+            shown.set()
+            return super().write(data)
+
+    sink = Eager()
+    with pipe() as (source, writer):
+        tee.add(source, sink)
+        writer.write(b"name? ")
+        assert shown.wait(LIMIT_S)
+        assert sink.writes == [b"name? "]
+    tee.close(LIMIT_S)
+
+
+def test_tick_is_called_when_it_asks_for_it():
+    called = threading.Semaphore(0)
+
+    def tick():
+        called.release()
+        return 0.001
+
+    tee = Tee(tick)
+    with pipe() as (source, _):
+        tee.add(source)
+        assert all(called.acquire(timeout=LIMIT_S) for _ in range(3))
+    tee.close(LIMIT_S)

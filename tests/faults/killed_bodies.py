@@ -108,8 +108,7 @@ def kill_inside(rank, folder, victim, moment, count):
     right = True
     while right:
         x = np.full(count, rank + 1.0)
-        work = dist.all_reduce(x, async_op=True)
-        caught = attempt(work.wait)
+        caught = attempt(lambda x=x: dist.all_reduce(x, async_op=True).wait())
         if caught.kind:
             break
         right = np.array_equal(x, want)

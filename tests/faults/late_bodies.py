@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-
-import unisono as dist
 from fault_calls import COLLECTIVES, attempt, attempt_async, attempt_at_once, groups_for, store
 
+import unisono as dist
 from unisono.stores import PrefixStore
 
 

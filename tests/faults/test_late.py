@@ -51,9 +51,7 @@ def check_late(results, present, missing):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_every_operation_names_the_ranks_that_did_not_come(ranks, mode, world_size, missing):
-    results = run(
-        late_bodies.leave_out, world_size, ranks=ranks, args=(missing, TIMEOUT_S, mode)
-    )
+    results = run(late_bodies.leave_out, world_size, ranks=ranks, args=(missing, TIMEOUT_S, mode))
     present = set(range(world_size)) - set(missing)
     check_late(results, present, missing)
 
@@ -61,9 +59,7 @@ def test_every_operation_names_the_ranks_that_did_not_come(ranks, mode, world_si
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_sub_group_is_told_in_global_ranks(ranks):
     members, missing = (1, 2, 4), (4,)
-    results = run(
-        late_bodies.leave_out, 5, ranks=ranks, args=(missing, TIMEOUT_S, "sync", members)
-    )
+    results = run(late_bodies.leave_out, 5, ranks=ranks, args=(missing, TIMEOUT_S, "sync", members))
     check_late(results, {1, 2}, missing)
 
 

@@ -113,23 +113,29 @@ def usable(p):
     assert (x == p).all()
 
 
+def error_of(call):
+    """Return the mismatch that a call, and the wait for it, ends with; None if it succeeds."""
+    try:
+        work = call()
+        if work is not None:
+            work.wait()
+    except CollectiveMismatchError as error:
+        return error
+    return None
+
+
 def every_case(rank, odd, async_op):
     """Make every mismatching call; return {case: first line}."""
     warnings.simplefilter("error")
     told, p = {}, dist.get_world_size()
     for name, (different, usual, *_) in CASES.items():
-        try:
-            work = (different if rank == odd else usual)(async_op=async_op)
-            if async_op:
-                work.wait()
-        except CollectiveMismatchError as error:
-            told[name] = error.what
-            assert error.context.usable is True, name
-            others = set(error.context.peers)
-            assert others <= set(range(p)), (name, error.context)
-            assert others, (name, error.context)
-        else:
-            raise AssertionError(f"{name}: no error on rank {rank}")
+        call = different if rank == odd else usual
+        error = error_of(lambda call=call: call(async_op=async_op))
+        assert error is not None, f"{name}: no error on rank {rank}"
+        told[name] = error.what
+        assert error.context.usable is True, name
+        assert error.context.peers, (name, error.context)
+        assert set(error.context.peers) <= set(range(p)), (name, error.context)
         usable(p)
     return told
 
@@ -147,12 +153,7 @@ def keeps_buffers(rank):
         lambda: dist.gather(x, outs if rank == 0 else None, 0),
     ]
     for number, call in enumerate(calls):
-        try:
-            call()
-        except CollectiveMismatchError:
-            pass
-        else:
-            raise AssertionError(f"call {number} was accepted")
+        assert error_of(call) is not None, f"call {number} was accepted"
         assert (x == rank).all(), f"call {number} changed an array"
         assert all((out == 9).all() for out in outs), f"call {number} changed an output"
     usable(dist.get_world_size())
@@ -161,19 +162,11 @@ def keeps_buffers(rank):
 def swapped_order(rank, async_op):
     a, b = np.ones(3), np.ones(3, np.int16)
     first, second = (a, b) if rank == 0 else (b, a)
-    errors = []
-    for x in (first, second):
-        try:
-            work = dist.all_reduce(x, async_op=async_op)
-            errors.append(work)
-        except CollectiveMismatchError as error:
-            errors.append(error.what)
+    calls = [lambda x=x: dist.all_reduce(x, async_op=async_op) for x in (first, second)]
     if async_op:
-        for i, work in enumerate(errors):
-            try:
-                work.wait()
-            except CollectiveMismatchError as error:
-                errors[i] = error.what
+        works = [call() for call in calls]  # both are queued before the first one is waited for
+        calls = [lambda work=work: work for work in works]
+    errors = [error_of(call).what for call in calls]
     assert (a == 1).all()
     assert (b == 1).all()
     usable(dist.get_world_size())

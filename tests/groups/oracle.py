@@ -1,7 +1,5 @@
 """What the public calls must give, in NumPy, and arrays of every dtype and layout."""
 
-import math
-
 import ml_dtypes
 import numpy as np
 
@@ -16,11 +14,11 @@ DTYPES = ["bool", *INTEGERS, *FLOATS, *COMPLEX, *FLOAT8]
 FACTOR = 0.75
 BITWISE = ["BAND", "BOR", "BXOR"]
 REDUCE_OPS = {
-    "bool": ["SUM", "PRODUCT", "MIN", "MAX", *BITWISE],
-    **dict.fromkeys(INTEGERS, ["SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE]),
-    **dict.fromkeys(FLOATS, ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]),
-    **dict.fromkeys(COMPLEX, ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"]),
-    **dict.fromkeys(FLOAT8, []),
+    "bool": ("SUM", "PRODUCT", "MIN", "MAX", *BITWISE),
+    **dict.fromkeys(INTEGERS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE)),
+    **dict.fromkeys(FLOATS, ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM")),
+    **dict.fromkeys(COMPLEX, ("SUM", "AVG", "PRODUCT", "PREMUL_SUM")),
+    **dict.fromkeys(FLOAT8, ()),
 }
 ALL_OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE, "PREMUL_SUM"]
 UFUNCS = {
@@ -30,11 +28,17 @@ UFUNCS = {
 
 
 def reduce_op(name):
-    return dist.ReduceOp.PREMUL_SUM(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    return (
+        dist.ReduceOp.PREMUL_SUM(FACTOR) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+    )
 
 
 def np_dtype(name):
-    return np.dtype(getattr(ml_dtypes, name)) if "bfloat" in name or "float8" in name else np.dtype(name)
+    return (
+        np.dtype(getattr(ml_dtypes, name))
+        if "bfloat" in name or "float8" in name
+        else np.dtype(name)
+    )
 
 
 def bits(array):
@@ -83,7 +87,7 @@ def reduced(dtype, op, arrays):
     for other in arrays[1:]:
         result = ufunc(result, other, dtype=result.dtype)
     if op == "AVG":
-        exact = [math.trunc(int(x) / p) if abs(int(x)) < 2**50 else trunc_div(int(x), p) for x in result]
+        exact = [trunc_div(int(x), p) for x in result]
         result = np.array(exact, result.dtype)
     return result, None
 
@@ -127,7 +131,9 @@ class Placed:
 
             bits_only = self._base.view(f"i{self._base.itemsize}") if self._opaque() else self._base
             tensor = torch.from_numpy(bits_only)
-            self._tensor = tensor.view(getattr(torch, data.dtype.name)) if self._opaque() else tensor
+            self._tensor = (
+                tensor.view(getattr(torch, data.dtype.name)) if self._opaque() else tensor
+            )
             self.array = self._look(self._tensor)
 
     def _opaque(self):

@@ -15,8 +15,8 @@ from unisono.stores import Store
 
 __all__ = ["Backend", "CPUOptions", "CallOptions", "GroupSpec", "Pending"]
 
-# Methods of a backend that are no operations.
-_LIFE = ("split", "abort", "close", "broken", "info")
+# What a backend has besides operations.
+_NO_OPERATIONS = ("name", "device", "split", "abort", "close", "broken", "info")
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,11 @@ class CPUOptions:
 
     Attributes:
         transport: "inproc" or "tcp"; None leaves it to UNISONO_TRANSPORT.
+        engine: "native" or "reference"; None leaves it to UNISONO_ENGINE.
     """
 
     transport: str | None = None
+    engine: str | None = None
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ class Backend(ABC):
             name
             for name, method in vars(Backend).items()
             if not name.startswith("_")
-            and name not in _LIFE
+            and name not in _NO_OPERATIONS
             and getattr(type(self), name, method) is not method
         ]
         raise UnsupportedError(

@@ -19,12 +19,20 @@ from unisono.backends.staging import Flat, apart, many, one
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
-from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
+from unisono.engines import (
+    Call,
+    Communicator,
+    Engine,
+    Exchange,
+    Task,
+    host_word,
+    make_engine,
+)
 from unisono.engines.api import fingerprint_of
 from unisono.engines.failures import already_broken_error
 from unisono.engines.kernels import divide, scale
-from unisono.errors import InvalidArgumentError
-from unisono.schedules import Program, Topology, build, layout_for, lower, select
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.schedules import Program, Topology, build, layout_for, select
 from unisono.transports import connect
 from unisono.transports.api import Failure
 
@@ -49,16 +57,18 @@ class CPUBackend(Backend):
 
     def __init__(self, spec: GroupSpec, comm: Communicator | None = None) -> None:
         super().__init__(spec)
+        options = CPUOptions() if spec.options is None else spec.options
+        if not isinstance(options, CPUOptions):
+            raise ArgumentTypeError(f"pg_options must be CPUOptions, got {options!r}")
         if comm is None:
             deadline = Deadline(spec.timeout_s)
-            options = spec.options or CPUOptions()
-            if not isinstance(options, CPUOptions):
-                raise InvalidArgumentError(f"pg_options must be CPUOptions, got {options!r}")
-            transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport)
+            transport = connect(
+                spec.store, spec.rank, spec.size, deadline, options.transport, host_word()
+            )
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm
-        self._engine: Engine = ReferenceEngine(comm)
-        self._topology = Topology(world_size=spec.size)
+        self._engine: Engine = make_engine(comm, options.engine)
+        self._topology = Topology(spec.size, self._engine.shares_memory)
 
     # ---- collectives ----------------------------------------------------------------------
 
@@ -214,10 +224,12 @@ class CPUBackend(Backend):
 
     def split(self, spec: GroupSpec) -> CPUBackend:
         """Return the backend of a sub-group over the same links; sends nothing."""
-        transport = self._comm.transport.retain()
+        transport = self._comm.transport
         # The transport's ranks are ours at the time it was made; a sub-group of a sub-group
         # must go through the transport's numbering, which is the global one.
-        return CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
+        part = CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
+        transport.retain()
+        return part
 
     def abort(self, reason: str, failed: bool = False) -> None:
         me = self._comm.transport.rank
@@ -251,7 +263,7 @@ class CPUBackend(Backend):
         op: ReduceOp | None = None,
         agreed: tuple[object, ...] = (),
         result: bool = True,
-        exchange: Callable[[str], tuple[Exchange, Program]] | None = None,
+        exchange: Callable[[str, int], tuple[Exchange, Program]] | None = None,
     ) -> Pending:
         """Submit one collective; `result` says whether this rank's output gets a result."""
         self._require_usable(called)
@@ -267,10 +279,10 @@ class CPUBackend(Backend):
         algorithm, pipeline = select(collective, whole, self._topology, options.algorithm, override)
         numbers: Exchange | None = None
         if exchange is None:
-            program = self._program(collective, algorithm, pipeline, count, root)
+            program = self._program(collective, algorithm, pipeline, count, dtype.itemsize, root)
             agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
         else:
-            numbers, program = exchange(algorithm)
+            numbers, program = exchange(algorithm, dtype.itemsize)
             agreed = (collective, dtype.name, options.algorithm)
 
         def finish() -> None:
@@ -317,11 +329,15 @@ class CPUBackend(Backend):
                 f"{called}: this rank sends {ins[0]} elements to itself, which expects {outs[0]}"
             )
 
-        def plan(algorithm: str) -> tuple[Exchange, Program]:
+        def plan(algorithm: str, itemsize: int) -> tuple[Exchange, Program]:
             rank = self.spec.rank
             fallback = build("all_to_all", "pairwise", self.spec.size)
-            uneven = lower(fallback, rank, layout_for(fallback, 0, ins, outs))
-            program = self._program("all_to_all", algorithm, 1, count) if even else uneven
+            # A rank whose own block does not fit must take part too: the check tells everybody.
+            fitting = (*outs[:rank], ins[rank], *outs[rank + 1 :])
+            layout = layout_for(fallback, 0, ins, fitting)
+            program = uneven = self._engine.lower(fallback, layout, itemsize)
+            if even:
+                program = self._program("all_to_all", algorithm, 1, count, itemsize)
             numbers = Exchange(
                 fingerprint_of(count, algorithm) if even else 0,
                 np.array([*ins, *outs], np.int64),
@@ -337,10 +353,16 @@ class CPUBackend(Backend):
         )  # fmt: skip
 
     def _program(
-        self, collective: str, algorithm: str, pipeline: int, count: int, root: int = -1
+        self,
+        collective: str,
+        algorithm: str,
+        pipeline: int,
+        count: int,
+        itemsize: int,
+        root: int = -1,
     ) -> Program:
         schedule = build(collective, algorithm, self.spec.size, root, pipeline)
-        return lower(schedule, self.spec.rank, layout_for(schedule, count))
+        return self._engine.lower(schedule, layout_for(schedule, count), itemsize)
 
     def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
         """Return input and output of one call, of one dtype and not in each other's way."""

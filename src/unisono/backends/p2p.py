@@ -69,6 +69,12 @@ class _Message(Pending):
             return self._mismatch(error)
         if isinstance(error, Cancelled):
             return self._late()
+        if isinstance(error, ClosedError):
+            return ClosedError(
+                f"{self._text} in group '{comm.name}' ended on rank {me} of {comm.size}: the group "
+                "was destroyed here",
+                context=comm.where(op=op, nbytes=self._view.nbytes),
+            )
         return error
 
     def _late(self) -> UnisonoError:
@@ -143,8 +149,15 @@ def _open(comm: Communicator, data: BufferView, text: str, options: CallOptions)
 
 
 def _settle(message: _Message, options: CallOptions) -> _Message:
-    if not options.async_op and not message.wait_until(options.deadline):
+    if options.async_op:
+        return message
+    try:
+        if not message.wait_until(options.deadline):
+            message.expire()
+    except BaseException:
+        # Ctrl-C: the caller does not wait any more, so nothing may write to its array.
         message.expire()
+        raise
     return message
 
 

@@ -3,9 +3,9 @@
 Rule 1: torch is recognised, never imported. A tensor exists only if its user imported torch,
 so `sys.modules` has it.
 Rule 2: an engine sees contiguous elements in C order. What is laid out otherwise (strided,
-negative stride, Fortran order, foreign byte order) is packed into a copy and unpacked when the
-operation is done. Gloo reads the first `numel` elements of the storage instead, which is how
-it gets strided tensors wrong.
+negative stride, Fortran order, unaligned, foreign byte order) is packed into a copy and unpacked
+when the operation is done. Gloo reads the first `numel` elements of the storage instead, which
+is how it gets strided tensors wrong.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
     plain = array.view(np.ndarray) if type(array) is not np.ndarray else array
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedError(f"{name} is a masked array; pass its .data and .mask separately")
-    if plain.flags.c_contiguous and plain.dtype.isnative:
+    if plain.flags.c_contiguous and plain.flags.aligned and plain.dtype.isnative:
         return BufferView(plain.reshape(-1).view(dtype.storage), dtype, shape, owner, None)
-    native = np.ascontiguousarray(plain, dtype=plain.dtype.newbyteorder("="))
+    native = np.require(plain, plain.dtype.newbyteorder("="), ["C", "A"])
 
     def write_back(flat: Array) -> None:
         np.copyto(plain, flat.view(native.dtype).reshape(shape))

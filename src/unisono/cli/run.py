@@ -104,7 +104,7 @@ def _command(options: argparse.Namespace) -> Sequence[str]:
 
 def _run(options: argparse.Namespace) -> int:
     spec = LaunchSpec(
-        command=_command(options), nprocs=options.nproc_per_node, grace_s=options.grace
+        commands=[_command(options)] * options.nproc_per_node, grace_s=options.grace
     )
     result = Agent(spec).run()
     _print_report(result)

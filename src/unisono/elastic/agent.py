@@ -1,265 +1,241 @@
-"""The agent: starts the workers of one host, watches them, and ends them together.
+"""The agent of one node: takes part in the rendezvous and runs one attempt per world.
 
-    agent ─┬─ TCPStore on a port that the system chooses; workers rendezvous there
-           ├─ reaper     ends the workers if the agent is killed
-           ├─ tee        their output, line by line
-           └─ workers    one session each
+    agent ─┬─ rendezvous   thread; talks with the agents of the other nodes through a store
+           ├─ output       thread; the workers' output, line by line
+           └─ attempt      the workers of the present world (see `unisono.elastic.attempt`)
 
-Life of a launch: start all; wait until all have ended. If one fails, the others get SIGTERM,
-and SIGKILL after the grace period. A signal to the launcher is passed on to the workers (not
-to their children), again with SIGKILL after the grace period or at the second signal. In the
-end whatever is left in the workers' process groups is killed, whether all went well or not.
+With one node the rendezvous has a store in memory and no heartbeats; all else is the same. A
+signal to the agent is passed on to its workers (not to their children), with SIGKILL after the
+grace period or at the second signal; then the node leaves, and the others may go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import selectors
-import signal
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import select
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
-from unisono.base.config import environ
-from unisono.base.deadline import Deadline
-from unisono.elastic.environment import (
-    LAUNCH_VARIABLE,
-    LOOPBACK,
-    new_launch_id,
-    worker_environment,
-)
-from unisono.elastic.process import Reaper, Worker
-from unisono.elastic.report import Failure, extract_traceback, is_consequence, order
-from unisono.elastic.tee import Stream, Tee
-from unisono.stores import TCPStore
+from unisono.elastic.attempt import Attempt, Outcome
+from unisono.elastic.bind import Binding
+from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
+from unisono.elastic.logs import Output
+from unisono.elastic.report import Failure, is_consequence, order, signal_name
+from unisono.elastic.signals import PASSED_ON, Signals
+from unisono.elastic.spec import GRACE_S, SETTLE_S, LaunchResult, LaunchSpec, Meeting
+from unisono.errors import LaunchError
+from unisono.rendezvous.dynamic import DynamicRendezvous, World
+from unisono.rendezvous.endpoint import open_endpoint, source_address
+from unisono.rendezvous.member import End, Stop
+from unisono.rendezvous.state import Node
+from unisono.stores import FileStore, HashStore, Store
 
-__all__ = ["GRACE_S", "SETTLE_S", "Agent", "LaunchResult", "LaunchSpec", "forwarded_signals"]
+__all__ = ["GRACE_S", "SETTLE_S", "Agent", "LaunchResult", "LaunchSpec"]
 
-GRACE_S = 5.0
-"""Default time between SIGTERM and SIGKILL. A script that writes a checkpoint on SIGTERM
-needs more; a rank that hangs in a collective would only waste a longer one."""
-
-SETTLE_S = 1.0
-"""How long to wait for the original failure after one that only reports a lost peer."""
-
-_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-_POLL_S = 0.05
-_TAIL_WAIT_S = 0.2
 _DRAIN_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """What to launch.
-
-    Attributes:
-        command: Program and arguments, the same for every worker.
-        nprocs: Number of workers.
-        grace_s: Seconds between the request to end and SIGKILL.
-    """
-
-    command: Sequence[str]
-    nprocs: int
-    grace_s: float = GRACE_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchResult:
-    """How a launch ended.
-
-    Attributes:
-        failures: Workers that failed by themselves; the root cause first.
-        stopped: Ranks that the agent ended.
-        signum: The signal that ended the launch, or None.
-    """
-
-    failures: tuple[Failure, ...]
-    stopped: tuple[int, ...]
-    signum: int | None
-
-    @property
-    def exit_code(self) -> int:
-        """0, the root cause's exit code, or 128 + signal as in a shell."""
-        if self.signum is not None:
-            return 128 + self.signum
-        if not self.failures:
-            return 0
-        code = self.failures[0].exit_code
-        return code if code > 0 else 128 - code
-
-
-@contextlib.contextmanager
-def forwarded_signals() -> Iterator[int]:
-    """Turn termination signals into bytes on a file descriptor while the block runs.
-
-    A signal that was ignored before (nohup, a shell's background job) stays ignored. Outside
-    the main thread signals cannot be caught, and nothing ever arrives.
-    """
-    receiver, sender = os.pipe()
-    os.set_blocking(sender, False)
-    previous = {}
-    try:
-        if threading.current_thread() is threading.main_thread():
-            # With SIGCHLD ignored (inherited), the kernel would throw exit codes away.
-            previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            wakeup = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-            for name in _FORWARDED:
-                signum = getattr(signal, name)
-                if signal.getsignal(signum) is not signal.SIG_IGN:
-                    previous[signum] = signal.signal(signum, lambda signum, frame: None)
-        yield receiver
-    finally:
-        if previous:
-            signal.set_wakeup_fd(wakeup)
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-        os.close(receiver)
-        os.close(sender)
+_REPORT_S = 10.0
 
 
 class Agent:
-    """Runs one launch; use once."""
+    """Runs one launch; use once.
 
-    def __init__(self, spec: LaunchSpec) -> None:
+    Args:
+        spec: What to launch.
+        notify: Called with a line of text when something happens that a user should know:
+            a restart, a node that came or went.
+    """
+
+    def __init__(self, spec: LaunchSpec, notify: Callable[[str], None] = lambda line: None):
         self._spec = spec
-        self._launch_id = new_launch_id()
-        self._workers: list[Worker] = []
-        self._stderr: dict[int, Stream] = {}
-        self._ended_s: dict[int, float] = {}
+        self._notify = notify
+        self._run_id = spec.run_id or new_launch_id()
+        self._binding = Binding.make(spec.bind, spec.nprocs)
+        self._signals = Signals()
+        self._end: End | None = None
+        self._stop: Stop | None = None
+        self._restarts = 0
         self._signum: int | None = None
-        self._stopping = False
-        self._settle: Deadline | None = None
-        self._grace: Deadline | None = None
+        self._attempts = 0
 
     def run(self) -> LaunchResult:
-        """Start the workers and return when all of them have ended.
+        """Take part in the job until it is over, or until a signal ends this node's part.
 
         Raises:
             LaunchError: A worker could not be started; those that were have been ended.
         """
         with contextlib.ExitStack() as stack:
-            signals = stack.enter_context(forwarded_signals())
-            store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            stack.callback(store.close)
-            tee = Tee()
-            stack.callback(tee.close, _DRAIN_S)
-            reaper = Reaper(self._launch_id)
-            stack.callback(self._end, reaper)
-            for rank in range(self._spec.nprocs):
-                self._start(rank, store.port, reaper, tee)
-            tee.start()
-            self._watch(signals)
-        return self._result()
+            stack.enter_context(self._signals)
+            output = Output(self._spec.logs, run_id=self._run_id, nprocs=self._spec.nprocs)
+            stack.callback(output.close, _DRAIN_S)
+            self._rendezvous = self._join()
+            stack.callback(self._leave)
+            return self._run_worlds(output)
 
-    def _start(self, rank: int, port: int, reaper: Reaper, tee: Tee) -> None:
-        inherited = environ()
-        env = dict(inherited) | worker_environment(
-            rank,
-            self._spec.nprocs,
-            master_port=port,
-            launch_id=self._launch_id,
-            inherited=inherited,
+    def _join(self) -> DynamicRendezvous:
+        spec, meeting = self._spec, self._spec.meeting
+        host = os.uname().nodename
+        node = Node(
+            id=f"{host}_{os.getpid()}_{os.urandom(4).hex()}",
+            host=host,
+            address=LOOPBACK,
+            nprocs=spec.nprocs,
+            role=spec.role,
+            wish=meeting.node_rank,
         )
-        env[LAUNCH_VARIABLE] = self._launch_id
-        # Workers write whole lines to a terminal, but to a pipe or file in pieces, which
-        # would mix the ranks' lines; so there they go through the tee.
-        pipe_stdout = self._spec.nprocs > 1 and not sys.stdout.isatty()
-        worker = Worker(rank, self._spec.command, env, pipe_stdout=pipe_stdout)
-        self._workers.append(worker)
-        reaper.watch(worker)
-        self._stderr[rank] = tee.add(worker.stderr, sys.stderr.buffer, keep_tail=True)
-        if worker.stdout is not None:
-            tee.add(worker.stdout, sys.stdout.buffer)
+        alone = spec.limits.max_nodes == 1
+        return DynamicRendezvous(
+            _open_private if alone else lambda canceled: _open_shared(meeting, canceled),
+            node,
+            spec.limits,
+            meeting.timing,
+            run_id=self._run_id,
+            poll_s=spec.monitor_interval_s,
+            beat_s=meeting.beat_s,
+            worker_port=spec.master_port,
+            share_port=meeting.share_port and not alone,
+            close_s=meeting.close_s,
+            wake=self._signals.knock,
+        )
 
-    def _watch(self, signals: int) -> None:
-        running = list(self._workers)
-        with selectors.DefaultSelector() as selector:
-            selector.register(signals, selectors.EVENT_READ)
-            for worker in running:
-                if worker.exit_fd is not None:
-                    selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while running:
-                for key, _ in selector.select(self._timeout(running)):
-                    if key.fd == signals:
-                        for signum in os.read(signals, 64):
-                            self._on_signal(signum)
-                for worker in [w for w in running if w.poll() is not None]:
-                    running.remove(worker)
-                    if worker.exit_fd is not None:
-                        selector.unregister(worker.exit_fd)
-                    self._on_exit(worker)
-                self._on_clock()
+    def _run_worlds(self, output: Output) -> LaunchResult:
+        outcome = None
+        while True:
+            world = self._next_world()
+            if world is None:
+                return self._result(outcome)
+            outcome = self._run_world(world, output)
+            if outcome.signum is not None:
+                self._signum = outcome.signum
+                return self._result(outcome)
 
-    def _timeout(self, running: Sequence[Worker]) -> float | None:
-        waits = [d.remaining() for d in (self._settle, self._grace) if d is not None]
-        if any(worker.exit_fd is None for worker in running):
-            waits.append(_POLL_S)
-        return min(waits, default=None)
+    def _next_world(self) -> World | None:
+        """Wait for a world to run; None if there will be none."""
+        while self._end is None:
+            if (world := self._take_orders()) is not None:
+                return world
+            select.select([self._signals.fd], [], [])
+            for signum in self._signals.read():
+                if signal_name(signum) not in PASSED_ON:
+                    self._signum = signum
+                    return None
+        return None
 
-    def _on_signal(self, signum: int) -> None:
-        if self._stopping:
-            # The user will not wait any longer.
-            self._grace = Deadline(0)
-        else:
-            self._signum = signum
-            self._stop(signum)
+    def _take_orders(self) -> World | None:
+        """Note what the rendezvous says; return a world to start if it is the latest order."""
+        world: World | None = None
+        while (order := self._rendezvous.next_order()) is not None:
+            match order:
+                case World():
+                    world, self._stop = order, None
+                case Stop():
+                    self._stop = order
+                case End():
+                    self._end, world = order, None
+        return world
 
-    def _on_exit(self, worker: Worker) -> None:
-        self._ended_s[worker.rank] = time.monotonic()
-        if worker.exit_code == 0 or self._stopping:
-            return
-        stderr = self._stderr[worker.rank]
-        stderr.ended.wait(_TAIL_WAIT_S)
-        if not is_consequence(extract_traceback(stderr.tail())):
-            self._stop(signal.SIGTERM)
-        elif self._settle is None:
-            # The rank that failed first may need longer to end; let it say why.
-            self._settle = Deadline(SETTLE_S)
+    def _must_stop(self) -> bool:
+        self._take_orders()
+        return self._stop is not None or self._end is not None
 
-    def _on_clock(self) -> None:
-        if self._settle is not None and self._settle.expired():
-            self._stop(signal.SIGTERM)
-        if self._grace is not None and self._grace.expired():
-            self._grace = None
-            for worker in self._workers:
-                worker.kill_group()
+    def _run_world(self, world: World, output: Output) -> Outcome:
+        self._restarts = world.restarts
+        self._failed = False
 
-    def _stop(self, signum: int) -> None:
-        self._stopping = True
-        self._settle = None
-        self._grace = Deadline(self._spec.grace_s)
-        for worker in self._workers:
-            worker.stop(signum)
-
-    def _end(self, reaper: Reaper) -> None:
-        """End everything that still runs, and only then give the numbers back."""
-        for worker in self._workers:
-            worker.kill_group()
-        reaper.forget()
-        try:
-            for worker in self._workers:
-                worker.reap()
-        finally:
-            clean = not self._stopping and len(self._ended_s) == self._spec.nprocs
-            reaper.close(sweep=not clean)
-
-    def _result(self) -> LaunchResult:
-        failures = [
-            Failure(
-                rank=worker.rank,
-                pid=worker.pid,
-                exit_code=worker.exit_code,
-                time_s=self._ended_s[worker.rank],
-                text=extract_traceback(self._stderr[worker.rank].tail()),
+        def on_failure(failure: Failure) -> None:
+            self._failed = True
+            self._rendezvous.failed(
+                world.epoch,
+                original=not is_consequence(failure.text),
+                reason=failure.line_with_reason(),
             )
-            for worker in self._workers
-            if worker.exit_code and not worker.stopped
-        ]
-        return LaunchResult(
-            failures=tuple(order(failures)),
-            stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
-            signum=self._signum,
+            if world.restarts < self._spec.limits.max_restarts:
+                self._notify(
+                    f"{failure.line_with_reason()}; "
+                    f"restart {world.restarts + 1} of {self._spec.limits.max_restarts}"
+                )
+
+        place = place_in(
+            world, run_id=self._run_id, max_restarts=self._spec.limits.max_restarts
         )
+        attempt = Attempt(
+            self._spec,
+            place,
+            self._attempts,
+            binding=self._binding,
+            output=output,
+            signals=self._signals,
+            must_stop=self._must_stop,
+            on_failure=on_failure,
+        )
+        self._attempts += 1
+        try:
+            outcome = attempt.run()
+        except LaunchError as error:
+            self._rendezvous.leave(f"node {os.uname().nodename}: {error.what}", broken=True)
+            raise
+        if outcome.succeeded:
+            self._rendezvous.succeeded(world.epoch)
+        elif self._stop is not None and not self._failed and outcome.signum is None:
+            self._notify(f"workers were stopped: {self._stop.reason}")
+        self._rendezvous.stopped()
+        return outcome
+
+    def _result(self, outcome: Outcome | None) -> LaunchResult:
+        failed = self._end is not None and not self._end.ok
+        return LaunchResult(
+            failures=self._all_failures(outcome) if outcome is not None and failed else (),
+            stopped=outcome.stopped if outcome is not None else (),
+            signum=self._signum,
+            restarts=self._restarts,
+            reason=self._end.reason if self._end is not None and failed else "",
+        )
+
+    def _all_failures(self, outcome: Outcome) -> tuple[Failure, ...]:
+        """Return the failures of all nodes in the last world, the root cause first."""
+        rendezvous = self._rendezvous
+        found = [replace(failure, node=rendezvous.node_id) for failure in outcome.failures]
+        text = json.dumps([asdict(failure) for failure in found])
+        texts = rendezvous.exchange(text, _REPORT_S + self._spec.grace_s)
+        found = [Failure(**fields) for text in texts for fields in json.loads(text)]
+        return tuple(order(found, first=rendezvous.blamed))
+
+    def _leave(self) -> None:
+        """Leave the rendezvous; whoever hosts its store stays as long as others need it."""
+        host = os.uname().nodename
+        how = f" ({signal_name(self._signum)})" if self._signum is not None else ""
+        self._rendezvous.leave(f"node {host} left{how}")
+        told = False
+        while not self._rendezvous.is_closed(timeout_s=0.0):
+            ready, _, _ = select.select([self._signals.fd], [], [], 0.05)
+            signums = self._signals.read() if ready else []
+            if any(signal_name(signum) not in PASSED_ON for signum in signums):
+                self._rendezvous.abandon()
+            others = self._rendezvous.hosted_for()
+            if self._signum is not None and others and not told:
+                told = True
+                self._notify(
+                    f"serving the rendezvous for {', '.join(sorted(set(others)))}; "
+                    "a second signal ends that"
+                )
+        self._rendezvous.close()
+
+
+def _open_private(canceled: Callable[[], bool]) -> tuple[Store, str]:
+    return HashStore(), LOOPBACK
+
+
+def _open_shared(meeting: Meeting, canceled: Callable[[], bool]) -> tuple[Store, str]:
+    """Open the store that all agents share; return it and this node's own address."""
+    if isinstance(meeting.endpoint, str):
+        return FileStore(meeting.endpoint), meeting.address or os.uname().nodename
+    host, port = meeting.endpoint
+    store = open_endpoint(
+        host,
+        port,
+        hosting=meeting.hosting,
+        timeout_s=meeting.timing.join_timeout_s,
+        canceled=canceled,
+    )
+    return store, meeting.address or source_address(host)

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-__all__ = ["LAUNCH_VARIABLE", "LOOPBACK", "new_launch_id", "worker_environment"]
+from unisono.rendezvous.dynamic import World
+from unisono.rendezvous.state import Node
+
+__all__ = [
+    "LAUNCH_VARIABLE",
+    "LOOPBACK",
+    "Place",
+    "new_launch_id",
+    "place_in",
+    "worker_environment",
+]
 
 LOOPBACK = "127.0.0.1"
 
@@ -18,15 +29,82 @@ def new_launch_id() -> str:
     return os.urandom(16).hex()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the workers of one node stand in the world.
+
+    Attributes:
+        nprocs: Workers on this node; their ranks follow each other.
+        first_rank: Rank of the first of them.
+        world_size: Workers on all nodes.
+        group_rank: Rank of this node among the nodes.
+        group_world_size: Number of nodes.
+        role: Name of the workers' role.
+        role_first_rank: Rank of the first of them among the workers of that role.
+        role_world_size: Workers of that role on all nodes.
+        master_addr: Where the workers' store listens.
+        master_port: Likewise.
+        run_id: Name of the job.
+        restarts: How often the job was restarted so far.
+        max_restarts: How often it may be.
+    """
+
+    nprocs: int
+    first_rank: int = 0
+    world_size: int
+    group_rank: int = 0
+    group_world_size: int = 1
+    role: str = "default"
+    role_first_rank: int = 0
+    role_world_size: int
+    master_addr: str = LOOPBACK
+    master_port: int
+    run_id: str
+    restarts: int = 0
+    max_restarts: int = 0
+
+    @classmethod
+    def alone(cls, nprocs: int, *, master_port: int, run_id: str) -> Place:
+        """Return the place of the only node."""
+        return cls(
+            nprocs=nprocs,
+            world_size=nprocs,
+            role_world_size=nprocs,
+            master_port=master_port,
+            run_id=run_id,
+        )
+
+
+def place_in(world: World, *, run_id: str, max_restarts: int) -> Place:
+    """Return the place of this node in a world; ranks follow the order of its nodes."""
+    mine = world.members[world.group_rank]
+    before = world.members[: world.group_rank]
+    peers = [node for node in world.members if node.role == mine.role]
+    return Place(
+        nprocs=mine.nprocs,
+        first_rank=_workers(before),
+        world_size=_workers(world.members),
+        group_rank=world.group_rank,
+        group_world_size=len(world.members),
+        role=mine.role,
+        role_first_rank=_workers([node for node in before if node.role == mine.role]),
+        role_world_size=_workers(peers),
+        master_addr=world.master_addr,
+        master_port=world.master_port,
+        run_id=run_id,
+        restarts=world.restarts,
+        max_restarts=max_restarts,
+    )
+
+
+def _workers(nodes: Sequence[Node]) -> int:
+    return sum(node.nprocs for node in nodes)
+
+
 def worker_environment(
-    rank: int,
-    nprocs: int,
-    *,
-    master_port: int,
-    launch_id: str,
-    inherited: Mapping[str, str],
+    local_rank: int, place: Place, *, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables to add for one worker of a launch on one host.
+    """Return the variables to add for one worker.
 
     They are those of torchrun, so that a script written for it finds what it reads. The
     store is the agent's: rank 0 must connect to it rather than open one of its own, which is
@@ -35,24 +113,29 @@ def worker_environment(
     Source: torch 2.13, torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
     variables = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "NODE_RANK": "0",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(master_port),
-        "TORCHELASTIC_RUN_ID": launch_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "RANK": str(place.first_rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.nprocs),
+        "NODE_RANK": str(place.group_rank),
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "ROLE_NAME": place.role,
+        "ROLE_RANK": str(place.role_first_rank + local_rank),
+        "ROLE_WORLD_SIZE": str(place.role_world_size),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    if nprocs > 1 and not inherited.get("OMP_NUM_THREADS"):
+    defaults = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        # A worker that the kernel kills for a bad memory access prints its Python stack first.
+        "PYTHONFAULTHANDLER": "1",
+    }
+    if place.nprocs > 1:
         # N workers with a thread per core each would be N times too many threads.
-        variables["OMP_NUM_THREADS"] = "1"
-    return variables
+        defaults["OMP_NUM_THREADS"] = "1"
+    return variables | {k: v for k, v in defaults.items() if not inherited.get(k)}

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO
 
 from unisono.base.config import environ
@@ -47,12 +47,14 @@ def parent_death_hook() -> Callable[[], bool]:
     return hook
 
 
-def _before_exec() -> Callable[[], None]:
+def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
     set_death_signal = parent_death_hook()
     parent = os.getpid()
 
     def in_child() -> None:
         set_death_signal()
+        if cpus:
+            os.sched_setaffinity(0, cpus)
         if os.getppid() != parent:
             # The parent died before the signal was asked for; nobody would send it.
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,6 +67,13 @@ class Worker:
 
     Until then it stays in the process table, dead or alive, so that neither its number nor
     its group's can pass to a stranger, and signals sent to them hit nobody else.
+
+    Args:
+        rank: Its rank.
+        command: Program and arguments.
+        env: Its whole environment.
+        pipe_stdout: Standard output goes to `stdout` here; otherwise it is the launcher's own.
+        cpus: CPUs that it may run on; all that the launcher may if empty.
 
     Attributes:
         exit_fd: Becomes readable when the process ends; None where the system lacks that.
@@ -79,6 +88,7 @@ class Worker:
         env: Mapping[str, str],
         *,
         pipe_stdout: bool,
+        cpus: Collection[int] = (),
     ) -> None:
         try:
             self._popen = subprocess.Popen(
@@ -87,7 +97,7 @@ class Worker:
                 stdout=subprocess.PIPE if pipe_stdout else None,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
-                preexec_fn=_before_exec(),
+                preexec_fn=_before_exec(cpus),
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise LaunchError(f"cannot start rank {rank} ({command[0]}): {error}") from error
@@ -120,6 +130,11 @@ class Worker:
             else:
                 self.exit_code = self._popen.poll()
         return self.exit_code
+
+    def send(self, signum: int) -> None:
+        """Send a signal to the worker alone; no-op if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
 
     def stop(self, signum: int) -> None:
         """Send a signal to the worker alone, not to its children; no-op if it has ended."""

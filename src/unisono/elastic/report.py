@@ -10,7 +10,7 @@ import os
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = [
     "Failure",
@@ -49,8 +49,11 @@ class Failure:
 
     Attributes:
         exit_code: As of `subprocess`: minus the signal's number if a signal killed it.
-        time_s: When its end was noticed, on the monotonic clock.
+        time_s: When its end was noticed, in seconds since the epoch.
         text: Its traceback, or the last lines of its standard error, or "".
+        host: Where it ran.
+        node: Id of the agent that ran it, or "".
+        hint: What else is known about its end, or "".
     """
 
     rank: int
@@ -58,11 +61,15 @@ class Failure:
     exit_code: int
     time_s: float
     text: str = ""
+    host: str = field(default_factory=lambda: os.uname().nodename)
+    node: str = ""
+    hint: str = ""
 
     def line(self) -> str:
         """Return who failed and how, without a reason."""
-        who = f"rank {self.rank} (pid {self.pid}, host {os.uname().nodename})"
-        return f"{who} {exit_status(self.exit_code)}"
+        who = f"rank {self.rank} (pid {self.pid}, host {self.host})"
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{who} {exit_status(self.exit_code)}{hint}"
 
     def line_with_reason(self) -> str:
         """Return who failed, how, and the exception's first line if there was one."""
@@ -82,8 +89,7 @@ def exit_status(exit_code: int) -> str:
     """Return an exit code in words."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
-    hint = " (out of memory? see dmesg)" if exit_code == -signal.SIGKILL else ""
-    return f"was killed by {signal_name(-exit_code)}{hint}"
+    return f"was killed by {signal_name(-exit_code)}"
 
 
 def _is_noise(lines: Sequence[str], header: int) -> bool:
@@ -142,13 +148,22 @@ def is_consequence(text: str) -> bool:
     return _CONSEQUENCES.match(exception_line(text)) is not None
 
 
-def order(failures: Sequence[Failure]) -> list[Failure]:
+def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:
     """Return the failures with the root cause first.
 
     That is the earliest one which does not merely report the end of another rank; if all
     do, the earliest of them.
+
+    Args:
+        failures: In any order.
+        first: Id of the node that was the first to report one. It comes before others, whose
+            clocks may be wrong.
     """
-    return sorted(failures, key=lambda f: (is_consequence(f.text), f.time_s, f.rank))
+
+    def key(failure: Failure) -> tuple[bool, bool, float, int]:
+        return is_consequence(failure.text), failure.node != first, failure.time_s, failure.rank
+
+    return sorted(failures, key=key)
 
 
 def render(failures: Sequence[Failure], stopped: Sequence[int], *, prefix: str = "") -> str:

@@ -20,12 +20,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, Literal, overload
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline, Timeout
 from unisono.elastic.agent import GRACE_S, SETTLE_S
-from unisono.elastic.environment import LOOPBACK, new_launch_id, worker_environment
+from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
 from unisono.elastic.process import parent_death_hook
 from unisono.elastic.report import Failure, is_consequence, order
 from unisono.errors import Context, InvalidArgumentError, LaunchError, WorkerFailedError
@@ -63,6 +64,9 @@ def _child(
 ) -> None:
     _watch_parent(use_death_signal)
     os.environ.update(link.recv())
+    # The parent tells the traceback. What others put around this hook must run all the same: a
+    # process group tells the other ranks why this one failed.
+    sys.excepthook = _print_nothing
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
@@ -72,7 +76,14 @@ def _child(
         # Without the frame of this function: the traceback shall start in the user's code.
         below = error.__traceback__ and error.__traceback__.tb_next
         link.send("".join(traceback.format_exception(type(error), error, below)).rstrip())
+        sys.excepthook(type(error), error, below)
         sys.exit(1)
+
+
+def _print_nothing(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Stand in for Python's own excepthook."""
 
 
 class SpawnContext:
@@ -134,11 +145,9 @@ class SpawnContext:
 
     def _send_environment(self, port: int) -> None:
         launch_id = new_launch_id()
-        nprocs = len(self.processes)
+        place = Place.alone(len(self.processes), master_port=port, run_id=launch_id)
         for rank, link in self._links.items():
-            env = worker_environment(
-                rank, nprocs, master_port=port, launch_id=launch_id, inherited=environ()
-            )
+            env = worker_environment(rank, place, inherited=environ())
             with contextlib.suppress(OSError):  # that child has died; join() will tell
                 link.send(env)
 
@@ -201,7 +210,7 @@ class SpawnContext:
                 self._read(rank)
                 # Otherwise multiprocessing keeps the object, and its descriptors, in a list.
                 self.processes[rank].join()
-                self._ended_s[rank] = time.monotonic()
+                self._ended_s[rank] = time.time()
                 self._running.discard(rank)
 
     def _read(self, rank: int) -> None:

@@ -10,15 +10,28 @@ import contextlib
 import os
 import selectors
 import threading
-from typing import IO
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import IO, Protocol
 
 from unisono.base.deadline import Deadline
 
-__all__ = ["Stream", "Tee"]
+__all__ = ["Sink", "Stream", "Tee"]
 
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _IDLE_S = 0.2
+
+
+class Sink(Protocol):
+    """Where lines go: a binary file, or a console that decorates them."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take whole lines, or the beginning of one that stays unfinished for long."""
+
+    def flush(self) -> object:
+        """See to it that what was written can be seen."""
 
 
 class Stream:
@@ -28,13 +41,22 @@ class Stream:
         ended: Set when everything has been read.
     """
 
-    def __init__(self, source: IO[bytes], sink: IO[bytes], *, keep_tail: bool) -> None:
+    def __init__(
+        self,
+        source: IO[bytes],
+        sinks: Sequence[Sink],
+        *,
+        files: Sequence[IO[bytes]] = (),
+        keep_tail: bool = False,
+    ) -> None:
         self.source = source
         self.ended = threading.Event()
-        self._sink = sink
+        self._files = files
+        self._sinks = [*sinks, *files]
         self._keep_tail = keep_tail
         self._tail = b""
         self._partial = b""
+        self._partial_since_s = 0.0
 
     def tail(self) -> str:
         """Return the last 64 KiB of what came through."""
@@ -51,47 +73,75 @@ class Stream:
         if not data or len(pending) - end >= _READ_BYTES:
             end = len(pending)
         self._partial = pending[end:]
+        self._partial_since_s = time.monotonic()
         self._write(pending[:end])
         return bool(data)
 
-    def flush_partial(self) -> None:
-        """Pass on an unfinished line, such as a prompt."""
+    def flush_partial(self, idle_s: float = 0.0) -> float | None:
+        """Pass on an unfinished line, such as a prompt, if nothing was added to it for a while.
+
+        Returns:
+            In how many seconds to try again; None if nothing is left.
+        """
+        if not self._partial:
+            return None
+        left_s = self._partial_since_s + idle_s - time.monotonic()
+        if left_s > 0:
+            return left_s
         self._write(self._partial)
         self._partial = b""
+        return None
 
     def finish(self) -> None:
-        """Pass on what is left and close the pipe."""
+        """Pass on what is left and close the pipe and the stream's own files."""
         self.flush_partial()
         self.source.close()
+        for file in self._files:
+            with contextlib.suppress(OSError):
+                file.close()
         self.ended.set()
 
     def _write(self, data: bytes) -> None:
-        if data:
+        for sink in self._sinks if data else ():
             # Whoever read our output may have left (`| head`); the workers go on.
             with contextlib.suppress(OSError, ValueError):
-                self._sink.write(data)
-                self._sink.flush()
+                sink.write(data)
+                sink.flush()
 
 
 class Tee:
-    """The thread that serves all streams of a launch."""
+    """The thread that serves all streams of a launch.
 
-    def __init__(self) -> None:
+    Args:
+        tick: Called in the thread after each round; returns when it wants to be called again,
+            in seconds, or None.
+    """
+
+    def __init__(self, tick: Callable[[], float | None] = lambda: None) -> None:
+        self._tick = tick
         self._selector = selectors.DefaultSelector()
         self._streams: set[Stream] = set()
+        # Only the thread touches the selector; others leave new streams here and wake it.
+        self._new: deque[Stream] = deque()
+        self._woken, self._waker = os.pipe()
+        self._selector.register(self._woken, selectors.EVENT_READ)
         self._give_up: Deadline | None = None
         self._thread = threading.Thread(target=self._run, name="unisono-tee", daemon=True)
 
-    def add(self, source: IO[bytes], sink: IO[bytes], *, keep_tail: bool = False) -> Stream:
-        """Copy `source` to `sink`; only before `start`."""
-        stream = Stream(source, sink, keep_tail=keep_tail)
-        self._streams.add(stream)
-        self._selector.register(source, selectors.EVENT_READ, stream)
+    def add(
+        self,
+        source: IO[bytes],
+        *sinks: Sink,
+        files: Sequence[IO[bytes]] = (),
+        keep_tail: bool = False,
+    ) -> Stream:
+        """Begin to copy `source` to the sinks, and to files that are closed at its end."""
+        stream = Stream(source, sinks, files=files, keep_tail=keep_tail)
+        self._new.append(stream)
+        os.write(self._waker, b"+")
+        if self._thread.ident is None:
+            self._thread.start()
         return stream
-
-    def start(self) -> None:
-        """Start copying."""
-        self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
@@ -101,25 +151,48 @@ class Tee:
         """
         self._give_up = Deadline(timeout_s)
         if self._thread.ident is None:
-            self._run()
+            self._selector.close()
         else:
+            os.write(self._waker, b"-")
             self._thread.join(timeout_s + _IDLE_S)
+        if not self._thread.is_alive():
+            os.close(self._woken)
+            os.close(self._waker)
 
     def _run(self) -> None:
-        while self._streams:
-            timeout = _IDLE_S if self._give_up is None else 0.0
-            ready = [key.data for key, _ in self._selector.select(timeout)]
-            if self._give_up is not None and (not ready or self._give_up.expired()):
+        while True:
+            closing = self._give_up
+            ready = self._wait(0.0 if closing is not None else self._timeout())
+            if closing is not None and (not ready or closing.expired()):
                 break
-            if not ready:
-                for stream in self._streams:
-                    stream.flush_partial()
             for stream in ready:
                 if not stream.pump():
                     self._end(stream)
         for stream in list(self._streams):
             self._end(stream)
         self._selector.close()
+
+    def _timeout(self) -> float | None:
+        waits = [stream.flush_partial(_IDLE_S) for stream in self._streams]
+        waits.append(self._tick())
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+
+    def _wait(self, timeout_s: float | None) -> list[Stream]:
+        """Return the streams that can be read, after `timeout_s` at the latest."""
+        self._adopt()
+        found = [key for key, _ in self._selector.select(timeout_s)]
+        if any(key.fd == self._woken for key in found):
+            os.read(self._woken, _READ_BYTES)
+            self._adopt()
+            # What was woken for may be readable by now, and a closing tee must not miss it.
+            found = [key for key, _ in self._selector.select(0.0)]
+        return [key.data for key in found if key.data is not None]
+
+    def _adopt(self) -> None:
+        while self._new:
+            stream = self._new.popleft()
+            self._streams.add(stream)
+            self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
     def _end(self, stream: Stream) -> None:
         self._selector.unregister(stream.source)

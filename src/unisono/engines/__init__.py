@@ -5,6 +5,19 @@ and opcodes; never a group's backend or an algorithm's name.
 """
 
 from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
+from unisono.engines.choice import make_engine
+from unisono.engines.native import NativeEngine, host_word, is_native_built
 from unisono.engines.reference import ReferenceEngine
 
-__all__ = ["Call", "Communicator", "Engine", "Exchange", "ReferenceEngine", "Task"]
+__all__ = [
+    "Call",
+    "Communicator",
+    "Engine",
+    "Exchange",
+    "NativeEngine",
+    "ReferenceEngine",
+    "Task",
+    "host_word",
+    "is_native_built",
+    "make_engine",
+]

@@ -15,7 +15,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
 from unisono.errors import ClosedError, Context
-from unisono.schedules import Program
+from unisono.schedules import Layout, Program, Schedule, lower
 from unisono.transports import Transport
 
 __all__ = [
@@ -168,9 +168,15 @@ class Engine(ABC):
     """
 
     name: str
+    shares_memory = False
+    """Whether programs of `post` and `read` steps are the fast ones."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+
+    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
+        """Return this rank's program in the form that this engine executes best."""
+        return lower(schedule, self.comm.rank, layout)
 
     @abstractmethod
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:

@@ -1,9 +1,9 @@
 """The native engine: programs executed in C++ over shared memory, without the interpreter lock.
 
-Order, threads and errors are the reference engine's; only the execution of a task differs. The
+Order, threads and errors are those of every engine; only the execution of a task differs. The
 memory of a group is made when its first call runs: the group's first rank makes it, the others
-open it through its process id and prove by a nonce that it is the same memory. If one of them
-cannot (another host, another process namespace), the whole group stays with messages.
+open it through that rank's process id and prove by a nonce that it is the same memory. If one of
+them cannot (another process namespace, say), the whole group stays with messages.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import numpy as np
 
 from unisono.base.buffers import as_bytes
 from unisono.base.log import get_logger
-from unisono.base.types import DType, ReduceOp
+from unisono.base.types import dtype_named
 from unisono.engines.api import Communicator, Task
-from unisono.engines.reference import ReferenceEngine, Run
+from unisono.engines.failures import Expired
+from unisono.engines.order import OrderedEngine
+from unisono.engines.reference import Run
 from unisono.errors import InternalError
 from unisono.schedules import Layout, Program, Schedule, SharedProgram, build, lower_shared
 from unisono.transports import LinkDown
@@ -30,42 +32,55 @@ try:
 except ImportError:
     _engine = None
 
-__all__ = ["NativeEngine", "host_word", "is_native_available"]
+__all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
 
 _log = get_logger("engines.native")
 
-# Two slots per rank: 8 ranks take 8 MiB. A slot holds what a rank posts per piece.
+Array = np.ndarray[Any, Any]
+
 SLOT_BYTES = 512 * 1024
+"""What a rank can post per piece. There are two slots per rank: 8 ranks take 8 MiB."""
 
 _INVITATION = struct.Struct("<iii16s")
 """errno of making the memory (0: made), process id, file descriptor, nonce."""
 
-# How often a wait looks at a flag before it gives the core away: some microseconds, which is what
-# a peer that runs needs. With more ranks than cores the peer may be waiting for this very core.
+# How often a wait looks at a flag before it gives the core away: some microseconds, in which a
+# peer that runs will come. With more ranks than cores it may be waiting for this very core.
 _SPIN = 2000
 _SPIN_CROWDED = 50
 
+_CODES: dict[str, int] = _engine.dtype_codes() if _engine else {}
 
-def is_native_available() -> bool:
-    """Whether the extension module was built and this system has what it needs."""
+_INT64 = dtype_named("int64")
+_UINT8 = dtype_named("uint8")
+
+
+def is_native_built() -> bool:
+    """Whether the extension module is there."""
     return _engine is not None
 
 
 def host_word() -> str:
-    """Return a word that is equal on ranks that may be able to share memory."""
+    """Return a word that is equal on ranks that may share memory; "" if this one cannot."""
     if _engine is None:
-        return "-"
+        return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "-"
-    return f"{boot}/{_engine.abi()}"
+        return ""
+    return f"{boot}/{_engine.ABI}"
 
 
-class NativeEngine(ReferenceEngine):
-    """Runs tasks over shared memory; messages remain for whatever does not fit it."""
+class NativeEngine(OrderedEngine):
+    """Runs tasks over shared memory; messages remain for what does not fit it.
+
+    Args:
+        comm: Its ranks have equal, non-empty host words.
+        crowded: More ranks than cores take part on this host.
+    """
 
     name = "native"
+    shares_memory = True
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
         super().__init__(comm)
@@ -73,109 +88,160 @@ class NativeEngine(ReferenceEngine):
         self._group: Any = None
         self._connected = False
 
-    @property
-    def shares_memory(self) -> bool:
-        return True
+    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
+        if layout.in_splits is None and layout.out_splits is None:
+            rank, count = self.comm.rank, layout.count
+            shared = lower_shared(schedule, rank, count, itemsize, SLOT_BYTES)
+            if shared is not None:
+                return shared
+        return super().lower(schedule, layout, itemsize)
 
-    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program | SharedProgram:
-        messages = super().lower(schedule, layout, itemsize)
-        if layout.in_splits is not None or layout.out_splits is not None:
-            return messages
-        shared = lower_shared(schedule, self.comm.rank, layout.count, itemsize, SLOT_BYTES)
-        return messages if shared is None else shared
+    def perform(self, task: Task) -> None:
+        with Run(self.comm, task) as run:
+            if not self._connected:
+                self._connect(run)
+            if self._group is None:
+                run.execute(run.agree() if self.comm.size > 1 else task.program)
+                return
+            program, word = task.program, task.call.fingerprint
+            if task.exchange is not None:
+                even = self._agree(task, run, task.exchange.even)
+                word = 0
+                if not even:
+                    task.exchange.check(task.call, self._gather(task, run, task.exchange.mine))
+                    program = task.exchange.program
+            if isinstance(program, SharedProgram):
+                self._execute(task, run, program, word, task.input, task.output)
+                return
+            if word:
+                self._agree(task, run, 1)
+            run.execute(program)
 
     def close(self) -> None:
-        super().close()
         if self._group is not None:
             self._group.leave()
+        super().close()
 
-    def perform(self, task: Task, run: Run) -> None:
-        if not self._connected:
-            self._connect(run)
-        if self._group is None:
-            super().perform(task, run)
-            return
-        program = task.program
-        word = task.call.fingerprint
-        if task.exchange is not None:
-            even = self._check(*self._group.agree(word, task.exchange.even, _ns(task)), run)
-            word = 0
-            if even == 0:
-                task.exchange.check(task.call, self._gather(task.exchange.mine, task, run))
-                program = task.exchange.program
-        if isinstance(program, SharedProgram):
-            self._execute(program, task.input, task.output, task.dtype, task.op, word, task, run)
-            return
-        if word:
-            self._check(*self._group.agree(word, 1, _ns(task)), run)
-        run.execute(program)
+    # ---- the C++ engine -------------------------------------------------------------------
+
+    def _agree(self, task: Task, run: Run, even: int) -> int:
+        """Agree on the call; return `even` if all ranks gave the same, else 0."""
+        code, peer, agreed = self._group.agree(
+            task.call.fingerprint, even, task.deadline.remaining()
+        )
+        self._check(run, code, peer)
+        return int(agreed)
 
     def _execute(
         self,
-        program: SharedProgram,
-        source: Any,
-        target: Any,
-        dtype: DType,
-        op: ReduceOp,
-        word: int,
         task: Task,
         run: Run,
+        program: SharedProgram,
+        word: int,
+        source: Array | None,
+        target: Array | None,
     ) -> None:
-        scratch = np.empty(program.scratch_count, dtype.storage)
+        dtype = task.dtype if target is task.output else _INT64
+        none = np.empty(0, dtype.storage)
+        source = none if source is None else source
+        target = none if target is None else target
+        scratch = np.empty(program.pieces_scratch, dtype.storage)
+        moves_only = _UINT8 if dtype.kind == "x" else dtype
         code, peer = self._group.run(
-            program.steps.ctypes.data,
+            program.pieces.ctypes.data,
+            len(program.pieces),
             program.loops.ctypes.data,
             len(program.loops),
-            0 if source is None else source.ctypes.data,
-            0 if target is None else target.ctypes.data,
+            source.ctypes.data,
+            source.size,
+            target.ctypes.data,
+            target.size,
             scratch.ctypes.data,
+            scratch.size,
             dtype.itemsize,
-            dtype.name if dtype.kind != "x" else "uint8",
-            op.op.name,
+            _CODES[moves_only.name],
+            int(task.op.op),
             word,
-            _ns(task),
+            task.deadline.remaining(),
         )
-        self._check(code, peer, 1, run)
+        self._check(run, code, peer)
 
-    def _gather(self, mine: Any, task: Task, run: Run) -> Any:
+    def _gather(self, task: Task, run: Run, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
         comm = self.comm
         table = np.empty((comm.size, mine.size), np.int64)
         schedule = build("all_gather", "one_shot", comm.size)
         program = lower_shared(schedule, comm.rank, mine.size, 8, SLOT_BYTES)
-        assert program is not None
-        int64 = run.dtype_int64
-        self._execute(program, mine, table.reshape(-1), int64, ReduceOp.SUM, 0, task, run)
+        if program is None:
+            raise InternalError(f"{mine.size} numbers of {comm.size} ranks do not fit a slot")
+        self._execute(task, run, program, 0, mine, table.reshape(-1))
         return table
 
-    def _check(self, code: int, peer: int, even: int, run: Run) -> int:
-        """Turn a status of the engine into what the reference engine raises; return `even`."""
+    def _check(self, run: Run, code: int, peer: int) -> None:
+        """Raise what the reference engine would raise for this status."""
         if code == _engine.OK:
-            return even
+            return
         if code == _engine.MISMATCH:
             raise run.mismatch()
         if code == _engine.LOST:
-            raise LinkDown(self.comm.ranks[peer], "its process ended, or closed the group")
+            raise LinkDown(self.comm.ranks[peer], "its process ended, or it closed the group")
         if code == _engine.TIMEOUT:
-            raise run.expired()
-        if code == _engine.ABORTED:
-            failure = self.comm.transport.failure(self.comm.context)
-            if failure is not None:
-                raise failure
-        raise InternalError(f"the native engine returned status {code}")
+            raise Expired
+        failure = self.comm.transport.failure(self.comm.context)
+        if code == _engine.ABORTED and failure is not None:
+            raise failure
+        raise InternalError(f"the native engine ended with status {code}, peer {peer}")
 
     # ---- setting up -----------------------------------------------------------------------
 
     def _connect(self, run: Run) -> None:
         """Make or open the group's memory; all ranks come to the same verdict."""
         comm = self.comm
-        if comm.rank == 0:
-            segment = self._invite(run)
-        else:
-            segment = self._accept(run)
-        self._connected = True
-        if segment is None:
+        if comm.size == 1:
+            self._connected = True
             return
-        pids = self._pids
-        self._group = _engine.Group(segment, comm.rank, pids, self._spin)
-        comm.transport.on_failure(comm.context, lambda failure: self._group.abort())
+        segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
+        self._connected = True
+        if not verdict:
+            _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
+            return
+        self._group = group = _engine.Group(segment, comm.rank, pids, self._spin)
+        comm.transport.on_failure(comm.context, lambda failure: group.abort())
+
+    def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
+        size, nonce = self.comm.size, os.urandom(16)
+        error, segment = _engine.Segment.create(size, SLOT_BYTES, nonce)
+        others = range(1, size)
+        pids = np.full(size, os.getpid(), np.int32)
+        for transfer in [run.recv(r, as_bytes(pids[r : r + 1])) for r in others]:
+            run.wait(transfer)
+        invitation = _INVITATION.pack(error, os.getpid(), segment.fd(), nonce) + pids.tobytes()
+        for rank in others:
+            run.send(rank, memoryview(invitation))
+        answers = np.full(size, error == 0, np.uint8)
+        for transfer in [run.recv(r, as_bytes(answers[r : r + 1])) for r in others]:
+            run.wait(transfer)
+        verdict = bool(answers.all())
+        for rank in others:
+            run.send(rank, memoryview(bytes([verdict])))
+        run.settle()
+        segment.close_fd()
+        return segment, pids.tolist(), verdict
+
+    def _accept(self, run: Run) -> tuple[Any, list[int], bool]:
+        size = self.comm.size
+        run.send(0, memoryview(struct.pack("<i", os.getpid())))
+        invitation = bytearray(_INVITATION.size + 4 * size)
+        run.wait(run.recv(0, memoryview(invitation)))
+        error, pid, fd, nonce = _INVITATION.unpack_from(invitation)
+        pids = np.frombuffer(invitation, np.int32, offset=_INVITATION.size)
+        segment = None
+        if error == 0:
+            error, segment = _engine.Segment.attach(pid, fd, nonce)
+        if error:
+            _log.info("shared memory: %s", os.strerror(error))
+        run.send(0, memoryview(bytes([error == 0])))
+        verdict = bytearray(1)
+        run.wait(run.recv(0, memoryview(verdict)))
+        run.settle()
+        return segment, pids.tolist(), bool(verdict[0])

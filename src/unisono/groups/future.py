@@ -132,7 +132,7 @@ class Future:
 
 
 def collect_all(futures: Sequence[Future]) -> Future:
-    """Return a future of the list of futures, done when all of them are.
+    """Return a future of the list of futures, done when all are; it fails if one of them does.
 
     Source: torch.futures.collect_all (2.13).
     """
@@ -142,7 +142,12 @@ def collect_all(futures: Sequence[Future]) -> Future:
 
     def ended(future: Future) -> None:
         if all(f.done() for f in waiting) and left.finish():
-            result.set_result(list(waiting))
+            errors = [f.exception() for f in waiting]
+            error = next((e for e in errors if e is not None), None)
+            if error is None:
+                result.set_result(list(waiting))
+            else:
+                result.set_exception(error)
 
     for future in waiting:
         future.add_done_callback(ended)

@@ -338,7 +338,12 @@ def _install_hooks(world: World) -> None:
         if sys.excepthook is hook:
             sys.excepthook = previous
         atexit.unregister(leave)
+        if finalizer is not None:
+            finalizer.cancel()
 
     sys.excepthook = hook
     atexit.register(leave)
+    # A child of multiprocessing ends without atexit, and would lose what isend has not sent yet.
+    util = sys.modules.get("multiprocessing.util")
+    finalizer = None if util is None else util.Finalize(None, leave, exitpriority=0)
     world.on_close.append(uninstall)

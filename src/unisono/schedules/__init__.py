@@ -12,6 +12,7 @@ from unisono.schedules.override import parse_override
 from unisono.schedules.program import Program, lower
 from unisono.schedules.registry import available, build
 from unisono.schedules.select import Choice, Topology, select
+from unisono.schedules.shared import SharedProgram, lower_shared
 from unisono.schedules.verify import verify
 
 __all__ = [
@@ -22,12 +23,14 @@ __all__ = [
     "Op",
     "Program",
     "Schedule",
+    "SharedProgram",
     "Topology",
     "available",
     "build",
     "cost",
     "layout_for",
     "lower",
+    "lower_shared",
     "parse_override",
     "select",
     "verify",

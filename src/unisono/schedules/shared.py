@@ -17,7 +17,7 @@ import numpy as np
 
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.schedules.layout import Layout, layout_for
-from unisono.schedules.program import lower
+from unisono.schedules.program import Program, lower
 
 __all__ = ["SharedProgram", "lower_shared"]
 
@@ -31,20 +31,22 @@ _PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, eq=False)
-class SharedProgram:
-    """One rank's part of a call over shared memory.
+class SharedProgram(Program):
+    """One rank's part of a call, with its form for shared memory.
+
+    As a `Program` it is the same call with messages, for ranks that turn out to share no memory.
 
     Attributes:
-        steps: int64 [n, 9]: the columns of `Program.steps`, then the offset in the poster's slot
+        pieces: int64 [n, 9]: the columns of `Program.steps`, then the offset in the poster's slot
             (elements) and the poster's stage, which its readers wait for.
-        loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): steps [first, end)
-            run `repeats` times, and INPUT and OUTPUT move on by the shifts after each.
-        scratch_count: Elements of SCRATCH.
+        loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): rows [first, end) of
+            `pieces` run `repeats` times; INPUT and OUTPUT move on by the shifts after each.
+        pieces_scratch: Elements of SCRATCH that one piece needs.
     """
 
-    steps: IntArray
+    pieces: IntArray
     loops: IntArray
-    scratch_count: int
+    pieces_scratch: int
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +65,7 @@ def lower_shared(
     if rest or not whole:
         parts.append((rest, 1))
     steps: list[IntArray] = []
-    loops = []
+    loops: list[list[int]] = []
     first = 0
     scratch = 0
     for size, repeats in parts:
@@ -73,17 +75,20 @@ def lower_shared(
         first += len(rows)
         scratch = max(scratch, used)
         steps.append(rows)
+    messages = lower(schedule, rank, layout_for(schedule, count))
     table = np.ascontiguousarray(np.concatenate(steps))
-    return SharedProgram(table, np.array(loops, np.int64), scratch)
+    return SharedProgram(
+        messages.steps, messages.scratch_count, table, np.array(loops, np.int64), scratch
+    )
 
 
 def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int) -> int | None:
     """Return how many elements of the vector, or of each block, go into one piece."""
-    limit = min(slot_bytes, max(_PIECE_BYTES, 0)) // itemsize
+    limit = min(slot_bytes, _PIECE_BYTES) // itemsize
     size = count
     while True:
-        used = max(_slot_count(schedule, rank, size) for rank in _posters(schedule))
-        if used <= limit or used * itemsize <= slot_bytes and size == count:
+        used = max(_posts(schedule, rank, size)[1] for rank in range(schedule.world_size))
+        if used <= limit or (size == count and used * itemsize <= slot_bytes):
             break
         if size <= 1:
             return None
@@ -92,10 +97,6 @@ def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int)
     if size < count and not _separable(schedule, size):
         return None
     return size
-
-
-def _posters(schedule: Schedule) -> range:
-    return range(schedule.world_size)
 
 
 @lru_cache(maxsize=4096)
@@ -113,10 +114,6 @@ def _posts(schedule: Schedule, rank: int, size: int) -> tuple[IntArray, int]:
             used += -(-count // _ALIGN) * _ALIGN
         posting = sends
     return np.array(posts, np.int64).reshape(-1, 4), used
-
-
-def _slot_count(schedule: Schedule, rank: int, size: int) -> int:
-    return _posts(schedule, rank, size)[1]
 
 
 def _separable(schedule: Schedule, size: int) -> bool:

@@ -4,6 +4,8 @@
 every store, transport and engine must pass; they need no pytest.
 """
 
+from unisono.testing.check_engine import check_engine
+from unisono.testing.check_transport import check_transport, check_vanishing
 from unisono.testing.ranks import run
 
-__all__ = ["run"]
+__all__ = ["check_engine", "check_transport", "check_vanishing", "run"]

@@ -20,7 +20,7 @@ __all__ = ["world"]
 def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """Return `unisono.testing.run` for one kind of ranks; the test runs once for each kind.
 
-        def test_sum(world):
-            assert world(body, 4) == [...]
+    def test_sum(world):
+        assert world(body, 4) == [...]
     """
     return partial(run, ranks=request.param)

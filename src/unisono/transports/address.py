@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
 from typing import NamedTuple
 
 from unisono.errors import TransportError
 
 __all__ = ["TCPAddress", "listen", "local_hosts"]
+
+
+# Linux's request for the IPv4 address of an interface; other systems answer with an error.
+_SIOCGIFADDR = 0x8915
 
 
 class TCPAddress(NamedTuple):
@@ -46,21 +53,49 @@ def local_hosts(store_host: str | None) -> tuple[str, ...]:
     """Return the addresses under which the other ranks can probably reach this one.
 
     Args:
-        store_host: Where the store's server is. If that is this very machine by a loopback
-            name, the world lives on one machine and loopback is all it needs.
+        store_host: Where the store's server is. If that is localhost or a loopback address,
+            the world lives on one machine and loopback is all it needs. A host name that leads
+            to loopback here says nothing: elsewhere it leads to another address.
     """
     hosts: list[str] = []
     if store_host is not None:
         hosts += _source_addresses(store_host)
-        if hosts and all(map(_is_loopback, hosts)):
+        if hosts and _is_loopback_name(store_host):
             return tuple(hosts)
     try:
         infos = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         infos = []
     hosts += [str(info[4][0]) for info in infos]
-    # Debian maps the host name to 127.0.1.1: of no use to others, so loopback comes last.
+    if all(map(_is_loopback, hosts)):
+        # Debian maps the host name to 127.0.1.1, of no use to others. Who is asked for the store
+        # by that name on another host must be told an address of an interface.
+        hosts += _interface_addresses()
     return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=_is_loopback)))
+
+
+def _is_loopback_name(host: str) -> bool:
+    """Whether this means the machine it is said on, whichever that is."""
+    try:
+        return _is_loopback(host)
+    except ValueError:
+        return host == "localhost"
+
+
+def _interface_addresses() -> list[str]:
+    """Return the addresses of the network interfaces, as far as Linux tells them."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        for digits, _, _, scope, *_ in map(str.split, table):
+            if scope == "00":  # global: the others mean nothing without an interface
+                found.append(str(ipaddress.ip_address(bytes.fromhex(digits))))
+    return found
 
 
 def _source_addresses(host: str) -> list[str]:

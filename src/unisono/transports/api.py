@@ -79,6 +79,8 @@ class Transport(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        # What each rank said about its host when it connected; "" if nothing.
+        self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
         self._lock = threading.Lock()
         self._calls: dict[int, OrderedDict[int, Status]] = {}

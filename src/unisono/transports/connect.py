@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.errors import Context, InvalidArgumentError, RendezvousError, StoreTimeoutError
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    RendezvousError,
+    StoreError,
+    StoreTimeoutError,
+)
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
@@ -15,7 +23,12 @@ __all__ = ["connect"]
 
 
 def connect(
-    store: Store, rank: int, world_size: int, deadline: Deadline, kind: str | None = None
+    store: Store,
+    rank: int,
+    world_size: int,
+    deadline: Deadline,
+    kind: str | None = None,
+    host: str = "",
 ) -> Transport:
     """Return this rank's transport once every rank has published its address.
 
@@ -25,6 +38,7 @@ def connect(
         world_size: Number of ranks.
         deadline: For the slowest rank to come.
         kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
+        host: A word about this rank's host; `Transport.hosts` has those of all ranks.
 
     Raises:
         RendezvousError: Some ranks never came; names them.
@@ -41,8 +55,10 @@ def connect(
     else:
         raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
     try:
-        store.set(f"address/{rank}", transport.address)
-        addresses += _gather(store, rank, world_size, deadline)
+        store.set(f"address/{rank}", f"{host} {transport.address}")
+        published = _gather(store, rank, world_size, deadline)
+        addresses += [text.partition(" ")[2] for text in published]
+        transport.hosts = tuple(text.partition(" ")[0] for text in published)
     except BaseException:
         transport.close()
         raise
@@ -65,6 +81,10 @@ def _gather(store: Store, rank: int, world_size: int, deadline: Deadline) -> lis
     addresses = [value.decode() for value in store.multi_get(keys)]
     # Nobody leaves before everybody has read: the rank that hosts the store may close it next.
     store.barrier("connected", world_size, deadline.remaining())
+    # A later world in the same store must not find an address of this one. If the store's host
+    # has closed it already, there is no later world in it.
+    with contextlib.suppress(StoreError):
+        store.delete_key(keys[rank])
     return addresses
 
 

@@ -1,0 +1,241 @@
+"""One attempt: the workers of one node in one world, from their start to the end of the last.
+
+    attempt ─┬─ reaper     ends the workers if the agent is killed
+             └─ workers    one session each
+
+Start all; wait until all have ended. If one fails, the others get SIGTERM, and SIGKILL after the
+grace period. In the end whatever is left of the workers is killed, whether all went well or not,
+so that nothing of one attempt lives on into the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from unisono.base.config import environ
+from unisono.base.deadline import Deadline
+from unisono.elastic.bind import Binding
+from unisono.elastic.environment import (
+    LAUNCH_VARIABLE,
+    Place,
+    new_launch_id,
+    worker_environment,
+)
+from unisono.elastic.logs import Output, WorkerName
+from unisono.elastic.oom import OomWatch
+from unisono.elastic.process import Reaper, Worker
+from unisono.elastic.report import Failure, extract_traceback, is_consequence, order
+from unisono.elastic.signals import PASSED_ON, Signals
+from unisono.elastic.spec import SETTLE_S, LaunchSpec
+from unisono.elastic.tee import Stream
+
+__all__ = ["Attempt", "Outcome"]
+
+_POLL_S = 0.05
+_TAIL_WAIT_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        failures: Workers that failed by themselves; the root cause first.
+        stopped: Ranks that the agent ended.
+        signum: The signal that ended it, or None.
+        succeeded: Whether every worker ended with exit code 0.
+    """
+
+    failures: tuple[Failure, ...]
+    stopped: tuple[int, ...]
+    signum: int | None
+    succeeded: bool
+
+
+class Attempt:
+    """Runs the workers once; use once.
+
+    Args:
+        spec: What to launch.
+        place: This node's place in the world.
+        number: Which attempt of this agent it is, from 0.
+        binding: CPUs of each worker.
+        output: Where the workers' output goes.
+        signals: Waited at; a knock makes it ask `must_stop`.
+        must_stop: Whether the rendezvous wants the workers to end.
+        on_failure: Called once, when it is known that workers failed, while the others are
+            still ending; with the first failure.
+    """
+
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        place: Place,
+        number: int,
+        *,
+        binding: Binding,
+        output: Output,
+        signals: Signals,
+        must_stop: Callable[[], bool],
+        on_failure: Callable[[Failure], None],
+    ) -> None:
+        self._spec = spec
+        self._place = place
+        self._number = number
+        self._binding = binding
+        self._output = output
+        self._signals = signals
+        self._must_stop = must_stop
+        self._on_failure = on_failure
+        self._launch_id = new_launch_id()
+        self._workers: list[Worker] = []
+        self._stderr: dict[int, Stream] = {}
+        self._ended_s: dict[int, float] = {}
+        self._signum: int | None = None
+        self._stopping = False
+        self._settle: Deadline | None = None
+        self._grace: Deadline | None = None
+        self._oom = OomWatch()
+
+    def run(self) -> Outcome:
+        """Start the workers and return when all of them have ended.
+
+        Raises:
+            LaunchError: A worker could not be started; those that were have been ended.
+        """
+        with contextlib.ExitStack() as stack:
+            reaper = Reaper(self._launch_id)
+            stack.callback(self._end, reaper)
+            for local_rank in range(self._spec.nprocs):
+                self._start(local_rank, reaper)
+            self._output.status(len(self._workers), self._place.restarts)
+            self._watch()
+        return Outcome(
+            failures=tuple(self._failures()),
+            stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
+            signum=self._signum,
+            succeeded=all(worker.exit_code == 0 for worker in self._workers),
+        )
+
+    def _start(self, local_rank: int, reaper: Reaper) -> None:
+        inherited = environ()
+        env = dict(inherited) | worker_environment(local_rank, self._place, inherited=inherited)
+        env[LAUNCH_VARIABLE] = self._launch_id
+        env |= self._binding.environment(local_rank, inherited)
+        rank = self._place.first_rank + local_rank
+        worker = Worker(
+            rank,
+            self._spec.commands[local_rank],
+            env,
+            pipe_stdout=self._output.pipes_stdout,
+            cpus=self._binding.cpus(local_rank),
+        )
+        self._workers.append(worker)
+        reaper.watch(worker)
+        name = WorkerName(
+            rank=rank, local_rank=local_rank, attempt=self._number, role=self._place.role
+        )
+        self._stderr[rank] = self._output.attach(worker, name)
+
+    def _watch(self) -> None:
+        running = list(self._workers)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._signals.fd, selectors.EVENT_READ)
+            for worker in running:
+                if worker.exit_fd is not None:
+                    selector.register(worker.exit_fd, selectors.EVENT_READ)
+            while running:
+                selector.select(self._timeout(running))
+                for signum in self._signals.read():
+                    self._on_signal(signum)
+                for worker in [w for w in running if w.poll() is not None]:
+                    running.remove(worker)
+                    if worker.exit_fd is not None:
+                        selector.unregister(worker.exit_fd)
+                    self._on_exit(worker)
+                    self._output.status(len(running), self._place.restarts)
+                self._on_clock()
+                if not self._stopping and self._must_stop():
+                    self._stop(signal.SIGTERM)
+
+    def _timeout(self, running: Sequence[Worker]) -> float | None:
+        waits = [d.remaining() for d in (self._settle, self._grace) if d is not None]
+        if any(worker.exit_fd is None for worker in running):
+            waits.append(_POLL_S)
+        return min(waits, default=None)
+
+    def _on_signal(self, signum: int) -> None:
+        if signal.Signals(signum).name in PASSED_ON:
+            for worker in self._workers:
+                worker.send(signum)
+        elif self._signum is None:
+            self._signum = signum
+            self._stop(signum)
+        else:
+            # The user will not wait any longer.
+            self._grace = Deadline(0)
+
+    def _on_exit(self, worker: Worker) -> None:
+        self._ended_s[worker.rank] = time.time()
+        if worker.exit_code == 0 or self._stopping:
+            return
+        stderr = self._stderr[worker.rank]
+        stderr.ended.wait(_TAIL_WAIT_S)
+        if not is_consequence(extract_traceback(stderr.tail())):
+            self._fail()
+        elif self._settle is None:
+            # The rank that failed first may need longer to end; let it say why.
+            self._settle = Deadline(SETTLE_S)
+
+    def _on_clock(self) -> None:
+        if self._settle is not None and self._settle.expired():
+            self._fail()
+        if self._grace is not None and self._grace.expired():
+            self._grace = None
+            for worker in self._workers:
+                worker.kill_group()
+
+    def _fail(self) -> None:
+        if not self._stopping:
+            self._on_failure(self._failures()[0])
+        self._stop(signal.SIGTERM)
+
+    def _stop(self, signum: int) -> None:
+        self._stopping = True
+        self._settle = None
+        self._grace = Deadline(self._spec.grace_s)
+        for worker in self._workers:
+            worker.stop(signum)
+
+    def _end(self, reaper: Reaper) -> None:
+        """End everything that still runs, and only then give the numbers back."""
+        for worker in self._workers:
+            worker.kill_group()
+        reaper.forget()
+        try:
+            for worker in self._workers:
+                worker.reap()
+        finally:
+            clean = not self._stopping and len(self._ended_s) == self._spec.nprocs
+            reaper.close(sweep=not clean)
+
+    def _failures(self) -> list[Failure]:
+        return order(
+            [
+                Failure(
+                    rank=worker.rank,
+                    pid=worker.pid,
+                    exit_code=worker.exit_code,
+                    time_s=self._ended_s[worker.rank],
+                    text=extract_traceback(self._stderr[worker.rank].tail()),
+                    hint=self._oom.hint(worker.pid) if worker.exit_code == -9 else "",
+                )
+                for worker in self._workers
+                if worker.exit_code and not worker.stopped and worker.rank in self._ended_s
+            ]
+        )

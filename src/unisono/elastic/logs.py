@@ -1,0 +1,279 @@
+"""Where the workers' output goes: files per rank, the console, or both.
+
+    <log dir>/<run id>_xxxxxxxx/attempt_<n>/<local rank>/{stdout,stderr}.log
+
+as torchrun lays them out. Everything passes through the launcher, so that a file and the console
+get the same whole lines, and the failure report has the end of standard error in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Protocol, TextIO
+
+from unisono.elastic.console import Console, WorkerName, check_prefix
+from unisono.elastic.process import Worker
+from unisono.elastic.tee import Sink, Stream, Tee
+from unisono.errors import InvalidArgumentError, LaunchError
+
+__all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice"]
+
+DEFAULT_PREFIX = "[rank {rank}] "
+
+
+class Std(enum.IntFlag):
+    """Standard streams, with torchrun's numbers."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+_NAMES = {Std.OUT: "stdout", Std.ERR: "stderr"}
+
+
+@dataclass(frozen=True)
+class StdChoice:
+    """Some standard streams of some workers."""
+
+    every: Std = Std.NONE
+    single: Mapping[int, Std] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> StdChoice:
+        """Read "0" (none), "1" (out), "2" (err), "3" (both), or "0:3,1:0" by local rank.
+
+        Raises:
+            InvalidArgumentError: Anything else.
+
+        Source: torch 2.13, torch.distributed.elastic.multiprocessing.Std.from_str.
+        """
+        if re.fullmatch("[0-3]", text):
+            return cls(Std(int(text)))
+        if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+            raise InvalidArgumentError(
+                f"{text!r} is neither 0, 1, 2, 3 (none, out, err, both) nor a list of "
+                "local rank:number such as 0:3,1:0"
+            )
+        pairs = (pair.split(":") for pair in text.split(","))
+        return cls(single={int(rank): Std(int(number)) for rank, number in pairs})
+
+    def of(self, local_rank: int) -> Std:
+        """Return the streams of one worker."""
+        return self.single.get(local_rank, Std.NONE) if self.single else self.every
+
+    def __bool__(self) -> bool:
+        return bool(self.every) or any(self.single.values())
+
+
+class Screen(Sink, Protocol):
+    """A terminal with a status line below the output."""
+
+    def status(self, up: int, restarts: int) -> None:
+        """Show how many workers are up and how often they were restarted."""
+
+    def close(self) -> None:
+        """Take the status line away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """What the user asked for.
+
+    Attributes:
+        log_dir: Parent of the launch's folder; a new temporary one if empty. If it is given
+            and neither `redirects` nor `tee` is, files are written beside the usual output.
+        redirects: Streams that go to files only.
+        tee: Streams that go to files and, with a prefix, to the console.
+        local_ranks: Workers whose output the console shows; all if None.
+        prefix: Template of the prefix on the console. None: DEFAULT_PREFIX where lines are
+            teed or folded, otherwise nothing.
+        fold: Join equal lines of several ranks; None: on a terminal.
+        stdout_filters: Lines with one of these texts also go to filtered_stdout.log.
+        stderr_filters: Likewise, filtered_stderr.log.
+        screen: Used instead of the terminal.
+    """
+
+    log_dir: str = ""
+    redirects: StdChoice | None = None
+    tee: StdChoice | None = None
+    local_ranks: Collection[int] | None = None
+    prefix: str | None = None
+    fold: bool | None = None
+    stdout_filters: Sequence[str] = ()
+    stderr_filters: Sequence[str] = ()
+    screen: Screen | None = None
+
+    def __post_init__(self) -> None:
+        check_prefix(self.prefix or "")
+
+    def to_file(self, std: Std, local_rank: int) -> bool:
+        """Whether a worker's stream is written to a file."""
+        if self.redirects is None and self.tee is None:
+            return bool(self.log_dir)
+        return bool(std & (self._redirected(local_rank) | self.teed(local_rank)))
+
+    def to_console(self, std: Std, local_rank: int) -> bool:
+        """Whether a worker's stream is shown."""
+        if self.local_ranks is not None and local_rank not in self.local_ranks:
+            return False
+        return not std & self._redirected(local_rank) & ~self.teed(local_rank)
+
+    def teed(self, local_rank: int) -> Std:
+        """Return the streams of a worker that go to file and console."""
+        return Std.NONE if self.tee is None else self.tee.of(local_rank)
+
+    def folds(self, nprocs: int, terminal: bool) -> bool:
+        """Whether equal lines are joined."""
+        return nprocs > 1 and (terminal if self.fold is None else self.fold)
+
+    def pipes_stdout(self, nprocs: int, terminal: bool) -> bool:
+        """Whether workers cannot have the launcher's own standard output."""
+        # Workers write whole lines to a terminal, but to a pipe or file in pieces, which
+        # would mix the ranks' lines; so there they go through the launcher.
+        several = nprocs > 1 and (not terminal or self.folds(nprocs, terminal))
+        asked = self.redirects or self.tee or self.log_dir or self.prefix or self.stdout_filters
+        return several or bool(asked) or self.local_ranks is not None
+
+    def _redirected(self, local_rank: int) -> Std:
+        return Std.NONE if self.redirects is None else self.redirects.of(local_rank)
+
+
+class Output:
+    """The output of all workers of a launch on this host, over all its attempts."""
+
+    def __init__(self, options: LogOptions, *, run_id: str, nprocs: int) -> None:
+        self._options = options
+        self._run_id = re.sub(r"[^\w.-]", "_", run_id)
+        self._nprocs = nprocs
+        self._folder = ""
+        self._files: dict[str, IO[bytes]] = {}
+        self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
+        self._consoles: dict[tuple[Std, bool], Console] = {}
+        self._tee = Tee(self._tick)
+        self.pipes_stdout = options.pipes_stdout(nprocs, sys.stdout.isatty())
+
+    def attach(self, worker: Worker, name: WorkerName) -> Stream:
+        """Start to pass on a worker's output; return its standard error's stream."""
+        if worker.stdout is not None:
+            self._add(Std.OUT, worker.stdout, name)
+        return self._add(Std.ERR, worker.stderr, name)
+
+    def note(self, text: str) -> None:
+        """Print a line of the launcher's own."""
+        with contextlib.suppress(OSError, ValueError):
+            self._sinks[Std.ERR].write(f"unisono run: {text}\n".encode())
+            self._sinks[Std.ERR].flush()
+
+    def status(self, up: int, restarts: int) -> None:
+        """Show how many workers are up and how often they were restarted, on a terminal."""
+        if self._options.screen is not None:
+            self._options.screen.status(up, restarts)
+
+    def close(self, timeout_s: float) -> None:
+        """Pass on what is left, for at most `timeout_s`."""
+        self._tee.close(timeout_s)
+        for console in self._consoles.values():
+            with contextlib.suppress(OSError, ValueError):
+                console.close()
+        for file in self._files.values():
+            file.close()
+        if self._options.screen is not None:
+            self._options.screen.close()
+
+    def _sink(self, std: TextIO) -> Sink:
+        screen = self._options.screen
+        return screen if screen is not None and std.isatty() else std.buffer
+
+    def _tick(self) -> float | None:
+        waits = [console.tick() for console in self._consoles.values()]
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+
+    def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> Stream:
+        options, local_rank = self._options, name.local_rank
+        sinks = []
+        if options.to_console(std, local_rank):
+            sinks.append(self._console(std, name))
+        filters = options.stdout_filters if std is Std.OUT else options.stderr_filters
+        if filters:
+            path = os.path.join(self._attempt_folder(name), f"filtered_{_NAMES[std]}.log")
+            sinks.append(self._filter(path, filters, name))
+        files = []
+        if options.to_file(std, local_rank):
+            folder = os.path.join(self._attempt_folder(name), str(local_rank))
+            files.append(_create(os.path.join(folder, f"{_NAMES[std]}.log")))
+        return self._tee.add(source, *sinks, files=files, keep_tail=std is Std.ERR)
+
+    def _console(self, std: Std, name: WorkerName) -> Sink:
+        terminal = sys.stdout.isatty() if std is Std.OUT else sys.stderr.isatty()
+        fold = self._options.folds(self._nprocs, terminal)
+        decorated = fold or bool(std & self._options.teed(name.local_rank))
+        prefix = self._options.prefix
+        if prefix is None:
+            prefix = DEFAULT_PREFIX if decorated else ""
+        if not fold and not prefix:
+            return self._sinks[std]
+        key = (std, bool(prefix))
+        if key not in self._consoles:
+            self._consoles[key] = Console(
+                self._sinks[std], prefix=prefix, fold=fold, clock=time.monotonic
+            )
+        return self._consoles[key].of(name)
+
+    def _filter(self, path: str, texts: Sequence[str], name: WorkerName) -> Sink:
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = _create(path)
+        prefix = self._options.prefix
+        console = Console(
+            _Filter(file, [text.encode() for text in texts]),
+            prefix=DEFAULT_PREFIX if prefix is None else prefix,
+            fold=False,
+            clock=time.monotonic,
+        )
+        return console.of(name)
+
+    def _attempt_folder(self, name: WorkerName) -> str:
+        if not self._folder:
+            try:
+                parent = self._options.log_dir or tempfile.mkdtemp(prefix="unisono_")
+                os.makedirs(parent, exist_ok=True)
+                self._folder = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=parent)
+            except OSError as error:
+                raise LaunchError(
+                    f"cannot make a folder for logs in {self._options.log_dir!r}: {error.strerror}"
+                ) from error
+            self.note(f"logs in {self._folder}")
+        return os.path.join(self._folder, f"attempt_{name.attempt}")
+
+
+class _Filter:
+    """Passes on only lines with one of some texts."""
+
+    def __init__(self, sink: Sink, texts: Sequence[bytes]) -> None:
+        self._sink = sink
+        self._texts = texts
+
+    def write(self, data: bytes) -> None:
+        if any(text in data for text in self._texts):
+            self._sink.write(data)
+
+    def flush(self) -> None:
+        self._sink.flush()
+
+
+def _create(path: str) -> IO[bytes]:
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return open(path, "wb")
+    except OSError as error:
+        raise LaunchError(f"cannot write the log {path!r}: {error.strerror}") from error

@@ -1,0 +1,69 @@
+"""The agent's one place to wait at: signals, and knocks from its own threads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import Self
+
+__all__ = ["ENDING", "PASSED_ON", "Signals"]
+
+ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+"""These end the launch."""
+
+PASSED_ON = ("SIGUSR1", "SIGUSR2")
+"""These are only passed on to the workers: batch systems announce the end of a job by them."""
+
+_KNOCK = b"\0"
+
+
+class Signals:
+    """Turns signals into bytes on a file descriptor, from `__enter__` to `__exit__`.
+
+    A signal that was ignored before (nohup, a shell's background job) stays ignored. Outside
+    the main thread signals cannot be caught, and only knocks arrive.
+
+    Attributes:
+        fd: Readable when there is something to `read`.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, object] = {}
+        self._wakeup = -1
+
+    def __enter__(self) -> Self:
+        self.fd, self._sender = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._sender, False)
+        if threading.current_thread() is threading.main_thread():
+            # With SIGCHLD ignored (inherited), the kernel would throw exit codes away.
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
+            for name in (*ENDING, *PASSED_ON):
+                signum = getattr(signal, name)
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._previous[signum] = signal.signal(signum, lambda signum, frame: None)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._previous:
+            signal.set_wakeup_fd(self._wakeup)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
+        os.close(self.fd)
+        os.close(self._sender)
+
+    def knock(self) -> None:
+        """Make `fd` readable, from any thread."""
+        # Full: then it is readable anyway.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._sender, _KNOCK)
+
+    def read(self) -> list[int]:
+        """Return the signals that came, oldest first; knocks are not among them."""
+        try:
+            return [signum for signum in os.read(self.fd, 4096) if signum]
+        except BlockingIOError:
+            return []

@@ -1,0 +1,52 @@
+"""Which engine a group gets."""
+
+from __future__ import annotations
+
+import os
+
+from unisono.base import config
+from unisono.base.log import get_logger
+from unisono.engines.api import Communicator, Engine
+from unisono.engines.native import NativeEngine, is_native_built
+from unisono.engines.reference import ReferenceEngine
+from unisono.errors import InvalidArgumentError, UnsupportedError
+
+__all__ = ["make_engine"]
+
+_log = get_logger("engines")
+
+
+def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
+    """Return the engine of one group; all its ranks come to the same choice.
+
+    Args:
+        comm: The group.
+        kind: "auto", "native" or "reference"; UNISONO_ENGINE if None.
+
+    Raises:
+        UnsupportedError: "native" was asked for and cannot be had; says why.
+    """
+    kind = kind or config.get("UNISONO_ENGINE")
+    if kind not in ("auto", "native", "reference"):
+        raise InvalidArgumentError(f"unknown engine {kind!r} (known: auto, native, reference)")
+    if kind == "reference":
+        return ReferenceEngine(comm)
+    words = [comm.transport.hosts[rank] for rank in comm.ranks]
+    if all(words) and len(set(words)) == 1:
+        neighbours = comm.transport.hosts.count(words[0])
+        return NativeEngine(comm, crowded=neighbours > _cores())
+    if not is_native_built():
+        why = "its extension module is not built (it needs a C++ compiler at installation)"
+    else:
+        why = "its ranks are on several hosts, or not all of them have it"
+    if kind == "native":
+        raise UnsupportedError(
+            f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
+        )
+    _log.warning("group '%s' uses the reference engine: %s", comm.name, why)
+    return ReferenceEngine(comm)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

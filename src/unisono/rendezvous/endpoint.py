@@ -1,0 +1,122 @@
+"""Who hosts the rendezvous store, and under which address a node is known to the others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from unisono.base.deadline import Deadline
+from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
+from unisono.rendezvous.url import check_port
+from unisono.stores import Store, TCPStore
+
+__all__ = ["DEFAULT_PORT", "is_local", "open_endpoint", "parse_endpoint", "source_address"]
+
+DEFAULT_PORT = 29400
+"""Port of an endpoint that names none, as torchrun has it."""
+
+_SLICE_S = 1.0
+_READ_TIMEOUT_S = 60.0
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Return host and port of "host", "host:port" or "[address]:port".
+
+    Raises:
+        RendezvousError: No host, or a port that is none.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or "]" in port:
+        host, port = text, str(DEFAULT_PORT)
+    elif ":" in host and not host.startswith("["):
+        # An IPv6 address without brackets, so without a port.
+        host, port = text, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal():
+        raise RendezvousError(f"the rendezvous endpoint {text!r} is not host:port")
+    return host, check_port(int(port), f"port of the rendezvous endpoint {text!r}")
+
+
+def is_local(host: str) -> bool:
+    """Whether a name or address is one of this host's own."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, proto, _, address in found:
+        try:
+            with socket.socket(family, kind, proto) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def source_address(host: str) -> str:
+    """Return the own address that packets to `host` carry; sends nothing.
+
+    Raises:
+        RendezvousError: There is no way to `host`.
+    """
+    try:
+        found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        for family, kind, proto, _, address in found:
+            with socket.socket(family, kind, proto) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    except OSError as error:
+        raise RendezvousError(f"there is no way to host {host!r}: {error}") from error
+    raise RendezvousError(f"host {host!r} has no address")
+
+
+def open_endpoint(
+    host: str,
+    port: int,
+    *,
+    hosting: bool | None,
+    timeout_s: float,
+    canceled: Callable[[], bool],
+) -> TCPStore:
+    """Return the store at an endpoint, and run its server if this is the place for it.
+
+    Args:
+        host: Name or address.
+        port: Port.
+        hosting: Whether the server must run here; None: if `host` is this host and nobody
+            else (another agent of the job) has the port.
+        timeout_s: How long to wait for the one that hosts it.
+        canceled: Asked once a second; True ends the wait.
+
+    Raises:
+        RendezvousError: Nobody answered, or the port is in use.
+    """
+    if hosting or (hosting is None and is_local(host)):
+        try:
+            return TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=_READ_TIMEOUT_S
+            )
+        except StoreConnectionError as error:
+            if hosting:
+                raise RendezvousError(
+                    f"cannot host the rendezvous: {error.what}",
+                    hint="choose another port (--master-port, --rdzv-endpoint) on all nodes",
+                ) from error
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            store = TCPStore(host, port, timeout=min(_SLICE_S, deadline.remaining()))
+        except (StoreConnectionError, StoreTimeoutError) as error:
+            if canceled() or deadline.expired():
+                raise RendezvousError(
+                    f"no rendezvous at {host}:{port} within {timeout_s:g} s: {error.what}",
+                    hint="is the agent of that host running, and is the port open?",
+                ) from error
+        else:
+            store.set_timeout(_READ_TIMEOUT_S)
+            return store
+
+
+def is_host_of(store: Store) -> bool:
+    """Whether other nodes reach the store only through this process."""
+    return isinstance(store, TCPStore) and store.is_master

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+
+import pytest
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+
+
+def test_only_the_first_end_counts():
+    completion = Completion()
+    assert not completion.done()
+    first = ValueError("first")
+    assert completion.finish(first)
+    assert not completion.finish(None)
+    assert completion.done()
+    assert completion.error is first
+    assert completion.wait_until(None)
+
+
+def test_callbacks_run_once_in_order():
+    completion = Completion()
+    seen = []
+    completion.add_callback(lambda c: seen.append(("a", c is completion)))
+    completion.add_callback(lambda c: seen.append(("b", c.done())))
+    completion.finish()
+    completion.finish()
+    completion.add_callback(lambda c: seen.append(("late", True)))
+    assert seen == [("a", True), ("b", True), ("late", True)]
+
+
+def test_a_callback_that_raises_stops_nobody(caplog):
+    completion = Completion()
+    seen = []
+    completion.add_callback(lambda c: 1 / 0)
+    completion.add_callback(seen.append)
+    with caplog.at_level(logging.ERROR, "unisono"):
+        completion.finish()
+        completion.add_callback(lambda c: 1 / 0)
+    assert seen == [completion]
+    assert caplog.text.count("ZeroDivisionError: division by zero") == 2
+
+
+def test_a_callback_may_use_the_completion():
+    completion = Completion()
+    seen = []
+
+    def callback(done):
+        done.add_callback(lambda _: seen.append(done.wait_until(None)))
+        done.finish(ValueError())
+
+    completion.add_callback(callback)
+    completion.finish()
+    assert seen == [True]
+    assert completion.error is None
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01])
+def test_wait_ends_at_its_deadline(timeout):
+    completion = Completion()
+    begin = time.monotonic()
+    assert not completion.wait_until(Deadline(timeout))
+    assert time.monotonic() - begin < 5
+    completion.finish()
+    assert completion.wait_until(Deadline(0))
+
+
+@pytest.mark.parametrize("deadline", [None, Deadline(math.inf), Deadline(1e12), Deadline(20)])
+def test_every_waiter_wakes(deadline):
+    completion = Completion()
+    woken = []
+    threads = [
+        threading.Thread(target=lambda: woken.append(completion.wait_until(deadline)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    completion.finish()
+    for thread in threads:
+        thread.join(20)
+    assert woken == [True] * 8
+
+
+def test_one_of_many_ends_it():
+    for _ in range(50):
+        completion, wins = Completion(), []
+        threads = [
+            threading.Thread(target=lambda c=completion, w=wins: w.append(c.finish()))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wins.count(True) == 1

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+
+import pytest
+
+from unisono.base import deadline as module
+from unisono.base.deadline import Deadline, to_seconds
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds"),
+    [
+        (0, 0),
+        (3, 3),
+        (2.5, 2.5),
+        (math.inf, math.inf),
+        (timedelta(minutes=1, milliseconds=5), 60.005),
+    ],
+)
+def test_to_seconds(timeout, seconds):
+    assert to_seconds(timeout) == seconds
+
+
+@pytest.mark.parametrize("timeout", ["3", None, True, 1j, [1]])
+def test_not_a_duration(timeout):
+    with pytest.raises(ArgumentTypeError) as caught:
+        to_seconds(timeout, "patience")
+    name = type(timeout).__name__
+    assert caught.value.what == (
+        f"patience must be seconds (float) or datetime.timedelta, got {name}"
+    )
+
+
+@pytest.mark.parametrize("timeout", [-1, -0.001, math.nan, timedelta(seconds=-1)])
+def test_negative(timeout):
+    with pytest.raises(InvalidArgumentError, match="timeout must not be negative, got"):
+        Deadline(timeout)
+
+
+def test_counts_down_and_stops_at_zero(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    deadline = Deadline(5)
+    assert (deadline.timeout_s, deadline.remaining(), deadline.expired()) == (5, 5, False)
+    now = 103.0
+    assert (deadline.remaining(), deadline.expired()) == (2, False)
+    assert repr(deadline) == "<Deadline 2.000 s of 5 s left>"
+    now = 105.0
+    assert (deadline.remaining(), deadline.expired()) == (0, True)
+    now = 999.0
+    assert (deadline.remaining(), deadline.expired()) == (0, True)
+    assert Deadline(math.inf).remaining() == math.inf

@@ -1,0 +1,171 @@
+"""Random programs of verified schedules give NumPy's answer on real threads."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline
+from unisono.base.types import ReduceOp, dtype_named
+from unisono.engines import Call, Communicator, ReferenceEngine, Task
+from unisono.schedules import Program, available, build, layout_for, lower
+from unisono.schedules.ir import Buf, Op
+from unisono.transports import InprocTransport
+
+INT64 = dtype_named("int64")
+
+
+def run_all(tasks):
+    """Run one task on each rank of a new world."""
+    size, addresses = len(tasks), {}
+    world = [InprocTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
+    addresses.update(enumerate(transport.address for transport in world))
+    engines = [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
+    ends = [Completion() for _ in tasks]
+    threads = [
+        threading.Thread(target=engine.submit, args=(task, end), kwargs={"inline": True})
+        for engine, task, end in zip(engines, tasks, ends, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for engine in engines:
+        engine.close()
+    for end in ends:
+        assert end.done()
+        if end.error is not None:
+            raise end.error
+
+
+def task(program, output, input=None, op=ReduceOp.SUM):
+    return Task(Call("test", "test()", ()), program, input, output, INT64, op, Deadline(20))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_all_reduce_in_any_form(data):
+    size = data.draw(st.integers(1, 7))
+    algorithm = data.draw(st.sampled_from(available("all_reduce", size)))
+    depth = data.draw(st.integers(1, 4))
+    pipeline = depth if algorithm in ("tree", "double_tree", "two_shot") else 1
+    count = data.draw(st.integers(0, 40))
+    values = data.draw(
+        st.lists(st.lists(st.integers(-9, 9), min_size=count, max_size=count),
+                 min_size=size, max_size=size)
+    )  # fmt: skip
+    schedule = build("all_reduce", algorithm, size, -1, pipeline)
+    layout = layout_for(schedule, count)
+    outputs = [np.array(v, np.int64) for v in values]
+    expected = np.sum(outputs, axis=0)
+    run_all([task(lower(schedule, rank, layout), outputs[rank]) for rank in range(size)])
+    for output in outputs:
+        np.testing.assert_array_equal(output, expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_uneven_all_to_all(data):
+    size = data.draw(st.integers(2, 5))
+    counts = np.array(
+        data.draw(st.lists(st.integers(0, 6), min_size=size * size, max_size=size * size))
+    ).reshape(size, size)
+    algorithm = data.draw(st.sampled_from(available("all_to_all", size, uneven=True)))
+    schedule = build("all_to_all", algorithm, size)
+    tasks, expected = [], []
+    inputs = [np.arange(counts[r].sum()) + 1000 * r for r in range(size)]
+    for rank in range(size):
+        layout = layout_for(schedule, 0, counts[rank].tolist(), counts[:, rank].tolist())
+        output = np.zeros(counts[:, rank].sum(), np.int64)
+        tasks.append(task(lower(schedule, rank, layout), output, inputs[rank]))
+        edges = [np.concatenate([[0], np.cumsum(counts[source])]) for source in range(size)]
+        parts = [list(pairwise(edges[source]))[rank] for source in range(size)]
+        expected.append(np.concatenate([inputs[s][a:b] for s, (a, b) in enumerate(parts)]))
+    run_all(tasks)
+    for rank in range(size):
+        np.testing.assert_array_equal(tasks[rank].output, expected[rank])
+
+
+def rows(*steps):
+    return Program(np.array(steps, np.int64).reshape(-1, 7), 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(
+            st.sampled_from(list(Op)), st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)
+        ),
+        max_size=25,
+    )
+)
+def test_random_steps_mean_what_the_step_language_says(moves):
+    """Rank 0 sends whenever rank 1 receives; rank 1's memory is simulated one step at a time."""
+    sender, receiver = [], []
+    memory = np.arange(8, dtype=np.int64)
+    source = np.arange(100, 108, dtype=np.int64)
+    for op, at, other, count in moves:
+        if op in (Op.SEND, Op.POST):
+            continue
+        if op in (Op.COPY, Op.REDUCE):
+            if abs(at - other) < count:
+                continue  # overlapping places have no meaning
+            receiver.append((op, -1, Buf.OUTPUT, other, Buf.OUTPUT, at, count))
+            value = memory[other : other + count].copy()
+        else:
+            give = Op.POST if op in (Op.READ, Op.READ_REDUCE) else Op.SEND
+            sender.append((give, 1, Buf.OUTPUT, other, -1, -1, count))
+            # The sender changes its memory at once: what was sent must be the value before.
+            sender.append((Op.REDUCE, -1, Buf.INPUT, 0, Buf.OUTPUT, 0, 8))
+            receiver.append((op, 0, -1, -1, Buf.OUTPUT, at, count))
+            value = source[other : other + count].copy()
+            source += 1
+        if op in (Op.REDUCE, Op.RECV_REDUCE, Op.READ_REDUCE):
+            memory[at : at + count] += value
+        else:
+            memory[at : at + count] = value
+    outputs = [np.arange(100, 108, dtype=np.int64), np.arange(8, dtype=np.int64)]
+    ones = np.ones(8, np.int64)
+    run_all([task(rows(*sender), outputs[0], ones), task(rows(*receiver), outputs[1])])
+    np.testing.assert_array_equal(outputs[1], memory)
+    np.testing.assert_array_equal(outputs[0], source)
+
+
+def test_more_ranks_than_cores():
+    size = 24
+    schedule = build("all_reduce", "recursive_doubling", size)
+    layout = layout_for(schedule, 5)
+    outputs = [np.full(5, rank) for rank in range(size)]
+    run_all([task(lower(schedule, rank, layout), outputs[rank]) for rank in range(size)])
+    assert all((output == sum(range(size))).all() for output in outputs)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_failed_call_keeps_no_buffer_alive(size):
+    """The transport remembers why a group broke; its frames must not hold the user's arrays."""
+    import gc
+    import weakref
+
+    addresses = {}
+    world = [InprocTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
+    addresses.update(enumerate(transport.address for transport in world))
+    engines = [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
+    schedule = build("all_reduce", "linear", size)
+    for engine in engines[1:]:
+        engine.abort("a test")
+    output = np.ones(3, np.int64)
+    gone = weakref.ref(output)
+    end = Completion()
+    engines[0].submit(task(lower(schedule, 0, layout_for(schedule, 3)), output), end, inline=True)
+    assert end.error is not None
+    del output, end
+    gc.collect()
+    assert gone() is None
+    for engine in engines:
+        engine.close()

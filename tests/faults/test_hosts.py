@@ -1,0 +1,145 @@
+"""Worlds across hosts, each a network namespace."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from scripts import outcome, started
+
+_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
+netns = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(netns)
+
+pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+
+# Nobody else can take it: each world has its own network.
+PORT = 29500
+TIMEOUT_S = 1.5
+SLACK_S = 2.0
+
+COMPUTES = """
+method = os.environ.get("METHOD")
+dist.init_process_group(init_method=method, rank=rank if method else -1,
+                        world_size=world_size if method else -1, timeout=20)
+def check():
+    for count in (1, 1000, 100_000):
+        x = np.full(count, rank + 1.0)
+        dist.all_reduce(x)
+        assert (x == world_size * (world_size + 1) / 2).all(), x
+        all_x = np.zeros(count * world_size)
+        dist.all_gather_into_tensor(all_x, np.full(count, float(rank)))
+        assert (all_x == np.repeat(np.arange(world_size), count)).all(), all_x
+    box = np.zeros(3)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    work = dist.isend(np.full(3, float(rank)), right)
+    dist.recv(box, left)
+    work.wait()
+    assert (box == left).all(), box
+tell(attempt(check))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def network():
+    with netns.Network(3) as network:
+        yield network
+
+
+def compute(hosts, **variables):
+    variables = {"MASTER_PORT": str(PORT), "TORCHELASTIC_USE_AGENT_STORE": "", **variables}
+    with started([host.inside() for host in hosts], COMPUTES, variables) as processes:
+        ends = [outcome(process) for process in processes]
+    for told, returncode, err in ends:
+        assert returncode == 0, err
+        assert told["kind"] == "", told
+        assert err == ""
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("family", ["v4", "v6"])
+@pytest.mark.parametrize("method", ["env", "tcp"])
+def test_hosts_compute(network, method, family, hosts):
+    members = network.hosts[:hosts]
+    address = getattr(members[0], family)
+    if method == "env":
+        compute(members, MASTER_ADDR=address)
+    else:
+        shown = f"[{address}]" if family == "v6" else address
+        compute(members, METHOD=f"tcp://{shown}:{PORT}")
+
+
+def test_two_ranks_on_each_host(network):
+    first, second = network.hosts[:2]
+    compute([first, second, first, second], MASTER_ADDR=first.v4)
+
+
+def test_host_whose_own_name_is_at_127_0_1_1(network):
+    compute(network.hosts, MASTER_ADDR=network.hosts[0].name)
+
+
+def test_store_on_another_host_than_rank_0(network):
+    # Rank 0 serves the store under a name that only the others see at a real address.
+    hosts = network.hosts
+    compute([hosts[1], hosts[0], hosts[2]], MASTER_ADDR=hosts[1].name)
+
+
+CUT = """
+dist.init_process_group(timeout=20)
+dist.barrier()
+print("ready", flush=True)
+sys.stdin.readline()
+x = np.ones(100_000)
+tell(attempt(dist.all_reduce, x, timeout=TIMEOUT))
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["at the switch", "at the host"])
+def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
+    script = CUT.replace("TIMEOUT", repr(TIMEOUT_S))
+    with netns.Network(3) as network:
+        hosts = network.hosts
+        variables = {
+            "MASTER_ADDR": hosts[0].v4,
+            "MASTER_PORT": str(PORT),
+            "TORCHELASTIC_USE_AGENT_STORE": "",
+        }
+        with started([host.inside() for host in hosts], script, variables) as processes:
+            for process in processes:
+                assert process.stdout.readline() == "ready\n", process.stderr.read()
+            if how == "at the switch":
+                network.cut(hosts[2])
+            else:
+                hosts[2].ip("link set eth0 down")
+            told = tell_and_ask(processes)
+    for rank, caught in enumerate(told):
+        assert caught["kind"] == "CollectiveTimeoutError", (rank, caught)
+        assert caught["peers"] == ([2] if rank < 2 else [0, 1]), (rank, caught)
+        assert caught["ended_s"] - caught["began_s"] < TIMEOUT_S + SLACK_S
+
+
+def tell_and_ask(processes):
+    """Let all go on, and return what each says; none leaves before all have."""
+    import json
+
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    told = [json.loads(process.stdout.readline()) for process in processes]
+    for process in processes:
+        process.stdin.write("leave\n")
+        process.stdin.flush()
+        process.wait(20.0)
+    return told
+
+
+@pytest.mark.parametrize(("delay_s", "loss"), [(0.005, 0.0), (0.002, 0.02)])
+def test_numbers_are_right_over_a_bad_wire(network, delay_s, loss):
+    first, second = network.hosts[:2]
+    with netns.bad_wire(first, second, delay_s=delay_s, loss=loss, seed=1):
+        compute([first, second], MASTER_ADDR="10.78.0.1")

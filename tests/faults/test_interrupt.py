@@ -1,0 +1,41 @@
+"""Ctrl-C inside every call that blocks: it comes through at once, and the others hear of it."""
+
+from __future__ import annotations
+
+import leaving_bodies
+import pytest
+from fault_calls import NOTICE_S
+
+from unisono.testing import run
+
+# What the others get. A collective cannot end without this rank; a receive, or a wait in the
+# store, concerns nobody else until the rank goes down with it.
+HEARD = {
+    "all_reduce": ("CollectiveAbortedError", "KeyboardInterrupt on rank 1"),
+    "barrier": ("CollectiveAbortedError", "KeyboardInterrupt on rank 1"),
+    "wait": ("PeerFailedError", "rank 1 raised KeyboardInterrupt"),
+    "recv": ("PeerFailedError", "rank 1 raised KeyboardInterrupt"),
+    "recv any": ("PeerFailedError", "rank 1 raised KeyboardInterrupt"),
+    "new world": ("PeerLostError", "rank 1 was lost: it left"),
+    "store": ("PeerFailedError", "rank 1 raised KeyboardInterrupt"),
+}
+
+
+@pytest.mark.parametrize("name", list(leaving_bodies.BLOCKING))
+def test_interrupt_in_a_blocking_call(name):
+    results = run(leaving_bodies.interrupt, 3, ranks="processes", args=(name,), timeout=20.0)
+    assert results[1].kind == "KeyboardInterrupt", results[1]
+    assert results[1].took_s < NOTICE_S
+    kind, text = HEARD[name]
+    for caught in (results[0], results[2]):
+        assert (caught.kind, caught.peers) == (kind, (1,)), caught
+        assert text in caught.text.splitlines()[0]
+        if name != "new world":
+            assert caught.ended_s - results[1].began_s < NOTICE_S + 0.5
+
+
+def test_interrupted_recv_leaves_its_memory_alone():
+    _, (caught, box, fresh) = run(leaving_bodies.interrupt_recv, 2, ranks="processes")
+    assert caught.kind == "KeyboardInterrupt"
+    assert box == [0.0] * 3
+    assert fresh == [5.0] * 3

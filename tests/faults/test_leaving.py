@@ -1,0 +1,193 @@
+"""How a rank may go, other than by SIGKILL, and what the others hear of it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+
+import leaving_bodies
+import pytest
+from fault_calls import NOTICE_S
+from scripts import LIMIT_S, outcome, ranks_of
+
+from unisono.errors import WorkerFailedError
+from unisono.testing import run
+
+GOES = """
+dist.init_process_group(timeout=20)
+dist.barrier()
+if rank == 1:
+    for other in (0, 2):
+        store().wait([f"waiting/{other}"], 20)
+    WAY
+store().set(f"waiting/{rank}", "yes")
+tell(attempt(dist.all_reduce, np.ones(4)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "text", "code"),
+    [
+        ("raise ValueError('no such file')", "PeerFailedError", "ValueError: no such file", 1),
+        ("sys.exit(3)", "PeerLostError", "rank 1 was lost: it left", 3),
+        ("sys.exit()", "PeerLostError", "rank 1 was lost: it left", 0),
+        ("os._exit(4)", "PeerLostError", "rank 1 was lost: ", 4),
+        (
+            "dist.destroy_process_group(); sys.exit()",
+            "PeerLostError",
+            "rank 1 was lost: it left",
+            0,
+        ),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "PeerFailedError", "Interrupt", -2),
+        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", "PeerLostError", "rank 1 was", -15),
+    ],
+    ids=["raise", "sys.exit(3)", "sys.exit()", "os._exit", "destroy", "SIGINT", "SIGTERM"],
+)
+def test_a_script_that_goes(way, kind, text, code):
+    with ranks_of(GOES.replace("WAY", way), 3) as (processes, _):
+        ends = [outcome(process) for process in processes]
+    assert ends[1][1] == code, ends[1]
+    for told, returncode, err in (ends[0], ends[2]):
+        assert returncode == 0, err
+        assert (told["kind"], told["peers"]) == (kind, [1]), told
+        assert text in told["text"].splitlines()[0]
+    if way.startswith("raise"):
+        assert ends[1][2].rstrip().endswith("ValueError: no such file")
+
+
+CHILD_LIVES_ON = """
+dist.init_process_group(timeout=20)
+dist.barrier()
+if rank == 1:
+    for other in (0, 2):
+        store().wait([f"waiting/{other}"], 20)
+    if os.fork() == 0:
+        from unisono.errors import ClosedError
+        caught = [attempt(dist.barrier), attempt(dist.send, np.ones(1), 0)]
+        caught += [attempt(dist.recv, np.ones(1), 0), attempt(dist.barrier, async_op=True)]
+        dist.destroy_process_group()
+        print(json.dumps([os.getpid(), *map(vars, caught)]), flush=True)
+        signal.alarm(60)
+        signal.pause()
+    store().wait(["kill me"], 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+store().set(f"waiting/{rank}", "yes")
+caught = attempt(dist.all_reduce, np.ones(4))
+tell(caught)
+"""
+
+
+def test_a_forked_child_has_no_group_and_does_not_hide_its_parents_death():
+    with ranks_of(CHILD_LIVES_ON, 3) as (processes, store):
+        child, *told = json.loads(processes[1].stdout.readline())
+        try:
+            assert [caught["kind"] for caught in told] == ["ClosedError"] * 4, told
+            assert "parent of this fork" in told[0]["text"]
+            store.set("default_pg/0/kill me", "yes")
+            for rank in (0, 2):
+                caught, returncode, err = outcome(processes[rank])
+                assert returncode == 0, err
+                assert (caught["kind"], caught["peers"]) == ("PeerLostError", [1]), caught
+            os.kill(child, 0)  # it still lives
+        finally:
+            os.kill(child, signal.SIGKILL)
+        assert processes[1].wait(LIMIT_S) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_destroy_while_others_wait(ranks):
+    results = run(leaving_bodies.destroy_early, 3, ranks=ranks)
+    for rank in (0, 2):
+        waited, again = results[rank]
+        for caught in (waited, again):
+            assert (caught.kind, caught.peers) == ("PeerLostError", (1,)), caught
+            assert "rank 1 was lost: it left" in caught.text
+            assert caught.took_s < 20.0
+
+
+def test_a_spawned_child_that_raises_says_why(tmp_path, capfd):
+    with pytest.raises(WorkerFailedError) as caught:
+        leaving_bodies.spawn_and_raise(str(tmp_path))
+    assert "ValueError: spoilt" in str(caught.value).splitlines()[0]
+    assert str(caught.value).rstrip().endswith("ValueError: spoilt")
+    heard = (tmp_path / "heard").read_text()
+    assert heard.startswith("PeerFailedError (1,) ")
+    assert "ValueError: spoilt" in heard.splitlines()[0]
+    # The parent tells the traceback; nobody tells it twice.
+    assert capfd.readouterr().err == ""
+
+
+def test_a_spawned_child_that_returns_loses_no_message(tmp_path):
+    leaving_bodies.spawn_and_leave(str(tmp_path), 2_000_000)
+    right, told = ast.literal_eval((tmp_path / "heard").read_text())
+    assert right
+    assert told[0] == ("", (), "")
+    kind, peers, text = told[1]
+    assert (kind, peers) == ("PeerLostError", (1,))
+    assert "rank 1 was lost: it left" in text
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("who", ["other thread", "other rank"])
+def test_abort_ends_every_wait(ranks, who):
+    results = run(leaving_bodies.abort, 3, ranks=ranks, args=(who,))
+    for rank, (waited, again, shown) in enumerate(results):
+        for caught in (waited, again):
+            assert (caught.kind, caught.peers) == ("CollectiveAbortedError", (1,)), (rank, caught)
+            assert "enough on rank 1" in caught.text
+            assert caught.usable is False
+        assert "broken: enough" in shown
+        assert again.took_s < NOTICE_S
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_recv_time_out_leaves_the_group_usable(ranks):
+    results = run(leaving_bodies.recv_late, 2, ranks=ranks)
+    for timed_out, sums in results:
+        assert sums == [3.0] * 4
+        for caught in timed_out:
+            assert caught.kind == "CollectiveTimeoutError"
+            assert caught.usable is True
+            assert 0.2 <= caught.took_s < 2.0
+    named, anybody = results[0][0]
+    assert named.peers == (1,)
+    assert "rank 1 did not match it" in named.text
+    assert anybody.peers == ()
+
+
+def test_init_names_the_rank_that_never_came():
+    script = """
+if rank != 1:
+    tell(attempt(dist.init_process_group, timeout=1.0))
+"""
+    with ranks_of(script, 3) as (processes, _):
+        ends = [outcome(process) for process in processes]
+    for told, returncode, err in (ends[0], ends[2]):
+        assert returncode == 0, err
+        assert (told["kind"], told["peers"]) == ("RendezvousError", [1]), told
+        assert "never came: 1" in told["text"].splitlines()[0]
+        assert told["ended_s"] - told["began_s"] < 3.0
+
+
+def test_init_without_the_rank_that_runs_the_store():
+    script = """
+if rank != 0:
+    tell(attempt(dist.init_process_group, timeout=1.0))
+"""
+    # An empty variable counts as unset: rank 0 would run the store. The port stays ours.
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+        with ranks_of(script, 2, TORCHELASTIC_USE_AGENT_STORE="", MASTER_PORT=port) as (
+            processes,
+            _,
+        ):
+            told, returncode, err = outcome(processes[1])
+    assert returncode == 0, err
+    assert told["kind"] in ("StoreConnectionError", "StoreTimeoutError", "RendezvousError"), told
+    assert f"127.0.0.1:{port}" in told["text"].splitlines()[0]
+    assert told["ended_s"] - told["began_s"] < 4.0

@@ -1,0 +1,206 @@
+"""Point-to-point calls."""
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    UnisonoError,
+)
+
+
+def pairs(rank):
+    """Blocking and non-blocking, tags out of order, any source, to oneself."""
+    p = dist.get_world_size()
+    right, left = (rank + 1) % p, (rank - 1) % p
+    x, y = np.full(3, float(rank)), np.zeros(3)
+    works = [dist.isend(x, right, tag=4), dist.irecv(y, left, tag=4)]
+    assert [work.wait() for work in works] == [True, True]
+    assert (y == left).all()
+    assert works[1].source_rank() == left
+    for tag in (1, 2):
+        dist.send(np.full(2, tag, np.int8), right, tag=tag) if rank % 2 == 0 else None
+    if rank % 2:
+        for tag in (2, 1):
+            z = np.zeros(2, np.int8)
+            assert dist.recv(z, left, tag=tag) == left
+            assert (z == tag).all()
+    me = np.zeros(3)
+    got = dist.irecv(me, rank)
+    dist.isend(x, rank).wait()
+    got.wait()
+    assert (me == rank).all()
+    with pytest.raises(InvalidArgumentError, match="send to this rank itself"):
+        dist.send(x, rank)
+    dist.barrier()
+    if rank == 0:
+        heard = {}
+        for _ in range(p - 1):
+            z = np.zeros(1, int)
+            source = dist.recv(z)
+            heard[source] = int(z[0])
+        assert heard == {r: 10 * r for r in range(1, p)}
+    else:
+        dist.send(np.array([10 * rank]), 0)
+
+
+def order(rank):
+    """Messages of one tag and pair arrive in the order they were sent."""
+    if rank == 0:
+        works = [dist.isend(np.array([i]), 1) for i in range(20)]
+    else:
+        got = [np.zeros(1, int) for _ in range(20)]
+        works = [dist.irecv(g, 0) for g in got]
+    for work in works:
+        work.wait()
+    if rank == 1:
+        assert [int(g[0]) for g in got] == list(range(20))
+
+
+def batches(rank):
+    p = dist.get_world_size()
+    right, left = (rank + 1) % p, (rank - 1) % p
+    x, y, z = np.full(4, float(rank)), np.zeros(4), np.zeros(4)[::-1]
+    ops = [
+        dist.P2POp(dist.irecv, y, left),
+        dist.P2POp(dist.isend, x, right),
+        dist.P2POp(dist.isend, x * 2, group_peer=right, group=dist.group.WORLD),
+        dist.P2POp(dist.irecv, z, group_peer=left),
+    ]
+    assert (ops[0].peer, ops[0].group_peer, ops[0].tag) == (left, left, 0)
+    assert repr(ops[1]) == f"P2POp(isend, peer={right}, tag=0)"
+    works = dist.batch_isend_irecv(ops)
+    assert len(works) == 4
+    for work in works:
+        work.wait()
+    assert (y == left).all()
+    assert (z == 2 * left).all()
+
+
+def failed_batch(rank):
+    """A batch with a mistake leaves no receive behind that would swallow a later message."""
+    if rank == 0:
+        lost = np.zeros(2)
+        ops = [dist.P2POp(dist.irecv, lost, 1), dist.P2POp(dist.isend, [1, 2], 1)]
+        with pytest.raises(TypeError, match="must be an array"):
+            dist.batch_isend_irecv(ops)
+    dist.barrier()
+    if rank == 1:
+        dist.send(np.ones(2), 0)
+    else:
+        got = np.zeros(2)
+        dist.recv(got, 1)
+        assert (got == 1).all()
+        assert (lost == 0).all()
+
+
+def in_group(rank):
+    group = dist.new_group([2, 0], sort_ranks=False)
+    x = np.zeros(1)
+    if rank == 2:
+        dist.send(np.array([5.0]), 0, group)
+        dist.send(np.array([6.0]), group=group, group_dst=1)
+        dist.send(np.array([7.0]), group=group, group_dst=1)
+    elif rank == 0:
+        assert dist.recv(x, 2, group) == 2
+        assert x[0] == 5
+        assert dist.recv(x, group=group, group_src=0) == 2
+        assert dist.recv(x, group=group) == 2
+        assert x[0] == 7
+
+
+def layouts_and_sizes(rank):
+    shapes = [(), (0,), (3,), (2, 3)]
+    for shape in shapes:
+        for dtype in (np.float32, np.complex128, np.bool_, np.int8):
+            x = np.ones(shape, dtype)
+            if rank == 0:
+                dist.send(x, 1)
+            else:
+                y = np.zeros(shape, dtype)
+                dist.recv(y, 0)
+                assert (y == x).all()
+                assert y.shape == x.shape
+    grid = np.arange(24.0).reshape(4, 6)
+    if rank == 0:
+        dist.send(grid[::-1, ::2], 1)
+        dist.send(np.broadcast_to(np.float64(3), 5), 1)
+    else:
+        out = np.zeros((3, 4)).T
+        dist.recv(out, 0)
+        assert (out == grid[::-1, ::2]).all()
+        row = np.zeros(10)
+        dist.recv(row[::2], 0)
+        assert row.tolist() == [3, 0] * 5
+
+
+def mistakes(rank):
+    """Wrong size or dtype; nobody sends: errors name the other side, the group stays usable."""
+    told = []
+    cases = [(np.ones(4), np.zeros(3)), (np.ones(2, np.float32), np.zeros(2, np.int32)),
+             (np.ones(2, np.float32), np.zeros(1))]  # fmt: skip
+    for sent, into in cases:
+        if rank == 0:
+            dist.send(sent, 1)
+        else:
+            with pytest.raises(CollectiveMismatchError) as caught:
+                dist.recv(into, 0)
+            assert (into == 0).all()
+            told.append(caught.value.what)
+        dist.barrier()
+    if rank == 1:
+        x = np.zeros(2)
+        for source in (0, None):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.recv(x, source, timeout=0.05)
+            told.append(caught.value.what)
+        work = dist.irecv(x, 0, tag=9, timeout=0.05)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.get_future().wait()
+        told.append(caught.value.what)
+        assert (x == 0).all()
+    dist.barrier()
+    if rank == 0:
+        dist.send(np.full(2, 8.0), 1)
+    else:
+        dist.recv(x, 0)
+        assert (x == 8).all()
+    return told
+
+
+def bad_arguments(rank):
+    x = np.ones(1)
+    for bad in ({"dst": 5}, {"dst": -1}, {}, {"dst": 0, "group_dst": 0}, {"dst": 1, "tag": -1},
+                {"dst": 1, "tag": 2**63}, {"dst": 1, "tag": 0.5}, {"group_dst": 1.5},
+                {"group_dst": True}):  # fmt: skip
+        with pytest.raises(UnisonoError):
+            dist.isend(x, **bad)
+    for bad in ({"src": 5}, {"src": 0, "group_src": 0}, {"src": 1, "tag": "a"}):
+        with pytest.raises(UnisonoError):
+            dist.irecv(x, **bad)
+    with pytest.raises(InvalidArgumentError, match="must be unisono.isend or unisono.irecv"):
+        dist.P2POp(dist.send, x, 0)
+    other = dist.new_group()
+    ops = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.isend, x, 0, other)]
+    with pytest.raises(InvalidArgumentError, match="same group"):
+        dist.batch_isend_irecv(ops)
+    with pytest.raises(InvalidArgumentError, match="p2p_op_list is empty"):
+        dist.batch_isend_irecv([])
+    with pytest.raises(TypeError, match="must be a list of P2POp"):
+        dist.batch_isend_irecv([1])
+
+
+def destroyed_under_a_receive(rank):
+    """A receive that waits when its group is destroyed ends at once, and says why."""
+    group, told = dist.new_group(), None
+    if rank == 0:
+        work = dist.irecv(np.zeros(1), 1, group, timeout=600)
+        dist.destroy_process_group(group)
+        with pytest.raises(UnisonoError) as caught:
+            work.wait(30)
+        told = type(caught.value).__name__, caught.value.what
+    dist.barrier()
+    return told

@@ -1,0 +1,141 @@
+"""Inputs and outputs that share memory."""
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import available
+from unisono.testing import run
+
+
+def parts(collective, size):
+    return [None, *available(collective, size)]
+
+
+def gather_from_a_slice(rank):
+    p = dist.get_world_size()
+    for algorithm in parts("all_gather", p):
+        whole = np.full((p, 3), -1.0)
+        whole[rank] = rank
+        dist.all_gather_into_tensor(whole, whole[rank], algorithm=algorithm)
+        assert (whole == np.arange(p)[:, None]).all(), (algorithm, whole)
+        crossed = np.full(3 * p, float(rank))
+        dist.all_gather_into_tensor(
+            crossed, crossed[1:][:3] if p > 1 else crossed, algorithm=algorithm
+        )
+        assert (crossed == np.repeat(np.arange(p), 3)).all(), (algorithm, crossed)
+
+
+def scatter_into_a_slice(rank):
+    p = dist.get_world_size()
+    for algorithm in parts("reduce_scatter", p):
+        for op, expected in ((dist.ReduceOp.SUM, p), (dist.ReduceOp.PREMUL_SUM(0.5), p / 2)):
+            for at in range(p):
+                whole = np.repeat(np.arange(1.0, p + 1), 4)
+                part = whole[4 * at : 4 * at + 4]
+                dist.reduce_scatter_tensor(part, whole, op, algorithm=algorithm)
+                assert (part == (rank + 1) * expected).all(), (algorithm, op, at, part)
+                kept = [r for r in range(p) if r != at]
+                assert (whole.reshape(p, 4)[kept] == np.array(kept)[:, None] + 1).all()
+
+
+def exchange_in_place(rank):
+    p = dist.get_world_size()
+    for algorithm in parts("all_to_all", p):
+        x = np.arange(p * 2.0) + 100 * rank
+        dist.all_to_all_single(x, x, algorithm=algorithm)
+        expected = [[100 * r + 2 * rank, 100 * r + 2 * rank + 1] for r in range(p)]
+        assert (x.reshape(p, 2) == expected).all(), (algorithm, x)
+        rows = [np.full(2, 10.0 * rank + to) for to in range(p)]
+        dist.all_to_all(rows, rows, algorithm=algorithm)
+        assert [row[0] for row in rows] == [10 * r + rank for r in range(p)], (algorithm, rows)
+
+
+def lists(rank):
+    p = dist.get_world_size()
+    x = np.full(2, float(rank))
+    outs = [np.zeros(2) for _ in range(p)]
+    outs[0] = x  # the input is one of the outputs
+    dist.all_gather(outs, x)
+    assert [o[0] for o in outs] == list(range(p))
+    x = np.full(2, 2.0)
+    out = np.zeros(2)
+    dist.reduce_scatter(out, [x] * p)  # one input many times is fine
+    assert (out == 2 * p).all()
+    dist.reduce_scatter(x, [x] * p)
+    assert (x == 2 * p).all()
+    dist.scatter(x, [x] * p if rank == 0 else None)
+    assert (x == 2 * p).all()
+    table = np.zeros((3, p))
+    dist.all_gather([table[:, i] for i in range(p)], np.full(3, float(rank)))
+    assert (table == np.arange(p)).all(), "interleaved columns do not overlap"
+    dist.all_gather([np.zeros(0)] * p, np.zeros(0))  # nothing to overwrite
+
+
+def overlaps(rank):
+    """Results that would overwrite one another are refused before anything is sent."""
+    p = dist.get_world_size()
+    x, long = np.ones(3), np.zeros(20)
+    shifted = [long[i : i + 3] for i in range(p)]
+    strided = [long[::2][:3], long[::3][:3]] + [np.zeros(3) for _ in range(p - 2)]
+    backwards = [long[:3], long[2::-1]] + [np.zeros(3) for _ in range(p - 2)]
+    told = []
+    for outs in ([x] * p, shifted, strided, backwards):
+        calls = [
+            lambda outs=outs: dist.all_gather(outs, np.ones(3)),
+            lambda outs=outs: dist.all_reduce_coalesced(outs),
+            lambda outs=outs: dist.all_to_all(outs, [np.ones(3)] * p),
+            lambda outs=outs: dist.all_gather_coalesced([[o] for o in outs], [np.ones(3)]),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidArgumentError, match="share memory, so one result") as caught:
+                call()
+            told.append(caught.value.what)
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="gather_list"):
+            dist.gather(x, [x] * p)
+    for out in (
+        np.lib.stride_tricks.as_strided(long, (4, 4), (8, 8)),
+        np.lib.stride_tricks.as_strided(long, (3,), (4,)),
+        np.lib.stride_tricks.as_strided(long, (3,), (0,)),
+    ):
+        with pytest.raises(InvalidArgumentError, match="overlaps itself"):
+            dist.all_reduce(out)
+        dist.barrier()
+    dist.all_gather([np.zeros((2, 2)).T for _ in range(p)], np.ones((2, 2)))
+    return told[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "body",
+    [gather_from_a_slice, scatter_into_a_slice, exchange_in_place, lists],
+    ids=lambda v: v.__name__,
+)
+def test_shared_memory_gives_the_same_result(body, size):
+    run(body, size)
+
+
+def test_overlapping_outputs_are_refused():
+    assert set(run(overlaps, 3)) == {
+        "tensor_list[0] and tensor_list[1] share memory, so one result would overwrite the other"
+    }
+
+
+def torch_overlaps(rank):
+    import torch
+
+    x = torch.zeros(4)
+    with pytest.raises(InvalidArgumentError, match="share memory"):
+        dist.all_gather([x, x], torch.ones(4))
+    half = torch.zeros(8, dtype=torch.bfloat16)
+    with pytest.raises(InvalidArgumentError, match="share memory"):
+        dist.all_gather([half[::2], half[:4]], torch.ones(4, dtype=torch.bfloat16))
+    with pytest.raises(InvalidArgumentError, match="overlaps itself"):
+        dist.all_reduce(torch.zeros(1).expand(3))
+
+
+def test_overlapping_tensors():
+    pytest.importorskip("torch")
+    run(torch_overlaps, 2)

@@ -1,0 +1,129 @@
+"""The functions of the module, against torch.distributed's signatures and rules."""
+
+import inspect
+
+import api_bodies
+import pytest
+import several
+
+import unisono as dist
+from unisono.errors import NotInitializedError
+from unisono.testing import run
+
+# Where a signature differs from torch 2.13 on purpose: parameter -> why.
+EXTRA = {"how": "timeout= and algorithm= of every call"}
+DIFFERENT = {
+    "init_process_group": {"_ranks": "private to torch"},
+    "get_process_group_ranks": {"group": "optional here, as in the other functions"},
+}
+NO_SIGNATURE = {
+    "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore",  # C++ classes in torch
+    "ReduceOp", "ProcessGroup", "Work", "GroupMember", "group", "RedOpType",
+    "rendezvous",  # see the test below
+}  # fmt: skip
+
+
+def functions():
+    torch_dist = pytest.importorskip("torch.distributed")
+    for name in dist.__all__:
+        ours, theirs = getattr(dist, name), getattr(torch_dist, name, None)
+        if name not in NO_SIGNATURE and theirs is not None:
+            yield name, inspect.signature(ours), inspect.signature(theirs)
+
+
+def test_signatures_are_those_of_torch():
+    compared = 0
+    for name, ours, theirs in functions():
+        expected = [p for p in theirs.parameters.values() if p.name not in DIFFERENT.get(name, {})]
+        got = [p for p in ours.parameters.values() if p.name not in EXTRA]
+        got = [p for p in got if p.name not in DIFFERENT.get(name, {})]
+        assert [p.name for p in got] == [p.name for p in expected], name
+        for mine, other in zip(got, expected, strict=True):
+            assert mine.kind == other.kind, (name, mine)
+            if isinstance(other.default, (int, str, bool, type(None))):
+                if repr(other.default).startswith("<RedOpType"):
+                    assert mine.default is dist.ReduceOp.SUM, (name, mine)
+                else:
+                    assert mine.default == other.default, (name, mine)
+        compared += 1
+    assert compared >= 30
+
+
+def test_every_name_of_the_module_can_be_loaded():
+    assert set(dist.__all__) <= set(dir(dist))
+    for name in dist.__all__:
+        assert getattr(dist, name) is not None
+
+
+def test_a_second_tier_and_a_third_one_exist():
+    import unisono.lowlevel
+
+    for name in unisono.lowlevel.__all__:
+        assert getattr(unisono.lowlevel, name) is not None
+    assert not set(unisono.lowlevel.__all__) & set(dist.__all__), "a name in two tiers"
+
+
+@pytest.mark.xfail(reason="the package unisono.rendezvous hides the function", strict=True)
+def test_rendezvous_is_a_function_although_a_package_has_its_name():
+    import unisono.rendezvous  # noqa: F401
+
+    assert callable(dist.rendezvous)
+
+
+def test_before_init():
+    assert dist.is_available()
+    assert not dist.is_initialized()
+    assert dist.group.WORLD is None
+    for call in (
+        dist.get_rank,
+        dist.get_world_size,
+        dist.barrier,
+        dist.new_group,
+        dist.get_backend,
+    ):
+        with pytest.raises(NotInitializedError):
+            call()
+
+
+BODIES = [
+    (api_bodies.return_values, 3),
+    (api_bodies.queries, 3),
+    (api_bodies.not_a_member, 2),
+    (api_bodies.racing_local_groups, 2),
+    (api_bodies.timeouts, 2),
+    (api_bodies.roots, 4),
+    (api_bodies.disjoint_at_once, 4),
+]
+
+
+@pytest.mark.parametrize(("body", "size"), BODIES, ids=lambda v: getattr(v, "__name__", v))
+def test_on_threads(body, size):
+    run(body, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_on_processes(size):
+    bodies = [body for body, wanted in BODIES if wanted == size]
+    run(several.run_all, size, ranks="processes", args=(bodies,))
+
+
+def test_return_values_alone():
+    run(api_bodies.return_values, 1)
+
+
+def test_groups(world):
+    sets = [[0, 1, 2, 3], [3, 1], [0, 2], [2, 1, 0], [0, 1, 2, 3]]
+    expected = dict(enumerate([sorted(ranks) for ranks in sets] + sets))
+    for rank, seen in enumerate(world(api_bodies.groups, 4)):
+        assert seen == {k: ranks for k, ranks in expected.items() if rank in ranks}
+
+
+def test_groups_of_members_only(world):
+    results = world(api_bodies.local_groups, 4)
+    assert results == [[3.0] * 20 + [[0, 1, 2]]] * 2 + [[3.0] * 20 + [[0, 1, 2]], None]
+
+
+def test_the_repr_says_that_a_group_is_broken():
+    text = run(api_bodies.timeouts, 2)[0]
+    assert text.startswith("<ProcessGroup '1' rank=0 size=2 cpu=unisono engine=")
+    assert text.endswith(" broken: timed out after 0.1 s: rank 1 never entered it>")

@@ -1,0 +1,111 @@
+"""ProcessGroup without a default group, and c10d's names of its methods."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
+from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
+from unisono.lowlevel import OPS
+
+
+def on_threads(body, size, store):
+    results = [None] * size
+
+    def rank_thread(rank):
+        try:
+            results[rank] = body(rank, size, store)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def body(rank, size, store):
+    pg = ProcessGroup(PrefixStore("mine", store), rank, size, timeout=30, name="mine")
+    other = ProcessGroup(PrefixStore("other", store), size - 1 - rank, size, "gloo", 30)
+    try:
+        x, y = np.ones(2), np.full(1, rank)
+        assert pg.allreduce(x).wait() is True
+        other.broadcast(y, 0)
+        text = repr(pg)
+        assert (pg.rank(), pg.size(), pg.timeout_s, pg.ranks) == (
+            rank,
+            size,
+            30,
+            tuple(range(size)),
+        )
+        assert not is_initialized()
+        return x.tolist(), int(y[0]), text
+    finally:
+        pg.close()
+        pg.close()
+        other.close()
+        assert repr(pg) == "<ProcessGroup 'mine' closed>"
+        with pytest.raises(ClosedError, match="barrier on group 'mine', which was destroyed"):
+            pg.barrier()
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_over_a_store(kind):
+    if kind == "hash":
+        store, transport = HashStore(), "inproc"
+    else:
+        store, transport = TCPStore("127.0.0.1", 0, is_master=True), "tcp"
+    with store:
+        results = on_threads(body, 3, store)
+    for rank, (x, y, text) in enumerate(results):
+        assert x == [3, 3]
+        assert y == 2, "rank 0 of the second group is rank 2 of the first"
+        assert text == (
+            f"<ProcessGroup 'mine' rank={rank} size=3 cpu=unisono engine=reference "
+            f"transport={transport}>"
+        )
+
+
+def test_names_of_c10d():
+    pg = ProcessGroup(HashStore(), 0, 1)
+    try:
+        x, out = np.ones(2), np.zeros(2)
+        for schema in OPS.values():
+            assert callable(getattr(pg, schema.c10d_method)), schema
+        assert pg.allreduce(x).wait()
+        assert pg.allgather([out], x).wait()
+        assert (out == 1).all()
+        assert pg._allgather_base(out, x * 3).wait()
+        assert (out == 3).all()
+        assert pg._reduce_scatter_base(out, x * 4).wait()
+        assert (out == 4).all()
+        assert pg.alltoall([out], [x * 5]).wait()
+        assert pg.alltoall_base(out, x * 6).wait()
+        assert (out == 6).all()
+        assert pg.allreduce_coalesced([x]).wait()
+        assert pg.allgather_coalesced([[out]], [x]).wait()
+        assert ProcessGroup.allreduce.__doc__ == "c10d's name of `all_reduce`."
+    finally:
+        pg.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((2, 2), InvalidArgumentError, "rank 2 of 2: expected 0 <= rank < size"),
+        ((-1, 2), InvalidArgumentError, "rank -1 of 2: expected 0 <= rank < size"),
+        ((0, 0), InvalidArgumentError, "rank 0 of 0: expected 0 <= rank < size"),
+        ((0, 2, None, 0.05), RendezvousError,
+         "rank 0 of 2 waited 0.05 s for ranks that never came: 1"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(arguments, error, text):
+    with pytest.raises(error) as caught:
+        ProcessGroup(HashStore(), *arguments)
+    assert caught.value.what == text

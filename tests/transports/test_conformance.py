@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from unisono.testing.check_transport import TRANSPORT_CHECKS, check_vanishing
+
+
+@pytest.mark.parametrize("check", TRANSPORT_CHECKS, ids=lambda check: check.__name__)
+def test_transport(make, check):
+    check(make)
+
+
+def test_vanishing(make):
+    def vanish(transport):
+        if make.kind == "inproc":
+            transport.vanish("its process was killed")
+            return
+        # To its peers a killed process is a connection that ends without a good-bye.
+        transport._listener.close()
+        for link in list(transport._links.values()):
+            if link.sock is not None:
+                link.sock.shutdown(socket.SHUT_RDWR)
+
+    check_vanishing(make, vanish)

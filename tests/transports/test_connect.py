@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from unisono.base.deadline import Deadline
+from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
+from unisono.stores import HashStore, PrefixStore
+from unisono.transports import Key, connect
+from unisono.transports.address import TCPAddress
+from unisono.transports.api import Kind
+
+KEY = Key(1, Kind.P2P, 0)
+
+
+def connected(store, size, kind):
+    world = [None] * size
+
+    def join(rank):
+        world[rank] = connect(store, rank, size, Deadline(20), kind)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return world
+
+
+@pytest.mark.parametrize("kind", ["inproc", "tcp"])
+def test_a_store_serves_one_world_after_another(kind):
+    """Each finds its own addresses, not those of the one before, even if it starts unevenly."""
+    with HashStore() as store:
+        for _ in range(3):
+            world = connected(store, 3, kind)
+            assert [transport.name for transport in world] == [kind] * 3
+            into = bytearray(2)
+            received = world[0].recv(2, KEY, memoryview(into))
+            world[2].send(0, KEY, memoryview(b"hi"))
+            assert received.wait_until(Deadline(20))
+            assert into == b"hi"
+            for transport in reversed(world):
+                transport.close()
+            assert not any(store.check([f"address/{rank}"]) for rank in range(3))
+
+
+def test_auto_is_inproc_if_the_store_cannot_leave_the_process(monkeypatch):
+    monkeypatch.delenv("UNISONO_TRANSPORT", raising=False)
+    with HashStore() as store:
+        transport = connect(PrefixStore("a", store), 0, 1, Deadline(5))
+        transport.close()
+        assert transport.name == "inproc"
+
+
+def test_unknown_kind():
+    with HashStore() as store, pytest.raises(InvalidArgumentError) as caught:
+        connect(store, 0, 1, Deadline(5), "rdma")
+    assert caught.value.what == "unknown transport 'rdma' (known: auto, inproc, tcp)"
+
+
+def test_ranks_that_never_come_are_named():
+    with HashStore() as store:
+        store.set("address/2", "x")
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, 0, 4, Deadline(0.05), "tcp")
+    assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
+    assert caught.value.context.peers == (1, 3)
+
+
+def test_address_survives_the_store():
+    address = TCPAddress(("10.0.0.1", "fe80::1"), 4567, b"0123456789abcdef")
+    assert TCPAddress.unpack(address.pack()) == address
+    with pytest.raises(TransportError) as caught:
+        TCPAddress.unpack("inproc:abc")
+    assert caught.value.what == "a peer published 'inproc', this rank uses tcp"
