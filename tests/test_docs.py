@@ -55,7 +55,12 @@ def test_environment_page_lists_what_the_launcher_sets():
     show = "import json, os; print(json.dumps(sorted(os.environ)))"
     command = ["-m", "unisono", "run", "--no-python", sys.executable, "-c", show]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=dict(os.environ),  # without it a child also gets what readline has put there
     )
     given = set(json.loads(done.stdout)) - set(os.environ)
     assert {"RANK", "MASTER_PORT"} <= given

@@ -157,6 +157,7 @@ NB_MODULE(_engine, m) {
   m.attr("MISMATCH") = static_cast<int>(Code::mismatch);
   m.attr("TIMEOUT") = static_cast<int>(Code::timeout);
   m.attr("LOST") = static_cast<int>(Code::lost);
+  m.attr("LEFT") = static_cast<int>(Code::left);
   m.attr("ABORTED") = static_cast<int>(Code::aborted);
 
   nb::class_<unisono::Segment>(m, "Segment")

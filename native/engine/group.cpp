@@ -63,15 +63,13 @@ Group::~Group() {
 
 void Group::leave() {
   Line& line = segment_->line(rank_);
-  line.left.store(1, std::memory_order_release);  // acquire: is_gone()
+  line.left.store(1, std::memory_order_release);  // acquire: end_of()
   futex_wake_all(line.flag);
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   deadline_ns_ = now_ns() + timeout_ns;
-  Words& words = segment_->line(rank_).words[epoch_ & 1];
-  words = {fingerprint, *even};
-  Status status = enter(false);
+  Status status = enter({fingerprint, *even}, false);
   if (status.is_ok()) status = compare(fingerprint, even);
   ++epoch_;
   return status;
@@ -146,16 +144,17 @@ bool Group::fits(const Step& step, int64_t input_at, int64_t output_at,
          (any_peer || (step.peer >= 0 && step.peer < ranks_ && step.peer != rank_));
 }
 
-// Enter the epoch: from here on this rank's slot may be written. A rank whose first step is a post
-// says so by that post's flag, one store less.
-Status Group::enter(bool publishes_at_once) {
+// Enter the epoch: from here on this rank's words and slot may be written. A rank whose first step
+// is a post says so by that post's flag, one store less.
+Status Group::enter(const Words& words, bool publishes_at_once) {
   const uint64_t previous = (epoch_ - 1) * kStages;
   for (int i = 1; i < ranks_; ++i) {
-    // Whoever has entered the previous epoch has read the slots of the one before, which this
-    // epoch writes again.
+    // Whoever has entered the previous epoch has read words and slots of the one before, which
+    // this epoch writes again.
     Status status = wait_for((rank_ + i) % ranks_, previous, -1);
     if (!status.is_ok()) return status;
   }
+  segment_->line(rank_).words[epoch_ & 1] = words;
   if (!publishes_at_once) raise(0);
   return {};
 }
@@ -178,9 +177,8 @@ Status Group::compare(uint64_t fingerprint, uint64_t* even) {
 }
 
 Status Group::run_piece(const Step* first, const Step* end, uint64_t fingerprint) {
-  if (fingerprint != 0) segment_->line(rank_).words[epoch_ & 1] = {fingerprint, 1};
   const bool posts_first = first != end && sends(first->op);
-  Status status = enter(posts_first);
+  Status status = enter({fingerprint, 1}, posts_first);
   const Step* step = first;
   if (status.is_ok() && posts_first) {
     // Posts touch no buffer of the user, so they need not wait for the agreement.
@@ -292,20 +290,20 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
       const uint64_t needed = other == peer ? value : epoch_ * kStages;
       const std::atomic<uint64_t>& flag = segment_->line(other).flag;
       if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
+      const Code end = end_of(other);
       // Once more, since it may have raised its flag just before it went.
-      if (is_gone(other) && flag.load(std::memory_order_acquire) < needed) {
-        return {Code::lost, other, step};
-      }
+      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) return {end, other, step};
     }
     if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
   }
 }
 
-bool Group::is_gone(int peer) const {
+// How a peer ended; ok if it has not.
+Code Group::end_of(int peer) const {
   // acquire: pairs with the store in leave()
-  if (segment_->line(peer).left.load(std::memory_order_acquire) != 0) return true;
+  if (segment_->line(peer).left.load(std::memory_order_acquire) != 0) return Code::left;
   pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
-  return end.fd >= 0 && poll(&end, 1, 0) == 1;
+  return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
 }
 
 }  // namespace unisono

@@ -83,7 +83,7 @@ class Group {
  private:
   bool fits(const Program& program, const Buffers& buffers) const;
   bool fits(const Step& step, int64_t input_end, int64_t output_end, const Buffers& buffers) const;
-  Status enter(bool publishes_at_once);
+  Status enter(const Words& words, bool publishes_at_once);
   Status compare(uint64_t fingerprint, uint64_t* even);
   Status run_piece(const Step* first, const Step* end, uint64_t fingerprint);
   Status run_step(const Step& step, int index);
@@ -93,7 +93,7 @@ class Group {
   void raise(uint64_t stage);
   Status wait_for(int peer, uint64_t value, int step);
   Status wait_slowly(int peer, uint64_t value, int step);
-  bool is_gone(int peer) const;
+  Code end_of(int peer) const;
 
   std::shared_ptr<Segment> segment_;
   int rank_;

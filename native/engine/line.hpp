@@ -31,7 +31,8 @@ struct Words {
 struct alignas(kLineBytes) Line {
   // Written by the owner only (release); read by every rank (acquire).
   std::atomic<uint64_t> flag;
-  // Written by the owner before it raises its flag to the epoch; read after seeing that flag.
+  // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
+  // epoch before the last; read after seeing that flag.
   Words words[2];
   // Set by the owner when it closes the group; never cleared.
   std::atomic<uint32_t> left;

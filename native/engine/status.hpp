@@ -7,7 +7,8 @@ enum class Code : int {
   ok = 0,
   mismatch = 1,     // the peer is in another call: its fingerprint differs from ours
   timeout = 2,      // the deadline passed while waiting for the peer
-  lost = 3,         // the peer's process ended, or its connection closed
+  lost = 3,         // the peer's process ended
+  left = 7,         // the peer closed the group
   aborted = 4,      // abort() was called, here or by another rank
   interrupted = 6,  // the caller's poll function said so
   bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist

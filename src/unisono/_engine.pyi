@@ -27,6 +27,8 @@ TIMEOUT: int = 2
 
 LOST: int = 3
 
+LEFT: int = 7
+
 ABORTED: int = 4
 
 class Segment:

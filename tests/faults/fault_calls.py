@@ -18,6 +18,10 @@ COUNT = 3
 NOTICE_S = 1.0
 
 
+# What is said of a rank that closed its group, by good-bye.
+LEFT = "rank 1 was lost: it left"
+
+
 @dataclass
 class Caught:
     """How one call ended. Times are those of the machine's monotonic clock."""

@@ -36,7 +36,8 @@ def die(folder):
 def kill_while_all_wait(rank, folder, victim, mode, members=None):
     """Kill a rank that never came while the others wait in every operation there is."""
     names = [*COLLECTIVES, RECV, ANY_SOURCE]
-    groups = groups_for(names, members, 8.0)
+    link(victim)
+    groups = groups_for(names, members, 20.0)
     waiting = [r for r in members or range(dist.get_world_size()) if r != victim]
     dist.barrier()
     if rank == victim:
@@ -58,6 +59,17 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     store().add("heard", 1)
     wait_for_count("heard", len(waiting))
     return results
+
+
+def link(victim):
+    """Exchange a message between the victim and everybody, so that each has a link to it."""
+    others = [rank for rank in range(dist.get_world_size()) if rank != victim]
+    peers = others if dist.get_rank() == victim else [victim]
+    boxes = {peer: np.zeros(1) for peer in peers}
+    works = [dist.isend(np.ones(1), peer) for peer in peers]
+    works += [dist.irecv(boxes[peer], peer) for peer in peers]
+    for work in works:
+        work.wait()
 
 
 class Doom:
@@ -164,21 +176,25 @@ def until_it_fails(group, members, order, count):
 
 
 def stop_inside(rank, victim, moment, timeout_s):
-    """Stop a rank in the middle of a large all_reduce; wake it when the others have given up."""
-    everybody = pids()
-    x = np.full(1_000_000, 1.0)
+    """Stop a rank in the middle of large all_reduces; wake it when the others have given up."""
+    everybody, world_size = pids(), dist.get_world_size()
     dist.barrier()
     if rank == victim:
         Doom(moment, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    caught = attempt(dist.all_reduce, x, timeout=timeout_s)
-    right = bool((x == dist.get_world_size()).all())
+    right = True
+    while right:
+        x = np.ones(1_000_000)
+        caught = attempt(dist.all_reduce, x, timeout=timeout_s)
+        if caught.kind:
+            break
+        right = bool((x == world_size).all())
     if rank != victim:
         store().add("gave up", 1)
-        if rank == min(r for r in range(dist.get_world_size()) if r != victim):
-            wait_for_count("gave up", dist.get_world_size() - 1)
+        if rank == min(r for r in range(world_size) if r != victim):
+            wait_for_count("gave up", world_size - 1)
             os.kill(everybody[victim], signal.SIGCONT)
     after = attempt(dist.barrier)
-    store().barrier("end", dist.get_world_size(), 60.0)
+    store().barrier("end", world_size, 60.0)
     return caught, right, after
 
 

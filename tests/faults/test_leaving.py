@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import signal
 
 import leaving_bodies
 import pytest
-from fault_calls import NOTICE_S
+from fault_calls import LEFT, NOTICE_S
 from scripts import LIMIT_S, outcome, ranks_of
 
 from unisono.errors import WorkerFailedError
@@ -31,13 +32,13 @@ tell(attempt(dist.all_reduce, np.ones(4)))
     ("way", "kind", "text", "code"),
     [
         ("raise ValueError('no such file')", "PeerFailedError", "ValueError: no such file", 1),
-        ("sys.exit(3)", "PeerLostError", "rank 1 was lost: it left", 3),
-        ("sys.exit()", "PeerLostError", "rank 1 was lost: it left", 0),
+        ("sys.exit(3)", "PeerLostError", LEFT, 3),
+        ("sys.exit()", "PeerLostError", LEFT, 0),
         ("os._exit(4)", "PeerLostError", "rank 1 was lost: ", 4),
         (
             "dist.destroy_process_group(); sys.exit()",
             "PeerLostError",
-            "rank 1 was lost: it left",
+            LEFT,
             0,
         ),
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "PeerFailedError", "Interrupt", -2),
@@ -52,7 +53,7 @@ def test_a_script_that_goes(way, kind, text, code):
     for told, returncode, err in (ends[0], ends[2]):
         assert returncode == 0, err
         assert (told["kind"], told["peers"]) == (kind, [1]), told
-        assert text in told["text"].splitlines()[0]
+        assert re.search(text, told["text"].splitlines()[0]), told
     if way.startswith("raise"):
         assert ends[1][2].rstrip().endswith("ValueError: no such file")
 
@@ -103,7 +104,7 @@ def test_destroy_while_others_wait(ranks):
         waited, again = results[rank]
         for caught in (waited, again):
             assert (caught.kind, caught.peers) == ("PeerLostError", (1,)), caught
-            assert "rank 1 was lost: it left" in caught.text
+            assert re.search(LEFT, caught.text)
             assert caught.took_s < 20.0
 
 
@@ -126,7 +127,7 @@ def test_a_spawned_child_that_returns_loses_no_message(tmp_path):
     assert told[0] == ("", (), "")
     kind, peers, text = told[1]
     assert (kind, peers) == ("PeerLostError", (1,))
-    assert "rank 1 was lost: it left" in text
+    assert re.search(LEFT, text)
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])

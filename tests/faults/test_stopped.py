@@ -21,14 +21,10 @@ def test_stopped_inside_a_large_all_reduce(moment, world_size, victim):
         args=(victim, moment, TIMEOUT_S),
     )
     for rank, (caught, right, after) in enumerate(results):
-        assert after.kind == "CollectiveTimeoutError", (rank, after)
-        if rank == victim:
-            # All it needed may have been on its way already when it was stopped.
-            assert caught.kind == "CollectiveTimeoutError" or right, caught
-        else:
-            assert caught.kind == "CollectiveTimeoutError", (rank, caught)
-            assert caught.peers == (victim,), caught
+        assert right
+        for each in (caught, after):
+            assert (each.kind, each.peers) == ("CollectiveTimeoutError", (victim,)), (rank, each)
+        if rank != victim:
             assert f"rank {victim} does not answer" in caught.text
             assert caught.took_s < TIMEOUT_S + SLACK_S
-        assert after.peers == (victim,), (rank, after)
         assert after.took_s < SLACK_S

@@ -1,17 +1,28 @@
-"""`unisono run`: start a script N times on this host, with one world for all of them."""
+"""`unisono run`: start a script N times on each node, with one world for all of them."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
+from unisono.cli.flags import add_flag, seconds
+from unisono.cli.nodes import add_node_flags, node_options
+from unisono.cli.output import add_output_flags, log_options
+from unisono.cli.plan import describe
+from unisono.cli.programs import add_program_flags, worker_commands
+from unisono.cli.status import make_status_line
 from unisono.elastic.agent import GRACE_S, Agent, LaunchResult, LaunchSpec
-from unisono.elastic.report import render, signal_name
+from unisono.elastic.bind import MODES
+from unisono.elastic.report import is_consequence, render, signal_name
+from unisono.elastic.spec import as_document
 
 __all__ = ["add_command"]
+
+_PREFIX = "unisono run: "
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
@@ -31,89 +42,85 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="unisono run [options] script [argument ...]",
         allow_abbrev=False,
     )
-    _add_flag(
-        parser, "--nproc-per-node", type=_positive, default=1, metavar="N", help="workers (1)"
-    )
-    _add_flag(
-        parser,
-        "--standalone",
-        action="store_true",
-        help="this host only; always so for now, accepted for torchrun's command lines",
-    )
-    _add_flag(
+    add_flag(
         parser,
         "--grace",
-        type=_seconds,
+        type=seconds,
         default=GRACE_S,
         metavar="SECONDS",
         help=f"time a worker has to end after SIGTERM, before SIGKILL ({GRACE_S:g})",
     )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "-m", "--module", action="store_true", help="run a module, as `python -m` does"
+    add_flag(
+        parser,
+        "--error-json",
+        default=None,
+        metavar="PATH",
+        help="write the failure report to this file as well, as JSON",
     )
-    _add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
-    # One positional for both: argparse would drop a "--" between two.
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_node_flags(parser)
+    add_output_flags(parser)
+    add_flag(
+        parser,
+        "--bind",
+        choices=MODES,
+        default="none",
+        help="CPUs of each worker: an equal share of the cores (core), a NUMA node (numa), "
+        "cores if there are enough (auto), or all (none, the default)",
+    )
+    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
+    add_program_flags(parser)
     parser.set_defaults(handler=_run, parser=parser)
 
 
-def _add_flag(target: Any, flag: str, **options: Any) -> None:
-    """Add a flag and, unseen in the help, its spelling with underscores."""
-    dest = flag.removeprefix("--").replace("-", "_")
-    target.add_argument(flag, dest=dest, **options)
-    if (alias := "--" + dest) != flag:
-        hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        target.add_argument(alias, dest=dest, **hidden)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
-    return seconds
-
-
-def _command(options: argparse.Namespace) -> Sequence[str]:
-    """Return the workers' command line, or end with a usage error."""
-    command: list[str] = options.command
-    if command and command[0] == "--":
-        command = command[1:]
-    if not command:
-        options.parser.error("no script given")
-    if options.no_python:
-        return command
-    # A terminal gets whole lines anyway; elsewhere unbuffered output is not lost with a crash.
-    unbuffered = [] if sys.stdout.isatty() else ["-u"]
-    python = [sys.executable, *unbuffered]
-    if options.module:
-        return [*python, "-m", *command]
-    if not os.path.exists(command[0]):
-        options.parser.error(f"script not found: {command[0]} (in {os.getcwd()})")
-    return [*python, *command]
-
-
 def _run(options: argparse.Namespace) -> int:
+    terminal = sys.stdout.isatty()
+    several = options.nproc_per_node > 1 or ":" in options.command
+    logs = log_options(options, None)
+    # A terminal gets whole lines anyway; elsewhere unbuffered output is not lost with a crash.
+    unbuffered = not terminal or logs.pipes_stdout(1 + several, terminal)
+    commands = worker_commands(options, options.parser, unbuffered=unbuffered)
+    # Workers that have the terminal themselves would write into the status line.
+    shown = not options.dry_run and (not terminal or logs.pipes_stdout(len(commands), terminal))
+    status = make_status_line(len(commands)) if shown else None
     spec = LaunchSpec(
-        commands=[_command(options)] * options.nproc_per_node, grace_s=options.grace
+        commands=commands,
+        grace_s=options.grace,
+        logs=replace(logs, screen=status),
+        bind=options.bind,
+        **node_options(options),
     )
-    result = Agent(spec).run()
+    if options.dry_run:
+        print(describe(spec))
+        return 0
+    result = Agent(spec, notify=_say if status is None else partial(_say, show=status.say)).run()
+    if options.error_json is not None and result.exit_code != 0:
+        _write_json(options.error_json, result)
     _print_report(result)
     return result.exit_code
 
 
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _say(line: str, show: Callable[[str], None] = _print) -> None:
+    show(f"{_PREFIX}{line}")
+
+
+def _write_json(path: str, result: LaunchResult) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(as_document(result), file, indent=2)
+    except OSError as error:
+        _say(f"cannot write {path}: {error.strerror}")
+
+
 def _print_report(result: LaunchResult) -> None:
-    prefix = "unisono run: "
     if result.signum is not None:
-        print(f"{prefix}stopped by {signal_name(result.signum)}", file=sys.stderr)
+        _say(f"stopped by {signal_name(result.signum)}")
     elif result.failures:
-        print(render(result.failures, result.stopped, prefix=prefix), file=sys.stderr)
+        if is_consequence(result.failures[0].text) and result.reason:
+            _say(result.reason)
+        print(render(result.failures, result.stopped, prefix=_PREFIX), file=sys.stderr)
+    elif result.reason:
+        _say(result.reason)

@@ -69,6 +69,8 @@ class Agent:
             stack.enter_context(self._signals)
             output = Output(self._spec.logs, run_id=self._run_id, nprocs=self._spec.nprocs)
             stack.callback(output.close, _DRAIN_S)
+            if self._binding.report:
+                self._notify(self._binding.report)
             self._rendezvous = self._join()
             stack.callback(self._leave)
             return self._run_worlds(output)
@@ -156,9 +158,7 @@ class Agent:
                     f"restart {world.restarts + 1} of {self._spec.limits.max_restarts}"
                 )
 
-        place = place_in(
-            world, run_id=self._run_id, max_restarts=self._spec.limits.max_restarts
-        )
+        place = place_in(world, run_id=self._run_id, max_restarts=self._spec.limits.max_restarts)
         attempt = Attempt(
             self._spec,
             place,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import string
 from collections import deque
@@ -28,7 +29,7 @@ class WorkerName:
 
     rank: int
     local_rank: int
-    host: str = ""
+    host: str = field(default_factory=lambda: os.uname().nodename)
     role: str = "default"
     attempt: int = 0
 

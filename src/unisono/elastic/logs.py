@@ -24,7 +24,7 @@ from unisono.elastic.process import Worker
 from unisono.elastic.tee import Sink, Stream, Tee
 from unisono.errors import InvalidArgumentError, LaunchError
 
-__all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice"]
+__all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice", "WorkerName"]
 
 DEFAULT_PREFIX = "[rank {rank}] "
 
@@ -95,8 +95,9 @@ class LogOptions:
         redirects: Streams that go to files only.
         tee: Streams that go to files and, with a prefix, to the console.
         local_ranks: Workers whose output the console shows; all if None.
-        prefix: Template of the prefix on the console. None: DEFAULT_PREFIX where lines are
+        prefix: Template of the prefix on the console. None: `default_prefix` where lines are
             teed or folded, otherwise nothing.
+        default_prefix: That.
         fold: Join equal lines of several ranks; None: on a terminal.
         stdout_filters: Lines with one of these texts also go to filtered_stdout.log.
         stderr_filters: Likewise, filtered_stderr.log.
@@ -108,6 +109,7 @@ class LogOptions:
     tee: StdChoice | None = None
     local_ranks: Collection[int] | None = None
     prefix: str | None = None
+    default_prefix: str = DEFAULT_PREFIX
     fold: bool | None = None
     stdout_filters: Sequence[str] = ()
     stderr_filters: Sequence[str] = ()
@@ -219,7 +221,7 @@ class Output:
         decorated = fold or bool(std & self._options.teed(name.local_rank))
         prefix = self._options.prefix
         if prefix is None:
-            prefix = DEFAULT_PREFIX if decorated else ""
+            prefix = self._options.default_prefix if decorated else ""
         if not fold and not prefix:
             return self._sinks[std]
         key = (std, bool(prefix))
@@ -236,7 +238,7 @@ class Output:
         prefix = self._options.prefix
         console = Console(
             _Filter(file, [text.encode() for text in texts]),
-            prefix=DEFAULT_PREFIX if prefix is None else prefix,
+            prefix=self._options.default_prefix if prefix is None else prefix,
             fold=False,
             clock=time.monotonic,
         )

@@ -12,16 +12,17 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline, Timeout
@@ -32,7 +33,7 @@ from unisono.elastic.report import Failure, is_consequence, order
 from unisono.errors import Context, InvalidArgumentError, LaunchError, WorkerFailedError
 from unisono.stores import TCPStore
 
-__all__ = ["SpawnContext", "spawn"]
+__all__ = ["SpawnContext", "check_start", "spawn"]
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _POLL_S = 0.5
@@ -61,6 +62,7 @@ def _child(
     args: Sequence[object],
     link: Connection,
     use_death_signal: bool,
+    return_results: bool,
 ) -> None:
     _watch_parent(use_death_signal)
     os.environ.update(link.recv())
@@ -68,16 +70,55 @@ def _child(
     # process group tells the other ranks why this one failed.
     sys.excepthook = _print_nothing
     try:
-        fn(rank, *args)
+        result = fn(rank, *args)
+        if return_results:
+            link.send(_Message(result=result))
     except KeyboardInterrupt:
         # Ctrl-C reaches the parent too, and it is the parent that tells about it.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         # Without the frame of this function: the traceback shall start in the user's code.
         below = error.__traceback__ and error.__traceback__.tb_next
-        link.send("".join(traceback.format_exception(type(error), error, below)).rstrip())
+        text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        link.send(_Message(text=text, error=_pickled(error)))
         sys.excepthook(type(error), error, below)
         sys.exit(1)
+
+
+class _Message(NamedTuple):
+    """What a child says at its end: its function's result, or what it raised."""
+
+    result: Any = None
+    text: str | None = None
+    error: bytes = b""
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an exception for the parent to raise again; empty if that is impossible."""
+    try:
+        # An exception of a notebook's own class can be pickled by cloudpickle only.
+        pickler: Any = sys.modules.get("cloudpickle", pickle)
+        return bytes(pickler.dumps(error))
+    except Exception:
+        return b""
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide from multiprocessing the "file" of a program that was read from standard input.
+
+    It would try to run `<stdin>` in each child. An interactive session has no such attribute.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 def _print_nothing(
@@ -91,6 +132,8 @@ class SpawnContext:
 
     Attributes:
         processes: One per rank.
+        results: What `fn` returned, by rank, of the ranks that ended well (with
+            `return_results`).
     """
 
     def __init__(
@@ -102,18 +145,23 @@ class SpawnContext:
         daemon: bool,
         start_method: str,
         use_death_signal: bool,
+        return_results: bool = False,
     ) -> None:
         self.processes: list[BaseProcess] = []
+        self.results: dict[int, Any] = {}
+        self._return_results = return_results
         self._links: dict[int, Connection] = {}
         self._texts: dict[int, str] = {}
+        self._errors: dict[int, bytes] = {}
         self._ended_s: dict[int, float] = {}
         self._running = set(range(nprocs))
         self._stopped: set[int] = set()
         self._settle: Deadline | None = None
         self._store: TCPStore | None = None
         try:
-            for rank in range(nprocs):
-                self._start(fn, rank, args, daemon, start_method, use_death_signal)
+            with _importable_main():
+                for rank in range(nprocs):
+                    self._start(fn, rank, args, daemon, start_method, use_death_signal)
             self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
             self._send_environment(self._store.port)
         except BaseException:
@@ -136,7 +184,7 @@ class SpawnContext:
         with child_link:
             process: BaseProcess = context.Process(
                 target=_child,
-                args=(fn, rank, args, child_link, use_death_signal),
+                args=(fn, rank, args, child_link, use_death_signal, self._return_results),
                 name=f"unisono-rank-{rank}",
                 daemon=daemon,
             )
@@ -195,6 +243,14 @@ class SpawnContext:
         """End the children that still run, without a grace period."""
         self._end(grace_s=0.0)
 
+    def error_of(self, rank: int) -> Exception | None:
+        """Return what a child raised; None if it did not, or if that cannot be pickled."""
+        try:
+            error = pickle.loads(self._errors.get(rank, b""))
+        except Exception:
+            return None
+        return error if isinstance(error, Exception) else None
+
     def _wait(self, limit_s: float) -> None:
         """Wait for something to happen, and note which children ended."""
         links = {self._links[rank]: rank for rank in self._running if rank in self._links}
@@ -217,7 +273,11 @@ class SpawnContext:
         link = self._links.get(rank)
         try:
             if link is not None and link.poll(0):
-                self._texts[rank] = link.recv()
+                message = link.recv()
+                if message.text is None:
+                    self.results[rank] = message.result
+                else:
+                    self._texts[rank], self._errors[rank] = message.text, message.error
         except (EOFError, OSError):
             self._links.pop(rank).close()
 
@@ -288,6 +348,19 @@ class SpawnContext:
             self._store = None
 
 
+def check_start(nprocs: int, start_method: str) -> None:
+    """Check what `spawn` and `launch` are asked for.
+
+    Raises:
+        InvalidArgumentError: Bad `nprocs` or `start_method`.
+    """
+    if nprocs < 1:
+        raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
+    if start_method not in _START_METHODS:
+        known = ", ".join(_START_METHODS)
+        raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
+
+
 @overload
 def spawn(
     fn: Callable[..., object],
@@ -343,11 +416,7 @@ def spawn(
 
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
-    if nprocs < 1:
-        raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
-    if start_method not in _START_METHODS:
-        known = ", ".join(_START_METHODS)
-        raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
+    check_start(nprocs, start_method)
     # The kernel sends the signal when the *thread* that forked ends, and a thread that does
     # not wait for the children may end long before them. The fork server is no parent to go
     # by either: it lives as long as its children.

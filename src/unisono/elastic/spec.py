@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from unisono.elastic.logs import LogOptions
-from unisono.elastic.report import Failure
+from unisono.elastic.report import Failure, exception_line, signal_name
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
-__all__ = ["GRACE_S", "SETTLE_S", "LaunchResult", "LaunchSpec", "Meeting"]
+__all__ = ["GRACE_S", "SETTLE_S", "LaunchResult", "LaunchSpec", "Meeting", "as_document"]
 
 GRACE_S = 5.0
 """Default time between SIGTERM and SIGKILL. A script that writes a checkpoint on SIGTERM
@@ -66,9 +67,7 @@ class LaunchSpec:
     grace_s: float = GRACE_S
     logs: LogOptions = field(default_factory=LogOptions)
     bind: str = "none"
-    limits: Limits = field(
-        default_factory=lambda: Limits(min_nodes=1, max_nodes=1, max_restarts=0)
-    )
+    limits: Limits = field(default_factory=lambda: Limits(min_nodes=1, max_nodes=1, max_restarts=0))
     meeting: Meeting = field(default_factory=Meeting)
     run_id: str | None = None
     role: str = "default"
@@ -109,3 +108,28 @@ class LaunchResult:
             return 1 if self.reason else 0
         code = self.failures[0].exit_code
         return code if code > 0 else 128 - code
+
+
+def as_document(result: LaunchResult) -> dict[str, Any]:
+    """Return what `--error-json` writes: the report for programs; `failures` as in the text."""
+    return {
+        "exit_code": result.exit_code,
+        "signal": signal_name(result.signum) if result.signum is not None else None,
+        "reason": result.reason or None,
+        "restarts": result.restarts,
+        "stopped_ranks": list(result.stopped),
+        "failures": [
+            {
+                "rank": failure.rank,
+                "host": failure.host,
+                "pid": failure.pid,
+                "exit_code": failure.exit_code if failure.exit_code >= 0 else None,
+                "signal": signal_name(-failure.exit_code) if failure.exit_code < 0 else None,
+                "time": failure.time_s,
+                "hint": failure.hint or None,
+                "exception": exception_line(failure.text) or None,
+                "traceback": failure.text or None,
+            }
+            for failure in result.failures
+        ],
+    }

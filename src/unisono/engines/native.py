@@ -184,7 +184,9 @@ class NativeEngine(OrderedEngine):
         if code == _engine.MISMATCH:
             raise run.mismatch()
         if code == _engine.LOST:
-            raise LinkDown(self.comm.ranks[peer], "its process ended, or it closed the group")
+            raise LinkDown(self.comm.ranks[peer], "its process ended")
+        if code == _engine.LEFT:
+            raise LinkDown(self.comm.ranks[peer], "it left: the group was closed", left=True)
         if code == _engine.TIMEOUT:
             raise Expired
         failure = self.comm.transport.failure(self.comm.context)

@@ -25,6 +25,7 @@ from unisono.errors import (
 from unisono.groups.process_group import ProcessGroup, as_integer
 from unisono.groups.world import GroupMember, World, current, process_world, resolve
 from unisono.rendezvous import rendezvous
+from unisono.rendezvous.launchers import find_place, is_alone
 from unisono.stores import HashStore, PrefixStore, Store
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "get_backend_config",
     "get_global_rank",
     "get_group_rank",
+    "get_node_local_rank",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -41,12 +43,6 @@ __all__ = [
     "is_initialized",
     "new_group",
 ]
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-# What launchers other than torchrun tell their processes: the variable with the number of them.
-# Found without RANK and WORLD_SIZE, a world of one is certainly not what was meant.
-_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MV2_COMM_WORLD_SIZE")
 
 
 def init_process_group(
@@ -63,8 +59,9 @@ def init_process_group(
     """Make the default process group.
 
     Every rank calls it; it returns when all have. Without `init_method` and `store` the
-    environment says who takes part (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as `unisono run`
-    and torchrun set them); without these variables the world has one rank.
+    environment says who takes part: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as `unisono run`
+    and torchrun set them, or the variables of mpiexec, srun or a Kubernetes Indexed Job. Without
+    any of these the world has one rank.
 
     Args:
         backend: "unisono" (the default), "gloo" (served by the same engine), or one per device
@@ -128,31 +125,10 @@ def _meet(
             )
         return store, rank, world_size
     if init_method is None:
-        if _alone(rank, world_size):
+        if is_alone(config.environ(), rank, world_size):
             return HashStore(), 0, 1
         init_method = "env://"
     return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout_s)))
-
-
-def _alone(rank: int, world_size: int) -> bool:
-    """Whether nothing says that there are other ranks.
-
-    Raises:
-        RendezvousError: Another launcher says so, in words that unisono does not follow yet.
-    """
-    environment = config.environ()
-    if world_size == 1 and rank in (-1, 0):
-        return True
-    if world_size != -1 or rank != -1 or any(environment.get(name) for name in _RENDEZVOUS):
-        return False
-    for name in _FOREIGN_SIZES:
-        if environment.get(name, "1") != "1":
-            raise RendezvousError(
-                f"{name}={environment[name]} says that several processes were started, but none of "
-                f"{', '.join(_RENDEZVOUS)} is set: this would make a world of one in each",
-                hint="set these variables, or pass init_method=, rank= and world_size=",
-            )
-    return True
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -275,6 +251,31 @@ def get_world_size(group: Any = None) -> int:
     """Return the number of ranks of a group, -1 if this process is not a member."""
     pg = resolve(group)
     return -1 if pg is None else pg.size()
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """Return this process's number on its host, as its launcher says.
+
+    Args:
+        fallback_rank: Returned where no launcher says.
+
+    Raises:
+        RendezvousError: No launcher says, and there is no `fallback_rank`.
+
+    Source: torch.distributed.get_node_local_rank, torch 2.13.
+    """
+    environment = config.environ()
+    if text := environment.get("LOCAL_RANK"):
+        return int(text)
+    place = find_place(environment)
+    if place is not None and place.local_rank is not None:
+        return place.local_rank
+    if fallback_rank is None:
+        raise RendezvousError(
+            "the local rank is not known: neither LOCAL_RANK nor a launcher's own variable is set",
+            hint="pass fallback_rank, for example fallback_rank=0",
+        )
+    return int(fallback_rank)
 
 
 def get_group_rank(group: Any, global_rank: int) -> int:

@@ -379,4 +379,3 @@ class DynamicRendezvous:
     def _say(self, order: Order) -> None:
         self._outbox.put(order)
         self._wake()
-

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
+from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place
+from unisono.rendezvous.meeting import open_store
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -16,7 +18,7 @@ from unisono.rendezvous.url import (
     parse_query,
     ranks_of,
 )
-from unisono.stores import FileStore, Store, TCPStore
+from unisono.stores import FileStore, HashStore, Store, TCPStore
 
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
 
@@ -27,7 +29,9 @@ _Met = Iterator[tuple[Store, int, int]]
 def env_handler(url: str, timeout: Timeout) -> _Met:
     """Meet at MASTER_ADDR:MASTER_PORT as RANK of WORLD_SIZE; rank 0 runs the store.
 
-    `rank` and `world_size` in the URL's query take precedence over the variables.
+    `rank` and `world_size` in the URL's query take precedence over the variables. Where RANK and
+    WORLD_SIZE are not set, those of another launcher are taken (mpiexec, srun, ...), and with
+    them a place to meet is found without MASTER_ADDR and MASTER_PORT too.
 
     Raises:
         RendezvousError: A variable is missing or bad; the text names it and lists all four.
@@ -35,6 +39,11 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
     Source: torch.distributed.rendezvous, torch 2.13.
     """
     query = parse_query(url)
+    environment = config.environ()
+    place = None if query else find_place(environment)
+    if place is not None and place.launcher is not LAUNCHERS[0]:
+        yield _foreign_store(place, timeout), place.rank, place.world_size
+        _only_once("env://")
     rank = _from_query_or_variable(query, "rank", "RANK")
     world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
     rank, world_size = ranks_of(rank, world_size, "env:// rendezvous")
@@ -79,6 +88,17 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     store.set_timeout(timeout)
     yield store, rank, world_size
     _only_once("file://")
+
+
+def _foreign_store(place: Place, timeout: Timeout) -> Store:
+    """Open the store of ranks that were started by a launcher which is not torch's kind."""
+    if place.world_size == 1:
+        return HashStore()
+    environment = config.environ()
+    if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
+        port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
+        return _tcp_store(_variable("MASTER_ADDR"), port, place.rank, place.world_size, timeout)
+    return open_store(place, environment, timeout)
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> TCPStore:

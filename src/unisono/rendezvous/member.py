@@ -114,9 +114,7 @@ def stopped(member: Member) -> Member:
     return replace(member, running=False, stopping=False)
 
 
-def decide(
-    member: Member, state: State, now: float
-) -> tuple[Member, list[Event], list[Action]]:
+def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event], list[Action]]:
     """Return what to remember, what to tell the others, and what to do.
 
     To be called after every change of the state, and again after some time without one. It

@@ -246,9 +246,7 @@ def _join(state: State, event: Join) -> State:
 
 
 def _words(limits: Limits) -> str:
-    return (
-        f"--nnodes {limits.min_nodes}:{limits.max_nodes} --max-restarts {limits.max_restarts}"
-    )
+    return f"--nnodes {limits.min_nodes}:{limits.max_nodes} --max-restarts {limits.max_restarts}"
 
 
 def _has_room(state: State, node: Node) -> bool:
@@ -334,9 +332,7 @@ def _gone(state: State, event: Left | Lost) -> State:
             return state
         state = _end_world(state, Cause.MEMBERSHIP, event.node_id, event.reason)
     elif state.cause is Cause.CONSEQUENCE and event.node_id in state.expected:
-        state = replace(
-            state, cause=Cause.MEMBERSHIP, blamed=event.node_id, reason=event.reason
-        )
+        state = replace(state, cause=Cause.MEMBERSHIP, blamed=event.node_id, reason=event.reason)
     state = replace(
         state,
         members=tuple(n for n in state.members if n.id != event.node_id),

@@ -15,19 +15,19 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """Key "k" is "<prefix>/k" in the store below; timeout and connection are the store's own.
 
-    Closing the view does not close the store below. `num_keys` counts all keys below, those
+    Closing the view does not close the store below, unless it owns it. `num_keys` counts all keys below, those
     outside of the prefix included, as torch does; `list_keys` lists only its own.
 
     Source: torch.distributed.PrefixStore, torch 2.13.
     """
 
-    def __init__(self, prefix: str, store: Store) -> None:
+    def __init__(self, prefix: str, store: Store, *, owns_store: bool = False) -> None:
         if not isinstance(store, Store):
             raise ArgumentTypeError(f"PrefixStore needs a Store, got {type(store).__name__}")
         super().__init__(store.timeout)
         self._prefix = check_key(prefix)
         self._store = store
-        self._owns_store = False
+        self._owns_store = owns_store
 
     @property
     def prefix(self) -> str:
@@ -132,7 +132,7 @@ class PrefixStore(Store):
         return self._store.has_extended_api()
 
     def close(self) -> None:
-        """Close the view; the store below only if `clone` made it."""
+        """Close the view; the store below only if this view owns it."""
         super().close()
         if self._owns_store:
             self._store.close()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,22 +25,14 @@ from unisono.errors import (
 )
 from unisono.schedules import Program, available, build, layout_for, lower
 from unisono.schedules.ir import COLLECTIVES, ROOTED
-from unisono.testing.expect import PATIENCE_S, equal, in_threads, is_a
+from unisono.testing.answers import UFUNCS, case
+from unisono.testing.expect import PATIENCE_S, equal, in_threads, is_a, opened
 
 __all__ = ["ENGINE_CHECKS", "check_engine"]
 
 Array = np.ndarray[Any, Any]
 Make = Callable[[int], Sequence[Engine]]
 
-_UFUNCS: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.PRODUCT: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-}
 _FLOAT32 = dtype_named("float32")
 
 
@@ -60,15 +51,6 @@ def check_engine(make: Make) -> None:
 
 
 # ---- helpers ------------------------------------------------------------------------------
-
-
-@contextmanager
-def _world(make: Make, size: int) -> Iterator[Sequence[Engine]]:
-    engines = make(size)
-    try:
-        yield engines
-    finally:
-        in_threads([engine.close for engine in engines])
 
 
 def _task(
@@ -129,65 +111,6 @@ def _everywhere(engines: Sequence[Engine], **options: Any) -> None:
 # ---- results ------------------------------------------------------------------------------
 
 
-def _values(dtype: DType, count: int, rank: int, op: ReduceOp) -> Array:
-    """Return small whole numbers, so that every order of a reduction gives the same."""
-    small = op is ReduceOp.PRODUCT or dtype.kind == "b"
-    values = (np.arange(count) * 3 + rank * 5) % (2 if dtype.kind == "b" else 11)
-    if small and dtype.kind != "b":
-        values = 1 + values % 2
-    if dtype.name == "bfloat16":
-        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype(dtype.storage)
-
-
-def _reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp) -> Array:
-    ufunc = _UFUNCS[op]
-    if dtype.name == "bfloat16":
-        wide = [(part.astype(np.uint32) << 16).view(np.float32) for part in parts]
-        total = np.asarray(ufunc.reduce(wide))
-        return (total.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return np.asarray(ufunc.reduce(parts, dtype=dtype.storage))
-
-
-def _case(
-    collective: str, size: int, count: int, root: int, dtype: DType, op: ReduceOp
-) -> tuple[list[Array | None], list[Array | None], list[Array | None]]:
-    """Return inputs, outputs before and outputs after of all ranks."""
-    many = collective in ("reduce_scatter", "all_to_all", "scatter")
-    width = count * (size if many else 1)
-    data = [_values(dtype, width, rank, op) for rank in range(size)]
-    ranks = range(size)
-    none: list[Array | None] = [None] * size
-
-    def at_root(values: Array) -> list[Array | None]:
-        return [values if rank == root else None for rank in ranks]
-
-    def room(elements: int) -> list[Array | None]:
-        return [np.zeros(elements, dtype.storage) for _ in ranks]
-
-    inputs: list[Array | None] = list(data)
-    if collective == "all_reduce":
-        return none, inputs, [_reduced(data, dtype, op)] * size
-    if collective == "broadcast":
-        return none, inputs, [data[root]] * size
-    if collective == "reduce":
-        return none, inputs, at_root(_reduced(data, dtype, op))
-    if collective == "all_gather":
-        return inputs, room(count * size), [np.concatenate(data)] * size
-    if collective == "gather":
-        after = at_root(np.concatenate(data))
-        return inputs, [None if a is None else np.zeros_like(a) for a in after], after
-    blocks = [values.reshape(size, count) for values in data]
-    if collective == "reduce_scatter":
-        return inputs, room(count), list(_reduced(blocks, dtype, op))
-    if collective == "scatter":
-        return at_root(data[root]), room(count), list(blocks[root])
-    if collective == "all_to_all":
-        after = [np.concatenate([blocks[source][rank] for source in ranks]) for rank in ranks]
-        return inputs, room(width), after
-    return none, room(0), none
-
-
 def _check_case(
     engines: Sequence[Engine],
     collective: str,
@@ -203,7 +126,7 @@ def _check_case(
     root = size - 1 if collective in ROOTED else -1
     schedule = build(collective, algorithm, size, root)
     layout = layout_for(schedule, count)
-    inputs, outputs, expected = _case(collective, size, count, root, dtype, op)
+    inputs, outputs, expected = case(collective, size, count, root, dtype, op)
     # A broadcast's or a reduce's data is its output, so that NumPy's copy is made before.
     wanted = [None if e is None else e.copy() for e in expected]
     given = [None if i is None else i.copy() for i in inputs]
@@ -233,7 +156,7 @@ def _check_case(
 
 def _check_schedules(make: Make) -> None:
     for size in (1, 2, 3, 5, 8):
-        with _world(make, size) as engines:
+        with opened(make, size) as engines:
             for collective in COLLECTIVES:
                 for algorithm in available(collective, size):
                     count = 0 if collective == "barrier" else 2 * size + 1
@@ -241,7 +164,7 @@ def _check_schedules(make: Make) -> None:
 
 
 def _check_counts(make: Make) -> None:
-    with _world(make, 3) as engines:
+    with opened(make, 3) as engines:
         for count in (0, 1, 2, 50_000):
             for algorithm in ("ring", "tree", "two_shot"):
                 _check_case(engines, "all_reduce", algorithm, count)
@@ -250,9 +173,9 @@ def _check_counts(make: Make) -> None:
 
 def _check_dtypes(make: Make) -> None:
     names = "bool int8 uint16 int64 float16 float32 float64 bfloat16 complex128"
-    with _world(make, 3) as engines:
+    with opened(make, 3) as engines:
         for dtype in map(dtype_named, names.split()):
-            for op in _UFUNCS:
+            for op in UFUNCS:
                 bits = op.op in (RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR)
                 order = op.op in (RedOpType.MIN, RedOpType.MAX)
                 if (bits and dtype.kind in "fc") or (order and dtype.kind == "c"):
@@ -266,7 +189,7 @@ def _check_dtypes(make: Make) -> None:
 
 def _check_mismatch(make: Make) -> None:
     for size in (2, 3, 5):
-        with _world(make, size) as engines:
+        with opened(make, size) as engines:
             for odd in range(size):
                 bodies = [
                     partial(_all_reduce, e, agreed=("odd" if e.comm.rank == odd else "even",))
@@ -299,7 +222,7 @@ def _check_exchange(make: Make) -> None:
         exchange = Exchange(even, np.array(numbers, np.int64), check, other)
         return _run(engine, _task(own, data, exchange=exchange)), data
 
-    with _world(make, size) as engines:
+    with opened(make, size) as engines:
         for words, numbers, called, total in (
             ([1, 1, 1], [1, 2, 3], 0, [3, 1, 1, 1]),
             ([1, 2, 1], [1, 2, 3], size, [3, 3, 3, 3]),
@@ -327,7 +250,7 @@ def _check_exchange(make: Make) -> None:
 
 def _check_deadline(make: Make) -> None:
     for size, absent in ((2, (1,)), (4, (0, 2))):
-        with _world(make, size) as engines:
+        with opened(make, size) as engines:
             _everywhere(engines)
             present = [engine for engine in engines if engine.comm.rank not in absent]
             errors = in_threads([partial(_all_reduce, e, timeout_s=0.2) for e in present])
@@ -341,7 +264,7 @@ def _check_deadline(make: Make) -> None:
 
 
 def _check_abort(make: Make) -> None:
-    with _world(make, 3) as engines:
+    with opened(make, 3) as engines:
         waiting = [
             _submit(e, _task(_sum_program(e.comm.rank, 3, 1), np.ones(1, np.float32)), inline=False)
             for e in engines[:2]
@@ -362,7 +285,7 @@ def _check_own_failure(make: Make) -> None:
     def fail() -> None:
         raise OSError("disk full")
 
-    with _world(make, 2) as engines:
+    with opened(make, 2) as engines:
         bodies = [partial(_all_reduce, engines[0], finish=fail), partial(_all_reduce, engines[1])]
         first, _ = in_threads(bodies)
         equal("cause", repr(is_a("rank 0", first, InternalError).__cause__), "OSError('disk full')")
@@ -371,7 +294,7 @@ def _check_own_failure(make: Make) -> None:
 
 
 def _check_lost(make: Make) -> None:
-    with _world(make, 3) as engines:
+    with opened(make, 3) as engines:
         _everywhere(engines)
         bodies: list[Callable[[], BaseException | None]]
         bodies = [partial(_all_reduce, engine) for engine in engines[:2]]
@@ -407,7 +330,7 @@ def _check_order(make: Make) -> None:
         equal("order", order, list(range(count)))
         equal("sum of sums", data.tolist(), [float(size**count)] * 2)
 
-    with _world(make, size) as engines:
+    with opened(make, size) as engines:
         in_threads([partial(body, engine) for engine in engines])
 
 
@@ -439,13 +362,13 @@ def _check_callbacks(make: Make) -> None:
             equal("error", completion.error, None)
         equal("refused waits", len(refused), 1)
 
-    with _world(make, 2) as engines:
+    with opened(make, 2) as engines:
         in_threads([partial(body, engine) for engine in engines])
         _everywhere(engines)
 
 
 def _check_close(make: Make) -> None:
-    with _world(make, 2) as engines:
+    with opened(make, 2) as engines:
         first = engines[0]
         tasks = [_task(_sum_program(0, 2, 1), np.ones(1, np.float32)) for _ in range(3)]
         running, *queued = [_submit(first, task, inline=False) for task in tasks]

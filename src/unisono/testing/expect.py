@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
-__all__ = ["PATIENCE_S", "equal", "in_threads", "is_a"]
+__all__ = ["PATIENCE_S", "equal", "in_threads", "is_a", "opened"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+C = TypeVar("C", bound="_Closes")
 
 PATIENCE_S = 20.0
 """How long a check waits for what must happen: far more than it takes."""
@@ -52,3 +54,17 @@ def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
     stuck = [thread.name for thread in threads if thread.is_alive()]
     equal("threads that did not end", stuck, [])
     return [results[index] for index in range(len(bodies))]
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+@contextmanager
+def opened(make: Callable[[int], Sequence[C]], size: int) -> Iterator[Sequence[C]]:
+    """Make the ends of a world, and close all of them at the same time."""
+    ends = make(size)
+    try:
+        yield ends
+    finally:
+        in_threads([end.close for end in ends])

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import os
 import pickle
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from unisono.backends import CPUOptions
@@ -81,7 +78,8 @@ def run(
     if failed:
         _, _, rank = min(failed)
         outcome = outcomes[rank]
-        assert outcome is not None and outcome.error is not None
+        assert outcome is not None
+        assert outcome.error is not None
         raise outcome.error from LaunchError(f"rank {rank} of {world_size} failed:\n{outcome.text}")
     for rank, outcome in enumerate(outcomes):
         if outcome is None and rank not in dead:
@@ -156,24 +154,24 @@ def _run_processes(
     options: CPUOptions,
     dead: Collection[int],
 ) -> list[_Outcome | None]:
-    with tempfile.TemporaryDirectory(prefix="unisono-run-") as folder:
-        context = SpawnContext(
-            _process_rank,
-            (folder, fn, args, timeout, options),
-            world_size,
-            daemon=False,
-            start_method="forkserver",
-            use_death_signal=False,
-        )
-        failure: WorkerFailedError | None = None
-        try:
-            ended = context.join(2 * timeout, stop_on_failure=not dead)
-        except WorkerFailedError as error:
-            ended, failure = True, error
-        if not ended:
-            context.kill()
-            raise LaunchError(f"the ranks did not end within {2 * timeout:g} s")
-        outcomes = [_load(Path(folder, str(rank))) for rank in range(world_size)]
+    context = SpawnContext(
+        _process_rank,
+        (fn, args, timeout, options),
+        world_size,
+        daemon=False,
+        start_method="forkserver",
+        use_death_signal=False,
+        return_results=True,
+    )
+    failure: WorkerFailedError | None = None
+    try:
+        ended = context.join(2 * timeout, stop_on_failure=not dead)
+    except WorkerFailedError as error:
+        ended, failure = True, error
+    if not ended:
+        context.kill()
+        raise LaunchError(f"the ranks did not end within {2 * timeout:g} s")
+    outcomes = [context.results.get(rank) for rank in range(world_size)]
     missing = [rank for rank, o in enumerate(outcomes) if o is None and rank not in dead]
     failed = any(outcome is not None and outcome.error is not None for outcome in outcomes)
     if missing and failure is not None and not failed:
@@ -182,23 +180,12 @@ def _run_processes(
 
 
 def _process_rank(
-    rank: int, folder: str, fn: Body, args: Sequence[Any], timeout: float, options: CPUOptions
-) -> None:
+    rank: int, fn: Body, args: Sequence[Any], timeout: float, options: CPUOptions
+) -> _Outcome:
     outcome = _body(rank, fn, args, timeout, options)
     try:
-        data = pickle.dumps(outcome)
+        pickle.loads(pickle.dumps(outcome))
     except Exception as error:
         told = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
-        data = pickle.dumps(_Outcome(outcome.time_s, error=told, text=outcome.text))
-    # Renamed into place: a rank killed while it writes leaves nothing that could be read.
-    part = Path(folder, f"{rank}.part")
-    part.write_bytes(data)
-    os.replace(part, Path(folder, str(rank)))
-
-
-def _load(path: Path) -> _Outcome | None:
-    if not path.exists():
-        return None
-    outcome = pickle.loads(path.read_bytes())
-    assert isinstance(outcome, _Outcome)
+        return _Outcome(outcome.time_s, error=told, text=outcome.text)
     return outcome

@@ -1,0 +1,65 @@
+"""Flags as torchrun has them: two spellings, and a default from the environment."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from unisono.base.config import environ
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["PREFIXES", "add_flag", "non_negative", "positive", "seconds"]
+
+PREFIXES = ("UNISONO_", "PET_")
+"""UNISONO_MAX_RESTARTS=3 is the default of --max-restarts; PET_MAX_RESTARTS, as torchrun reads
+it, is second."""
+
+
+def add_flag(target: Any, *flags: str, **options: Any) -> None:
+    """Add a flag and, unseen in the help, its spelling with underscores.
+
+    Its default comes from the environment if one of `PREFIXES` followed by the flag's name in
+    capitals is set; for a switch, "0" and "1".
+
+    Raises:
+        InvalidArgumentError: That variable of a switch is neither.
+    """
+    long = flags[-1]
+    dest = options.pop("dest", long.removeprefix("--").replace("-", "_"))
+    switch = options.get("action") == "store_true"
+    for prefix in PREFIXES:
+        if text := environ().get(prefix + dest.upper(), ""):
+            if switch and text not in ("0", "1"):
+                raise InvalidArgumentError(f"{prefix}{dest.upper()} must be 0 or 1, got {text!r}")
+            # argparse converts a default that is text as it does with an argument.
+            options["default"] = text == "1" if switch else text
+            break
+    target.add_argument(*flags, dest=dest, **options)
+    if (alias := "--" + long.removeprefix("--").replace("-", "_")) != long:
+        hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        target.add_argument(alias, dest=dest, **hidden)
+
+
+def positive(text: str) -> int:
+    """Return a number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def non_negative(text: str) -> int:
+    """Return a number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Return a finite number of seconds, 0 included."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
+    return value

@@ -1,0 +1,99 @@
+"""The live status line of `unisono run` on a terminal; needs rich, the extra `cli`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import time
+from typing import Any
+
+from unisono.base.config import environ
+
+__all__ = ["StatusLine", "make_status_line"]
+
+
+def make_status_line(nprocs: int) -> StatusLine | None:
+    """Return a status line if somebody looks and rich is installed."""
+    if not sys.stderr.isatty() or environ().get("TERM", "dumb") == "dumb":
+        return None
+    if importlib.util.find_spec("rich") is None:
+        return None
+    return StatusLine(nprocs)
+
+
+class StatusLine:
+    """The terminal: the workers' lines, and below them how many ranks are up and since when.
+
+    rich is loaded at the first `status`, when the workers have been started.
+    """
+
+    def __init__(self, nprocs: int) -> None:
+        self._nprocs = nprocs
+        self._up = 0
+        self._restarts = 0
+        self._progress = ""
+        self._start_s = time.monotonic()
+        self._live: Any = None
+
+    def write(self, data: bytes, /) -> None:
+        """Print whole lines above the status line."""
+        if self._live is None:
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()
+            return
+        from rich.text import Text
+
+        for line in data.decode(errors="replace").splitlines(keepends=True):
+            if line.endswith("\r"):
+                # A progress bar: its next state is to overwrite this one.
+                self._progress = line.strip()
+            else:
+                self._live.console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
+
+    def flush(self) -> None:
+        """Do nothing: `write` keeps nothing back."""
+
+    def say(self, line: str) -> None:
+        """Print a line of the launcher's own."""
+        self.write(f"{line}\n".encode())
+
+    def status(self, up: int, restarts: int) -> None:
+        """Show the state of the launch."""
+        self._up, self._restarts = up, restarts
+        if self._live is None:
+            self._begin()
+
+    def close(self) -> None:
+        """Take the line away."""
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError):
+                live.stop()
+
+    def _begin(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(
+            self,
+            console=Console(stderr=True),
+            transient=True,
+            refresh_per_second=2,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._live.start()
+
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        elapsed_s = int(time.monotonic() - self._start_s)
+        minutes, seconds = divmod(elapsed_s, 60)
+        parts = [
+            f"{self._up} of {self._nprocs} ranks up",
+            f"{self._restarts} restarts",
+            f"{minutes}:{seconds:02d}",
+            *filter(None, [self._progress]),
+        ]
+        return Text(" | ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")

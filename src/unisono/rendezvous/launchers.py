@@ -1,0 +1,220 @@
+"""What each launcher tells its processes: one table, and the question who started this one.
+
+Pure: everything is asked of a mapping. Where the ranks then meet is `meeting`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unisono.errors import RendezvousError
+from unisono.rendezvous.url import parse_integer, ranks_of
+
+__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "Place", "find_place", "is_alone"]
+
+Names = tuple[str, ...]
+
+GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables of env://, by which unisono's and torch's launchers and users say everything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """The variables of one launcher; of several names the first that is set counts.
+
+    Attributes:
+        name: How people call it.
+        rank: Set for every process; the process was started by this launcher if it is there.
+        world_size: Number of processes.
+        local_rank: Number of this process on its host.
+        local_size: Number of processes on this host.
+        nodes: Number of hosts.
+        job: Together the name of the job. Without them it is named after the launcher's process.
+        needs: Prefix of variables, one of which must be set, or `rank` is not to be believed.
+    """
+
+    name: str
+    rank: str
+    world_size: Names
+    local_rank: Names = ()
+    local_size: Names = ()
+    nodes: Names = ()
+    job: Names = ()
+    needs: str = ""
+
+
+_SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+LAUNCHERS = (
+    Launcher(
+        name="unisono run, torchrun",
+        rank="RANK",
+        world_size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        nodes=("GROUP_WORLD_SIZE",),
+    ),
+    Launcher(
+        name="mpiexec (Open MPI)",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(
+        name="mpiexec (MVAPICH)",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    # Before srun: mpiexec starts its helpers with srun, and their SLURM_PROCID counts hosts.
+    Launcher(
+        name="mpiexec (MPICH, Intel MPI: PMI)",
+        rank="PMI_RANK",
+        world_size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
+        local_size=("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+    ),
+    Launcher(
+        name="srun (Slurm)",
+        rank="SLURM_PROCID",
+        world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        nodes=_SLURM_NODES,
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+        # A batch script outside of srun has SLURM_PROCID=0 too, and there are no other ranks.
+        needs="SLURM_STEP",
+    ),
+    Launcher(
+        name="Kubernetes Indexed Job",
+        rank="JOB_COMPLETION_INDEX",
+        world_size=("WORLD_SIZE",),
+    ),
+)
+
+# Several processes are meant, though this one was started by no launcher of the table.
+_ALLOCATIONS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "PMI_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a launcher put this process.
+
+    Attributes:
+        launcher: Who says so.
+        rank: This process.
+        world_size: Number of processes.
+        local_rank: This process on its host; None if nobody says.
+        one_host: Whether all processes are certainly on one host.
+        job: Name of the job, unique among jobs that run at the same time; "" if nobody says.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    one_host: bool = False
+    job: str = ""
+
+
+def find_place(env: Mapping[str, str]) -> Place | None:
+    """Return what the first launcher of the table that shows in `env` says.
+
+    Raises:
+        RendezvousError: Its variables are incomplete, no numbers, or out of range; or they
+            belong to one of several processes while WORLD_SIZE says that there is only one.
+    """
+    for launcher in LAUNCHERS:
+        if not env.get(launcher.rank) or not _believable(launcher, env):
+            continue
+        if launcher is LAUNCHERS[0] and not env.get("WORLD_SIZE"):
+            continue  # env:// tells what is missing
+        place = _place(launcher, env)
+        if launcher is LAUNCHERS[0] and place.world_size == 1:
+            _check_really_alone(env)
+        return place
+    return None
+
+
+def is_alone(env: Mapping[str, str], rank: int = -1, world_size: int = -1) -> bool:
+    """Whether nothing says that there are other ranks.
+
+    Args:
+        env: The environment.
+        rank: As passed by the user; -1 if not.
+        world_size: Likewise.
+
+    Raises:
+        RendezvousError: Several processes were asked for in words that lead nowhere: each of
+            them would make a world of its own.
+    """
+    if world_size == 1 and rank in (-1, 0):
+        return True
+    if world_size != -1 or rank != -1 or find_place(env) is not None:
+        return False
+    if any(env.get(name) for name in GIVEN):
+        return False
+    for name in _ALLOCATIONS:
+        if env.get(name, "1") != "1":
+            raise RendezvousError(
+                f"{name}={env[name]} says that several processes are meant, but no launcher "
+                "started this one: this would make a world of one in each",
+                hint="start the script with srun, mpiexec or `unisono run`; for one process alone "
+                "pass rank=0, world_size=1",
+            )
+    return True
+
+
+def _believable(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    return not launcher.needs or any(name.startswith(launcher.needs) for name in env)
+
+
+def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
+    size_text = _first(launcher.world_size, env)
+    if not size_text:
+        names = " or ".join(launcher.world_size)
+        raise RendezvousError(
+            f"{launcher.rank}={env[launcher.rank]} was set by {launcher.name}, but {names} is not "
+            "set: this would make a world of one in each process",
+            hint=f"set {launcher.world_size[0]} to the number of processes",
+        )
+    rank, world_size = ranks_of(
+        parse_integer(env[launcher.rank], f"environment variable {launcher.rank}"),
+        parse_integer(size_text, f"environment variable {launcher.world_size[0]}"),
+        launcher.name,
+    )
+    local_rank = _first(launcher.local_rank, env)
+    job = [env.get(name, "") for name in launcher.job]
+    return Place(
+        launcher=launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(local_rank) if local_rank.isdecimal() else None,
+        one_host=_first(launcher.local_size, env) == str(world_size)
+        or _first(launcher.nodes, env) == "1",
+        job="/".join(job) if any(job) else "",
+    )
+
+
+def _first(names: Names, env: Mapping[str, str]) -> str:
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+def _check_really_alone(env: Mapping[str, str]) -> None:
+    """Refuse a WORLD_SIZE=1 that was left over from elsewhere, below a launcher of several."""
+    if env.get("TORCHELASTIC_RUN_ID"):
+        return  # said by a launch inside the other launcher's process, so it is meant
+    for launcher in LAUNCHERS[1:]:
+        if not env.get(launcher.rank) or not _believable(launcher, env):
+            continue
+        size = _first(launcher.world_size, env)
+        if size and size != "1":
+            raise RendezvousError(
+                f"RANK={env['RANK']} and WORLD_SIZE=1 are set, but {launcher.name} started {size} "
+                f"processes ({launcher.rank}={env[launcher.rank]}): this would make a world of one "
+                "in each",
+                hint="unset RANK and WORLD_SIZE; if that is meant, pass rank=0, world_size=1",
+            )

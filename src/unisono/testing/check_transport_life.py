@@ -1,0 +1,177 @@
+"""Part of the conformance suite of transports: questions, failures, leaving, closing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unisono.base.deadline import Deadline
+from unisono.errors import ClosedError
+from unisono.testing.expect import PATIENCE_S, equal, opened
+from unisono.testing.transport_tools import (
+    CONTEXT,
+    SIZES,
+    Make,
+    fails,
+    key,
+    pattern,
+    room_for,
+    wait,
+)
+from unisono.transports import LinkDown, Status, Transport
+from unisono.transports.api import Failure
+
+__all__ = ["LIFE_CHECKS", "check_vanishing"]
+
+
+def check_vanishing(make: Make, vanish: Callable[[Transport], None]) -> None:
+    """Check what the others see when a rank goes away without a good-bye.
+
+    Args:
+        make: As for `check_transport`.
+        vanish: Makes a transport end as if its process had been killed.
+    """
+    with opened(make, 3) as (a, b, c):
+        wait(c.send(1, key(5), pattern(3)))
+        mine = b.recv(2, key(), room_for(8))
+        anybody = b.recv(None, key(), room_for(8))
+        others = b.recv(None, key(), room_for(8), among=[0])
+        wait(c.send(1, key(6), pattern(1)), b.recv(2, key(6), room_for(1)))
+        vanish(c)
+        for transfer in (mine, anybody):
+            error = fails("a receive that waits", transfer, LinkDown)
+            equal("rank to blame, left in peace", (error.peer, error.left), (2, False))
+        fails("later send", b.send(2, key(), pattern(1)), LinkDown)
+        fails("later receive", b.recv(2, key(), room_for(1)), LinkDown)
+        fails("later receive from any", b.recv(None, key(), room_for(1)), LinkDown)
+        wait(b.recv(2, key(5), room_for(3)))
+        equal("a receive that another rank may serve: done", others.done(), False)
+        wait(a.send(1, key(), pattern(8)), others)
+        answers = b.ask(CONTEXT, 1, [0, 2], Deadline(PATIENCE_S))
+        equal("ranks that answer", list(answers), [0])
+
+
+def _check_ask(make: Make) -> None:
+    with opened(make, 4) as (a, b, c, _):
+        for seq in range(1, 20):
+            b.enter(CONTEXT, seq, f"call {seq}")
+        c.enter(CONTEXT, 3, "call 3")
+        answers = a.ask(CONTEXT, 18, range(4), Deadline(PATIENCE_S))
+        expected = {1: Status(18, "call 18"), 2: Status(3, "call 3"), 3: Status(0, "")}
+        equal("answers", answers, expected)
+        later = a.ask(CONTEXT, 1000, [1], Deadline(PATIENCE_S))
+        equal("the last call of a rank behind", later, {1: Status(19, "call 19")})
+        elsewhere = a.ask(CONTEXT + 1, 1, [1], Deadline(PATIENCE_S))
+        equal("another context", elsewhere, {1: Status(0, "")})
+        equal("nobody asked", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
+
+
+def _check_fail(make: Make) -> None:
+    with opened(make, 3) as world:
+        a, b, c = world
+        waiting = [b.recv(0, key(), room_for(8)), c.recv(None, key(), room_for(8))]
+        elsewhere = c.recv(0, key(context=1), room_for(8))
+        heard: list[Failure] = []
+        b.on_failure(CONTEXT, heard.append)
+        a.fail(CONTEXT, Failure("failed", "a reason", [0, 2], 0), [0, 1, 2])
+        for transfer in waiting:
+            failure = fails("a receive that waits", transfer, Failure)
+            got = (failure.kind, failure.reason, failure.peers, failure.by)
+            equal("failure", got, ("failed", "a reason", (0, 2), 0))
+        # Its own failure comes second and must not hide the first.
+        b.fail(CONTEXT, Failure("timeout", "another", [1], 1), [0, 1, 2])
+        equal("the first failure stays", [t.failure(CONTEXT).by for t in world], [0, 0, 0])  # type: ignore[union-attr]
+        equal("callbacks", [failure.by for failure in heard], [0])
+        b.on_failure(CONTEXT, heard.append)
+        equal("callbacks that come late", len(heard), 2)
+        for transport in world:
+            fails("later send", transport.send(1, key(), pattern(8)), Failure)
+            fails("later receive", transport.recv(1, key(), room_for(8)), Failure)
+        equal("another context", c.failure(1), None)
+        wait(a.send(2, key(context=1), pattern(8)), elsewhere)
+
+
+def _check_fail_on_its_way(make: Make) -> None:
+    nbytes = SIZES[-1]
+    with opened(make, 2) as (a, b):
+        data = memoryview(bytearray(pattern(nbytes)))
+        sent = a.send(1, key(), data)
+        a.fail(CONTEXT, Failure("aborted", "enough", [0], 0), [1])
+        equal("a send ends with its context", sent.done(), True)
+        data[:] = bytes(nbytes)
+        small = room_for(8)
+        wait(a.send(1, key(context=1), pattern(8)), b.recv(0, key(context=1), small))
+        equal("a message of another context", small == pattern(8), True)
+
+
+def _check_forget(make: Make) -> None:
+    with opened(make, 2) as (a, b):
+        wait(a.send(1, key(), pattern(8)), a.send(1, key(1, context=1), pattern(8)))
+        wait(b.recv(0, key(1, context=1), room_for(8)))
+        waiting, elsewhere = b.recv(0, key(1), room_for(8)), b.recv(0, key(context=1), room_for(8))
+        b.forget(CONTEXT, ClosedError("gone"))
+        equal("its receives", str(fails("receive", waiting, ClosedError)), "gone")
+        equal("another context: done", elsewhere.done(), False)
+        fresh = b.recv(0, key(), room_for(8))
+        equal("its messages are dropped", fresh.done(), False)
+        wait(a.send(1, key(), pattern(8)), fresh)
+
+
+# ---- life ---------------------------------------------------------------------------------
+
+
+def _check_leaving(make: Make) -> None:
+    with opened(make, 3) as (a, b, c):
+        wait(a.send(1, key(), pattern(8)), c.send(1, key(1), pattern(1)))
+        wait(b.recv(2, key(1), room_for(1)))
+        late = a.send(1, key(), pattern(1 << 20))
+        waiting, anybody = b.recv(0, key(9), room_for(8)), b.recv(None, key(9), room_for(8))
+        a.close()
+        error = fails("a receive from it", waiting, LinkDown)
+        equal("rank to blame, left in peace", (error.peer, error.left), (0, True))
+        rooms = [room_for(8), room_for(1 << 20)]
+        wait(late, b.recv(0, key(), rooms[0]), b.recv(0, key(), rooms[1]))
+        equal("what it sent before", rooms == [pattern(8), pattern(1 << 20)], True)
+        fails("later send", b.send(0, key(), pattern(8)), LinkDown)
+        equal("a receive that another rank may serve: done", anybody.done(), False)
+        wait(c.send(1, key(9), pattern(8)), anybody)
+        nobody = b.recv(None, key(9), room_for(8))
+        c.close()
+        fails("a receive that nobody may serve", nobody, LinkDown)
+
+
+def _check_strangers_that_left(make: Make) -> None:
+    with opened(make, 3) as (a, b, c):
+        # These two have never met, so that nobody can tell a good end from a bad one.
+        a.close()
+        anybody = b.recv(None, key(), room_for(8))
+        wait(c.send(1, key(), pattern(8)), anybody)
+        fails("a receive from it", b.recv(0, key(), room_for(8)), LinkDown)
+        equal("it does not answer", b.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
+
+
+def _check_closed(make: Make) -> None:
+    with opened(make, 2) as (a, b):
+        equal("users may wait", a.may_wait(), True)
+        waiting = [a.recv(1, key(), room_for(8)), a.recv(None, key(), room_for(8))]
+        a.retain()
+        a.close()
+        equal("closed with one user left", a.closed, False)
+        wait(a.send(1, key(), pattern(8)), b.recv(0, key(), room_for(8)))
+        a.close()
+        equal("closed", a.closed, True)
+        for transfer in waiting:
+            fails("a receive of its own", transfer, ClosedError)
+        fails("later send", a.send(1, key(), pattern(8)), ClosedError)
+        fails("later receive", a.recv(1, key(), room_for(8)), ClosedError)
+        a.close()
+
+
+LIFE_CHECKS: tuple[Callable[[Make], None], ...] = (
+    _check_ask,
+    _check_fail,
+    _check_fail_on_its_way,
+    _check_forget,
+    _check_leaving,
+    _check_strangers_that_left,
+    _check_closed,
+)
