@@ -36,7 +36,6 @@ def die(folder):
 def kill_while_all_wait(rank, folder, victim, mode, members=None):
     """Kill a rank that never came while the others wait in every operation there is."""
     names = [*COLLECTIVES, RECV, ANY_SOURCE]
-    link(victim)
     groups = groups_for(names, members, 20.0)
     waiting = [r for r in members or range(dist.get_world_size()) if r != victim]
     dist.barrier()
@@ -61,7 +60,6 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     return results
 
 
-def link(victim):
     """Exchange a message between the victim and everybody, so that each has a link to it."""
     others = [rank for rank in range(dist.get_world_size()) if rank != victim]
     peers = others if dist.get_rank() == victim else [victim]

@@ -114,15 +114,14 @@ class Agent:
 
     def _next_world(self) -> World | None:
         """Wait for a world to run; None if there will be none."""
-        while self._end is None:
-            if (world := self._take_orders()) is not None:
+        while True:
+            if (world := self._take_orders()) is not None or self._end is not None:
                 return world
             select.select([self._signals.fd], [], [])
             for signum in self._signals.read():
                 if signal_name(signum) not in PASSED_ON:
                     self._signum = signum
                     return None
-        return None
 
     def _take_orders(self) -> World | None:
         """Note what the rendezvous says; return a world to start if it is the latest order."""

@@ -261,15 +261,47 @@ class Transport(ABC):
             self._break(context, told)
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+        elif kind is Kind.LOST and words["peer"] not in self._linked():
+            # With a link of our own we would see the end ourselves.
+            self.spread(LinkDown(words["peer"], words["reason"]))
 
-    def mark_down(self, error: LinkDown) -> None:
-        """Note that a rank cannot be reached any more and fail what waits for it."""
-        if not self._closed and self.mailbox.down(error.peer) is None:
-            self.mailbox.link_down(error)
-            with self._lock:
-                questions = list(self._questions.values())
-            for question in questions:
-                question.drop(error.peer)
+    def mark_down(self, error: LinkDown) -> bool:
+        """Note that a rank cannot be reached any more and fail what waits for it.
+
+        Returns whether that was news. A crash is news even of a rank that seemed to have left:
+        without a link to it, the two look alike.
+        """
+        known = self.mailbox.down(error.peer)
+        if self._closed or (known is not None and (error.left or not known.left)):
+            return False
+        self.mailbox.link_down(error)
+        with self._lock:
+            questions = list(self._questions.values())
+        for question in questions:
+            question.drop(error.peer)
+        return True
+
+    def spread(self, error: LinkDown) -> None:
+        """Note that a rank crashed and tell all ranks there is a link to, which do the same.
+
+        So a rank hears of a crash although it never had to do with the crashed one.
+        """
+        if self.mark_down(error):
+            for peer in self._linked():
+                if peer != error.peer and self.mailbox.down(peer) is None:
+                    words = {"peer": error.peer, "reason": error.reason}
+                    self._control(peer, 0, Kind.LOST, words)
+
+    def watch_neighbours(self) -> None:
+        """Watch the ranks 1, 2, 4, ... further on.
+
+        The links of all ranks then hang together, and stay so when some ranks die: every crash
+        is seen by somebody who can tell the others.
+        """
+        distance = 1
+        while distance < self.world_size:
+            self._watch((self.rank + distance) % self.world_size)
+            distance *= 2
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -304,6 +336,10 @@ class Transport(ABC):
 
         `key` may be a control message's; its transfer then belongs to no context.
         """
+
+    def _linked(self) -> list[int]:
+        """Return the ranks there is a working link to."""
+        return []
 
     @abstractmethod
     def _watch(self, peer: int) -> None:

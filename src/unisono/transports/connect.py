@@ -59,6 +59,7 @@ def connect(
         published = _gather(store, rank, world_size, deadline)
         addresses += [text.partition(" ")[2] for text in published]
         transport.hosts = tuple(text.partition(" ")[0] for text in published)
+        transport.watch_neighbours()
     except BaseException:
         transport.close()
         raise

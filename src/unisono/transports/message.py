@@ -17,6 +17,7 @@ class Kind(IntEnum):
     ANSWER = 3
     FAIL = 4
     GOODBYE = 5
+    LOST = 6
 
 
 class Key(NamedTuple):

@@ -102,6 +102,10 @@ class TCPTransport(Transport):
     def _watch(self, peer: int) -> None:
         self._link(peer)
 
+    def _linked(self) -> list[int]:
+        with self._links_lock:
+            return [peer for peer, link in self._links.items() if link.ready]
+
     def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
             links = list(self._links.values())
@@ -289,9 +293,13 @@ class TCPTransport(Transport):
             return
         if link.sock is not None:
             self._loop.unwatch(link.sock)
+        established = link.sock is not None
         error = self.mailbox.down(link.peer) or LinkDown(link.peer, reason, left)
         link.close(error)
-        self.mark_down(error)
+        if established and not error.left:
+            self.spread(error)
+        else:
+            self.mark_down(error)
 
     def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets.
