@@ -31,6 +31,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python tools/algorithms_page.py
+	@$(BIN)/python tools/detection_page.py
 	@$(BIN)/python tools/environment_page.py
 
 setup: $(STAMP)

@@ -44,6 +44,11 @@ def test_algorithms_page_is_up_to_date():
     assert page == tool("algorithms_page").page(), "run `make docs`"
 
 
+def test_detection_page_is_up_to_date():
+    page = (ROOT / "docs/reference/environment-detection.md").read_text(encoding="utf-8")
+    assert page == tool("detection_page").page(), "run `make docs`"
+
+
 def test_environment_page_lists_what_the_code_reads():
     page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     assert page == tool("environment_page").page(page), "run `make docs`"

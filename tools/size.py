@@ -7,14 +7,18 @@ by denser lines.
 from __future__ import annotations
 
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 MODULE = 500
 FUNCTION = 60
 TOP_LEVEL = 20
-TREE = 12_000
+# Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
+# readable, and documentation must not be punished. See docs/decisions/0007.
+TREE = 16_000
 CPP_FILE = 400
 
 # (path, what) -> (limit, reason); what is "lines" or "definitions". A new entry is a review topic.
@@ -22,21 +26,30 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (32, "one class per kind of error, in one place"),
 }
 
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
-CPP_SUFFIXES = {".cpp", ".cc", ".h", ".hpp"}
+CPP_SUFFIXES = {".cpp", ".cc", ".h", ".hpp", ".inl"}
 
 
 def main() -> int:
     """Print every violation, or one line saying that there is none."""
     modules = sorted(Path("src").rglob("*.py"))
     problems = [problem for path in modules for problem in check_module(path)]
-    total = sum(line_count(path) for path in modules)
+    total = sum(code_lines(path) for path in modules)
     if total > TREE:
-        problems.append(f"src: {total} lines of Python (limit {TREE})")
+        problems.append(f"src: {total} lines of code (limit {TREE})")
     for path in sorted(Path("native").rglob("*")):
         if path.suffix in CPP_SUFFIXES:
             problems += check_lines(path, CPP_FILE)
-    print("\n".join(problems) or f"size: {len(modules)} modules, {total} of {TREE} lines")
+    print("\n".join(problems) or f"size: {len(modules)} modules, {total} of {TREE} lines of code")
     return 1 if problems else 0
 
 
@@ -51,6 +64,21 @@ def check_module(path: Path) -> Iterator[str]:
         if isinstance(node, FunctionNode) and (lines := body_lines(node)) > FUNCTION:
             where = f"{path}:{node.lineno}"
             yield f"{where}: {node.name}() has {lines} lines without docstring (limit {FUNCTION})"
+
+
+def code_lines(path: Path) -> int:
+    """Return how many lines of a module hold code."""
+    text = path.read_text(encoding="utf-8")
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
 
 
 def check_lines(path: Path, default: int) -> Iterator[str]:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from unisono.groups.process_group import ProcessGroup as ProcessGroup
     from unisono.groups.work import Work as Work
     from unisono.groups.world import GroupMember as GroupMember
-    from unisono.groups.world import GroupMember as group
+    from unisono.groups.world import group as group
     from unisono.rendezvous import register_rendezvous_handler as register_rendezvous_handler
     from unisono.rendezvous import rendezvous as rendezvous
     from unisono.stores import FileStore as FileStore
@@ -91,7 +91,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)  # noqa: PLE0605
+__all__ = sorted(_HOME_OF)
 
 
 def __getattr__(name: str) -> object:
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> object:
     if module is None:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     home = import_module(f"unisono.{module}")
-    value = globals()[name] = getattr(home, "GroupMember" if name == "group" else name)
+    value = globals()[name] = getattr(home, name)
     return value
 
 

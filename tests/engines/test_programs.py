@@ -45,7 +45,7 @@ def run_all(tasks):
 
 
 def task(program, output, input=None, op=ReduceOp.SUM):
-    return Task(Call("test", "test()", ()), program, input, output, INT64, op, Deadline(20))
+    return Task(Call.of("test", "test()", ()), program, input, output, INT64, op, Deadline(20))
 
 
 @settings(max_examples=40, deadline=None)

@@ -60,16 +60,6 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     return results
 
 
-    """Exchange a message between the victim and everybody, so that each has a link to it."""
-    others = [rank for rank in range(dist.get_world_size()) if rank != victim]
-    peers = others if dist.get_rank() == victim else [victim]
-    boxes = {peer: np.zeros(1) for peer in peers}
-    works = [dist.isend(np.ones(1), peer) for peer in peers]
-    works += [dist.irecv(boxes[peer], peer) for peer in peers]
-    for work in works:
-        work.wait()
-
-
 class Doom:
     """Kills or stops this process at the n-th thing that happens in it.
 

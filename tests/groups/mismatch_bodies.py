@@ -171,3 +171,17 @@ def swapped_order(rank, async_op):
     assert (b == 1).all()
     usable(dist.get_world_size())
     return errors
+
+
+def last_call(rank):
+    """Leave right after the error, as a script does that does not catch it."""
+    return error_of(lambda: dist.all_reduce(f32(4 + rank))).what
+
+
+def in_sub_group(rank):
+    """Ranks are told by their numbers in the world."""
+    group = dist.new_group([2, 3])
+    if rank < 2:
+        return None
+    error = error_of(lambda: dist.all_reduce(f32(4 + rank), group=group))
+    return error.what, error.context.rank, error.context.world_size, error.context.peers

@@ -63,11 +63,15 @@ def test_a_second_tier_and_a_third_one_exist():
     assert not set(unisono.lowlevel.__all__) & set(dist.__all__), "a name in two tiers"
 
 
-@pytest.mark.xfail(reason="the package unisono.rendezvous hides the function", strict=True)
-def test_rendezvous_is_a_function_although_a_package_has_its_name():
+def test_rendezvous_is_a_function_although_a_package_has_its_name(tmp_path):
     import unisono.rendezvous  # noqa: F401
 
-    assert callable(dist.rendezvous)
+    store, rank, world_size = next(
+        iter(dist.rendezvous(f"file://{tmp_path}/s?rank=0&world_size=1"))
+    )
+    with store:
+        assert (rank, world_size) == (0, 1)
+        assert isinstance(store, dist.FileStore)
 
 
 def test_before_init():

@@ -57,3 +57,19 @@ def test_two_calls_in_another_order(world, async_op):
             assert f"all_reduce #{number} in group 'default' does not match" in line
             assert "all_reduce(float64[3], SUM)" in line
             assert "all_reduce(int16[3], SUM)" in line
+
+
+@pytest.mark.parametrize("where", [{}, {"transport": "tcp"}, {"ranks": "processes"}])
+def test_both_sides_are_named_to_ranks_that_leave_at_once(where):
+    size = 4
+    for told in run(mismatch_bodies.last_call, size, **where):
+        for rank in range(size):
+            assert f"rank {rank} called all_reduce(float32[{4 + rank}], SUM)" in told
+
+
+def test_ranks_of_a_sub_group_are_told_by_their_global_numbers(world):
+    for rank, told in enumerate(world(mismatch_bodies.in_sub_group, 4)[2:], 2):
+        line, *where = told
+        assert f"does not match on rank {rank} of 4: rank {rank} called" in line
+        assert f"rank {5 - rank} called" in line
+        assert where == [rank, 4, (5 - rank,)]

@@ -70,12 +70,17 @@ def test_small_data_gets_few_rounds_and_large_data_few_bytes():
 
 def test_pipeline_depth_follows_the_size():
     depths = [
-        select("all_reduce", nbytes, Topology(2, shared_memory=True)).pipeline
+        select("all_reduce", nbytes, Topology(2), "two_shot").pipeline
         for nbytes in (8, MIB, 2 * MIB, 64 * MIB, 1024 * MIB)
     ]
     assert depths == [1, 2, 4, 128, MAX_PIPELINE]
     assert select("all_reduce", MIB, NET8, "ring").pipeline == 1
     assert select("broadcast", MIB, NET8, "ring").pipeline == 4
+
+
+def test_over_shared_memory_the_engine_makes_the_pipeline():
+    topology = Topology(2, shared_memory=True)
+    assert select("all_reduce", 64 * MIB, topology) == ("two_shot", 1)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from test_program import PAIRS, expected, make_inputs, schedules
 
+from tests.schedules.test_program import PAIRS, expected, make_inputs, schedules
 from unisono.schedules.ir import Buf, Op
 from unisono.schedules.layout import layout_for
 from unisono.schedules.registry import build

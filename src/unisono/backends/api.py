@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
@@ -57,8 +57,7 @@ class GroupSpec:
     options: Any = None
 
 
-@dataclass(frozen=True)
-class CallOptions:
+class CallOptions(NamedTuple):
     """How one call is to run.
 
     Attributes:

@@ -7,8 +7,8 @@ one flat buffer, so that a schedule needs to know one input and one output only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from unisono.backends.splits import check_splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (
     Call,
     Communicator,
@@ -42,6 +42,31 @@ _NOTHING = dtype_named("uint8")
 
 # Collectives whose count is that of one block, of which there is one per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
+
+_ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
+
+# A training loop repeats some dozens of calls; a program whose sizes never repeat must not
+# collect plans for ever.
+_MAX_PLANS = 1024
+
+
+class _Splits(NamedTuple):
+    """Elements to each rank and from each rank of an all_to_all."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def even(self) -> bool:
+        return len({*self.sent, *self.received}) <= 1
+
+
+class _Plan(NamedTuple):
+    """What is the same whenever a call is repeated."""
+
+    call: Call
+    program: Program
+    exchange: Exchange | None
 
 
 class CPUBackend(Backend):
@@ -69,20 +94,23 @@ class CPUBackend(Backend):
         self._comm = comm
         self._engine: Engine = make_engine(comm, options.engine)
         self._topology = Topology(spec.size, self._engine.shares_memory)
+        # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
+        self._override = config.get("UNISONO_ALGO")
+        self._plans: dict[tuple[object, ...], _Plan] = {}
 
     # ---- collectives ----------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
         data = one(tensor, write=self.spec.rank != root)
         return self._submit(
-            "broadcast", "broadcast", f"{data}, src={self._comm.ranks[root]}", options,
+            "broadcast", "broadcast", data, options,
             output=data, outputs=[tensor], count=data.count, root=root,
         )  # fmt: skip
 
     def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
         return self._submit(
-            "all_reduce", "all_reduce", f"{data}, {_said(op)}", options,
+            "all_reduce", "all_reduce", data, options,
             output=data, outputs=[tensor], count=data.count, op=op,
         )  # fmt: skip
 
@@ -91,7 +119,7 @@ class CPUBackend(Backend):
     ) -> Pending:
         data = many(tensors, write=True, name="tensors")
         return self._submit(
-            "all_reduce", "all_reduce_coalesced", f"{data}, {_said(op)}", options,
+            "all_reduce", "all_reduce_coalesced", data, options,
             output=data, outputs=tensors, count=data.count, op=op, agreed=data.sizes,
         )  # fmt: skip
 
@@ -102,7 +130,7 @@ class CPUBackend(Backend):
         private = not is_root or op.op is RedOpType.PREMUL_SUM
         data = one(tensor, write=is_root, private=private)
         return self._submit(
-            "reduce", "reduce", f"{data}, {_said(op)}, dst={self._comm.ranks[root]}", options,
+            "reduce", "reduce", data, options,
             output=data, outputs=[tensor], count=data.count, op=op, root=root, result=is_root,
         )  # fmt: skip
 
@@ -111,7 +139,7 @@ class CPUBackend(Backend):
         target = many(outputs, write=True, name="tensor_list", like=data.dtype)
         self._require_blocks(target.sizes, data.count, "tensor_list")
         return self._submit(
-            "all_gather", "all_gather", str(data), options,
+            "all_gather", "all_gather", data, options,
             input=data, output=target, outputs=outputs, count=data.count,
         )  # fmt: skip
 
@@ -119,7 +147,7 @@ class CPUBackend(Backend):
         data, target = self._pair(tensor, output, "output_tensor")
         self._require_total(target, data.count, "output_tensor", "input_tensor")
         return self._submit(
-            "all_gather", "all_gather_into_tensor", str(data), options,
+            "all_gather", "all_gather_into_tensor", data, options,
             input=data, output=target, outputs=[output], count=data.count,
         )  # fmt: skip
 
@@ -135,7 +163,7 @@ class CPUBackend(Backend):
                 f"each of {self.spec.size} ranks"
             )
         return self._submit(
-            "all_gather", "all_gather_coalesced", str(data), options,
+            "all_gather", "all_gather_coalesced", data, options,
             input=data, output=target, outputs=flat, count=data.count, agreed=data.sizes,
         )  # fmt: skip
 
@@ -147,7 +175,7 @@ class CPUBackend(Backend):
             target = many(outputs, write=True, name="gather_list", like=data.dtype)
             self._require_blocks(target.sizes, data.count, "gather_list")
         return self._submit(
-            "gather", "gather", f"{data}, dst={self._comm.ranks[root]}", options,
+            "gather", "gather", data, options,
             input=data, output=target, outputs=outputs or [], count=data.count, root=root,
         )  # fmt: skip
 
@@ -159,7 +187,7 @@ class CPUBackend(Backend):
             data = many(inputs, write=False, name="scatter_list", like=target.dtype)
             self._require_blocks(data.sizes, target.count, "scatter_list")
         return self._submit(
-            "scatter", "scatter", f"{target}, src={self._comm.ranks[root]}", options,
+            "scatter", "scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, root=root,
         )  # fmt: skip
 
@@ -170,7 +198,7 @@ class CPUBackend(Backend):
         data = many(inputs, write=False, name="input_list", like=target.dtype)
         self._require_blocks(data.sizes, target.count, "input_list")
         return self._submit(
-            "reduce_scatter", "reduce_scatter", f"{target}, {_said(op)}", options,
+            "reduce_scatter", "reduce_scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
         )  # fmt: skip
 
@@ -182,7 +210,7 @@ class CPUBackend(Backend):
         if op.op is RedOpType.PREMUL_SUM:
             data = one(tensor, write=False, private=True)
         return self._submit(
-            "reduce_scatter", "reduce_scatter_tensor", f"{target}, {_said(op)}", options,
+            "reduce_scatter", "reduce_scatter_tensor", target, options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
         )  # fmt: skip
 
@@ -191,9 +219,8 @@ class CPUBackend(Backend):
     ) -> Pending:
         data = many(inputs, write=False, name="input_tensor_list")
         target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
-        return self._exchange(
-            "all_to_all", data, target, outputs, data.sizes, target.sizes, options
-        )
+        splits = _Splits(data.sizes, target.sizes)
+        return self._exchange("all_to_all", data, target, outputs, splits, options)
 
     def all_to_all_single(
         self,
@@ -207,10 +234,12 @@ class CPUBackend(Backend):
         size = self.spec.size
         ins = split_sizes(data.shape or (), input_splits, size, "input")
         outs = split_sizes(target.shape or (), output_splits, size, "output")
-        return self._exchange("all_to_all_single", data, target, [output], ins, outs, options)
+        return self._exchange(
+            "all_to_all_single", data, target, [output], _Splits(ins, outs), options
+        )
 
     def barrier(self, options: CallOptions) -> Pending:
-        return self._submit("barrier", "barrier", "", options, count=0)
+        return self._submit("barrier", "barrier", None, options, count=0)
 
     # ---- point to point -------------------------------------------------------------------
 
@@ -252,7 +281,7 @@ class CPUBackend(Backend):
         self,
         collective: str,
         called: str,
-        arguments: str,
+        subject: Flat | None,
         options: CallOptions,
         *,
         count: int,
@@ -263,27 +292,33 @@ class CPUBackend(Backend):
         op: ReduceOp | None = None,
         agreed: tuple[object, ...] = (),
         result: bool = True,
-        exchange: Callable[[str, int], tuple[Exchange, Program]] | None = None,
+        exchange: _Splits | None = None,
     ) -> Pending:
-        """Submit one collective; `result` says whether this rank's output gets a result."""
+        """Submit one collective.
+
+        Args:
+            collective: Name of the schedules' collective.
+            called: Name of the function the user called.
+            subject: The array that describes the call in an error.
+            options: How to run it.
+            count: As in `schedules.layout`.
+            input: INPUT of the program.
+            output: OUTPUT of the program.
+            outputs: What the user gets as result.
+            root: Rank in the group.
+            op: Reduce op.
+            agreed: What else must be equal on all ranks.
+            result: Whether this rank's output gets a result.
+            exchange: Split sizes of an all_to_all.
+        """
         self._require_usable(called)
         dtype = output.dtype if output else input.dtype if input else _NOTHING
         if op is not None:
             require_reducible(dtype, op)
-            if op.op is RedOpType.PREMUL_SUM:
-                assert op.factor is not None
+            if op.factor is not None:
                 scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
-        nbytes = count * dtype.itemsize
-        whole = nbytes * (self.spec.size if collective in _BLOCKS else 1)
-        override = config.get("UNISONO_ALGO")
-        algorithm, pipeline = select(collective, whole, self._topology, options.algorithm, override)
-        numbers: Exchange | None = None
-        if exchange is None:
-            program = self._program(collective, algorithm, pipeline, count, dtype.itemsize, root)
-            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
-        else:
-            numbers, program = exchange(algorithm, dtype.itemsize)
-            agreed = (collective, dtype.name, options.algorithm)
+        what = (collective, called, options.algorithm, count, dtype, root, op, agreed, exchange)
+        plan = self._plan_for(subject, *what)
 
         def finish() -> None:
             if result and output is not None:
@@ -291,18 +326,16 @@ class CPUBackend(Backend):
                     divide(output.array, dtype, self.spec.size)
                 output.write_back()
 
-        if wish := options.algorithm or override:
-            arguments = f"{arguments}, algorithm={wish}".removeprefix(", ")
         pending = Pending(outputs, runs_here=self._engine.runs_here)
         task = Task(
-            call=Call(called, f"{called}({arguments})", agreed, nbytes),
-            program=program,
+            call=plan.call,
+            program=plan.program,
             input=None if input is None else input.array,
             output=None if output is None else output.array,
             dtype=dtype,
             op=op or ReduceOp.SUM,
             deadline=options.deadline,
-            exchange=numbers,
+            exchange=plan.exchange,
             finish=finish,
         )
         self._engine.submit(task, pending, inline=not options.async_op)
@@ -310,59 +343,112 @@ class CPUBackend(Backend):
             pending.wait_until(None)
         return pending
 
+    def _plan_for(
+        self,
+        subject: Flat | None,
+        collective: str,
+        called: str,
+        wish: str | None,
+        count: int,
+        dtype: DType,
+        root: int,
+        op: ReduceOp | None,
+        agreed: tuple[object, ...],
+        splits: _Splits | None,
+    ) -> _Plan:
+        """Return the plan of a call, made when the call is new."""
+        shapes = None if subject is None else subject.shapes
+        reduction = None if op is None else (op.op.value, op.factor)
+        key = (called, dtype.name, shapes, count, root, reduction, wish, agreed, splits)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            plan = self._plan(
+                subject, collective, called, wish, count, dtype, root, op, agreed, splits
+            )
+            self._plans[key] = plan
+        return plan
+
+    def _plan(
+        self,
+        subject: Flat | None,
+        collective: str,
+        called: str,
+        wish: str | None,
+        count: int,
+        dtype: DType,
+        root: int,
+        op: ReduceOp | None,
+        agreed: tuple[object, ...],
+        splits: _Splits | None,
+    ) -> _Plan:
+        """Work out everything about a call that does not depend on the memory it gets."""
+        size, itemsize = self.spec.size, dtype.itemsize
+        nbytes = count * itemsize
+        whole = nbytes * (size if collective in _BLOCKS else 1)
+        algorithm, pipeline = select(collective, whole, self._topology, wish, self._override)
+        words = [] if subject is None else [str(subject)]
+        if splits is not None and not splits.even:
+            words.append(f"send {list(splits.sent)}, receive {list(splits.received)}")
+        if op is not None:
+            words.append(_said(op))
+        if root >= 0:
+            words.append(f"{_ROLES[collective]}={self._comm.ranks[root]}")
+        if wish or self._override:
+            words.append(f"algorithm={wish or self._override}")
+        text = f"{called}({', '.join(words)})"
+        if splits is None:
+            schedule = build(collective, algorithm, size, root, pipeline)
+            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
+            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
+            return _Plan(Call.of(called, text, agreed, nbytes), program, None)
+        exchange, program = self._exchange_plan(algorithm, count, itemsize, splits)
+        call = Call.of(called, text, (collective, dtype.name, wish), nbytes)
+        return _Plan(call, program, exchange)
+
+    def _exchange_plan(
+        self, algorithm: str, count: int, itemsize: int, splits: _Splits
+    ) -> tuple[Exchange, Program]:
+        rank, size = self.spec.rank, self.spec.size
+        pairwise = build("all_to_all", "pairwise", size)
+        # A rank whose own block does not fit must take part too: the check tells everybody.
+        sent, received = splits
+        fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
+        layout = layout_for(pairwise, 0, sent, fitting)
+        program = uneven = self._engine.lower(pairwise, layout, itemsize)
+        if splits.even:
+            schedule = build("all_to_all", algorithm, size)
+            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
+        exchange = Exchange(
+            fingerprint_of(count, algorithm) if splits.even else 0,
+            np.array([*sent, *received], np.int64),
+            lambda call, table: check_splits(self._comm, call, table),
+            uneven,
+        )
+        return exchange, program
+
     def _exchange(
         self,
         called: str,
         data: Flat,
         target: Flat,
         outputs: Sequence[Any],
-        ins: tuple[int, ...],
-        outs: tuple[int, ...],
+        splits: _Splits,
         options: CallOptions,
     ) -> Pending:
         """Submit an all_to_all, whose sizes may differ by rank and are compared then."""
-        even = len({*ins, *outs}) <= 1
-        count = ins[0] if even else sum(ins) // self.spec.size
-
-        if self.spec.size == 1 and ins != outs:
+        sent, received = splits
+        if self.spec.size == 1 and sent != received:
             raise InvalidArgumentError(
-                f"{called}: this rank sends {ins[0]} elements to itself, which expects {outs[0]}"
+                f"{called}: this rank sends {sent[0]} elements to itself, which expects "
+                f"{received[0]}"
             )
-
-        def plan(algorithm: str, itemsize: int) -> tuple[Exchange, Program]:
-            rank = self.spec.rank
-            fallback = build("all_to_all", "pairwise", self.spec.size)
-            # A rank whose own block does not fit must take part too: the check tells everybody.
-            fitting = (*outs[:rank], ins[rank], *outs[rank + 1 :])
-            layout = layout_for(fallback, 0, ins, fitting)
-            program = uneven = self._engine.lower(fallback, layout, itemsize)
-            if even:
-                program = self._program("all_to_all", algorithm, 1, count, itemsize)
-            numbers = Exchange(
-                fingerprint_of(count, algorithm) if even else 0,
-                np.array([*ins, *outs], np.int64),
-                lambda call, table: check_splits(self._comm, call, table),
-                uneven,
-            )
-            return numbers, program
-
-        text = str(data) if even else f"{data}, send {list(ins)}, receive {list(outs)}"
+        count = sent[0] if splits.even else sum(sent) // self.spec.size
         return self._submit(
-            "all_to_all", called, text, options,
-            input=data, output=target, outputs=outputs, count=count, exchange=plan,
+            "all_to_all", called, data, options,
+            input=data, output=target, outputs=outputs, count=count, exchange=splits,
         )  # fmt: skip
-
-    def _program(
-        self,
-        collective: str,
-        algorithm: str,
-        pipeline: int,
-        count: int,
-        itemsize: int,
-        root: int = -1,
-    ) -> Program:
-        schedule = build(collective, algorithm, self.spec.size, root, pipeline)
-        return self._engine.lower(schedule, layout_for(schedule, count), itemsize)
 
     def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
         """Return input and output of one call, of one dtype and not in each other's way."""

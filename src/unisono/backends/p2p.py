@@ -55,13 +55,13 @@ class _Message(Pending):
             self._comm.transport.cancel(self._transfer)
 
     def _explain(self, error: BaseException | None) -> BaseException | None:
-        comm, me = self._comm, self._comm.transport.rank
+        comm = self._comm
         op = self._text.partition("(")[0]
         if isinstance(error, Failure):
             return broken_group_error(error, comm, op)
         if isinstance(error, LinkDown):
             return PeerLostError(
-                f"{self._text} in group '{comm.name}' failed on rank {me} of {comm.size}: "
+                f"{self._text} in group '{comm.name}' failed on {comm.here}: "
                 f"rank {error.peer} was lost: {error.reason}",
                 context=comm.where(op=op, peers=(error.peer,), nbytes=self._view.nbytes),
             )
@@ -71,7 +71,7 @@ class _Message(Pending):
             return self._late()
         if isinstance(error, ClosedError):
             return ClosedError(
-                f"{self._text} in group '{comm.name}' ended on rank {me} of {comm.size}: the group "
+                f"{self._text} in group '{comm.name}' ended on {comm.here}: the group "
                 "was destroyed here",
                 context=comm.where(op=op, nbytes=self._view.nbytes),
             )
@@ -80,13 +80,13 @@ class _Message(Pending):
     def _late(self) -> UnisonoError:
         assert self._transfer is not None
         assert self.deadline is not None
-        comm, me, peer = self._comm, self._comm.transport.rank, self._transfer.peer
+        comm, peer = self._comm, self._transfer.peer
         whom = (
             "no rank sent a message that fits" if peer is None else f"rank {peer} did not match it"
         )
         return CollectiveTimeoutError(
             f"{self._text} in group '{comm.name}' timed out after "
-            f"{self.deadline.timeout_s:.1f} s on rank {me} of {comm.size}: {whom}",
+            f"{self.deadline.timeout_s:.1f} s on {comm.here}: {whom}",
             context=comm.where(
                 op=self._text.partition("(")[0],
                 peers=() if peer is None else (peer,),
@@ -96,14 +96,14 @@ class _Message(Pending):
         )
 
     def _mismatch(self, error: MessageMismatch) -> UnisonoError:
-        comm, me = self._comm, self._comm.transport.rank
+        comm = self._comm
         dtype = _NAMES.get(error.info)
         if dtype is None:
             got = f"{error.nbytes} bytes of an unknown dtype"
         else:
             got = f"{dtype.name}[{error.nbytes // dtype.itemsize}]"
         return CollectiveMismatchError(
-            f"{self._text} in group '{comm.name}' does not match on rank {me} of {comm.size}: "
+            f"{self._text} in group '{comm.name}' does not match on {comm.here}: "
             f"rank {error.source} sent {got}",
             context=comm.where(
                 op="recv", peers=(error.source,), nbytes=self._view.nbytes, usable=True

@@ -74,9 +74,8 @@ def check_splits(comm: Communicator, call: Call, table: Array) -> None:
         for a, b in wrong[:3].tolist()
     ]
     more = f" (and {len(wrong) - 3} more pairs)" if len(wrong) > 3 else ""
-    me = comm.transport.rank
     raise CollectiveMismatchError(
-        f"{call.op} #{call.seq} in group '{comm.name}' does not match on rank {me} of {p}: "
+        f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
         f"{'; '.join(pairs)}{more}",
         context=comm.where(
             op=call.op,

@@ -38,6 +38,11 @@ class Flat:
     def count(self) -> int:
         return int(self.array.size)
 
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays."""
+        return tuple([view.shape for view in self._views])
+
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
         at = 0

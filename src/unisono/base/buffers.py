@@ -148,21 +148,26 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
 
 
 def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: str) -> BufferView:
-    shape = array.shape
+    shape, flags = array.shape, array.flags
     if write:
-        if not array.flags.writeable:
+        if not flags.writeable:
             raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
-        if not array.flags.c_contiguous and _overlaps_itself(array):
+        if not flags.c_contiguous and _overlaps_itself(array):
             raise InvalidArgumentError(
                 f"{name} overlaps itself (shape {list(shape)}, strides {list(array.strides)}), so "
                 "it has no single place for a result"
             )
-    # The subclass test keeps np.matrix and masked arrays from changing what reshape returns.
-    plain = array.view(np.ndarray) if type(array) is not np.ndarray else array
-    if isinstance(array, np.ma.MaskedArray):
-        raise UnsupportedError(f"{name} is a masked array; pass its .data and .mask separately")
-    if plain.flags.c_contiguous and plain.flags.aligned and plain.dtype.isnative:
-        return BufferView(plain.reshape(-1).view(dtype.storage), dtype, shape, owner, None)
+    plain = array
+    if type(array) is not np.ndarray:
+        # np.matrix and masked arrays change what reshape returns.
+        plain = array.view(np.ndarray)
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedError(f"{name} is a masked array; pass its .data and .mask separately")
+    if flags.c_contiguous and flags.aligned and plain.dtype.isnative:
+        flat = plain if plain.ndim == 1 else plain.reshape(-1)
+        if flat.dtype is not dtype.storage:
+            flat = flat.view(dtype.storage)
+        return BufferView(flat, dtype, shape, owner, None)
     native = np.require(plain, plain.dtype.newbyteorder("="), ["C", "A"])
 
     def write_back(flat: Array) -> None:

@@ -25,6 +25,7 @@ class Variable(NamedTuple):
 VARIABLES: dict[str, Variable] = {
     "UNISONO_ALGO": Variable("", "algorithms to use, in NCCL_ALGO's grammar"),
     "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
+    "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
     "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),

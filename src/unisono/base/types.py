@@ -107,6 +107,9 @@ _BY_NAME["bfloat16"] = DType("bfloat16", "f", np.dtype(np.uint16))
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     _BY_NAME[_name] = DType(_name, "x", np.dtype(np.uint8))
 
+# What dtype_of_numpy has seen: to ask NumPy for a name takes a microsecond.
+_BY_NUMPY: dict[np.dtype[np.generic], DType] = {}
+
 _ARITHMETIC = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
 _ORDER = {RedOpType.MIN, RedOpType.MAX}
 _BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
@@ -142,7 +145,10 @@ def all_dtypes() -> tuple[DType, ...]:
 def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
     """Return the element type of a NumPy array, ml_dtypes' extension types included."""
     # The name drops the byte order on purpose: '>f4' is float32 and gets packed.
-    return dtype_named(dtype.name)
+    found = _BY_NUMPY.get(dtype)
+    if found is None:
+        found = _BY_NUMPY[dtype] = dtype_named(dtype.name)
+    return found
 
 
 def require_reducible(dtype: DType, op: ReduceOp) -> None:

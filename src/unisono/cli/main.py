@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from unisono.cli import run
+from unisono.cli import bench, run
 from unisono.errors import UnisonoError
 
 __all__ = ["main"]
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     run.add_command(commands)
+    bench.add_command(commands)
     options = parser.parse_args(argv)
     try:
         code: int = options.handler(options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import sys
 import time
 from typing import Any
@@ -33,6 +34,7 @@ class StatusLine:
         self._up = 0
         self._restarts = 0
         self._progress = ""
+        self._unfinished = False
         self._start_s = time.monotonic()
         self._live: Any = None
 
@@ -44,7 +46,12 @@ class StatusLine:
             return
         from rich.text import Text
 
-        for line in data.decode(errors="replace").splitlines(keepends=True):
+        text = data.decode(errors="replace")
+        if self._unfinished:
+            # It was shown as a line of its own; its end has nothing to add.
+            text = text.removeprefix("\n")
+        self._unfinished = bool(text) and text[-1] not in "\r\n"
+        for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text):
             if line.endswith("\r"):
                 # A progress bar: its next state is to overwrite this one.
                 self._progress = line.strip()

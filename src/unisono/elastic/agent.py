@@ -235,6 +235,8 @@ def _open_shared(meeting: Meeting, canceled: Callable[[], bool]) -> tuple[Store,
         port,
         hosting=meeting.hosting,
         timeout_s=meeting.timing.join_timeout_s,
+        # Whoever cannot reach the store for that long is lost to the others anyway.
+        read_timeout_s=max(1.0, meeting.timing.dead_after_s),
         canceled=canceled,
     )
     return store, meeting.address or source_address(host)

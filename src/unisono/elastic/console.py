@@ -85,7 +85,7 @@ class Fold:
         taken = []
         while self._held:
             oldest = self._held[0]
-            waited = now_s - oldest.since_s >= HOLD_S or len(self._held) > _MAX_HELD
+            waited = now_s >= oldest.since_s + HOLD_S or len(self._held) > _MAX_HELD
             if len(oldest.ranks) < world and not waited:
                 break
             self._held.popleft()

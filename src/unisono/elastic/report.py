@@ -33,6 +33,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+_FATAL = "Fatal Python error: "
 _LAST_LINES = 20
 
 _CONSEQUENCES = re.compile(
@@ -137,6 +138,8 @@ def exception_line(text: str) -> str:
     headers = [i for i, line in enumerate(lines) if _HEADER.match(line) or _SYNTAX.match(line)]
     if not headers:
         return ""
+    if lines[headers[-1]].startswith(_FATAL):
+        return lines[headers[-1]]
     for line in lines[headers[-1] + 1 :]:
         if line and not line[0].isspace():
             return line

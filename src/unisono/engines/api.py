@@ -61,9 +61,17 @@ class Communicator:
         """Global ranks of the other members."""
         return tuple(rank for rank in self.ranks if rank != self.transport.rank)
 
+    @property
+    def here(self) -> str:
+        """This rank as errors name it, by its number in the world: "rank 3 of 8"."""
+        return f"rank {self.transport.rank} of {self.transport.world_size}"
+
     def where(self, **fields: Any) -> Context:
-        """Return the context of an error in this group."""
-        return Context(rank=self.transport.rank, world_size=self.size, group=self.name, **fields)
+        """Return the context of an error in this group; its ranks are global ranks."""
+        transport = self.transport
+        return Context(
+            rank=transport.rank, world_size=transport.world_size, group=self.name, **fields
+        )
 
     def closed(self) -> str | None:
         """Return why no call can be made any more, or None."""
@@ -84,28 +92,28 @@ class Communicator:
             self.transport.close()
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One collective call, as all ranks must agree on it.
 
     Attributes:
         op: Name of the function the user called, for errors.
         text: The call with its arguments, for errors: "all_reduce(float32[4], SUM)".
-        agreed: Everything that must be equal on all ranks: collective, dtype, algorithm, ...
+        fingerprint: 64 bits over everything that must be equal on all ranks; never 0, which means
+            "ranks disagree" on the wire.
         nbytes: Size of this rank's buffer, for errors.
         seq: Position in the group's order, from 1; given by the engine on submission.
     """
 
     op: str
     text: str
-    agreed: tuple[object, ...]
+    fingerprint: int
     nbytes: int = 0
     seq: int = 0
 
-    @property
-    def fingerprint(self) -> int:
-        """64 bits over `agreed`; never 0, which means "ranks disagree" on the wire."""
-        return fingerprint_of(*self.agreed)
+    @classmethod
+    def of(cls, op: str, text: str, agreed: tuple[object, ...], nbytes: int = 0) -> Call:
+        """Return the call whose fingerprint is that of `agreed`: collective, dtype, count, ..."""
+        return cls(op, text, fingerprint_of(*agreed), nbytes)
 
 
 def fingerprint_of(*parts: object) -> int:
@@ -132,7 +140,7 @@ class Exchange(NamedTuple):
     program: Program
 
 
-@dataclass
+@dataclass(slots=True)
 class Task:
     """A program with everything it needs to run.
 

@@ -105,7 +105,7 @@ def broken_group_error(
     found = "" if failure.by == me else f" (found by rank {failure.by})"
     number = "" if seq is None else f" #{seq}"
     what_where = f"{what}{number} in group '{comm.name}'"
-    on = f"on rank {me} of {comm.size}"
+    on = f"on {comm.here}"
     if failure.kind == "timeout":
         head, _, tail = failure.reason.partition(": ")
         text = f"{what_where} {head} {on}: {tail}{found}"
@@ -117,9 +117,8 @@ def broken_group_error(
 
 def already_broken_error(failure: Failure, comm: Communicator, what: str) -> UnisonoError:
     """Return the error of a call on a group that broke before."""
-    me = comm.transport.rank
     text = (
-        f"{what} in group '{comm.name}' cannot run on rank {me} of {comm.size}: the group is "
+        f"{what} in group '{comm.name}' cannot run on {comm.here}: the group is "
         f"broken: {failure.reason}"
     )
     return _of_class(failure, comm, text, op=what)
@@ -145,7 +144,7 @@ def mismatch_error(
         variants["(no answer)"] = silent
     told = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
     text = (
-        f"{call.op} #{call.seq} in group '{comm.name}' does not match on rank {me} of {comm.size}: "
+        f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
         f"{'; '.join(told)}"
     )
     others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))

@@ -41,6 +41,8 @@ def reduce_into(
         if dtype.name == "bfloat16":
             left, right = _widen(into), _widen(other)
             into[:] = _narrow(ufunc(right, left) if swapped else ufunc(left, right))
+        elif dtype.kind == "c" and op.op is RedOpType.PRODUCT:
+            _multiply_complex(into, other)
         elif swapped:
             ufunc(other, into, out=into)
         else:
@@ -62,12 +64,25 @@ def divide(values: Array, dtype: DType, divisor: int) -> None:
         if dtype.name == "bfloat16":
             values[:] = _narrow(_widen(values) / np.float32(divisor))
         elif dtype.kind in "iu":
-            quotient = values // divisor
+            # Wide enough for the divisor too: 200 ranks do not fit an int8.
+            wide = values.astype(np.int64 if dtype.kind == "i" else np.uint64)
+            quotient = wide // wide.dtype.type(divisor)
             # // rounds down; C, and with it NCCL's ncclAvg, rounds toward zero.
-            quotient += (values < 0) & (quotient * divisor != values)
-            values[:] = quotient
+            quotient += (wide < 0) & (quotient * wide.dtype.type(divisor) != wide)
+            values[:] = quotient.astype(values.dtype)
         else:
             np.divide(values, values.dtype.type(divisor), out=values)
+
+
+def _multiply_complex(into: Array, other: Array) -> None:
+    """Multiply with each product rounded.
+
+    NumPy's own loop fuses a multiplication with an addition or not, depending on the processor
+    and on where in the array an element stands.
+    """
+    real = into.real * other.real - into.imag * other.imag
+    into.imag = into.real * other.imag + into.imag * other.real
+    into.real = real
 
 
 def _widen(bits: Array) -> Array:

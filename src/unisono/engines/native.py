@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.base import config
 from unisono.base.buffers import as_bytes
 from unisono.base.log import get_logger
 from unisono.base.types import dtype_named
@@ -23,7 +24,7 @@ from unisono.engines.api import Communicator, Task
 from unisono.engines.failures import Expired
 from unisono.engines.order import OrderedEngine
 from unisono.engines.reference import Run
-from unisono.errors import InternalError
+from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import Layout, Program, Schedule, SharedProgram, build, lower_shared
 from unisono.transports import LinkDown
 
@@ -71,6 +72,15 @@ def host_word() -> str:
     return f"{boot}/{_engine.ABI}"
 
 
+def _choose_isa(name: str) -> None:
+    if name not in _engine.isas():
+        raise InvalidArgumentError(
+            f"UNISONO_CPU={name!r} is no instruction set of this machine "
+            f"(it has: {', '.join(_engine.isas())})"
+        )
+    _engine.set_isa(name)
+
+
 class NativeEngine(OrderedEngine):
     """Runs tasks over shared memory; messages remain for what does not fit it.
 
@@ -84,6 +94,8 @@ class NativeEngine(OrderedEngine):
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
         super().__init__(comm)
+        if isa := config.get("UNISONO_CPU"):
+            _choose_isa(isa)
         self._spin = _SPIN_CROWDED if crowded else _SPIN
         self._group: Any = None
         self._connected = False

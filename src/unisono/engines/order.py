@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
-from dataclasses import replace
 
 from unisono.base.completion import Completion
 from unisono.engines.api import Communicator, Engine, Task
@@ -53,7 +52,7 @@ class OrderedEngine(Engine):
                     hint="in a callback of a future, call it with async_op=True",
                 )
             self._seq += 1
-            task.call = replace(task.call, seq=self._seq)
+            task.call = task.call._replace(seq=self._seq)
             if inline and free:
                 self._busy = True
             else:

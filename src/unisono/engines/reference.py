@@ -11,6 +11,7 @@ It is the readable specification of what a program means. A collective runs in t
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import Any, Self
 
@@ -24,8 +25,8 @@ from unisono.engines.kernels import reduce_into
 from unisono.engines.order import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
-from unisono.transports import Key, Transfer
-from unisono.transports.api import Kind
+from unisono.transports import Key, LinkDown, Transfer
+from unisono.transports.api import Failure, Kind
 
 __all__ = ["ReferenceEngine", "Run"]
 
@@ -99,7 +100,20 @@ class Run:
         """Ask what the other ranks have called and return the error that tells."""
         comm, call = self._comm, self._task.call
         answers = comm.transport.ask(comm.context, call.seq, comm.others, Deadline(_EXPLAIN_S))
+        self._stay_for_questions()
         return mismatch_error(comm, call, answers)
+
+    def _stay_for_questions(self) -> None:
+        """Wait until all ranks have asked; one that ends right after the error answers no more."""
+        comm, deadline = self._comm, Deadline(_EXPLAIN_S)
+        distance = 1
+        with contextlib.suppress(LinkDown, Failure):
+            while distance < comm.size:
+                self.send((comm.rank + distance) % comm.size, memoryview(b"\0"))
+                heard = self.recv((comm.rank - distance) % comm.size, memoryview(bytearray(1)))
+                if not heard.wait_until(deadline) or heard.error is not None:
+                    return
+                distance *= 2
 
     def _gather(self, mine: Array) -> Array:
         """Return [world_size, k]: the vectors of all ranks."""

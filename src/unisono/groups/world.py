@@ -20,6 +20,7 @@ __all__ = [
     "GroupMember",
     "World",
     "current",
+    "group",
     "member_group",
     "process_world",
     "resolve",
@@ -70,6 +71,10 @@ class GroupMember(metaclass=_Members):
     """
 
     NON_GROUP_MEMBER = -100
+
+
+group = GroupMember
+"""torch's other name for it: `dist.group.WORLD`."""
 
 
 process_world = World()

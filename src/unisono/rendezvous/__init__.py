@@ -1,7 +1,23 @@
 """How ranks meet: a URL becomes a store, a rank and a world size."""
 
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
 from unisono.rendezvous.registry import Handler as Handler
 from unisono.rendezvous.registry import register_rendezvous_handler as register_rendezvous_handler
 from unisono.rendezvous.registry import rendezvous as rendezvous
+from unisono.stores import Store
 
 __all__ = ["Handler", "register_rendezvous_handler", "rendezvous"]
+
+
+class _CallableModule(ModuleType):
+    """`unisono.rendezvous(url)` is a function for users and a package for Python: both work."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
+        return rendezvous(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -16,7 +16,6 @@ DEFAULT_PORT = 29400
 """Port of an endpoint that names none, as torchrun has it."""
 
 _SLICE_S = 1.0
-_READ_TIMEOUT_S = 60.0
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -76,6 +75,7 @@ def open_endpoint(
     *,
     hosting: bool | None,
     timeout_s: float,
+    read_timeout_s: float,
     canceled: Callable[[], bool],
 ) -> TCPStore:
     """Return the store at an endpoint, and run its server if this is the place for it.
@@ -86,6 +86,7 @@ def open_endpoint(
         hosting: Whether the server must run here; None: if `host` is this host and nobody
             else (another agent of the job) has the port.
         timeout_s: How long to wait for the one that hosts it.
+        read_timeout_s: How long each later request may take.
         canceled: Asked once a second; True ends the wait.
 
     Raises:
@@ -94,7 +95,7 @@ def open_endpoint(
     if hosting or (hosting is None and is_local(host)):
         try:
             return TCPStore(
-                host, port, is_master=True, wait_for_workers=False, timeout=_READ_TIMEOUT_S
+                host, port, is_master=True, wait_for_workers=False, timeout=read_timeout_s
             )
         except StoreConnectionError as error:
             if hosting:
@@ -113,7 +114,7 @@ def open_endpoint(
                     hint="is the agent of that host running, and is the port open?",
                 ) from error
         else:
-            store.set_timeout(_READ_TIMEOUT_S)
+            store.set_timeout(read_timeout_s)
             return store
 
 

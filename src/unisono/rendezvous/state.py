@@ -268,8 +268,7 @@ def _admit(state: State, node: Node) -> State:
 
 
 def _failed(state: State, event: Failed) -> State:
-    assert state.limits is not None
-    if event.epoch != state.epoch or state.over:
+    if event.epoch != state.epoch or state.over or event.node_id not in state.order:
         return state
     cause = Cause.FAILURE if event.original else Cause.CONSEQUENCE
     if state.phase is Phase.RUNNING:

@@ -38,10 +38,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 __all__ = [
     "BLOCK_COLLECTIVES",
@@ -67,8 +66,9 @@ __all__ = [
     "send",
 ]
 
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+# Spelled out: importing numpy.typing costs more than the rest of this package.
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Exchange = Callable[[int, IntArray], Iterable[IntArray]]
 Local = Callable[[IntArray], Iterable[IntArray]]
 

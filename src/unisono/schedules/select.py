@@ -78,7 +78,10 @@ def select(
         permitted = _permitted(collective, names, topology, override, uneven)
         favourites = _favourites(collective, nbytes, topology)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
-    return Choice(chosen, _pipeline(collective, chosen, nbytes, topology.world_size))
+    # Over shared memory the engine itself cuts the data into pieces that follow one another.
+    shared = topology.shared_memory
+    depth = 1 if shared else _pipeline(collective, chosen, nbytes, topology.world_size)
+    return Choice(chosen, depth)
 
 
 def _permitted(

@@ -15,8 +15,9 @@ __all__ = ["PrefixStore"]
 class PrefixStore(Store):
     """Key "k" is "<prefix>/k" in the store below; timeout and connection are the store's own.
 
-    Closing the view does not close the store below, unless it owns it. `num_keys` counts all keys below, those
-    outside of the prefix included, as torch does; `list_keys` lists only its own.
+    Closing the view does not close the store below, unless it owns it. `num_keys` counts all
+    keys below, those outside of the prefix included, as torch does; `list_keys` lists only its
+    own.
 
     Source: torch.distributed.PrefixStore, torch 2.13.
     """

@@ -65,7 +65,7 @@ def _task(
     exchange: Exchange | None = None,
     finish: Callable[[], None] = lambda: None,
 ) -> Task:
-    call = Call("test", f"test({', '.join(map(str, agreed))})", agreed)
+    call = Call.of("test", f"test({', '.join(map(str, agreed))})", agreed)
     return Task(call, program, input, output, dtype, op, Deadline(timeout_s), exchange, finish)
 
 

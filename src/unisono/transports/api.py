@@ -15,7 +15,7 @@ import itertools
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Self
 
@@ -83,7 +83,7 @@ class Transport(ABC):
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
         self._lock = threading.Lock()
-        self._calls: dict[int, OrderedDict[int, Status]] = {}
+        self._calls: dict[int, deque[Status]] = {}
         self._failures: dict[int, Failure] = {}
         self._on_failure: dict[int, Callable[[Failure], None]] = {}
         self._others = frozenset(range(world_size)) - {rank}
@@ -175,11 +175,10 @@ class Transport(ABC):
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Note that this rank has begun call `seq`; peers can ask for it."""
-        with self._lock:
-            calls = self._calls.setdefault(context, OrderedDict())
-            calls[seq] = Status(seq, text)
-            while len(calls) > _HISTORY:
-                calls.popitem(last=False)
+        calls = self._calls.get(context)
+        if calls is None:
+            calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
+        calls.append(Status(seq, text))
 
     def ask(
         self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
@@ -360,11 +359,9 @@ class Transport(ABC):
         self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
-        with self._lock:
-            calls = self._calls.get(context)
-            status = Status(0, "")
-            if calls:
-                status = calls.get(words["seq"]) or next(reversed(calls.values()))
+        calls = list(self._calls.get(context, ()))
+        asked = [status for status in calls if status.seq == words["seq"]]
+        status = (asked or calls or [Status(0, "")])[-1]
         return {"number": words["number"], "at": status.seq, "text": status.text}
 
     def _break(self, context: int, failure: Failure) -> bool:

@@ -1,0 +1,173 @@
+"""`unisono bench`: time and bandwidth of the operations, beside those of other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from unisono.cli.bench_plan import DTYPES, OPS, PEERS, REDOPS, Plan, parse_nbytes
+from unisono.cli.flags import non_negative, positive, seconds
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["add_command"]
+
+_DESCRIPTION = """\
+Measure operations over a range of sizes, with nccl-tests' flags, columns and bandwidths.
+
+time is per call: the mean over a loop on the slowest rank, the median over rounds of it.
+algbw = size / time; busbw = algbw x the operation's factor, to compare with what the hardware can
+move. size is that of the array, or of all ranks' blocks together; sendrecv is a ping-pong, of
+which half a round trip counts. Results are checked (#wrong).
+
+With --peer another library is called in the same processes, on the same arrays, in turns, so that
+both see the same machine; the column after its time is unisono's time over it (below 1: unisono is
+faster)."""
+
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `bench`."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure operations, beside other libraries",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "ops", nargs="+", choices=[*OPS, "all"], metavar="OP", help=", ".join([*OPS, "all"])
+    )
+    parser.add_argument(
+        "--nproc-per-node", type=positive, default=2, metavar="N", help="number of ranks (2)"
+    )
+    _add_sizes(parser)
+    _add_loop(parser)
+    parser.add_argument("--engine", choices=("native", "reference"), help="unisono's engine")
+    parser.add_argument("--algorithm", metavar="NAME", help="unisono's algorithm")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=PEERS,
+        default=[],
+        help="also measure gloo (torch.distributed) or mpi (mpi4py); may be given twice",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write everything measured to a file")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw time and busbw over size")
+    parser.add_argument(
+        "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit per size (120)"
+    )
+    parser.set_defaults(handler=_bench)
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = parser.add_argument_group("sizes and types")
+    nbytes = _checked(parse_nbytes)
+    sizes.add_argument("-b", type=nbytes, default="8", metavar="SIZE", help="first size (8)")
+    sizes.add_argument("-e", type=nbytes, default="64M", metavar="SIZE", help="last size (64M)")
+    step = sizes.add_mutually_exclusive_group()
+    step.add_argument("-f", type=positive, default=2, metavar="FACTOR", help="size factor (2)")
+    step.add_argument("-i", type=nbytes, default=0, metavar="STEP", help="size step instead")
+    sizes.add_argument(
+        "-d", choices=[*DTYPES, *_ALIASES], default="float32", metavar="TYPE", help="(float32)"
+    )
+    sizes.add_argument("-o", choices=REDOPS, default="sum", help="reduce op (sum)")
+    sizes.add_argument("-r", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+
+
+def _add_loop(parser: argparse.ArgumentParser) -> None:
+    loop = parser.add_argument_group("measuring")
+    loop.add_argument(
+        "-n",
+        type=non_negative,
+        default=0,
+        metavar="ITERS",
+        help="calls per round; 0 (the default): as many as take about 5 ms",
+    )
+    loop.add_argument(
+        "-w", type=non_negative, default=1, metavar="WARMUP", help="calls before each round (1)"
+    )
+    loop.add_argument(
+        "--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)"
+    )
+    loop.add_argument("-c", choices=("0", "1"), default="1", help="check results (1)")
+
+
+def _bench(options: argparse.Namespace) -> int:
+    # `unisono run` shares this parser and must not load NumPy, which these modules need.
+    from unisono.cli.bench_launch import check_installed, run_ranks
+    from unisono.cli.bench_report import Table, document
+
+    plan = _plan(options)
+    for feature in (*plan.peers, *(["plot"] if options.plot else [])):
+        check_installed(feature)
+    for path in filter(None, (options.json, options.plot)):
+        _check_writable(path)
+    table = Table(plan)
+    for message in run_ranks(plan):
+        table.take(message)
+    table.end()
+    result = document(plan, table, sys.argv[1:])
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+            file.write("\n")
+    if options.plot:
+        from unisono.cli.bench_plot import plot
+
+        plot(result, options.plot)
+    return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
+    if options.ops == ["all"] and options.nproc_per_node == 1:
+        ops = tuple(op for op in ops if op != "sendrecv")
+    if options.algorithm:
+        from unisono.schedules.registry import entry
+
+        for op in ops:
+            if op != "sendrecv":
+                entry(op, options.algorithm)
+    return Plan(
+        ops=ops,
+        nprocs=options.nproc_per_node,
+        min_bytes=options.b,
+        max_bytes=options.e,
+        factor=options.f,
+        step_bytes=options.i,
+        iters=options.n,
+        warmup=options.w,
+        rounds=options.rounds,
+        dtype=_ALIASES.get(options.d, options.d),
+        redop=options.o,
+        root=options.r,
+        check=options.c == "1",
+        engine=options.engine,
+        algorithm=options.algorithm,
+        peers=tuple(dict.fromkeys(options.peer)),
+        timeout_s=options.timeout,
+    )
+
+
+def _check_writable(path: str) -> None:
+    """Check that results can be written, before minutes are spent on them."""
+    folder = os.path.dirname(path) or "."
+    if not os.access(folder, os.W_OK) or os.path.isdir(path):
+        raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")
+
+
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse print our own text when a value cannot be used."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except InvalidArgumentError as error:
+            raise argparse.ArgumentTypeError(error.what) from None
+
+    return convert

@@ -1,0 +1,184 @@
+"""Starting the ranks of `unisono bench`, and hearing from them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from unisono.base.config import environ
+from unisono.base.deadline import Deadline
+from unisono.cli.bench_plan import Plan
+from unisono.cli.bench_worker import QUEUE, work
+from unisono.elastic.environment import LOOPBACK
+from unisono.elastic.process import parent_death_hook
+from unisono.elastic.spawn import SpawnContext
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    LaunchError,
+    StoreTimeoutError,
+    WorkerFailedError,
+)
+from unisono.stores import TCPStore
+
+__all__ = ["check_installed", "run_ranks"]
+
+_MODULES = {"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)}
+_EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot"}
+_POLL_S = 0.5
+_END_S = 10.0
+
+
+def check_installed(feature: str) -> None:
+    """Check, before minutes are spent, that what a flag needs can be had.
+
+    Args:
+        feature: "gloo", "mpi" or "plot".
+
+    Raises:
+        InvalidArgumentError: Names what is missing and how to get it.
+    """
+    missing = [name for name in _MODULES[feature] if importlib.util.find_spec(name) is None]
+    if feature == "mpi" and _mpiexec() is None:
+        missing.append("the program mpiexec")
+    if missing:
+        flag = "--plot" if feature == "plot" else f"--peer {feature}"
+        raise InvalidArgumentError(
+            f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
+            hint=f"pip install 'unisono[{_EXTRAS[feature]}]'",
+        )
+
+
+def _mpiexec() -> str | None:
+    """Return the mpiexec beside this Python, whose wheel also has the library, or any other."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+
+
+def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Start the ranks and yield their messages until all have ended.
+
+    Raises:
+        WorkerFailedError: A rank failed; ends with its traceback.
+        LaunchError: No message for `plan.timeout_s`.
+    """
+    last = "setting up"
+    limit = Deadline(plan.timeout_s)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False))
+        start = _Mpiexec if "mpi" in plan.peers else _Spawned
+        ranks: _RankSet = start(plan, store.port)
+        stack.callback(ranks.kill)
+        ended = False
+        while not ended:
+            ended = ranks.ended(_POLL_S)
+            for message in _messages(store):
+                limit = Deadline(plan.timeout_s)
+                if message["kind"] == "failure":
+                    raise _worker_failed(plan, message)
+                if message["kind"] == "row":
+                    last = f"{message['op']} of {message['size_bytes']} bytes"
+                yield message
+            if not ended and limit.expired():
+                raise LaunchError(
+                    f"the ranks have not said anything for {plan.timeout_s:g} s; the last was: "
+                    f"{last}",
+                    hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
+                )
+        ranks.check()
+
+
+def _messages(store: TCPStore) -> Iterator[dict[str, Any]]:
+    while store.queue_len(QUEUE):
+        with contextlib.suppress(StoreTimeoutError):
+            yield json.loads(store.queue_pop(QUEUE, block=False))
+
+
+def _worker_failed(plan: Plan, message: dict[str, Any]) -> WorkerFailedError:
+    rank, text = message["rank"], message["text"]
+    return WorkerFailedError(
+        f"rank {rank} of {plan.nprocs} failed: {text.splitlines()[-1]}\n{text}",
+        context=Context(rank=rank if rank >= 0 else None, world_size=plan.nprocs),
+    )
+
+
+class _RankSet(Protocol):
+    def ended(self, limit_s: float) -> bool:
+        """Wait at most so long; whether all ranks have ended."""
+
+    def check(self) -> None:
+        """Raise if one of the ended ranks failed."""
+
+    def kill(self) -> None:
+        """End what still runs."""
+
+
+class _Spawned:
+    """Ranks as children of this process."""
+
+    def __init__(self, plan: Plan, port: int) -> None:
+        self._context = SpawnContext(
+            work,
+            (plan, port),
+            plan.nprocs,
+            daemon=False,
+            start_method="spawn",
+            use_death_signal=True,
+        )
+
+    def ended(self, limit_s: float) -> bool:
+        return self._context.join(limit_s)
+
+    def check(self) -> None:
+        """Do nothing: `ended` has raised."""
+
+    def kill(self) -> None:
+        self._context.kill()
+        for process in self._context.processes:
+            with contextlib.suppress(ValueError):
+                process.close()
+
+
+class _Mpiexec:
+    """Ranks under mpiexec, as an MPI library needs them."""
+
+    def __init__(self, plan: Plan, port: int) -> None:
+        program = _mpiexec()
+        assert program is not None
+        worker = [sys.executable, "-m", "unisono.cli.bench_worker"]
+                self._popen = subprocess.Popen(
+            [program, "-n", str(plan.nprocs), *worker, plan.to_json(), str(port)],
+            stdin=subprocess.DEVNULL,
+            # mpiexec's banner about a rank that failed; the rank itself tells its traceback.
+            stdout=subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1", **environ()},
+            # A Ctrl-C comes to this process alone, which ends mpiexec.
+            start_new_session=True,
+            preexec_fn=parent_death_hook(),
+        )
+
+    def ended(self, limit_s: float) -> bool:
+        try:
+            self._popen.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def check(self) -> None:
+        if code := self._popen.returncode:
+            raise LaunchError(f"mpiexec ended with exit code {code}; see its standard error")
+
+    def kill(self) -> None:
+        self._popen.terminate()
+        try:
+            self._popen.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()

@@ -1,0 +1,381 @@
+"""Every row of docs/reference/launcher-events.md, with real agents and workers."""
+
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from nodes import CONF, WORKER, Job, gone, kill
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job whose workers reduce until the file `stop` appears."""
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+@pytest.fixture
+def job_of(tmp_path):
+    """A job with a worker script of its own."""
+    jobs = []
+
+    def make(script):
+        jobs.append(Job(tmp_path, script))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        each.close()
+
+
+def pair(job, *flags, nnodes="2", nproc=1):
+    """Two agents, the first of which has the store, and their first world."""
+    first = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{CONF},is_host=1")
+    second = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{CONF},is_host=0")
+    return first, second, first.next_ups(nproc), second.next_ups(nproc)
+
+
+def places(ups):
+    return [(up.rank, up.world_size, up.restart, up.total) for up in ups]
+
+
+# --- a worker dies
+
+
+def test_worker_dies_on_one_node(job):
+    agent = job.start("--standalone", "--nproc-per-node=2", "--max-restarts=2")
+    for restart in (0, 1, 2):
+        ups = agent.next_ups(2)
+        assert places(ups) == [(0, 2, restart, 2), (1, 2, restart, 2)]
+        if restart < 2:
+            kill(ups[1].pid)
+            agent.told(f"restart {restart + 1} of 2")
+    job.stop()
+    assert agent.finish() == 0
+
+
+def test_worker_dies_and_all_nodes_restart_once(job):
+    first, second, ups, others = pair(job, "--max-restarts=1", nproc=2)
+    assert places(sorted(ups + others, key=lambda up: up.rank)) == [
+        (rank, 4, 0, 4) for rank in range(4)
+    ]
+    kill(others[0].pid)
+    again = sorted(first.next_ups(2) + second.next_ups(2), key=lambda up: up.rank)
+    assert places(again) == [(rank, 4, 1, 4) for rank in range(4)]
+    assert gone([up.pid for up in ups + others])
+    # Ranks stay on their nodes.
+    assert [up.rank for up in ups] == [up.rank for up in again if up.node == ups[0].node]
+    job.stop()
+    assert (first.finish(), second.finish()) == (0, 0)
+    assert second.err.count("restart 1 of 1") == 1
+
+
+def test_restarts_are_counted_over_all_nodes(job):
+    first, second, ups, others = pair(job, "--max-restarts=2")
+    kill(ups[0].pid)
+    ups, others = first.next_ups(1), second.next_ups(1)
+    kill(others[0].pid)
+    ups, others = first.next_ups(1), second.next_ups(1)
+    assert {up.restart for up in ups + others} == {2}
+    kill(ups[0].pid)
+    for agent in (first, second):
+        assert agent.finish() == 128 + signal.SIGKILL
+        # The same verdict on both nodes, wherever the worker ran.
+        assert f"first failure: rank {ups[0].rank} (pid {ups[0].pid}, " in agent.err
+        assert "was killed by SIGKILL" in agent.err.splitlines()[-1]
+
+
+def test_worker_dies_and_no_restart_is_left(job_of):
+    script = WORKER.replace(
+        "stop = np", "assert env['RANK'] != '1' or env['LOCAL_RANK'] != '0'\nstop = np"
+    )
+    job = job_of(script)
+    reports = []
+    agents = [job.node(f"--error-json=e{i}.json") for i in range(2)]
+    for number, agent in enumerate(agents):
+        assert agent.finish() == 1
+        assert agent.err.splitlines()[-1] == "AssertionError"
+        assert re.search(r"first failure: rank 1 \(pid \d+, host \S+\) exited with code 1", agent.err)
+        reports.append(json.loads((job.folder / f"e{number}.json").read_text()))
+    for report in reports:
+        failure = report["failures"][0]
+        assert (report["exit_code"], failure["rank"], failure["exit_code"]) == (1, 1, 1)
+        assert failure["traceback"].startswith("Traceback (most recent call last):")
+        assert failure["exception"] == "AssertionError"
+
+
+def test_crash_in_native_code_shows_the_python_stack(job_of):
+    job = job_of("import ctypes\ndef crash():\n    ctypes.string_at(0)\ncrash()\n")
+    agent = job.start("--standalone", "--error-json=e.json")
+    assert agent.finish() == 128 + signal.SIGSEGV
+    assert "was killed by SIGSEGV" in agent.err
+    assert agent.err.splitlines()[-1].endswith("worker.py\", line 4 in <module>")
+    report = json.loads((job.folder / "e.json").read_text())
+    [failure] = report["failures"]
+    assert (report["exit_code"], failure["signal"]) == (139, "SIGSEGV")
+    assert failure["exception"] == "Fatal Python error: Segmentation fault"
+
+
+# --- an agent dies
+
+
+def test_agent_dies_and_the_others_go_on_without_it(job):
+    first, second, _, others = pair(job, nnodes="1:2")
+    second.popen.kill()
+    assert gone([others[0].pid], limit_s=2.0)
+    [up] = first.next_ups(1)
+    # A lost node costs no restart: --max-restarts is 0 here.
+    assert places([up]) == [(0, 1, 0, 1)]
+    job.stop()
+    assert first.finish() == 0
+
+
+def test_agent_dies_and_too_few_are_left(job):
+    first, second, _, _ = pair(job)
+    second.popen.kill()
+    assert first.finish() == 1
+    assert "was lost" in first.err
+    assert "1 of at least 2 nodes left, and --max-restarts is 0" in first.err
+
+
+def test_agent_dies_and_a_new_one_takes_its_place(job):
+    first, second, _, _ = pair(job, "--max-restarts=1")
+    second.popen.kill()
+    third = job.node("--max-restarts=1", conf=f"{CONF},is_host=0")
+    ups = sorted(first.next_ups(1) + third.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 0, 2), (1, 2, 0, 2)]
+    job.stop()
+    assert (first.finish(), third.finish()) == (0, 0)
+
+
+# --- a node joins
+
+
+def test_node_joins(job):
+    first = job.node(nnodes="1:2")
+    assert places(first.next_ups(1)) == [(0, 1, 0, 1)]
+    second = job.node(nnodes="1:2")
+    ups = sorted(first.next_ups(1) + second.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 0, 2), (1, 2, 0, 2)]
+    assert "workers were stopped: node" in first.err
+    job.stop()
+    assert (first.finish(), second.finish()) == (0, 0)
+
+
+def test_node_joins_a_full_job_and_waits_as_a_spare(job):
+    first, second, _, _ = pair(job, "--max-restarts=1")
+    third = job.node("--max-restarts=1", conf=f"{CONF},is_host=0")
+    second.popen.send_signal(signal.SIGTERM)
+    assert second.finish() == 128 + signal.SIGTERM
+    ups = sorted(first.next_ups(1) + third.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 0, 2), (1, 2, 0, 2)]
+    job.stop()
+    assert (first.finish(), third.finish()) == (0, 0)
+
+
+def test_node_with_other_limits_is_refused(job):
+    first, second, _, _ = pair(job)
+    third = job.node(nnodes="2:3", conf=f"{CONF},is_host=0")
+    assert third.finish() == 1
+    assert "was started with --nnodes 2:3 --max-restarts 0, but the job runs with" in third.err
+    job.stop()
+    assert (first.finish(), second.finish()) == (0, 0)
+
+
+# --- a node leaves
+
+
+@pytest.mark.parametrize("leaver", [0, 1], ids=["host of the store", "other"])
+def test_node_leaves_and_comes_back(job, leaver):
+    first, second, _, _ = pair(job, nnodes="1:2")
+    leaving, staying = (first, second) if leaver == 0 else (second, first)
+    leaving.popen.send_signal(signal.SIGTERM)
+    assert places(staying.next_ups(1)) == [(0, 1, 0, 1)]
+    if leaver == 0:
+        # The others still need its store.
+        leaving.told("serving the rendezvous for")
+    else:
+        assert leaving.finish() == 128 + signal.SIGTERM
+    again = job.node(nnodes="1:2", conf=f"{CONF},is_host=0")
+    ups = sorted(staying.next_ups(1) + again.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 0, 2), (1, 2, 0, 2)]
+    job.stop()
+    assert (staying.finish(), again.finish()) == (0, 0)
+    assert leaving.finish() == 128 + signal.SIGTERM
+
+
+def test_nodes_that_are_done_wait_for_the_others(job_of):
+    # Rank 1 goes on alone for a while; the node of rank 0, which has the store, must stay.
+    job = job_of(
+        "import os, select, sys\n"
+        "print('up', os.environ['RANK'], 2, 0, 0, os.getpid(), 0, flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    open('fifo').read()\n"
+    )
+    fifo = job.folder / "fifo"
+    import os
+
+    os.mkfifo(fifo)
+    first, second, ups, others = pair(job)
+    fast, slow = (first, second) if ups[0].rank == 0 else (second, first)
+    assert gone([(ups + others)[0 if fast is first else 1].pid])
+    assert fast.popen.poll() is None
+    fifo.write_text("go")
+    assert (slow.finish(), fast.finish()) == (0, 0)
+
+
+# --- signals
+
+
+def test_ctrl_c_on_every_node(job):
+    first, second, ups, others = pair(job)
+    for agent in (first, second):
+        agent.popen.send_signal(signal.SIGINT)
+    assert (first.finish(), second.finish()) == (130, 130)
+    assert gone([up.pid for up in ups + others])
+
+
+def test_second_ctrl_c_ends_even_the_host_of_the_store(job):
+    first, second, _, _ = pair(job, nnodes="1:2")
+    first.popen.send_signal(signal.SIGINT)
+    first.told("a second signal ends that")
+    first.popen.send_signal(signal.SIGINT)
+    assert first.finish() == 130
+    assert second.finish() == 1
+    assert "the rendezvous store is gone" in second.err
+
+
+def test_ctrl_c_while_waiting_for_others(job):
+    agent = job.node()
+    agent.popen.send_signal(signal.SIGINT)
+    assert agent.finish() in (130, -signal.SIGINT)  # the latter before it was listening
+
+
+STOPPING = """
+import os, sys
+import numpy as np
+import unisono as dist
+from unisono.groups.stop import should_stop
+dist.init_process_group(timeout=30)
+assert not should_stop()
+env = os.environ
+print("up", env["RANK"], env["WORLD_SIZE"], env["GROUP_RANK"], 0, os.getpid(), 0, flush=True)
+step = 0
+while not should_stop():
+    step += 1
+print("stopped", step, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_on_one_node_stops_all_ranks_at_the_same_step(job_of, signum):
+    job = job_of(STOPPING)
+    first, second, _, _ = pair(job, "--grace=30", nproc=2)
+    second.popen.send_signal(signum)
+    code = 128 + signal.SIGTERM if signum == signal.SIGTERM else 0
+    assert (first.finish(), second.finish()) == (0, code), first.err + second.err
+    steps = re.findall(r"stopped (\d+)", first.out + second.out)
+    assert len(steps) == 4
+    assert len(set(steps)) == 1
+
+
+def test_grace_ends(job_of):
+    job = job_of(
+        "import os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('up', os.environ['RANK'], 2, 0, 0, os.getpid(), 0, flush=True)\n"
+        "while True: signal.pause()\n"
+    )
+    first, second, ups, others = pair(job, "--grace=0.2")
+    for agent in (first, second):
+        agent.popen.send_signal(signal.SIGTERM)
+    assert (first.finish(), second.finish()) == (143, 143)
+    assert gone([up.pid for up in ups + others])
+
+
+# --- the host of the store dies
+
+
+def test_host_of_the_store_dies(job):
+    first, second, ups, others = pair(job, nnodes="1:2")
+    first.popen.kill()
+    assert second.finish() == 1
+    assert "the rendezvous store is gone" in second.err
+    assert f"localhost:{job.port}" in second.err
+    assert gone([up.pid for up in ups + others])
+
+
+def test_store_in_a_file_has_no_host_to_die(job):
+    conf = f"{CONF},store_type=file"
+    path = job.folder / "meeting"
+    first, second = (job.node(nnodes="1:2", conf=conf, endpoint=path) for _ in range(2))
+    first.next_ups(1), second.next_ups(1)
+    first.popen.kill()
+    [up] = second.next_ups(1)
+    assert places([up]) == [(0, 1, 0, 1)]
+    job.stop()
+    assert second.finish() == 0
+
+
+# --- nobody comes
+
+
+def test_nobody_comes(job):
+    agent = job.node(conf=f"{CONF},join_timeout=0.5")
+    assert agent.finish() == 1
+    assert "timed out after 0.5 s: 1 of at least 2 nodes came" in agent.err
+
+
+def test_no_rendezvous_at_the_endpoint(job):
+    agent = job.node(conf=f"{CONF},join_timeout=0.5,is_host=0")
+    assert agent.finish() == 1
+    assert f"no rendezvous at localhost:{job.port} within 0.5 s" in agent.err
+
+
+# --- static rendezvous
+
+
+def test_static_nodes_restart_on_the_same_port(job):
+    flags = ["--nnodes=2", f"--master-port={job.port}", f"--rdzv-conf={CONF}", "--max-restarts=1"]
+    second = job.start(*flags, "--node-rank=1")
+    first = job.start(*flags, "--node-rank=0")
+    [up], [other] = first.next_ups(1), second.next_ups(1)
+    assert (up.rank, other.rank) == (0, 1)
+    kill(up.pid)
+    [up], [other] = first.next_ups(1), second.next_ups(1)
+    assert (up.rank, up.restart, other.rank, other.restart) == (0, 1, 1, 1)
+    job.stop()
+    assert (first.finish(), second.finish()) == (0, 0)
+
+
+TORCH = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+env = os.environ
+print("up", env["RANK"], env["WORLD_SIZE"], env["GROUP_RANK"], env["TORCHELASTIC_RESTART_COUNT"],
+      os.getpid(), int(x[0]), flush=True)
+dist.barrier()
+if env["TORCHELASTIC_RESTART_COUNT"] == "0" and env["RANK"] == "1":
+    os._exit(3)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torch_script_restarts_on_several_nodes(job_of):
+    pytest.importorskip("torch")
+    job = job_of(TORCH)
+    first, second, _, _ = pair(job, "--max-restarts=1")
+    ups = sorted(first.next_ups(1) + second.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 1, 2), (1, 2, 1, 2)]
+    assert (first.finish(), second.finish()) == (0, 0)

@@ -1,0 +1,66 @@
+"""Which stream goes where: the options' grammar and torchrun's rules."""
+
+import pytest
+
+from unisono.elastic.logs import LogOptions, Std, StdChoice
+from unisono.errors import InvalidArgumentError
+
+
+@pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:0", "0:1,3:2"])
+def test_same_streams_as_torch(text):
+    multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")
+    theirs = multiprocessing.Std.from_str(text)
+    ours = StdChoice.parse(text)
+    for rank in range(4):
+        single = theirs.get(rank, multiprocessing.Std.NONE) if isinstance(theirs, dict) else theirs
+        assert ours.of(rank) == single.value
+    assert bool(ours) == (text != "0")
+
+
+@pytest.mark.parametrize("text", ["", "4", "a", "0:4", "0:1,", "0:1;1:2", ":1", "-1"])
+def test_bad_choice(text):
+    with pytest.raises(InvalidArgumentError, match=f"^'{text}' is neither 0, 1, 2, 3"):
+        StdChoice.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "files", "console"),
+    [
+        ({}, "", "oe"),
+        ({"redirects": "3"}, "oe", ""),
+        ({"redirects": "1"}, "o", "e"),
+        ({"tee": "3"}, "oe", "oe"),
+        ({"tee": "2", "redirects": "1"}, "oe", "e"),
+        ({"tee": "1", "redirects": "3"}, "oe", "o"),
+        ({"redirects": "1:3"}, "", "oe"),
+        ({"redirects": "0:2,1:3"}, "e", "o"),
+        ({"log_dir": "x"}, "oe", "oe"),
+        ({"log_dir": "x", "redirects": "0"}, "", "oe"),
+        ({"local_ranks": [1]}, "", ""),
+        ({"local_ranks": [0]}, "", "oe"),
+        ({"local_ranks": [1], "tee": "3"}, "oe", ""),
+    ],
+)
+def test_where_the_streams_of_local_rank_0_go(options, files, console):
+    choices = {n: StdChoice.parse(options[n]) for n in ("redirects", "tee") if n in options}
+    logs = LogOptions(**options | choices)
+    streams = {"o": Std.OUT, "e": Std.ERR}
+    assert "".join(n for n, std in streams.items() if logs.to_file(std, 0)) == files
+    assert "".join(n for n, std in streams.items() if logs.to_console(std, 0)) == console
+
+
+@pytest.mark.parametrize(
+    ("options", "nprocs", "terminal", "piped"),
+    [
+        ({}, 1, True, False),
+        ({}, 1, False, False),
+        ({}, 2, True, True),
+        ({}, 2, False, True),
+        ({"fold": False}, 2, True, False),
+        ({"prefix": "{rank} "}, 1, True, True),
+        ({"log_dir": "x"}, 1, True, True),
+        ({"local_ranks": []}, 1, True, True),
+    ],
+)
+def test_when_a_worker_keeps_the_launchers_standard_output(options, nprocs, terminal, piped):
+    assert LogOptions(**options).pipes_stdout(nprocs, terminal) == piped
