@@ -107,17 +107,55 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
   return group;
 }
 
-std::pair<int, int> run(unisono::Group& group, std::uintptr_t steps, std::size_t step_count,
-                        std::uintptr_t loops, std::size_t loop_count, std::uintptr_t input,
-                        int64_t input_count, std::uintptr_t output, int64_t output_count,
-                        std::uintptr_t scratch, int64_t scratch_count, int64_t itemsize, int dtype,
-                        int op, uint64_t fingerprint, double timeout_s) {
-  const unisono::Program program{reinterpret_cast<const unisono::Step*>(steps), step_count,
-                                 reinterpret_cast<const unisono::Loop*>(loops), loop_count};
-  const unisono::Buffers buffers{reinterpret_cast<const char*>(input),  input_count,
-                                 reinterpret_cast<char*>(output),       output_count,
-                                 reinterpret_cast<char*>(scratch),      scratch_count,
-                                 itemsize};
+// A program copied out of Python's arrays once, for all calls that repeat it.
+struct OwnedProgram {
+  std::vector<unisono::Step> steps;
+  std::vector<unisono::Loop> loops;
+  int64_t scratch_count;
+
+  OwnedProgram(std::uintptr_t steps_at, std::size_t step_count, std::uintptr_t loops_at,
+               std::size_t loop_count, int64_t scratch)
+      : steps(reinterpret_cast<const unisono::Step*>(steps_at),
+              reinterpret_cast<const unisono::Step*>(steps_at) + step_count),
+        loops(reinterpret_cast<const unisono::Loop*>(loops_at),
+              reinterpret_cast<const unisono::Loop*>(loops_at) + loop_count),
+        scratch_count(scratch) {}
+};
+
+// The memory of an array for the time of a call; nothing for None.
+class Memory {
+ public:
+  explicit Memory(nb::handle array) {
+    if (array.is_none()) return;
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    held_ = true;
+  }
+  ~Memory() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  char* data() const { return held_ ? static_cast<char*>(view_.buf) : nullptr; }
+  int64_t nbytes() const { return held_ ? view_.len : 0; }
+  bool is_readonly() const { return held_ && view_.readonly != 0; }
+
+ private:
+  Py_buffer view_{};
+  bool held_ = false;
+};
+
+std::pair<int, int> run(unisono::Group& group, const OwnedProgram& owned, nb::handle source,
+                        nb::handle target, int64_t itemsize, int dtype, int op,
+                        uint64_t fingerprint, double timeout_s) {
+  const unisono::Program program{owned.steps.data(), owned.steps.size(), owned.loops.data(),
+                                 owned.loops.size()};
+  const Memory input(source);
+  const Memory output(target);
+  std::vector<char> scratch(static_cast<std::size_t>(owned.scratch_count * itemsize));
+  const unisono::Buffers buffers{
+    input.data(),          input.nbytes() / itemsize, output.data(), output.nbytes() / itemsize,
+    output.is_readonly(), scratch.data(),            owned.scratch_count, itemsize};
   unisono::ReduceFn reduce =
     unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
   unisono::Status status;
@@ -169,10 +207,18 @@ NB_MODULE(_engine, m) {
     .def("close_fd", &unisono::Segment::close_fd)
     .def_prop_ro("nbytes", &unisono::Segment::bytes);
 
+  nb::class_<OwnedProgram>(m, "Program")
+    .def(nb::init<std::uintptr_t, std::size_t, std::uintptr_t, std::size_t, int64_t>(),
+         nb::arg("steps"), nb::arg("step_count"), nb::arg("loops"), nb::arg("loop_count"),
+         nb::arg("scratch_count"));
+
   nb::class_<unisono::Group>(m, "Group")
     .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
          nb::arg("spin"))
-    .def("run", &run, "Agree on the fingerprint unless it is 0, run; return (code, peer).")
+    .def("run", &run, nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
+         nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
+         nb::arg("timeout_s"),
+         "Agree on the fingerprint unless it is 0, run; return (code, peer).")
     .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("abort", &unisono::Group::abort, "End whatever waits.")
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");

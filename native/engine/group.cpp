@@ -91,8 +91,8 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
         run_piece(program.steps + loop.first, program.steps + loop.end, fingerprint);
       if (!status.is_ok()) return status;
       fingerprint = 0;
-      input_ += loop.input_shift * itemsize_;
-      output_ += loop.output_shift * itemsize_;
+      if (input_ != nullptr) input_ += loop.input_shift * itemsize_;
+      if (output_ != nullptr) output_ += loop.output_shift * itemsize_;
     }
   }
   return {};
@@ -133,9 +133,9 @@ bool Group::fits(const Step& step, int64_t input_at, int64_t output_at,
   if (step.op < kSend || step.op > kReadReduce || step.count < 0) return false;
   const bool local = step.op == kCopy || step.op == kReduce;
   if ((local || sends(step.op)) && !inside(step.src_buf, step.src_off)) return false;
-  if (!sends(step.op) && (step.dst_buf == kInput || !inside(step.dst_buf, step.dst_off))) {
-    return false;
-  }
+  const bool readonly =
+      step.dst_buf == kInput || (step.dst_buf == kOutput && buffers.output_is_readonly);
+  if (!sends(step.op) && (readonly || !inside(step.dst_buf, step.dst_off))) return false;
   if (local) return true;
   const int64_t slot_end = (step.slot_off + step.count) * buffers.itemsize;
   const bool any_peer = step.peer == -1 && sends(step.op);

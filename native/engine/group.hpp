@@ -49,6 +49,7 @@ struct Buffers {
   int64_t input_count;
   char* output;
   int64_t output_count;
+  bool output_is_readonly;  // as the tensor of a broadcast's root may be
   char* scratch;
   int64_t scratch_count;
   int64_t itemsize;

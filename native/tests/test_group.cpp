@@ -49,7 +49,7 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   auto* data = reinterpret_cast<char*>(output.data());
   const Buffers buffers{data, static_cast<int64_t>(output.size()), data,
-                        static_cast<int64_t>(output.size()), nullptr, 0, 8};
+                        static_cast<int64_t>(output.size()), false, nullptr, 0, 8};
   return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), fingerprint, timeout_ns);
 }
 

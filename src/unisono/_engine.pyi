@@ -45,26 +45,23 @@ class Segment:
     @property
     def nbytes(self) -> int: ...
 
+class Program:
+    def __init__(
+        self, steps: int, step_count: int, loops: int, loop_count: int, scratch_count: int
+    ) -> None: ...
+
 class Group:
     def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
     def run(
         self,
-        arg0: int,
-        arg1: int,
-        arg2: int,
-        arg3: int,
-        arg4: int,
-        arg5: int,
-        arg6: int,
-        arg7: int,
-        arg8: int,
-        arg9: int,
-        arg10: int,
-        arg11: int,
-        arg12: int,
-        arg13: int,
-        arg14: float,
-        /,
+        program: Program,
+        input: object | None,
+        output: object | None,
+        itemsize: int,
+        dtype: int,
+        op: int,
+        fingerprint: int,
+        timeout_s: float,
     ) -> tuple[int, int]:
         """Agree on the fingerprint unless it is 0, run; return (code, peer)."""
 

@@ -104,7 +104,9 @@ def test_worker_dies_and_no_restart_is_left(job_of):
     for number, agent in enumerate(agents):
         assert agent.finish() == 1
         assert agent.err.splitlines()[-1] == "AssertionError"
-        assert re.search(r"first failure: rank 1 \(pid \d+, host \S+\) exited with code 1", agent.err)
+        assert re.search(
+            r"first failure: rank 1 \(pid \d+, host \S+\) exited with code 1", agent.err
+        )
         reports.append(json.loads((job.folder / f"e{number}.json").read_text()))
     for report in reports:
         failure = report["failures"][0]
@@ -118,7 +120,7 @@ def test_crash_in_native_code_shows_the_python_stack(job_of):
     agent = job.start("--standalone", "--error-json=e.json")
     assert agent.finish() == 128 + signal.SIGSEGV
     assert "was killed by SIGSEGV" in agent.err
-    assert agent.err.splitlines()[-1].endswith("worker.py\", line 4 in <module>")
+    assert agent.err.splitlines()[-1].endswith('worker.py", line 4 in <module>')
     report = json.loads((job.folder / "e.json").read_text())
     [failure] = report["failures"]
     assert (report["exit_code"], failure["signal"]) == (139, "SIGSEGV")

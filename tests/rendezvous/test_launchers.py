@@ -8,7 +8,7 @@ from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone
 from unisono.rendezvous.meeting import first_host, job_port
-from unisono.stores import FileStore
+from unisono.stores import FileStore, TCPStore
 from unisono.stores.addresses import listen
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -238,17 +238,14 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
 
 
 def test_explicit_address_wins(environment):
-    (listener,) = listen("127.0.0.1", 0)
-    with listener:
-        port = listener.getsockname()[1]
-    environment(
-        SRUN
-        | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    )
-    store, rank, world_size = next(rendezvous("env://", timeout=10))
-    assert (rank, world_size) == (0, 1)
-    store.close()
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+        environment(SRUN | {"SLURM_STEP_NODELIST": "nowhere.invalid"} | address)
+        store, rank, world_size = next(rendezvous("env://", timeout=10))
+        assert (rank, world_size) == (5, 8)
+        server.set("k", "v")
+        assert store.get("k") == b"v"
+        store.close()
 
 
 def test_folder_of_somebody_else_is_not_used(environment, tmp_path, monkeypatch):

@@ -148,7 +148,7 @@ def test_address_of_another_kind(address):
     [{"world_size": 3}, {"rank": 0}, {"rank": 7}, {"peer": 1}, {"token": bytes(16)}],
     ids=lambda change: next(iter(change)),
 )
-def test_wrong_hello_is_refused(change):
+def test_wrong_hello_is_refused(change, caplog):
     with tcp_world(2) as world:
         right = Hello(2, 1, 0, TCPAddress.unpack(world[0].address).token)
         with dial(world[0]) as sock:
@@ -156,6 +156,18 @@ def test_wrong_hello_is_refused(change):
             assert sock.recv(10) == REFUSE
             assert sock.recv(10) == b""
         works(*world)
+    assert "rank 0 refused a caller" in caplog.text
+
+
+def test_second_connection_of_a_rank_is_refused_quietly(caplog):
+    """It happens whenever two ranks call each other at once."""
+    with tcp_world(2) as world:
+        works(*world)
+        with dial(world[0]) as sock:
+            sock.sendall(hello_of(world, 1, 0))
+            assert sock.recv(10) == REFUSE
+        works(*world)
+    assert not caplog.text
 
 
 @settings(max_examples=40, deadline=None)

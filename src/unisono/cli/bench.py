@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -108,8 +109,11 @@ def _bench(options: argparse.Namespace) -> int:
     for path in filter(None, (options.json, options.plot)):
         _check_writable(path)
     table = Table(plan)
-    for message in run_ranks(plan):
-        table.take(message)
+    try:
+        for message in run_ranks(plan):
+            table.take(message)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     table.end()
     result = document(plan, table, sys.argv[1:])
     if options.json:

@@ -67,10 +67,11 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
 
     Raises:
         WorkerFailedError: A rank failed; ends with its traceback.
-        LaunchError: No message for `plan.timeout_s`.
+        LaunchError: No message for twice `plan.timeout_s`: a peer library hangs. unisono itself
+            gives up earlier, and names the ranks to blame.
     """
     last = "setting up"
-    limit = Deadline(plan.timeout_s)
+    limit = Deadline(2 * plan.timeout_s)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False))
         start = _Mpiexec if "mpi" in plan.peers else _Spawned
@@ -80,7 +81,7 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
         while not ended:
             ended = ranks.ended(_POLL_S)
             for message in _messages(store):
-                limit = Deadline(plan.timeout_s)
+                limit = Deadline(2 * plan.timeout_s)
                 if message["kind"] == "failure":
                     raise _worker_failed(plan, message)
                 if message["kind"] == "row":
@@ -88,8 +89,8 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
                 yield message
             if not ended and limit.expired():
                 raise LaunchError(
-                    f"the ranks have not said anything for {plan.timeout_s:g} s; the last was: "
-                    f"{last}",
+                    f"no rank of {plan.nprocs} has said anything for {2 * plan.timeout_s:g} s; "
+                    f"the last was: {last}",
                     hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
                 )
         ranks.check()
@@ -153,11 +154,11 @@ class _Mpiexec:
         program = _mpiexec()
         assert program is not None
         worker = [sys.executable, "-m", "unisono.cli.bench_worker"]
-                self._popen = subprocess.Popen(
+        self._popen = subprocess.Popen(
             [program, "-n", str(plan.nprocs), *worker, plan.to_json(), str(port)],
             stdin=subprocess.DEVNULL,
-            # mpiexec's banner about a rank that failed; the rank itself tells its traceback.
-            stdout=subprocess.DEVNULL,
+            # The ranks print nothing there; mpiexec says how one died.
+            stdout=2,
             env={"OMP_NUM_THREADS": "1", **environ()},
             # A Ctrl-C comes to this process alone, which ends mpiexec.
             start_new_session=True,

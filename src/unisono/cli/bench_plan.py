@@ -120,7 +120,9 @@ class Plan:
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        for name in ("ops", "peers"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     def to_json(self) -> str:
         """Return the plan as text, for a command line."""

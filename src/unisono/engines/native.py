@@ -12,20 +12,28 @@ import os
 import struct
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from unisono.base import config
 from unisono.base.buffers import as_bytes
 from unisono.base.log import get_logger
-from unisono.base.types import dtype_named
+from unisono.base.types import DType, all_dtypes, dtype_named
 from unisono.engines.api import Communicator, Task
 from unisono.engines.failures import Expired
 from unisono.engines.order import OrderedEngine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
-from unisono.schedules import Layout, Program, Schedule, SharedProgram, build, lower_shared
+from unisono.schedules import (
+    Layout,
+    Program,
+    Schedule,
+    SharedProgram,
+    build,
+    layout_for,
+    lower_shared,
+)
 from unisono.transports import LinkDown
 
 try:
@@ -50,10 +58,12 @@ _INVITATION = struct.Struct("<iii16s")
 _SPIN = 2000
 _SPIN_CROWDED = 50
 
-_CODES: dict[str, int] = _engine.dtype_codes() if _engine else {}
+# What only moves, such as float8, is bytes to the C++ engine.
+_CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
+if _engine is not None:
+    _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
 
 _INT64 = dtype_named("int64")
-_UINT8 = dtype_named("uint8")
 
 
 def is_native_built() -> bool:
@@ -70,6 +80,25 @@ def host_word() -> str:
     except OSError:
         return ""
     return f"{boot}/{_engine.ABI}"
+
+
+class _NativeProgram(SharedProgram):
+    """A shared program with its copy in C++."""
+
+    native: Any
+
+    def __init__(self, shared: SharedProgram) -> None:
+        super().__init__(
+            shared.steps, shared.scratch_count, shared.pieces, shared.loops, shared.pieces_scratch
+        )
+        native = _engine.Program(
+            shared.pieces.ctypes.data,
+            len(shared.pieces),
+            shared.loops.ctypes.data,
+            len(shared.loops),
+            shared.pieces_scratch,
+        )
+        object.__setattr__(self, "native", native)
 
 
 def _choose_isa(name: str) -> None:
@@ -105,28 +134,44 @@ class NativeEngine(OrderedEngine):
             rank, count = self.comm.rank, layout.count
             shared = lower_shared(schedule, rank, count, itemsize, SLOT_BYTES)
             if shared is not None:
-                return shared
+                return _NativeProgram(shared)
         return super().lower(schedule, layout, itemsize)
 
     def perform(self, task: Task) -> None:
-        with Run(self.comm, task) as run:
-            if not self._connected:
-                self._connect(run)
-            if self._group is None:
-                run.execute(run.agree() if self.comm.size > 1 else task.program)
-                return
-            program, word = task.program, task.call.fingerprint
-            if task.exchange is not None:
-                even = self._agree(task, run, task.exchange.even)
-                word = 0
-                if not even:
-                    task.exchange.check(task.call, self._gather(task, run, task.exchange.mine))
-                    program = task.exchange.program
-            if isinstance(program, SharedProgram):
-                self._execute(task, run, program, word, task.input, task.output)
-                return
-            if word:
-                self._agree(task, run, 1)
+        program = task.program
+        if self._group is None or task.exchange or not isinstance(program, _NativeProgram):
+            with Run(self.comm, task) as run:
+                self._perform_in_steps(task, run)
+            return
+        dtype = task.dtype
+        code, peer = self._group.run(
+            program.native,
+            task.input,
+            task.output,
+            dtype.itemsize,
+            _CODES[dtype.name],
+            task.op.op.value,
+            task.call.fingerprint,
+            task.deadline.remaining(),
+        )
+        if code:
+            self._raise(task, code, peer)
+
+    def _perform_in_steps(self, task: Task, run: Run) -> None:
+        """Perform a task that needs more than one call of the C++ engine."""
+        if not self._connected:
+            self._connect(run)
+        if self._group is None:
+            run.execute(run.agree() if self.comm.size > 1 else task.program)
+            return
+        program = task.program
+        even = self._agree(task, task.exchange.even if task.exchange else 1)
+        if task.exchange is not None and not even:
+            task.exchange.check(task.call, self._gather(task, task.exchange.mine))
+            program = task.exchange.program
+        if isinstance(program, _NativeProgram):
+            self._execute(task, program, task.dtype, task.input, task.output)
+        else:
             run.execute(program)
 
     def close(self) -> None:
@@ -136,72 +181,60 @@ class NativeEngine(OrderedEngine):
 
     # ---- the C++ engine -------------------------------------------------------------------
 
-    def _agree(self, task: Task, run: Run, even: int) -> int:
+    def _agree(self, task: Task, even: int) -> int:
         """Agree on the call; return `even` if all ranks gave the same, else 0."""
-        code, peer, agreed = self._group.agree(
-            task.call.fingerprint, even, task.deadline.remaining()
-        )
-        self._check(run, code, peer)
+        fingerprint, left_s = task.call.fingerprint, task.deadline.remaining()
+        code, peer, agreed = self._group.agree(fingerprint, even, left_s)
+        if code:
+            self._raise(task, code, peer)
         return int(agreed)
 
     def _execute(
         self,
         task: Task,
-        run: Run,
-        program: SharedProgram,
-        word: int,
+        program: _NativeProgram,
+        dtype: DType,
         source: Array | None,
         target: Array | None,
     ) -> None:
-        dtype = task.dtype if target is task.output else _INT64
-        none = np.empty(0, dtype.storage)
-        source = none if source is None else source
-        target = none if target is None else target
-        scratch = np.empty(program.pieces_scratch, dtype.storage)
-        moves_only = _UINT8 if dtype.kind == "x" else dtype
+        """Run a program on a call that is agreed already."""
         code, peer = self._group.run(
-            program.pieces.ctypes.data,
-            len(program.pieces),
-            program.loops.ctypes.data,
-            len(program.loops),
-            source.ctypes.data,
-            source.size,
-            target.ctypes.data,
-            target.size,
-            scratch.ctypes.data,
-            scratch.size,
+            program.native,
+            source,
+            target,
             dtype.itemsize,
-            _CODES[moves_only.name],
-            int(task.op.op),
-            word,
+            _CODES[dtype.name],
+            task.op.op.value,
+            0,
             task.deadline.remaining(),
         )
-        self._check(run, code, peer)
+        if code:
+            self._raise(task, code, peer)
 
-    def _gather(self, task: Task, run: Run, mine: Array) -> Array:
+    def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
         comm = self.comm
         table = np.empty((comm.size, mine.size), np.int64)
         schedule = build("all_gather", "one_shot", comm.size)
-        program = lower_shared(schedule, comm.rank, mine.size, 8, SLOT_BYTES)
-        if program is None:
+        program = self.lower(schedule, layout_for(schedule, mine.size), 8)
+        if not isinstance(program, _NativeProgram):
             raise InternalError(f"{mine.size} numbers of {comm.size} ranks do not fit a slot")
-        self._execute(task, run, program, 0, mine, table.reshape(-1))
+        self._execute(task, program, _INT64, mine, table.reshape(-1))
         return table
 
-    def _check(self, run: Run, code: int, peer: int) -> None:
+    def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
         """Raise what the reference engine would raise for this status."""
-        if code == _engine.OK:
-            return
+        comm = self.comm
         if code == _engine.MISMATCH:
-            raise run.mismatch()
+            with Run(comm, task) as run:
+                raise run.mismatch()
         if code == _engine.LOST:
-            raise LinkDown(self.comm.ranks[peer], "its process ended")
+            raise LinkDown(comm.ranks[peer], "its process ended")
         if code == _engine.LEFT:
-            raise LinkDown(self.comm.ranks[peer], "it left: the group was closed", left=True)
+            raise LinkDown(comm.ranks[peer], "it left: the group was closed", left=True)
         if code == _engine.TIMEOUT:
             raise Expired
-        failure = self.comm.transport.failure(self.comm.context)
+        failure = comm.transport.failure(comm.context)
         if code == _engine.ABORTED and failure is not None:
             raise failure
         raise InternalError(f"the native engine ended with status {code}, peer {peer}")

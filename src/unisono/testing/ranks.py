@@ -42,6 +42,7 @@ def run(
     args: Sequence[Any] = (),
     timeout: float = 60.0,
     transport: str | None = None,
+    engine: str | None = None,
     dead: Collection[int] = (),
 ) -> list[Any]:
     """Call `fn(rank, *args)` on every rank of a new world; return the results by rank.
@@ -56,6 +57,7 @@ def run(
         args: Further arguments, the same on every rank.
         timeout: Of every call in the group and, with some reserve, of the whole run, in seconds.
         transport: "inproc" or "tcp"; by default inproc for threads, tcp for processes.
+        engine: "native" or "reference"; by default what UNISONO_ENGINE says.
         dead: Ranks that are expected to die without a result (processes only); theirs is None.
 
     Raises:
@@ -63,7 +65,7 @@ def run(
         cause. Ranks that failed only because of another one do not count.
         LaunchError: A rank did not end; names it. A rank died; names how.
     """
-    options = CPUOptions(transport=transport)
+    options = CPUOptions(transport=transport, engine=engine)
     if ranks == "threads":
         outcomes = _run_threads(fn, world_size, args, timeout, options)
     elif ranks == "processes":

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import socket
 import threading
@@ -195,8 +196,11 @@ class TCPTransport(Transport):
         """Answer a caller; the connection becomes the link to its rank, waits, or ends."""
         peer, link = hello.rank, self._links.get(hello.rank)
         taken = link is not None and (link.ready or link.closed)
-        if not self._knows(hello) or taken or self.mailbox.down(peer) is not None:
-            _log.warning("rank %d refused a caller (rank %d, it says)", self.rank, peer)
+        known = self._knows(hello)
+        if not known or taken or self.mailbox.down(peer) is not None:
+            # A rank whose call has crossed ours is nothing that anybody needs to know.
+            level = logging.DEBUG if known else logging.WARNING
+            _log.log(level, "rank %d refused a caller (rank %d, it says)", self.rank, peer)
             with contextlib.suppress(OSError):
                 sock.send(REFUSE)
             sock.close()

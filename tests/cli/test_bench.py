@@ -1,0 +1,420 @@
+"""`unisono bench`: conventions against nccl-tests' formulas, and real runs with few calls."""
+
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from unisono.cli import bench_launch
+from unisono.cli.bench_data import Data
+from unisono.cli.bench_launch import run_ranks
+from unisono.cli.bench_plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbytes
+from unisono.cli.bench_report import Table, bandwidths, fixed, summary
+from unisono.cli.main import main
+from unisono.errors import InvalidArgumentError, LaunchError
+
+QUICK = ("-n", "2", "--rounds", "2", "-w", "0")
+LIMIT_S = 100.0
+
+
+def installed(*modules):
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
+needs_gloo = pytest.mark.skipif(not installed("torch"), reason="needs torch")
+needs_mpi = pytest.mark.skipif(
+    not installed("mpi4py") or bench_launch._mpiexec() is None, reason="needs mpi4py and mpiexec"
+)
+needs_matplotlib = pytest.mark.skipif(not installed("matplotlib"), reason="needs matplotlib")
+
+
+def bench(*arguments):
+    """Run the command; returns exit code, stdout and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "bench", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def row(op="all_reduce", nbytes=1024, wrong=0, ranks=4, **times_us):
+    results = {
+        name: time_us and {"time_us": time_us, "best_us": time_us / 2, "wrong": wrong}
+        for name, time_us in times_us.items()
+    }
+    return {
+        "op": op,
+        "size_bytes": nbytes,
+        "count": nbytes // 4,
+        "dtype": "float32",
+        "redop": "sum",
+        "root": -1,
+        "ranks": ranks,
+        "results": results,
+    }
+
+
+# ---- sizes, factors ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("8", 8), ("64k", 65536), ("64M", 64 << 20), ("2G", 2 << 30)]
+)
+def test_sizes_are_powers_of_1024(text, nbytes):
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "M", "8X", "-1", "1.5M", "8 M"])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(InvalidArgumentError, match="must be a size"):
+        parse_nbytes(text)
+
+
+def test_sizes_go_up_by_a_factor_or_by_a_step():
+    by_factor = Plan(ops=("all_reduce",), nprocs=2, min_bytes=8, max_bytes=200, factor=4)
+    assert [c.nbytes for c in cases("all_reduce", by_factor)] == [8, 32, 128]
+    by_step = Plan(ops=("all_reduce",), nprocs=2, min_bytes=8, max_bytes=24, step_bytes=8)
+    assert [c.nbytes for c in cases("all_reduce", by_step)] == [8, 16, 24]
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
+def test_sizes_are_whole_blocks_and_none_comes_twice(op):
+    plan = Plan(ops=(op,), nprocs=3, min_bytes=4, max_bytes=64)
+    found = [(c.count, c.nbytes) for c in cases(op, plan)]
+    unit = 12 if OPS[op].blocks else 4
+    counts = [1, 2, 5] if OPS[op].blocks else [1, 2, 4, 8, 16]
+    assert found == [(count, count * unit) for count in counts]
+
+
+def test_barrier_has_one_line_without_a_size():
+    plan = Plan(ops=("barrier",), nprocs=2)
+    assert [(c.count, c.nbytes) for c in cases("barrier", plan)] == [(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_reduce", 2 * 3 / 4),
+        ("all_gather", 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("all_to_all", 3 / 4),
+        ("gather", 3 / 4),
+        ("scatter", 3 / 4),
+        ("broadcast", 1),
+        ("reduce", 1),
+        ("sendrecv", 1),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(op, factor):
+    algbw, busbw = bandwidths(row(op, nbytes=8_000_000, ranks=4, unisono=1000.0), "unisono")
+    assert algbw == pytest.approx(8.0)
+    assert busbw == pytest.approx(8.0 * factor)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"root": 2}, "-r 2 is not one of the 2 ranks"),
+        ({"min_bytes": 16, "max_bytes": 8}, "-b 16 is larger than -e 8"),
+        ({"factor": 1}, "-f must be at least 2"),
+        ({"nprocs": 1}, "sendrecv needs at least 2 ranks"),
+    ],
+)
+def test_impossible_plans_name_the_flag(wrong, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        Plan(**{"ops": ("sendrecv",), "nprocs": 2} | wrong)
+
+
+def test_plan_survives_a_command_line():
+    plan = Plan(ops=("reduce", "barrier"), nprocs=3, peers=("gloo",), engine="reference")
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+# ---- the check of results ------------------------------------------------------------------
+
+
+def reduced(arrays, redop):
+    if redop == "avg":
+        total = np.sum(arrays, axis=0, dtype=np.float64) / len(arrays)
+        return np.trunc(total) if arrays[0].dtype.kind in "iu" else total
+    return {"sum": np.sum, "prod": np.prod, "min": np.min, "max": np.max}[redop](arrays, axis=0)
+
+
+def results(op, ranks, plan):
+    """Return what every rank's output must be, computed from all inputs; None: undefined."""
+    given, p, root = [data.input.copy() for data in ranks], plan.nprocs, plan.root
+    none = [None] * p
+
+    def on_root(value):
+        return [value if rank == root else None for rank in range(p)]
+
+    match op:
+        case "all_reduce":
+            return [reduced(given, plan.redop)] * p
+        case "reduce":
+            return on_root(reduced(given, plan.redop))
+        case "broadcast":
+            return [given[root]] * p
+        case "all_gather":
+            return [np.concatenate(given)] * p
+        case "gather":
+            return on_root(np.concatenate(given))
+        case "reduce_scatter":
+            return np.split(np.asarray(reduced(given, plan.redop)), p)
+        case "scatter":
+            return np.split(given[root], p)
+        case "all_to_all":
+            parts = [np.split(array, p) for array in given]
+            return [np.concatenate([parts[r][me] for r in range(p)]) for me in range(p)]
+        case "sendrecv":
+            return [given[1], given[0], None]
+    return none
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
+def test_check_finds_every_wrong_element_and_no_other(op, dtype):
+    for redop in REDOPS if OPS[op].reduces else ["sum"]:
+        plan = Plan(ops=(op,), nprocs=3, min_bytes=6000, max_bytes=6000, dtype=dtype, redop=redop,
+                    root=1)  # fmt: skip
+        (case,) = cases(op, plan)
+        ranks = [Data(case, plan, rank) for rank in range(3)]
+        for data in ranks:
+            data.fill_for_check()
+        before = [data.count_wrong() for data in ranks]
+        expected = results(op, ranks, plan)
+        for data, right in zip(ranks, expected, strict=True):
+            if right is None:
+                assert data.count_wrong() == 0
+                continue
+            data.output[:] = right
+            assert data.count_wrong() == 0, redop
+            data.output[[0, -1]] += 1
+            assert data.count_wrong() == 2, redop
+        assert any(before), "a call that does nothing would pass"
+
+
+@pytest.mark.parametrize("redop", REDOPS)
+def test_timing_in_place_keeps_numbers_what_they_are(redop):
+    plan = Plan(ops=("all_reduce",), nprocs=2, max_bytes=8, redop=redop)
+    (case,) = cases("all_reduce", plan)
+    data = Data(case, plan, 0)
+    data.fill_for_timing()
+    once = reduced([data.output, data.output], redop)
+    np.testing.assert_array_equal(once, data.output)
+
+
+# ---- the report ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1.234, "1.23"), (12345.678, "12345.7"), (1234567.8, "1234568"), (123456789.0, "1.2e+08")],
+)
+def test_numbers_fit_their_column(number, text):
+    assert fixed(number) == text
+
+
+def test_summary_has_geometric_means_and_the_cells_above_1():
+    rows = [
+        row(nbytes=8, unisono=1.0, gloo=10.0, mpi=2.0),
+        row(nbytes=16, unisono=2.0, gloo=10.0, mpi=1.0),
+        row(nbytes=32, unisono=4.0, gloo=None, mpi=1.0),
+    ]
+    found = summary(rows, ("gloo", "mpi"))["all_reduce"]
+    assert found["gloo"]["cells"] == 2
+    assert found["gloo"]["geometric_mean"] == pytest.approx(math.sqrt(0.1 * 0.2))
+    assert found["gloo"]["above_1"] == []
+    assert found["mpi"]["geometric_mean"] == pytest.approx((0.5 * 2 * 4) ** (1 / 3))
+    assert found["mpi"]["above_1"] == [16, 32]
+    assert (found["mpi"]["worst"], found["mpi"]["worst_bytes"]) == (4.0, 32)
+
+
+def test_table_has_the_columns_of_nccl_tests_and_two_per_peer(capsys):
+    table = Table(Plan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi")))
+    table.take({"kind": "row", **row(nbytes=8_000_000, unisono=1000.0, gloo=4000.0, mpi=None)})
+    table.end()
+    lines = capsys.readouterr().out.splitlines()
+    head = next(line for line in lines if " size " in line)
+    line = next(line for line in lines if " 8000000 " in line)
+    assert head.split()[1:] == [
+        "size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong",
+        "gloo", "/gloo", "mpi", "/mpi",
+    ]  # fmt: skip
+    assert line.split() == [
+        "8000000", "2000000", "float32", "sum", "-1", "1000.00", "8.00", "12.00", "0",
+        "4000.00", "0.25", "-", "-",
+    ]  # fmt: skip
+    assert head.index("busbw") + len("busbw") == line.index("12.00") + len("12.00")
+    assert "# Out of bounds values : 0 OK" in lines
+
+
+def test_rich_adds_colours_and_changes_no_character(capsys, monkeypatch):
+    rich_console = pytest.importorskip("rich.console")
+    plan = Plan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi"))
+    message = {"kind": "row", **row(unisono=2.0, gloo=4.0, mpi=1.0, wrong=1)}
+    Table(plan).take(dict(message))
+    plain = capsys.readouterr().out
+    coloured = rich_console.Console(force_terminal=True, width=200, highlight=False)
+    monkeypatch.setattr("unisono.cli.bench_report._console", lambda: coloured)
+    table = Table(plan)
+    with coloured.capture() as captured:
+        table.take(dict(message))
+    assert "\x1b[31m" in captured.get()
+    stripped = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    assert [line.rstrip() for line in stripped.splitlines()] == plain.splitlines()
+
+
+# ---- the command ---------------------------------------------------------------------------
+
+
+def test_wrong_results_are_shown_and_fail_the_command(monkeypatch, capsys):
+    messages = [{"kind": "row", **row(unisono=1.0, wrong=3)}]
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(messages))
+    assert main(["bench", "all_reduce"]) == 1
+    assert "# Out of bounds values : 3 FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "needs", "extra"),
+    [
+        (["--plot", "x.png"], "matplotlib", "plot"),
+        (["--peer", "gloo"], "torch", "torch"),
+        (["--peer", "mpi"], "mpi4py", "bench"),
+    ],
+)
+def test_what_is_missing_is_named_before_anything_runs(
+    flags, needs, extra, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", "all_reduce", *flags]) == 1
+    error = capsys.readouterr().err
+    assert f"{flags[0]}" in error
+    assert f"needs {needs}" in error
+    assert f"pip install 'unisono[{extra}]'" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--algorithm", "nope"], "all_reduce has no algorithm 'nope'"),
+        (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_runs(flags, text, capsys):
+    assert main(["bench", "all_reduce", *flags]) == 1
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_operation_runs_and_is_right(tmp_path):
+    path = tmp_path / "out.json"
+    code, out, err = bench(
+        "all", "--nproc-per-node", 3, "-b", 24, "-e", "6K", "-f", 256, "-d", "int32", "-r", 2,
+        *QUICK, "--json", path,
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    document = json.loads(path.read_text())
+    assert {r["op"] for r in document["rows"]} == set(OPS)
+    for found in document["rows"]:
+        own = found["results"]["unisono"]
+        assert own["wrong"] == 0
+        assert own["iters"] == 2
+        assert len(own["rounds_us"]) == 2
+        assert own["time_us"] == pytest.approx(np.median(own["rounds_us"]), abs=1e-3)
+        assert own["time_us"] > 0
+        assert f"{found['size_bytes']:>12}" in out
+    assert {"cpu", "cores", "python", "numpy", "load_before", "load_after"} <= set(
+        document["machine"]
+    )
+    assert out.count("# Out of bounds values : 0 OK") == len(OPS)
+
+
+@needs_gloo
+@needs_mpi
+@pytest.mark.slow
+def test_peers_run_in_the_same_processes_and_are_right(tmp_path):
+    path = tmp_path / "out.json"
+    code, out, err = bench(
+        "all", "-b", 64, "-e", 64, *QUICK, "--peer", "gloo", "--peer", "mpi", "--json", path
+    )
+    assert (code, err) == (0, "")
+    document = json.loads(path.read_text())
+    for found in document["rows"]:
+        for library in ("unisono", "gloo", "mpi"):
+            assert found["results"][library], (found["op"], library, document["notes"])
+            assert found["results"][library]["wrong"] == 0, (found["op"], library)
+    assert {"torch", "mpi4py", "mpi"} <= set(document["machine"])
+    assert out.count("# unisono / gloo") == out.count("# unisono / mpi") == len(OPS)
+
+
+@needs_gloo
+@pytest.mark.slow
+def test_what_a_peer_lacks_is_said_and_left_out():
+    code, out, err = bench("all_reduce", "-b", 8, "-e", 8, *QUICK, "-o", "avg", "--peer", "gloo")
+    assert (code, err) == (0, "")
+    assert "# note: gloo cannot do all_reduce: gloo has no reduce op avg" in out
+    assert [line.split()[-2:] for line in out.splitlines() if "avg  " in line] == [["-", "-"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peers", [(), pytest.param(("mpi",), marks=needs_mpi)], ids=str)
+def test_failing_rank_ends_the_command_and_is_named(peers):
+    flags = [word for peer in peers for word in ("--peer", peer)]
+    code, _, err = bench("all_reduce", "--algorithm", "cube_mesh", *QUICK, *flags)
+    assert code == 1
+    assert "unisono: error: " in err
+    assert "rank" in err
+    assert "world size 8" in err
+
+
+class Silent:
+    """Ranks that run for ever and say nothing."""
+
+    killed = False
+
+    def __init__(self, plan, port):
+        pass
+
+    def ended(self, limit_s):
+        return False
+
+    def kill(self):
+        Silent.killed = True
+
+
+def test_ranks_that_say_nothing_are_ended(monkeypatch):
+    monkeypatch.setattr(bench_launch, "_Spawned", Silent)
+    plan = Plan(ops=("barrier",), nprocs=2, timeout_s=0.001)
+    with pytest.raises(LaunchError, match=r"no rank of 2 has said anything for 0\.002 s"):
+        list(run_ranks(plan))
+    assert Silent.killed
+
+
+# ---- the picture ---------------------------------------------------------------------------
+
+
+@needs_matplotlib
+@pytest.mark.slow
+def test_plot_draws_every_library_and_operation(tmp_path):
+    code, _, err = bench(
+        "all_reduce", "barrier", "-b", 8, "-e", 64, *QUICK, "--plot", tmp_path / "out.png"
+    )
+    assert (code, err) == (0, "")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs_matplotlib
+def test_plot_of_one_size_is_refused(tmp_path):
+    from unisono.cli.bench_plot import plot
+
+    with pytest.raises(InvalidArgumentError, match="several sizes"):
+        plot({"rows": [row(unisono=1.0)]}, str(tmp_path / "out.png"))

@@ -1,0 +1,308 @@
+"""`unisono run`'s output, programs, plan and binding, with real processes."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono.elastic
+
+SRC = str(Path(unisono.elastic.__file__).parents[2])
+LIMIT_S = 30.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")
+
+TALK = """
+import os, sys
+rank = os.environ["RANK"]
+print("equal")
+print("out", rank)
+print("err", rank, file=sys.stderr)
+"""
+OUT = [b"equal\nout 0\n", b"equal\nout 1\n"]
+ERR = [b"err 0\n", b"err 1\n"]
+
+
+def environment(**extra):
+    drop = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "UNISONO_LAUNCH")
+    env = {k: v for k, v in os.environ.items() if k not in drop}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
+    return env | extra
+
+
+def command(*arguments):
+    return [sys.executable, "-W", "error", "-m", "unisono", "run", *map(str, arguments)]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run `unisono run` in a folder with talk.py; returns exit code, stdout and stderr."""
+    (tmp_path / "talk.py").write_text(TALK)
+
+    def finish(*arguments, **env):
+        done = subprocess.run(
+            command(*arguments),
+            cwd=tmp_path,
+            env=environment(TMPDIR=str(tmp_path), **env),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    return finish
+
+
+def files(folder):
+    """Return the logs of the only launch, by their path below its folder."""
+    [launch] = folder.iterdir()
+    return {
+        path.relative_to(launch).as_posix(): path.read_bytes()
+        for path in launch.rglob("*")
+        if path.is_file()
+    }
+
+
+def both(stream, texts):
+    return {f"attempt_0/{rank}/{stream}.log": text for rank, text in enumerate(texts)}
+
+
+def test_tee_writes_files_and_shows_prefixed_lines(run, tmp_path):
+    code, out, err = run("-n", 2, "--tee", 3, "--log-dir", "logs", "--rdzv-id", "a/b", "talk.py")
+    assert code == 0
+    assert files(tmp_path / "logs") == both("stdout", OUT) | both("stderr", ERR)
+    assert sorted(out.splitlines()) == [
+        f"[rank {r}] {text}" for r in range(2) for text in ("equal", f"out {r}")
+    ]
+    note, *rest = err.splitlines()
+    assert re.fullmatch(r"unisono run: logs in logs/\w+", note)
+    assert sorted(rest) == ["[rank 0] err 0", "[rank 1] err 1"]
+
+
+def test_redirected_streams_go_to_files_only(run, tmp_path):
+    code, out, err = run("-n", 2, "-r", "0:3,1:1", "--log-dir", "logs", "talk.py")
+    assert (code, out) == (0, "")
+    expected = both("stdout", OUT) | {"attempt_0/0/stderr.log": ERR[0]}
+    assert files(tmp_path / "logs") == expected
+    assert err.splitlines()[1:] == ["err 1"]
+
+
+def test_log_dir_alone_writes_files_beside_the_usual_output(run, tmp_path):
+    code, out, _ = run("-n", 2, "--log-dir", "logs", "talk.py")
+    assert code == 0
+    assert files(tmp_path / "logs") == both("stdout", OUT) | both("stderr", ERR)
+    assert sorted(out.splitlines()) == ["equal", "equal", "out 0", "out 1"]
+
+
+def test_each_attempt_has_its_own_files(run, tmp_path):
+    (tmp_path / "again.py").write_text(
+        "import os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt)\n"
+        "sys.exit(attempt == '0')\n"
+    )
+    code, _, err = run("-r", 1, "--max-restarts", 1, "--log-dir", "logs", "again.py")
+    assert code == 0, err
+    assert files(tmp_path / "logs") == {
+        f"attempt_{i}/0/stdout.log": b"attempt %d\n" % i for i in range(2)
+    }
+
+
+def test_redirected_traceback_is_in_the_report_all_the_same(run, tmp_path):
+    (tmp_path / "fail.py").write_text("raise ValueError('boom')")
+    code, _, err = run("-r", 3, "--log-dir", "logs", "fail.py")
+    assert code == 1
+    assert err.splitlines()[-1] == "ValueError: boom"
+    assert files(tmp_path / "logs")["attempt_0/0/stderr.log"].endswith(b"ValueError: boom\n")
+
+
+def test_filters(run, tmp_path):
+    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "out", "talk.py")
+    code, out, err = run("-n", 2, "--log-dir", "logs", "-r", 0, *arguments)
+    assert (code, out) == (0, "equal\nout 1\n")
+    assert err.splitlines()[1:] == ["err 1"]
+    [(name, text)] = files(tmp_path / "logs").items()
+    assert name == "attempt_0/filtered_stdout.log"
+    assert sorted(text.splitlines()) == [b"[rank 0] out 0", b"[rank 1] out 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "expected"),
+    [
+        (["--prefix", "{host}:{rank}> "], {}, "{host}:0> "),
+        (["-t", "3", "--role", "tr"], {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "{${role_name}"
+          " ${local_rank}/${rank}} "}, "{{tr 0/0}} "),
+        ([], {"UNISONO_PREFIX": "<{local_rank}> "}, "<0> "),
+    ],
+)  # fmt: skip
+def test_prefix(run, arguments, env, expected):
+    code, out, _ = run(*arguments, "talk.py", **env)
+    prefix = expected.format(host=os.uname().nodename)
+    assert (code, out) == (0, f"{prefix}equal\n{prefix}out 0\n")
+
+
+def test_log_folder_that_cannot_be_made(run):
+    code, _, err = run("-t", 3, "--log-dir", "/dev/null", "talk.py")
+    assert code == 1
+    assert "unisono: error: cannot make a folder for logs in '/dev/null'" in err
+
+
+def test_folded_lines(run):
+    code, out, _ = run("-n", 2, "--fold", "always", "talk.py")
+    assert code == 0
+    lines = out.splitlines()
+    assert sorted(lines)[1:] == ["[rank 0] out 0", "[rank 1] out 1"] or lines == []
+    assert "[rank 0-1] equal ×2" in lines  # noqa: RUF001
+
+
+def on_a_terminal(*arguments, cwd, **env):
+    """Run `unisono run` on a terminal of its own; returns exit code and what was shown."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        os.execvpe(sys.executable, command(*arguments), environment(TERM="xterm", **env))
+    shown = b""
+    with open(terminal, "rb", buffering=0) as screen:
+        # Linux reports the last close of the other side as an error.
+        try:
+            while data := screen.read(65536):
+                shown += data
+        except OSError:
+            pass
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), shown.decode()
+
+
+# The ranks start one after another; they say it when all are there.
+TOGETHER = """
+import os
+from unisono.stores import TCPStore
+store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+store.barrier("b", 3)
+print("equal")
+print("rank", os.environ["RANK"])
+store.close()
+"""
+
+
+def test_terminal_shows_a_status_line_and_each_line_once(tmp_path):
+    (tmp_path / "s.py").write_text("print('equal')\n" * 3)
+    code, shown = on_a_terminal("-n", 3, "s.py", cwd=tmp_path)
+    assert code == 0
+    assert "of 3 ranks up | 0 restarts | 0:0" in shown
+    # However the lines were folded, each rank's are all there.
+    total = 0
+    for ranks in re.findall(r"\[rank ([\d,-]+)\] equal", shown):
+        parts = [part.split("-") for part in ranks.split(",")]
+        total += sum(int(part[-1]) - int(part[0]) + 1 for part in parts)
+    assert total == 9
+
+
+def test_dumb_terminal_has_no_status_line(tmp_path):
+    (tmp_path / "s.py").write_text("print('x')")
+    _, shown = on_a_terminal("-n", 2, "s.py", cwd=tmp_path, UNISONO_FOLD="never")
+    assert "ranks up" not in shown  # the workers have the terminal to themselves
+    assert shown.split() == ["x", "x"]
+
+
+# ---- several programs ----------------------------------------------------------------------
+
+
+def test_one_world_of_different_programs(run, tmp_path):
+    show = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv)"
+    (tmp_path / "a.py").write_text(show)
+    (tmp_path / "b.py").write_text(show)
+    words = ["-n", 2, "a.py", "--x", ":", "y", ":", "-n", 1, "b.py", "z"]
+    words += [":", "--nproc-per-node=1", "--no-python", "sh", "-c", "echo $RANK $WORLD_SIZE"]
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        "0 4 ['a.py', '--x', ':', 'y']",
+        "1 4 ['a.py', '--x', ':', 'y']",
+        "2 4 ['b.py', 'z']",
+        "3 4",
+    ]
+
+
+def test_after_two_dashes_all_is_the_scripts(run, tmp_path):
+    (tmp_path / "a.py").write_text("import sys; print(sys.argv[1:])")
+    code, out, _ = run("--", "a.py", ":", "-n", "2", "b.py")
+    assert (code, out) == (0, "[':', '-n', '2', 'b.py']\n")
+
+
+@pytest.mark.parametrize(
+    ("following", "message"),
+    [
+        (["-n", "1"], "no script given"),
+        (["-n", "0", "talk.py"], "must be a number of at least 1"),
+        (["-n", "1", "absent.py"], "script not found: absent.py"),
+    ],
+)
+def test_usage_errors_of_a_later_program(run, following, message):
+    code, out, err = run("talk.py", ":", *following)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+
+
+# ---- plan and binding ----------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(run, tmp_path):
+    (tmp_path / "trap.py").write_text("open('started', 'w')")
+    code, out, err = run("-n", 2, "--dry-run", "trap.py", "a b", ":", "-n", 1, "talk.py")
+    assert (code, err) == (0, "")
+    assert not (tmp_path / "started").exists()
+    host = os.uname().nodename
+    for rank in range(3):
+        assert f"rank {rank}: local rank {rank} on {host}" in out
+    assert out.count("trap.py 'a b'") == 2
+    environments = [line.split()[1:] for line in out.splitlines() if line.startswith("  env")]
+    assert [env[0] for env in environments] == ["RANK=0", "RANK=1", "RANK=2"]
+    assert all("WORLD_SIZE=3" in env for env in environments)
+
+
+def test_dry_run_of_two_nodes(run):
+    where = ("--nnodes", 2, "--master-addr", "node0", "--master-port", 1234)
+    code, out, _ = run("-n", 2, "--dry-run", *where, "--node-rank", 1, "talk.py")
+    assert code == 0
+    assert "nodes     2, meeting at node0:1234" in out
+    assert "rank 2: local rank 0" in out
+    assert "WORLD_SIZE=4" in out
+
+
+SHOW_CPUS = """
+import json, os
+print(json.dumps([os.environ["RANK"], sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")]))
+"""
+
+
+def test_workers_are_bound(run, tmp_path):
+    (tmp_path / "cpus.py").write_text(SHOW_CPUS)
+    nprocs = min(2, len(os.sched_getaffinity(0)))
+    code, out, err = run("-n", nprocs, "--bind", "auto", "cpus.py")
+    assert code == 0
+    shown = sorted(map(json.loads, out.splitlines()))
+    seen = [cpu for _, cpus, _ in shown for cpu in cpus]
+    assert re.match(r"unisono run: bind: (core \(local rank:CPUs 0:|none )", err)
+    if "bind: core" in err:
+        assert sorted(seen) == sorted(os.sched_getaffinity(0))
+        assert all(1 <= int(threads) <= len(cpus) for _, cpus, threads in shown)
+
+
+def test_launchers_own_cpus_are_the_limit(run, tmp_path):
+    (tmp_path / "cpus.py").write_text(SHOW_CPUS)
+    allowed = os.sched_getaffinity(0)
+    one = min(allowed)
+    os.sched_setaffinity(0, {one})
+    try:
+        code, out, err = run("-n", 1, "--bind", "numa", "cpus.py")
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert (code, json.loads(out)) == (0, ["0", [one], "1"])
+    assert err == f"unisono run: bind: numa (local rank:CPUs 0:{one})\n" or "cgroup limit" in err

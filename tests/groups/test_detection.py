@@ -1,0 +1,200 @@
+"""`init_process_group()` without arguments, under launchers that are not torch's kind."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono as dist
+from unisono.errors import RendezvousError
+from unisono.groups.lifecycle import get_node_local_rank
+
+LIMIT_S = 60
+# Beside this interpreter: it comes with the mpich package, which is a test requirement.
+MPIEXEC = Path(sys.executable).parent / "mpiexec"
+SRC = str(Path(dist.__file__).parents[1])
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launchers of Linux clusters")
+needs_mpiexec = pytest.mark.skipif(not MPIEXEC.exists(), reason="mpich is not installed")
+
+BODY = """
+import os, sys
+import numpy as np
+import unisono as dist
+from unisono.groups.lifecycle import get_node_local_rank
+sums = []
+for _ in range(2):
+    dist.init_process_group()
+    x = np.full(2, dist.get_rank() + 1.0)
+    dist.all_reduce(x)
+    sums.append(x[0])
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+line = f"{rank}/{world_size} local {get_node_local_rank()}: {sums}\\n"
+os.write(1, line.encode())
+"""
+
+
+def clean_environment(**extra):
+    """The environment of a user who is in no launch, with a temporary folder of the test's."""
+    starts = ("PMI", "SLURM_", "OMPI_", "MV2_", "MPI_", "HYD", "TORCHELASTIC_", "UNISONO_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(starts) and k not in names}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
+    return env | extra
+
+
+def output(command, **env):
+    done = subprocess.run(
+        command,
+        env=clean_environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def expected(world_size):
+    total = world_size * (world_size + 1) / 2
+    return [f"{r}/{world_size} local {r}: {[total, total]}" for r in range(world_size)]
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(BODY.replace("sums.append(x[0])", "sums.append(float(x[0]))"))
+    return str(path)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_mpiexec(script, tmp_path, world_size):
+    command = [MPIEXEC, "-n", str(world_size), sys.executable, script]
+    assert output(command, TMPDIR=str(tmp_path)) == expected(world_size)
+    # The files of the meetings are gone.
+    assert [path for folder in tmp_path.glob("unisono-*") for path in folder.iterdir()] == []
+
+
+@needs_mpiexec
+def test_mpiexec_with_a_shell_around_each_rank(script, tmp_path):
+    wrapped = f"{sys.executable} {script}; exit $?"
+    command = [MPIEXEC, "-n", "2", "sh", "-c", wrapped]
+    assert output(command, TMPDIR=str(tmp_path)) == expected(2)
+
+
+@needs_mpiexec
+def test_two_mpiexec_at_once_are_two_worlds(script, tmp_path):
+    command = [str(MPIEXEC), "-n", "2", sys.executable, script]
+    env = clean_environment(TMPDIR=str(tmp_path))
+    both = [
+        subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        )
+        for _ in range(2)
+    ]
+    for process in both:
+        out, _ = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, sorted(out.splitlines())) == (0, expected(2))
+
+
+@needs_mpiexec
+def test_left_over_variables_of_a_world_of_one_are_refused(tmp_path):
+    code = "import unisono; unisono.init_process_group()"
+    done = subprocess.run(
+        [MPIEXEC, "-n", "2", sys.executable, "-c", code],
+        env=clean_environment(TMPDIR=str(tmp_path), RANK="0", WORLD_SIZE="1"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode != 0
+    assert "RANK=0 and WORLD_SIZE=1 are set, but mpiexec (MPICH" in done.stderr
+
+
+def ranks_started_by_hand(script, envs):
+    """Start a process per environment, as srun or Kubernetes would."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=clean_environment(**env),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for env in envs
+    ]
+    lines = []
+    for process in processes:
+        out, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0
+        lines.append(out.rstrip("\n"))
+    return lines
+
+
+def test_srun_on_one_node(script, tmp_path):
+    common = {
+        "TMPDIR": str(tmp_path),
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "node1",
+    }
+    envs = [common | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+    assert ranks_started_by_hand(script, envs) == expected(2)
+
+
+def test_open_mpi_on_one_node(script, tmp_path):
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    sizes = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    common = {"TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "prterun-1@1"} | dict.fromkeys(sizes, "2")
+    envs = [common | dict.fromkeys(names, str(r)) for r in range(2)]
+    assert ranks_started_by_hand(script, envs) == expected(2)
+
+
+def test_indexed_job_with_an_address(script):
+    from unisono.stores.addresses import listen
+
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        port = str(listener.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    envs = [common | {"JOB_COMPLETION_INDEX": str(r), "LOCAL_RANK": str(r)} for r in range(2)]
+    assert ranks_started_by_hand(script, envs) == expected(2)
+
+
+def test_batch_script_without_srun_is_told_so(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(RendezvousError, match="SLURM_NTASKS=8") as caught:
+        dist.init_process_group()
+    assert "srun" in caught.value.hint
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("env", "fallback", "local_rank"),
+    [
+        ({"LOCAL_RANK": "3"}, 9, 3),
+        ({"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}, None, 1),
+        ({}, 7, 7),
+    ],
+)
+def test_local_rank(monkeypatch, env, fallback, local_rank):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, text in env.items():
+        monkeypatch.setenv(name, text)
+    assert get_node_local_rank(fallback) == local_rank
+
+
+def test_local_rank_that_nobody_knows(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(RendezvousError, match="the local rank is not known"):
+        get_node_local_rank()

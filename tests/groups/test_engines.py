@@ -1,0 +1,86 @@
+"""What the engines could do differently, and must not."""
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.engines import is_native_built
+from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.testing import run
+
+ENGINES = [
+    "reference",
+    pytest.param(
+        "native",
+        marks=pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
+    ),
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
+
+
+def broadcast_from_readonly(rank):
+    values = np.arange(5.0) if rank == 1 else np.zeros(5)
+    values.flags.writeable = rank != 1
+    dist.broadcast(values, src=1)
+    return values.tolist(), repr(dist.group.WORLD)
+
+
+def test_the_root_of_a_broadcast_may_be_read_only(engine):
+    for values, shown in run(broadcast_from_readonly, 3, engine=engine):
+        assert values == [0, 1, 2, 3, 4]
+        assert f"engine={engine}" in shown
+
+
+def all_kinds_in_a_row(rank):
+    """Calls that take the fast way and calls that do not, mixed; each must see the one before."""
+    total = 0
+    for round_number in range(20):
+        mine = np.full(3, rank + round_number, np.int64)
+        dist.all_reduce(mine)
+        sent = np.arange(rank + 1, dtype=np.int64)
+        sizes = [rank + 1, *[0] * (dist.get_world_size() - 1)]
+        received = [q + 1 if rank == 0 else 0 for q in range(dist.get_world_size())]
+        got = np.empty(sum(received), np.int64)
+        dist.all_to_all_single(got, sent, received, sizes)
+        dist.all_reduce(mine, algorithm="ring")
+        dist.barrier()
+        total += int(mine.sum() + got.sum())
+    return total
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_calls_of_all_kinds_keep_in_step(engine, ranks):
+    p = 3
+    sums = [p * sum(q + k for q in range(p)) * 3 for k in range(20)]
+    exchanged = 20 * sum(sum(range(q + 1)) for q in range(p))
+    expected = [sum(sums) + exchanged, sum(sums), sum(sums)]
+    assert run(all_kinds_in_a_row, p, ranks=ranks, engine=engine) == expected
+
+
+def large_sum(rank, count):
+    values = np.arange(count, dtype=np.float32) % 1000 + rank
+    dist.all_reduce(values)
+    gathered = np.empty(count * 2, np.float32)
+    dist.all_gather_into_tensor(gathered, values)
+    return float(values[1]), float(values[-1]), bool((gathered[:count] == gathered[count:]).all())
+
+
+def test_many_pieces(engine):
+    count = 3_000_001
+    last = 2 * ((count - 1) % 1000) + 1
+    assert run(large_sum, 2, args=(count,), engine=engine) == [(3.0, last, True)] * 2
+
+
+def test_an_unknown_engine_is_refused():
+    with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
+        run(broadcast_from_readonly, 2, engine="fast")
+
+
+def test_native_is_refused_where_it_cannot_be(monkeypatch):
+    monkeypatch.setattr("unisono.engines.native._engine", None)
+    with pytest.raises(UnsupportedError, match="cannot use the native engine: its extension"):
+        run(broadcast_from_readonly, 2, engine="native")

@@ -1,0 +1,194 @@
+"""The shell of the elastic rendezvous over every kind of store, with threads as agents."""
+
+import queue
+import socket
+
+import pytest
+
+from unisono.errors import RendezvousError
+from unisono.rendezvous.dynamic import DynamicRendezvous, World
+from unisono.rendezvous.endpoint import is_local, open_endpoint, parse_endpoint, source_address
+from unisono.rendezvous.member import End, Stop, Timing
+from unisono.rendezvous.state import Limits, Node
+from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+
+LIMIT_S = 30.0
+
+
+class Agent:
+    """A rendezvous whose orders are read with a time-out."""
+
+    def __init__(self, number, limits, open_store, **options):
+        self.name = f"n{number}"
+        node = Node(id=self.name, host=f"h{number}", address="", nprocs=1)
+        self._knocks = queue.SimpleQueue()
+        self.rendezvous = DynamicRendezvous(
+            lambda canceled: (open_store(), "127.0.0.1"),
+            node,
+            limits,
+            options.pop("timing", Timing(dead_after_s=LIMIT_S, last_call_s=0.1)),
+            run_id="job",
+            poll_s=0.02,
+            beat_s=0.2,
+            wake=lambda: self._knocks.put(None),
+            **options,
+        )
+
+    def order(self):
+        self._knocks.get(timeout=LIMIT_S)
+        return self.rendezvous.next_order()
+
+    def world(self):
+        """Wait for a world; end the workers of those that are over."""
+        while not isinstance(order := self.order(), World):
+            assert isinstance(order, Stop)
+            self.rendezvous.stopped()
+        return order
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def open_store(request, tmp_path):
+    """A function that opens one more handle to the same store."""
+    if request.param == "hash":
+        shared = HashStore()
+        yield lambda: PrefixStore("shared", shared)
+        shared.close()
+    elif request.param == "file":
+        yield lambda: FileStore(str(tmp_path / "store"))
+    else:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield lambda: TCPStore("127.0.0.1", server.port)
+        server.close()
+
+
+@pytest.fixture
+def agents(open_store):
+    started = []
+
+    def start(count, limits, **options):
+        new = [
+            Agent(len(started) + i, limits, open_store, **options) for i in range(count)
+        ]
+        started.extend(new)
+        return new
+
+    yield start
+    for agent in started:
+        agent.rendezvous.close()
+
+
+def test_agents_agree_on_ranks_and_on_the_workers_store(agents):
+    worlds = [agent.world() for agent in agents(3, Limits(min_nodes=3, max_nodes=3, max_restarts=0))]
+    assert sorted(world.group_rank for world in worlds) == [0, 1, 2]
+    assert len({world.members for world in worlds}) == 1
+    assert {world.epoch for world in worlds} == {1}
+    [port] = {world.master_port for world in worlds}
+    with TCPStore("127.0.0.1", port) as store:
+        store.set("k", "v")
+
+
+def test_restart_has_a_fresh_store(agents):
+    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=1))
+    first = [agent.world() for agent in both]
+    with TCPStore("127.0.0.1", first[0].master_port) as store:
+        store.set("old", "value")
+    both[0].rendezvous.failed(1, original=True, reason="boom")
+    second = [agent.world() for agent in both]
+    assert [(world.epoch, world.restarts) for world in second] == [(2, 1), (2, 1)]
+    assert [w.group_rank for w in first] == [w.group_rank for w in second]
+    with TCPStore("127.0.0.1", second[0].master_port) as store:
+        assert not store.check(["old"])
+
+
+def test_all_succeed_and_reports_are_exchanged(agents):
+    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
+    for agent in both:
+        agent.world()
+    both[1].rendezvous.failed(1, original=True, reason="boom")
+    for agent in both:
+        assert isinstance(agent.order(), Stop)
+        agent.rendezvous.stopped()
+        assert agent.order() == End(False, "boom")
+        assert agent.rendezvous.blamed == "n1"
+    both[0].rendezvous._run_id  # both are known to be alive, so both texts are waited for
+    texts = []
+    import threading
+
+    other = threading.Thread(
+        target=lambda: texts.append(both[0].rendezvous.exchange("zero", LIMIT_S))
+    )
+    other.start()
+    texts.append(both[1].rendezvous.exchange("one", LIMIT_S))
+    other.join()
+    assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
+
+
+def test_single_node_restarts_without_pause(agents):
+    [agent] = agents(1, Limits(min_nodes=1, max_nodes=1, max_restarts=3))
+    for epoch in (1, 2, 3, 4):
+        world = agent.world()
+        assert (world.epoch, world.restarts) == (epoch, epoch - 1)
+        if epoch < 4:
+            agent.rendezvous.failed(epoch, original=True, reason="boom")
+    agent.rendezvous.succeeded(4)
+    agent.rendezvous.stopped()
+    assert agent.order() == End(True, "boom")
+
+
+def test_lost_agent_is_noticed(agents, open_store):
+    timing = Timing(dead_after_s=2.0, last_call_s=0.1)
+    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    [living, dying] = agents(2, limits, timing=timing)
+    assert len(living.world().members) == 2
+    dying.world()
+    # It stops without a word: its thread ends, nothing is said to the others.
+    dying.rendezvous._leaving = True
+    world = living.world()
+    assert (world.epoch, [node.id for node in world.members]) == (2, ["n0"])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host", ("host", 29400)),
+        ("host:1", ("host", 1)),
+        ("[fd00::1]:7", ("fd00::1", 7)),
+        ("[fd00::1]", ("fd00::1", 29400)),
+        ("fd00::1", ("fd00::1", 29400)),
+        ("10.0.0.1:65535", ("10.0.0.1", 65535)),
+    ],
+)
+def test_endpoints(text, expected):
+    assert parse_endpoint(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":1", "host:", "host:x", "host:65536", "host:-1"])
+def test_endpoints_that_are_none(text):
+    with pytest.raises(RendezvousError):
+        parse_endpoint(text)
+
+
+def test_local_addresses():
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert not is_local("192.0.2.1")  # reserved for documentation
+    assert not is_local("no.such.host.invalid")
+    assert source_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_first_agent_on_the_host_serves_the_store():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {"hosting": None, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
+    first = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)
+    second = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)
+    try:
+        assert (first.is_master, second.is_master) == (True, False)
+        with pytest.raises(RendezvousError, match="cannot host the rendezvous"):
+            open_endpoint(
+                "127.0.0.1", port, canceled=lambda: False, **(options | {"hosting": True})
+            )
+    finally:
+        second.close()
+        first.close()
