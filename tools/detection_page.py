@@ -38,9 +38,10 @@ set (to the job's `completions`).
    comes from the job's id (PMIX_NAMESPACE, SLURM_JOB_ID and SLURM_STEP_ID) or, under Hydra, from
    the process that started the ranks. No port is needed; any number of jobs can run at once.
 3. On several hosts under srun: on the first host of SLURM_STEP_NODELIST, at a port from 16384 to
-   32767 that follows from the job's and the step's number.
+   32767 that follows from the job's and the step's number, and is another at each
+   `init_process_group()` of a process.
 4. In an Indexed Job: at the pod with index 0 (`<job>-0`, with this pod's domain: the job needs a
-   headless service), port 29500.
+   headless service), port 29500 and then the next ones.
 5. Otherwise it is an error that asks for MASTER_ADDR. One of MASTER_ADDR and MASTER_PORT alone
    replaces the derived one.
 

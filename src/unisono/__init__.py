@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from unisono.backends import register_backend as register_backend
     from unisono.base.types import RedOpType as RedOpType
     from unisono.base.types import ReduceOp as ReduceOp
+    from unisono.elastic import launch as launch
     from unisono.elastic import spawn as spawn
     from unisono.groups.collectives import all_gather as all_gather
     from unisono.groups.collectives import all_gather_coalesced as all_gather_coalesced
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from unisono.groups.lifecycle import get_backend_config as get_backend_config
     from unisono.groups.lifecycle import get_global_rank as get_global_rank
     from unisono.groups.lifecycle import get_group_rank as get_group_rank
+    from unisono.groups.lifecycle import get_node_local_rank as get_node_local_rank
     from unisono.groups.lifecycle import get_process_group_ranks as get_process_group_ranks
     from unisono.groups.lifecycle import get_rank as get_rank
     from unisono.groups.lifecycle import get_world_size as get_world_size
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from unisono.groups.p2p import recv as recv
     from unisono.groups.p2p import send as send
     from unisono.groups.process_group import ProcessGroup as ProcessGroup
+    from unisono.groups.stop import should_stop as should_stop
     from unisono.groups.work import Work as Work
     from unisono.groups.world import GroupMember as GroupMember
     from unisono.groups.world import group as group
@@ -70,7 +73,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "backends": "register_backend",
     "base.types": "RedOpType ReduceOp",
-    "elastic": "spawn",
+    "elastic": "launch spawn",
     "groups.collectives": (
         "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
         "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
@@ -79,11 +82,12 @@ _HOMES = {
     "groups.future": "Future collect_all",
     "groups.lifecycle": (
         "destroy_process_group get_backend get_backend_config get_global_rank get_group_rank "
-        "get_process_group_ranks get_rank get_world_size init_process_group is_available "
-        "is_initialized new_group"
+        "get_node_local_rank get_process_group_ranks get_rank get_world_size init_process_group "
+        "is_available is_initialized new_group"
     ),
     "groups.p2p": "P2POp batch_isend_irecv irecv isend recv send",
     "groups.process_group": "ProcessGroup",
+    "groups.stop": "should_stop",
     "groups.work": "Work",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",

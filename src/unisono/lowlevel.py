@@ -1,6 +1,6 @@
 """The second public tier: what authors of backends, transports, engines and schedules need."""
 
-from unisono.backends import Backend, BackendConfig, CallOptions, GroupSpec, Pending
+from unisono.backends import Backend, BackendConfig, CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.base.buffers import BufferView, device_of, view
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
@@ -15,6 +15,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BufferView",
+    "CPUOptions",
     "Call",
     "CallOptions",
     "Communicator",

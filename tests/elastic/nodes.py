@@ -103,16 +103,20 @@ class Agent:
         while not (value := condition()):
             left = deadline - time.monotonic()
             ended = self.popen.stdout.closed and self.popen.stderr.closed
-            assert left > 0 and not ended, f"no {what}\nout: {self.out}\nerr: {self.err}"
+            seen = f"no {what}\nout: {self.out}\nerr: {self.err}"
+            assert left > 0, seen
+            assert not ended, seen
             self._pump(min(left, 1.0))
         return value
 
     def next_ups(self, count):
         """Wait for `count` workers to come up; each is returned once."""
+
         def found():
             complete = self.out[: self.out.rfind("\n") + 1]
             lines = [ln for ln in complete.splitlines() if ln.startswith("up ")]
-            return lines[self._taken : self._taken + count] if len(lines) >= self._taken + count else []
+            new = lines[self._taken : self._taken + count]
+            return new if len(new) == count else []
 
         lines = self.until(found, f"{count} workers")
         self._taken += count

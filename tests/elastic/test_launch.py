@@ -58,12 +58,12 @@ def test_first_failure_is_raised_as_it_was_with_rank_and_traceback(targets):
 
 
 def test_rank_that_dies_without_an_exception(targets):
-    with pytest.raises(WorkerFailedError, match="rank 1 .* exited with code 3"):
+    with pytest.raises(WorkerFailedError, match=r"rank 1 .* exited with code 3"):
         launch(targets.die_on_rank_1, 2)
 
 
 def test_result_that_cannot_be_pickled(targets):
-    with pytest.raises(InvalidArgumentError, match="the result of rank . cannot be sent"):
+    with pytest.raises(InvalidArgumentError, match=r"the result of rank \d cannot be sent"):
         launch(targets.not_picklable, 2)
 
 

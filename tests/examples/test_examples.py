@@ -226,7 +226,9 @@ def test_train_digits_fails(old, new, failed, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
 def test_train_digits_on_a_terminal():
     ours, theirs = os.openpty()
-    arguments = command(EXAMPLES / "train_digits.py", 2, "--epochs", 5, "--min-accuracy", 0.9)
+    # The launcher's options as in `make demo`.
+    script = [EXAMPLES / "train_digits.py", "--epochs", 5, "--min-accuracy", 0.9]
+    arguments = command("--fold=never", 2, *script)
     env = environment(TERM="xterm-256color", COLUMNS="100")
     process = subprocess.Popen(arguments, env=env, stdout=theirs, stderr=subprocess.PIPE)
     os.close(theirs)

@@ -60,7 +60,7 @@ WORLD_OF_ONE = {
     ),
     "array": (
         lambda: dist.all_reduce([1, 2]), ArgumentTypeError,
-        "tensor must be an array (NumPy, torch, DLPack, bytearray), got list",
+        "tensor must be an array (NumPy, torch, DLPack, buffer), got list",
     ),
     "op": (
         lambda: dist.all_reduce(x(), "sum"), ArgumentTypeError,

@@ -180,6 +180,8 @@ def test_port_follows_from_the_job():
     assert len(ports) > 90
     assert all(16384 <= port < 32768 for port in ports)
     assert len({job_port(find_place(SRUN | {"SLURM_PROCID": str(r)})) for r in range(8)}) == 1
+    first, second = (job_port(find_place(SRUN), meeting) for meeting in (0, 1))
+    assert second != first
     with pytest.raises(RendezvousError, match="MASTER_PORT is not set"):
         job_port(find_place(MVAPICH))
 
@@ -215,7 +217,7 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
     (listener,) = listen("127.0.0.1", 0)
     with listener:
         port = listener.getsockname()[1]
-    monkeypatch.setattr(meeting, "job_port", lambda place: port)
+    monkeypatch.setattr(meeting, "job_port", lambda place, meeting: port)
     monkeypatch.setattr(meeting, "_meetings", iter([0, 0]))
     env = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1,other"}
     stores = {}

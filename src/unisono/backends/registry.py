@@ -7,7 +7,6 @@ group "unisono.backends", whose entries are callables without arguments that reg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib.metadata import entry_points
 from typing import NamedTuple
 
 from unisono.backends.api import Backend, GroupSpec
@@ -60,6 +59,9 @@ def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu
 
 def known_backends() -> tuple[str, ...]:
     """Return the names that can be used, those of entry points included."""
+    # Here, because it brings the zip and e-mail modules, and most programs name no backend.
+    from importlib.metadata import entry_points
+
     for point in entry_points(group="unisono.backends"):
         if point.name not in _loaded:
             _loaded.add(point.name)

@@ -19,7 +19,7 @@ import numpy as np
 from unisono.base.types import DType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["BufferView", "as_bytes", "device_of", "is_array", "view"]
+__all__ = ["BufferView", "as_bytes", "device_of", "view"]
 
 Array = np.ndarray[Any, Any]
 
@@ -81,15 +81,6 @@ def _is_torch(obj: object) -> bool:
     return torch is not None and isinstance(obj, getattr(torch, "Tensor", ()))
 
 
-def is_array(obj: object) -> bool:
-    """Whether `obj` is something `view` may accept (a list or a scalar is not)."""
-    return (
-        isinstance(obj, (np.ndarray, bytearray, memoryview, bytes))
-        or hasattr(obj, "__dlpack__")
-        or hasattr(obj, "__array_interface__")
-    )
-
-
 def as_bytes(array: Array) -> memoryview:
     """Return the bytes of a flat contiguous array without copying."""
     return array.view(np.uint8).data
@@ -113,7 +104,8 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
     """Return `obj` as flat memory.
 
     Args:
-        obj: NumPy array, torch CPU tensor, bytearray, memoryview, or any DLPack CPU array.
+        obj: NumPy array, torch CPU tensor, DLPack CPU array, or anything with the buffer protocol
+            (bytearray, memoryview, array.array, mmap).
         write: Whether the operation stores into it.
         name: What to call it in an error.
 
@@ -126,9 +118,6 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
         return _view_numpy(obj, dtype_of_numpy(obj.dtype), obj, write, name)
     if _is_torch(obj):
         return _view_torch(obj, write, name)
-    if isinstance(obj, (bytearray, memoryview, bytes)):
-        array = np.asarray(memoryview(obj))
-        return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
     if isinstance(obj, np.generic):
         raise ArgumentTypeError(
             f"{name} is a NumPy scalar ({obj.dtype}), which cannot be written in place",
@@ -142,9 +131,24 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
     if hasattr(obj, "__array_interface__"):
         array = np.asarray(obj)
         return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
-    raise ArgumentTypeError(
-        f"{name} must be an array (NumPy, torch, DLPack, bytearray), got {type(obj).__name__}"
-    )
+    array = _array_of_buffer(obj, name)
+    return _view_numpy(array, dtype_of_numpy(array.dtype), obj, write, name)
+
+
+def _array_of_buffer(obj: Any, name: str) -> Array:
+    """Return what has the buffer protocol, such as a bytearray or an array.array, as an array."""
+    try:
+        buffer = memoryview(obj)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name} must be an array (NumPy, torch, DLPack, buffer), got {type(obj).__name__}"
+        ) from None
+    try:
+        return np.asarray(buffer)
+    except ValueError:
+        raise UnsupportedError(
+            f"{name} is a buffer of format {buffer.format!r}, which NumPy does not know"
+        ) from None
 
 
 def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: str) -> BufferView:

@@ -118,13 +118,19 @@ def _bench(options: argparse.Namespace) -> int:
     result = document(plan, table, sys.argv[1:])
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-            file.write("\n")
+            file.write(_as_text(result))
     if options.plot:
         from unisono.cli.bench_plot import plot
 
         plot(result, options.plot)
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
+
+
+def _as_text(result: dict[str, Any]) -> str:
+    """Return JSON with a line per key and per row, so that two runs can be compared."""
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in result.items() if k != "rows"]
+    return "{\n" + ",\n".join([*lines, f'"rows": [\n  {rows}\n]']) + "\n}\n"
 
 
 def _plan(options: argparse.Namespace) -> Plan:

@@ -56,7 +56,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     figure.suptitle(_title(result), fontsize=10)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=100)
     pyplot.close(figure)
 
 

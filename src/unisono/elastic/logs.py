@@ -13,7 +13,6 @@ import enum
 import os
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -246,6 +245,8 @@ class Output:
 
     def _attempt_folder(self, name: WorkerName) -> str:
         if not self._folder:
+            import tempfile  # slow to load, and most launches write no files
+
             try:
                 parent = self._options.log_dir or tempfile.mkdtemp(prefix="unisono_")
                 os.makedirs(parent, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Generator
@@ -88,6 +87,9 @@ class Work:
         return future
 
     def __await__(self) -> Generator[Any, None, bool]:
+        # Here, because it is half of what importing unisono would cost, and few programs await.
+        import asyncio
+
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

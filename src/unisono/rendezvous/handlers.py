@@ -10,7 +10,6 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
 from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place
-from unisono.rendezvous.meeting import open_store
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -98,6 +97,9 @@ def _foreign_store(place: Place, timeout: Timeout) -> Store:
     if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
         port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
         return _tcp_store(_variable("MASTER_ADDR"), port, place.rank, place.world_size, timeout)
+    # Only here: it loads what `unisono run`, which must start fast, has no use for.
+    from unisono.rendezvous.meeting import open_store
+
     return open_store(place, environment, timeout)
 
 

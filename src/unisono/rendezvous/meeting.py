@@ -45,7 +45,7 @@ def open_store(place: Place, env: Mapping[str, str], timeout: Timeout) -> Store:
         store.set_timeout(timeout)
         return store
     host = address or ("127.0.0.1" if place.one_host else first_host(place, env))
-    port = int(port_text) if port_text else job_port(place)
+    port = int(port_text) if port_text else job_port(place, meeting)
     tcp_store = TCPStore(
         host,
         port,
@@ -59,17 +59,23 @@ def open_store(place: Place, env: Mapping[str, str], timeout: Timeout) -> Store:
     return PrefixStore(f"{place.job or place.launcher.rank}/{meeting}", tcp_store, owns_store=True)
 
 
-def job_port(place: Place) -> int:
-    """Return a port that all ranks of a job work out alike."""
+def job_port(place: Place, meeting: int = 0) -> int:
+    """Return a port that all ranks of a job work out alike, another for each meeting.
+
+    Otherwise a rank could come to the next meeting while rank 0 still serves the last one.
+
+    Raises:
+        RendezvousError: The job has no name.
+    """
     if place.launcher.rank == "JOB_COMPLETION_INDEX":
-        return _KUBERNETES_PORT
+        return _KUBERNETES_PORT + meeting
     if not place.job:
         raise RendezvousError(
             f"{place.launcher.name} started {place.world_size} processes, but MASTER_PORT is not "
             "set and the job has no name to derive a port from",
             hint="set MASTER_PORT to the same free port for all processes",
         )
-    return _FIRST_PORT + zlib.crc32(place.job.encode()) % _PORTS
+    return _FIRST_PORT + (zlib.crc32(place.job.encode()) + meeting) % _PORTS
 
 
 def first_host(place: Place, env: Mapping[str, str]) -> str:

@@ -173,10 +173,9 @@ def _while_idle(
         return member, [Left(me, reason)], actions
     if me not in (node.id for node in (*state.members, *state.waiting)):
         return member, [Join(member.node, member.limits)], []
-    waited_s = now - member.changed_s
-    if state.phase is Phase.JOINING and len(state.members) >= member.limits.min_nodes:
-        if waited_s >= member.timing.last_call_s:
-            return member, [LastCall(state.epoch)], []
+    enough = state.phase is Phase.JOINING and len(state.members) >= member.limits.min_nodes
+    if enough and now - member.changed_s >= member.timing.last_call_s:
+        return member, [LastCall(state.epoch)], []
     return member, [], []
 
 

@@ -421,18 +421,17 @@ def loads(text: bytes) -> State:
         return State()
     try:
         fields: dict[str, Any] = json.loads(text)
-        limits = fields.pop("limits")
-        nodes = {name: tuple(Node(**n) for n in fields.pop(name)) for name in _NODES}
-        ids = {name: tuple(fields.pop(name)) for name in _IDS}
-        phase, cause = Phase(fields.pop("phase")), Cause(fields.pop("cause"))
-        given = None if limits is None else Limits(**limits)
-        return State(**fields, **nodes, **ids, limits=given, phase=phase, cause=cause)
+        for name in ("members", "waiting"):
+            fields[name] = tuple(Node(**node) for node in fields[name])
+        for name in ("expected", "succeeded", "order"):
+            fields[name] = tuple(fields[name])
+        limits = fields["limits"]
+        fields["limits"] = None if limits is None else Limits(**limits)
+        fields["phase"] = Phase(fields["phase"])
+        fields["cause"] = Cause(fields["cause"])
+        return State(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RendezvousError(
             f"the rendezvous document is not one of this version of unisono: {error!r}",
             hint="another program uses the same store and --rdzv-id",
         ) from error
-
-
-_NODES = ("members", "waiting")
-_IDS = ("expected", "succeeded", "order")
