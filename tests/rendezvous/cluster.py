@@ -105,6 +105,7 @@ class Cluster:
             case Start(epoch):
                 assert not agent.runs, "two worlds at once on one node"
                 assert self.worlds[epoch].count(agent.member.node.id) == 1
+                assert epoch not in agent.started, "a world is run once"
                 agent.runs = epoch
                 agent.started.append(epoch)
             case Stop(epoch):

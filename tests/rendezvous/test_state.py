@@ -158,6 +158,29 @@ def test_nobody_joins_when_part_of_the_work_is_done():
     assert apply(state, Succeeded("n1", 1)).phase is Phase.FINISHED
 
 
+def test_node_that_waited_is_let_in_when_the_world_ends():
+    rules = limits(1, 3, restarts=1)
+    state = apply(apply(joined(rules, 2), LastCall(0)), Succeeded("n0", 1))
+    state = apply(state, Join(node(2), rules))
+    state = apply(state, Failed("n1", 1, True, "boom"))
+    assert (ids(state), state.waiting, state.expected) == (["n2"], (), ("n0", "n1"))
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_failure_that_is_told_too_late_is_ignored(original):
+    rules = limits(1, 2, restarts=3)
+    state = apply(apply(joined(rules, 2), Lost("n1", "lost")), Join(node(0), rules))
+    assert (state.phase, state.epoch) == (Phase.RUNNING, 2)
+    assert apply(state, Failed("n0", 1, original, "peer lost")) is state
+
+
+@pytest.mark.parametrize("event", [Left("n0", "left"), Lost("n0", "lost")])
+def test_node_that_is_done_may_go(event):
+    state = apply(joined(limits(2), 2), Succeeded("n0", 1))
+    assert apply(state, event) is state
+    assert apply(state, Succeeded("n1", 1)).phase is Phase.FINISHED
+
+
 def test_different_limits_are_refused():
     with pytest.raises(RendezvousError, match=r"h1 was started with --nnodes 2:3 .*2:2"):
         apply(joined(limits(2), 1), Join(node(1), limits(2, 3)))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
+from importlib import import_module
 
 import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
+from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.transports import Key, connect
 from unisono.transports.address import TCPAddress
@@ -59,13 +61,40 @@ def test_unknown_kind():
     assert caught.value.what == "unknown transport 'rdma' (known: auto, inproc, tcp)"
 
 
-def test_ranks_that_never_come_are_named():
+def test_ranks_that_never_come_are_named(monkeypatch):
+    # By name: `unisono.transports.connect` is the function.
+    monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 0.01)
     with HashStore() as store:
         store.set("address/2", "x")
         with pytest.raises(RendezvousError) as caught:
             connect(store, 0, 4, Deadline(0.05), "tcp")
     assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
     assert caught.value.context.peers == (1, 3)
+
+
+def test_rank_that_hosts_the_store_gives_up_first():
+    """Its store stays until the rank that waits a little longer knows who is missing."""
+    told = {}
+
+    def join(rank, store, timeout_s):
+        with store, pytest.raises(RendezvousError) as caught:
+            connect(store, rank, 3, Deadline(timeout_s), "tcp")
+        told[rank] = caught.value.what
+
+    host, _, _ = next(rendezvous("tcp://127.0.0.1:0", 0, 3))
+    client, _, _ = next(rendezvous(f"tcp://127.0.0.1:{host.port}", 1, 3))
+    threads = [
+        threading.Thread(target=join, args=arguments)
+        for arguments in [(0, host, 0.2), (1, client, 0.5)]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == {
+        0: "rank 0 of 3 waited 0.2 s for ranks that never came: 2",
+        1: "rank 1 of 3 waited 0.5 s for ranks that never came: 2",
+    }
 
 
 def test_address_survives_the_store():

@@ -112,6 +112,8 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
         world_size,
         is_master=rank == 0 and not agent_has_store,
         timeout=timeout,
+        # Whoever uses the store waits for the ranks by name; this would only count them.
+        wait_for_workers=False,
         multi_tenant=not agent_has_store,
     )
 

@@ -21,6 +21,10 @@ from unisono.transports.tcp import TCPTransport
 
 __all__ = ["connect"]
 
+# How long a rank that has given up stays for those that came later and wait a little longer:
+# without the store, which may be this rank's, they could not tell who is missing.
+_STAY_S = 2.0
+
 
 def connect(
     store: Store,
@@ -72,6 +76,8 @@ def _gather(store: Store, rank: int, world_size: int, deadline: Deadline) -> lis
         store.wait(keys, deadline.remaining())
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
+        with contextlib.suppress(StoreError):
+            store.barrier("gave up", world_size - len(missing), _STAY_S)
         names = ", ".join(map(str, missing)) or "none now"
         raise RendezvousError(
             f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
