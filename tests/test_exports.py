@@ -33,9 +33,7 @@ def names_for_type_checkers() -> set[tuple[str, str, str]]:
 
 def test_type_checkers_and_the_interpreter_see_the_same_names():
     declared = {
-        (module, name, name)
-        for module, names in unisono._HOMES.items()
-        for name in names.split()
+        (module, name, name) for module, names in unisono._HOMES.items() for name in names.split()
     }
     assert names_for_type_checkers() == declared
 

@@ -58,7 +58,7 @@ struct Buffers {
 class Group {
  public:
   // `pids` has one process id per rank, in this host's numbering. `spin` is how often a wait looks
-  // at a flag before it gives the core away.
+  // at a flag before it offers the core to others.
   Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin);
   ~Group();
   Group(const Group&) = delete;

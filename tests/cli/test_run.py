@@ -189,8 +189,14 @@ def test_program_that_cannot_be_started(tmp_path):
     [
         ([], "no script given"),
         (["absent.py"], "script not found: absent.py"),
-        (["--nproc-per-node", "0", "s.py"], "must be a number of at least 1, cpu, gpu or auto; got '0'"),
-        (["--nproc-per-node", "two", "s.py"], "must be a number of at least 1, cpu, gpu or auto; got 'two'"),
+        (
+            ["--nproc-per-node", "0", "s.py"],
+            "must be a number of at least 1, cpu, gpu or auto; got '0'",
+        ),
+        (
+            ["--nproc-per-node", "two", "s.py"],
+            "must be a number of at least 1, cpu, gpu or auto; got 'two'",
+        ),
         (["--grace", "-1", "s.py"], "must be a number of seconds >= 0, got '-1'"),
         (["--unknown", "s.py"], "unrecognized arguments: --unknown"),
         (["-m", "--no-python", "s.py"], "not allowed with argument"),

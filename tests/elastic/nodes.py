@@ -33,7 +33,7 @@ print("up", env["RANK"], env["WORLD_SIZE"], env["GROUP_RANK"], env["TORCHELASTIC
       os.getpid(), int(x[0]), flush=True)
 stop = np.zeros(1)
 while not stop[0]:
-    stop[0] = os.path.exists("stop")
+    stop[0] = os.path.exists(os.path.join(os.path.dirname(__file__), "stop"))
     dist.all_reduce(stop, dist.ReduceOp.MAX)
     time.sleep(0.005)
 dist.destroy_process_group()
@@ -165,7 +165,7 @@ class Job:
     def start(self, *flags, inside=None):
         """Start an agent with these flags only."""
         extra = {} if inside is None else {"inside": inside}
-        agent = Agent([*flags, "worker.py"], self.folder, **extra)
+        agent = Agent([*flags, self.folder / "worker.py"], self.folder, **extra)
         self.agents.append(agent)
         return agent
 

@@ -22,10 +22,10 @@ from unisono.rendezvous.state import (
     Phase,
     State,
     Succeeded,
-    apply,
     dumps,
     loads,
 )
+from unisono.rendezvous.transitions import apply
 
 TIMING = Timing(join_timeout_s=600.0, last_call_s=30.0, dead_after_s=10.0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from unisono.errors import RendezvousError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
-from unisono.rendezvous.endpoint import is_local, open_endpoint, parse_endpoint, source_address
+from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
 from unisono.rendezvous.state import Limits, Node
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
@@ -173,7 +173,7 @@ def test_local_addresses():
     assert is_local("localhost")
     assert not is_local("192.0.2.1")  # reserved for documentation
     assert not is_local("no.such.host.invalid")
-    assert source_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("127.0.0.1") == "127.0.0.1"
 
 
 def test_first_agent_on_the_host_serves_the_store():

@@ -117,7 +117,11 @@ def test_incomplete_variables_are_left_to_env(env):
         (HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}, "started 2 processes"),
         (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "started 8 processes"),
         (HYDRA | {"PMI_RANK": "x"}, "PMI_RANK must be an integer, got 'x'"),
-        (HYDRA | {"PMI_RANK": "2"}, "rank must be 0 to 1, got 2"),
+        (HYDRA | {"PMI_RANK": "2"}, r"\(PMI_RANK, PMI_SIZE\): rank must be 0 to 1, got 2"),
+        (
+            SRUN | {"SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "x"},
+            "SLURM_NTASKS must be an integer, got 'x'",
+        ),
     ],
 )
 def test_refuses_and_says_why(env, message):

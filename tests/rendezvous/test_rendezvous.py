@@ -129,10 +129,10 @@ def test_missing_variable_is_named_and_the_others_listed(environment, missing):
         ({"MASTER_PORT": "abc"}, "MASTER_PORT must be an integer, got 'abc'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT must be 0 to 65535, got 65536"),
         ({"MASTER_PORT": ""}, "MASTER_PORT expected, but not set"),
-        ({"RANK": "1"}, "rank must be 0 to 0, got 1"),
+        ({"RANK": "1"}, r"\(RANK, WORLD_SIZE\): rank must be 0 to 0, got 1"),
         ({"RANK": "-1"}, "rank must be 0 to 0, got -1"),
         ({"RANK": "zero"}, "RANK must be an integer, got 'zero'"),
-        ({"WORLD_SIZE": "0"}, "world_size must be at least 1, got 0"),
+        ({"WORLD_SIZE": "0"}, r"\(RANK, WORLD_SIZE\): world_size must be at least 1, got 0"),
     ],
 )
 def test_bad_variable_is_named(environment, change, text):

@@ -26,10 +26,10 @@ from unisono.rendezvous.state import (
     Phase,
     State,
     Succeeded,
-    apply,
     dumps,
     loads,
 )
+from unisono.rendezvous.transitions import apply
 
 
 def limits(low, high=None, restarts=0):
@@ -287,11 +287,18 @@ def play(cluster, steps):
 
 
 @settings(max_examples=300, deadline=None)
-@given(rules=RULES, count=st.integers(1, 4), steps=st.lists(STEPS, max_size=60))
-def test_any_life_ends_in_progress(rules, count, steps):
+@given(
+    rules=RULES,
+    count=st.integers(1, 4),
+    formed=st.booleans(),
+    steps=st.lists(STEPS, max_size=60),
+)
+def test_any_life_ends_in_progress(rules, count, formed, steps):
     cluster = Cluster(rules)
     for _ in range(count):
         cluster.add()
+    if formed:
+        cluster.pass_time(60)
     play(cluster, steps)
     # From here on nothing goes wrong any more.
     cluster.pass_time(120)

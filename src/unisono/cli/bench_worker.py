@@ -3,7 +3,8 @@
 Per size every library is first checked, then timed in rounds. In a round each library in turn does
 its warm-up calls, meets the others in a barrier, and makes `iters` calls in a loop; the next round
 begins with the next library. A round's time is the mean of the loop on the slowest rank, and the
-reported time the median over rounds. What else happens on the machine hits all of them alike.
+reported time the median over rounds. So what else happens on the machine in that time hits all of
+them, though not equally: one that waits by spinning loses more than one that sleeps.
 """
 
 from __future__ import annotations

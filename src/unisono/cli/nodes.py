@@ -79,6 +79,10 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items()),
     )
     add_flag(group, "--local-addr", default=None, metavar="HOST", help="this node's address")
+    _add_restart_flags(group)
+
+
+def _add_restart_flags(group: Any) -> None:
     add_flag(
         group,
         "--max-restarts",

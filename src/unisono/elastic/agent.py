@@ -27,7 +27,7 @@ from unisono.elastic.signals import PASSED_ON, Signals
 from unisono.elastic.spec import GRACE_S, SETTLE_S, LaunchResult, LaunchSpec, Meeting
 from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
-from unisono.rendezvous.endpoint import open_endpoint, source_address
+from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.state import Node
 from unisono.stores import FileStore, HashStore, Store
@@ -36,6 +36,7 @@ __all__ = ["GRACE_S", "SETTLE_S", "Agent", "LaunchResult", "LaunchSpec"]
 
 _DRAIN_S = 5.0
 _REPORT_S = 10.0
+_PATIENCE_S = 5.0
 
 
 class Agent:
@@ -114,10 +115,13 @@ class Agent:
 
     def _next_world(self) -> World | None:
         """Wait for a world to run; None if there will be none."""
+        patience_s: float | None = _PATIENCE_S
         while True:
             if (world := self._take_orders()) is not None or self._end is not None:
                 return world
-            select.select([self._signals.fd], [], [])
+            if not select.select([self._signals.fd], [], [], patience_s)[0]:
+                self._notify(f"waiting for other nodes: {self._rendezvous.progress()}")
+                patience_s = None
             for signum in self._signals.read():
                 if signal_name(signum) not in PASSED_ON:
                     self._signum = signum
@@ -239,4 +243,4 @@ def _open_shared(meeting: Meeting, canceled: Callable[[], bool]) -> tuple[Store,
         read_timeout_s=max(1.0, meeting.timing.dead_after_s),
         canceled=canceled,
     )
-    return store, meeting.address or source_address(host)
+    return store, meeting.address or own_address(host)

@@ -38,7 +38,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if not is_native_built():
         why = "its extension module is not built (it needs a C++ compiler at installation)"
     else:
-        why = "its ranks are on several hosts, or not all of them have it"
+        why = "its ranks are on several hosts, or not all of them have it or want it"
     if kind == "native":
         raise UnsupportedError(
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"

@@ -53,10 +53,10 @@ SLOT_BYTES = 512 * 1024
 _INVITATION = struct.Struct("<iii16s")
 """errno of making the memory (0: made), process id, file descriptor, nonce."""
 
-# How often a wait looks at a flag before it gives the core away: some microseconds, in which a
-# peer that runs will come. With more ranks than cores it may be waiting for this very core.
-_SPIN = 2000
-_SPIN_CROWDED = 50
+# How often a wait looks at a flag before it offers the core to others: some microseconds, in which
+# a peer that runs will come. With more ranks than cores it may be waiting for this very core.
+_SPIN = 100
+_SPIN_CROWDED = 10
 
 # What only moves, such as float8, is bytes to the C++ engine.
 _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
@@ -72,8 +72,11 @@ def is_native_built() -> bool:
 
 
 def host_word() -> str:
-    """Return a word that is equal on ranks that may share memory; "" if this one cannot."""
-    if _engine is None:
+    """Return a word that is equal on ranks that may share memory; "" if this one cannot.
+
+    A rank that is to use the reference engine says so here, or the others would not know.
+    """
+    if _engine is None or config.get("UNISONO_ENGINE") == "reference":
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -3,7 +3,7 @@
 They take torch's arguments in torch's order, with `timeout` and `algorithm` added as keywords.
 `src` and `dst` are global ranks, `group_src` and `group_dst` ranks in the group. A synchronous
 call returns None, an asynchronous one a `Work`. On a rank that is not a member of the group a
-call warns and returns None.
+call warns and returns None. What `all_reduce` says under Raises holds for all of them.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """

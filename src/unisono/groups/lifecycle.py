@@ -279,12 +279,20 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 
 def get_group_rank(group: Any, global_rank: int) -> int:
-    """Return the rank in `group` of a global rank."""
+    """Return the rank in `group` of a global rank.
+
+    Raises:
+        InvalidArgumentError: This rank, or that one, is not a member.
+    """
     return _required(group).group_rank(global_rank)
 
 
 def get_global_rank(group: Any, group_rank: int) -> int:
-    """Return the global rank of a rank in `group`."""
+    """Return the global rank of a rank in `group`.
+
+    Raises:
+        InvalidArgumentError: This rank is not a member, or there is no such rank.
+    """
     pg = _required(group)
     group_rank = as_integer(group_rank, "group_rank")
     if not 0 <= group_rank < pg.size():

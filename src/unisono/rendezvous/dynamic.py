@@ -38,10 +38,10 @@ from unisono.rendezvous.state import (
     Phase,
     State,
     Succeeded,
-    apply,
     dumps,
     loads,
 )
+from unisono.rendezvous.transitions import apply
 from unisono.stores import PrefixStore, Store, TCPStore
 
 __all__ = ["DynamicRendezvous", "Order", "World"]
@@ -178,6 +178,22 @@ class DynamicRendezvous:
         except UnisonoError:
             # The store's host is gone; what this node knows must do.
             return [text]
+
+    def progress(self) -> str:
+        """Return in words who has come and what the node waits for."""
+        if self._base is None:
+            return "the store is not open yet"
+        state, limits = self._state, self._member.limits
+        hosts = ", ".join(node.host for node in state.members) or "none"
+        match state.phase:
+            case Phase.JOINING:
+                text = f"{len(state.members)} of at least {limits.min_nodes} came ({hosts})"
+            case Phase.RUNNING if state.is_member(self._member.node.id):
+                done = len(state.succeeded)
+                text = f"{done} of {len(state.members)} nodes are done ({hosts})"
+            case _:
+                text = f"there is no place now; running: {hosts}"
+        return f"{text}; before that, {state.reason}" if state.reason else text
 
     def hosted_for(self) -> list[str]:
         """Return the hosts that need the store of this process, if it has it."""

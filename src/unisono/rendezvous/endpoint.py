@@ -10,7 +10,7 @@ from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutEr
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
 
-__all__ = ["DEFAULT_PORT", "is_local", "open_endpoint", "parse_endpoint", "source_address"]
+__all__ = ["DEFAULT_PORT", "is_local", "open_endpoint", "own_address", "parse_endpoint"]
 
 DEFAULT_PORT = 29400
 """Port of an endpoint that names none, as torchrun has it."""
@@ -52,12 +52,18 @@ def is_local(host: str) -> bool:
     return False
 
 
-def source_address(host: str) -> str:
-    """Return the own address that packets to `host` carry; sends nothing.
+def own_address(host: str) -> str:
+    """Return an address under which the nodes that meet at `host` reach this one; sends nothing.
+
+    If `host` is this host, that is the name they all know. It must not be looked up here: where
+    /etc/hosts gives a machine's own name 127.0.1.1, the answer would be of no use to others.
+    Elsewhere it is the address that packets to `host` carry.
 
     Raises:
         RendezvousError: There is no way to `host`.
     """
+    if is_local(host):
+        return host
     try:
         found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
         for family, kind, proto, _, address in found:

@@ -45,7 +45,7 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
         _only_once("env://")
     rank = _from_query_or_variable(query, "rank", "RANK")
     world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
-    rank, world_size = ranks_of(rank, world_size, "env:// rendezvous")
+    rank, world_size = ranks_of(rank, world_size, "env:// rendezvous (RANK, WORLD_SIZE)")
     host = _variable("MASTER_ADDR")
     port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
     yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size

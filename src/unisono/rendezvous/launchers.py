@@ -181,10 +181,11 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
             "set: this would make a world of one in each process",
             hint=f"set {launcher.world_size[0]} to the number of processes",
         )
+    size_name = next(name for name in launcher.world_size if env.get(name))
     rank, world_size = ranks_of(
         parse_integer(env[launcher.rank], f"environment variable {launcher.rank}"),
-        parse_integer(size_text, f"environment variable {launcher.world_size[0]}"),
-        launcher.name,
+        parse_integer(size_text, f"environment variable {size_name}"),
+        f"{launcher.name} ({launcher.rank}, {size_name})",
     )
     local_rank = _first(launcher.local_rank, env)
     job = [env.get(name, "") for name in launcher.job]

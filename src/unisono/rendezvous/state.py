@@ -1,29 +1,13 @@
-"""The elastic rendezvous as a pure state machine: which nodes form the current world.
+"""What the agents of a job share: the document that says which nodes form the current world.
 
-All agents of a job share one `State`, a small document in a store. Whoever wants to change it
-computes `apply(state, event)` and writes the result with compare_set; if somebody else was
-faster, it reads again and applies the event to what it finds. So events come in one order for
-all, and none is lost. Nothing here reads a clock or does I/O.
-
-            Join: enough nodes                       all members Succeeded
-    JOINING ------------------> RUNNING (epoch + 1) -----------------------> FINISHED
-       ^                           |  Failed with no restart left
-       +---------------------------+---------------------------------------> FAILED
-         Failed, Lost, Left, Join
-
-A world is one epoch. It ends at most once, and so counts at most once against `max_restarts`,
-however many nodes report its end: events that name an epoch are ignored when it is over.
-
-Restarts are counted when a worker failed by itself. If workers only report a lost peer, the
-count waits until the next world forms: a node that turned out to be lost or to have left is a
-change of membership, which costs no restart.
+The rules by which it changes are in `unisono.rendezvous.transitions`. Nothing here reads a clock
+or does I/O.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -42,7 +26,6 @@ __all__ = [
     "Phase",
     "State",
     "Succeeded",
-    "apply",
     "dumps",
     "loads",
 ]
@@ -194,216 +177,6 @@ class Lost:
 
 
 Event = Join | LastCall | Failed | Succeeded | Left | Lost
-
-
-def apply(state: State, event: Event) -> State:
-    """Return the state after an event; the same object if the event changes nothing.
-
-    Raises:
-        RendezvousError: A node cannot join, because it was started with other limits or with
-            a node rank that another node has.
-    """
-    match event:
-        case Join():
-            after = _join(state, event)
-        case LastCall():
-            after = state
-            if event.epoch == state.epoch and _enough(state):
-                after = _form(state)
-        case Failed():
-            after = _failed(state, event)
-        case Succeeded():
-            after = _succeeded(state, event)
-        case Left() | Lost():
-            after = _gone(state, event)
-    return state if after == state else after
-
-
-def _join(state: State, event: Join) -> State:
-    node = event.node
-    if state.limits is None:
-        state = replace(state, limits=event.limits)
-    elif state.limits != event.limits:
-        raise RendezvousError(
-            f"node {node.host} was started with {_words(event.limits)}, "
-            f"but the job runs with {_words(state.limits)}",
-            hint="start every node with the same --nnodes and --max-restarts",
-        )
-    if node.id in (n.id for n in (*state.members, *state.waiting)) or state.over:
-        return state
-    rival = next((n for n in state.members if n.wish == node.wish), None)
-    if node.wish is not None and rival is not None and state.epoch == 0:
-        raise RendezvousError(
-            f"--node-rank {node.wish} of host {node.host} is taken by host {rival.host}",
-            hint="give each node a different --node-rank, 0 to nnodes - 1",
-        )
-    if state.phase is Phase.RUNNING and _has_room(state, node) and not state.succeeded:
-        reason = f"node {node.host} joined"
-        state = _end_world(state, Cause.MEMBERSHIP, node.id, reason)
-    if state.phase is Phase.JOINING and _has_room(state, node):
-        return _settle(_admit(state, node))
-    return replace(state, waiting=(*state.waiting, node))
-
-
-def _words(limits: Limits) -> str:
-    return f"--nnodes {limits.min_nodes}:{limits.max_nodes} --max-restarts {limits.max_restarts}"
-
-
-def _has_room(state: State, node: Node) -> bool:
-    """Whether a node can be admitted without taking a place that is kept for another."""
-    assert state.limits is not None
-    if node.wish is not None and any(n.wish == node.wish for n in state.members):
-        return False
-    if node.id in state.expected:
-        return True
-    return len(state.members) + len(state.expected) < state.limits.max_nodes
-
-
-def _admit(state: State, node: Node) -> State:
-    return replace(
-        state,
-        members=(*state.members, node),
-        expected=_without(state.expected, node.id),
-    )
-
-
-def _failed(state: State, event: Failed) -> State:
-    if event.epoch != state.epoch or state.over or event.node_id not in state.order:
-        return state
-    cause = Cause.FAILURE if event.original else Cause.CONSEQUENCE
-    if state.phase is Phase.RUNNING:
-        state = _end_world(state, cause, event.node_id, event.reason)
-        return _settle(_count(state)) if event.original else state
-    if event.original and state.cause is Cause.CONSEQUENCE:
-        # The node that only lost a peer was quicker than the one which says why.
-        known = replace(state, cause=cause, blamed=event.node_id, reason=event.reason)
-        return _settle(_count(known))
-    return state
-
-
-def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
-    members = tuple(node.id for node in state.members)
-    ended = replace(
-        state,
-        phase=Phase.JOINING,
-        members=(),
-        expected=members,
-        order=members,
-        succeeded=(),
-        cause=cause,
-        blamed=blamed,
-        reason=reason,
-    )
-    return _promote(ended)
-
-
-def _promote(state: State) -> State:
-    """Give free places to nodes that wait for one."""
-    for node in state.waiting:
-        if _has_room(state, node):
-            state = _admit(state, node)
-            state = replace(state, waiting=tuple(n for n in state.waiting if n.id != node.id))
-    return state
-
-
-def _count(state: State) -> State:
-    """Count the end of a world as a restart, or fail if there was none left."""
-    assert state.limits is not None
-    if state.restarts >= state.limits.max_restarts:
-        return replace(state, phase=Phase.FAILED)
-    return replace(state, restarts=state.restarts + 1)
-
-
-def _succeeded(state: State, event: Succeeded) -> State:
-    stale = event.epoch != state.epoch or state.phase is not Phase.RUNNING
-    if stale or not state.is_member(event.node_id) or event.node_id in state.succeeded:
-        return state
-    succeeded = (*state.succeeded, event.node_id)
-    done = len(succeeded) == len(state.members)
-    return replace(state, succeeded=succeeded, phase=Phase.FINISHED if done else state.phase)
-
-
-def _gone(state: State, event: Left | Lost) -> State:
-    if event.node_id not in state.present:
-        return state
-    if state.phase is Phase.RUNNING and state.is_member(event.node_id):
-        if event.node_id in state.succeeded:
-            return state
-        state = _end_world(state, Cause.MEMBERSHIP, event.node_id, event.reason)
-    elif state.cause is Cause.CONSEQUENCE and event.node_id in state.expected:
-        state = replace(state, cause=Cause.MEMBERSHIP, blamed=event.node_id, reason=event.reason)
-    state = replace(
-        state,
-        members=tuple(n for n in state.members if n.id != event.node_id),
-        waiting=tuple(n for n in state.waiting if n.id != event.node_id),
-        expected=_without(state.expected, event.node_id),
-    )
-    if state.phase is not Phase.JOINING:
-        return state
-    state = _settle(_promote(state))
-    return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
-
-
-def _fail_if_hopeless(state: State, event: Lost) -> State:
-    """Fail rather than wait for a replacement in a job that was not to be restarted."""
-    assert state.limits is not None
-    coming = len(state.members) + len(state.expected)
-    hopeless = state.limits.max_restarts == 0 and coming < state.limits.min_nodes
-    if state.phase is not Phase.JOINING or state.epoch == 0 or not hopeless:
-        return state
-    reason = (
-        f"{event.reason}; {coming} of at least {state.limits.min_nodes} nodes left, "
-        "and --max-restarts is 0"
-    )
-    return replace(state, phase=Phase.FAILED, reason=reason, blamed=event.node_id)
-
-
-def _enough(state: State) -> bool:
-    return (
-        state.phase is Phase.JOINING
-        and state.limits is not None
-        and len(state.members) >= state.limits.min_nodes
-    )
-
-
-def _settle(state: State) -> State:
-    """Form the world if nobody else is to be waited for."""
-    if not _enough(state):
-        return state
-    assert state.limits is not None
-    full = len(state.members) == state.limits.max_nodes
-    all_back = state.epoch > 0 and not state.expected
-    return _form(state) if full or all_back else state
-
-
-def _form(state: State) -> State:
-    if state.cause is Cause.CONSEQUENCE:
-        # Every node is alive: it was a worker that failed, without saying why.
-        state = _count(replace(state, cause=Cause.FAILURE))
-        if state.over:
-            return state
-    before = {node_id: i for i, node_id in enumerate(state.order)}
-
-    def place(item: tuple[int, Node]) -> tuple[int, int, int]:
-        came, node = item
-        wish = len(state.members) if node.wish is None else node.wish
-        return wish, before.get(node.id, len(before)), came
-
-    members = tuple(node for _, node in sorted(enumerate(state.members), key=place))
-    return replace(
-        state,
-        epoch=state.epoch + 1,
-        phase=Phase.RUNNING,
-        members=members,
-        expected=(),
-        order=tuple(node.id for node in members),
-        succeeded=(),
-        cause=Cause.NONE,
-    )
-
-
-def _without(ids: Iterable[str], node_id: str) -> tuple[str, ...]:
-    return tuple(each for each in ids if each != node_id)
 
 
 def dumps(state: State) -> bytes:

@@ -5,7 +5,8 @@ every store, transport and engine must pass; they need no pytest.
 """
 
 from unisono.testing.check_engine import check_engine
+from unisono.testing.check_store import check_store
 from unisono.testing.check_transport import check_transport, check_vanishing
 from unisono.testing.ranks import run
 
-__all__ = ["check_engine", "check_transport", "check_vanishing", "run"]
+__all__ = ["check_engine", "check_store", "check_transport", "check_vanishing", "run"]

@@ -139,6 +139,9 @@ class Transport(ABC):
             info: What the sender's word must be.
             among: With any source: the ranks that may send, all others by default. If one of
                 them crashes, or all of them leave, the receive fails.
+
+        Raises:
+            InvalidArgumentError: `into` is read-only or not of bytes.
         """
         _require_bytes(into)
         if into.readonly:

@@ -1,0 +1,134 @@
+"""The flags about nodes, rendezvous and restarts, and what they become."""
+
+import argparse
+import os
+
+import pytest
+
+from unisono.cli.nodes import add_node_flags, node_options, workers_per_node
+from unisono.elastic.spec import Meeting
+from unisono.errors import InvalidArgumentError
+from unisono.rendezvous.member import Timing
+from unisono.rendezvous.state import Limits
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("PET_", "UNISONO_")):
+            monkeypatch.delenv(name)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    add_node_flags(parser)
+    return node_options(parser.parse_args(arguments))
+
+
+def test_defaults_are_one_node_without_restarts():
+    assert parse() == {
+        "limits": Limits(min_nodes=1, max_nodes=1, max_restarts=0),
+        "meeting": Meeting(),
+        "run_id": None,
+        "role": "default",
+        "monitor_interval_s": 0.1,
+        "master_port": 0,
+    }
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("1", 1, 1), ("3", 3, 3), ("2:5", 2, 5)])
+def test_number_of_nodes(text, low, high):
+    options = parse(f"--nnodes={text}", "--rdzv-backend=c10d", "--rdzv-endpoint=a")
+    assert options["limits"] == Limits(min_nodes=low, max_nodes=high, max_restarts=0)
+
+
+@pytest.mark.parametrize("text", ["0", "2:1", "1:2:3", "x", "", "1:", "-1"])
+def test_no_number_of_nodes(text):
+    with pytest.raises(argparse.ArgumentError, match="--nnodes"):
+        parse(f"--nnodes={text}")
+
+
+def test_static():
+    meeting = parse("--nnodes=2", "--node-rank=1", "--master-addr=a", "--master_port=7")["meeting"]
+    expected = (("a", 7), False, 1, True)
+    got = (meeting.endpoint, meeting.hosting, meeting.node_rank, meeting.share_port)
+    assert got == expected
+    assert parse("--nnodes=2")["meeting"].endpoint == ("127.0.0.1", 29500)
+    assert parse("--nnodes=2")["meeting"].hosting is True
+    assert parse("--nnodes=2", "--rdzv-conf=rank=1")["meeting"].node_rank == 1
+
+
+def test_c10d():
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:5", "--rdzv-id=job"]
+    conf = "join_timeout=1,last_call_timeout=2,keep_alive_interval=3,keep_alive_max_attempt=4"
+    options = parse(*flags, f"--rdzv-conf={conf},close_timeout=5,is_host=0", "--local-addr=me")
+    assert options["run_id"] == "job"
+    assert options["meeting"] == Meeting(
+        endpoint=("a", 5),
+        hosting=False,
+        address="me",
+        timing=Timing(join_timeout_s=1.0, last_call_s=2.0, dead_after_s=12.0),
+        beat_s=3.0,
+        close_s=5.0,
+    )
+    assert parse(*flags)["meeting"].hosting is None
+    assert parse(*flags, "--rdzv-conf=store_type=file")["meeting"].endpoint == "a:5"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rdzv-backend=etcd"], "etcd needs an etcd store, which unisono does not have yet"),
+        (["--rdzv-backend=etcd-v2"], "etcd-v2 needs an etcd store"),
+        (["--rdzv-backend=foo"], r"unknown --rdzv-backend 'foo' \(known: static, c10d\)"),
+        (["--rdzv-backend=c10d"], "needs --rdzv-endpoint HOST:PORT"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=a:x"], "--rdzv-endpoint: .* is not host:port"),
+        (["--nnodes=1:2"], "needs --rdzv-backend c10d: static is for a fixed number"),
+        (["--node-rank=2"], "--node-rank must be 0 to 1, got 2"),
+        (["--standalone"], "--standalone is for one node, but --nnodes says 2:2"),
+        (["--rdzv-conf=join_timeout=x"], "join_timeout must be a number of seconds"),
+        (["--rdzv-conf=keep_alive_interval=0"], "keep_alive_interval must be more than 0"),
+    ],
+)
+def test_contradictions(flags, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        parse("--nnodes=2", *flags)
+
+
+@pytest.mark.parametrize("conf", ["join_timeout", "x=1", "join_timeout="])
+def test_bad_conf(conf):
+    with pytest.raises(argparse.ArgumentError, match="--rdzv-conf"):
+        parse(f"--rdzv-conf={conf}")
+
+
+def test_environment_gives_defaults(monkeypatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    monkeypatch.setenv("PET_ROLE", "trainer")
+    monkeypatch.setenv("UNISONO_ROLE", "server")
+    monkeypatch.setenv("PET_STANDALONE", "1")
+    options = parse()
+    assert (options["limits"].max_restarts, options["role"]) == (3, "server")
+    assert parse("--max-restarts=4")["limits"].max_restarts == 4
+    with pytest.raises(InvalidArgumentError, match="--standalone is for one node"):
+        parse("--nnodes=2")
+    monkeypatch.setenv("PET_STANDALONE", "yes")
+    with pytest.raises(InvalidArgumentError, match="PET_STANDALONE must be 0 or 1, got 'yes'"):
+        parse()
+
+
+def test_bad_value_in_the_environment(monkeypatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "many")
+    with pytest.raises(argparse.ArgumentError, match="at least 0, got 'many'"):
+        parse()
+
+
+def test_workers_per_node(monkeypatch):
+    assert workers_per_node("3") == 3
+    assert workers_per_node("cpu") == len(os.sched_getaffinity(0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3,4")
+    assert (workers_per_node("gpu"), workers_per_node("auto")) == (3, 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert workers_per_node("auto") == len(os.sched_getaffinity(0))
+    for text in ("gpu", "0", "-1", "x", ""):
+        with pytest.raises(argparse.ArgumentTypeError):
+            workers_per_node(text)

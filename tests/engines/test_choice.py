@@ -1,0 +1,57 @@
+"""Which engine a group gets; all its ranks must come to the same choice."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from unisono.engines import Communicator, host_word, is_native_built, make_engine
+from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.transports import InprocTransport
+
+needs_native = pytest.mark.skipif(not is_native_built(), reason="no native engine")
+
+
+@pytest.fixture(autouse=True)
+def no_wish(monkeypatch):
+    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
+
+
+@pytest.fixture
+def choose():
+    """Return a function: what the ranks said about their hosts, a wish -> name of the engine."""
+
+    def name(hosts, kind=None):
+        with closing(InprocTransport(0, len(hosts), lambda peer: "")) as transport:
+            transport.hosts = hosts
+            engine = make_engine(Communicator(transport, tuple(range(len(hosts))), "g"), kind)
+            engine.close()
+            return engine.name
+
+    return name
+
+
+@needs_native
+def test_ranks_of_one_host_share_memory(choose):
+    word = host_word()
+    assert word
+    assert choose((word, word)) == "native"
+    assert choose((word, word), "reference") == "reference"
+
+
+@pytest.mark.parametrize("hosts", [("a", "b"), ("a", ""), ("", "")])
+def test_other_ranks_use_messages(choose, hosts):
+    assert choose(hosts) == "reference"
+    with pytest.raises(UnsupportedError, match="cannot use the native engine: its "):
+        choose(hosts, "native")
+
+
+def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
+    monkeypatch.setenv("UNISONO_ENGINE", "reference")
+    assert host_word() == ""
+
+
+def test_unknown_engine(choose):
+    with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
+        choose(("a", "a"), "fast")
