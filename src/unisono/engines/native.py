@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,6 +36,7 @@ from unisono.schedules import (
     lower_shared,
 )
 from unisono.transports import LinkDown
+from unisono.transports.api import Failure
 
 try:
     _engine: Any = import_module("unisono._engine")
@@ -62,6 +64,10 @@ _SPIN_CROWDED = 10
 _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
 if _engine is not None:
     _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
+
+# A rank that raised says why over its link, and then goes. The shared memory tells of its going
+# at once; for this long its reason may be still on the way.
+_LAST_WORDS_S = 0.1
 
 _INT64 = dtype_named("int64")
 
@@ -130,6 +136,7 @@ class NativeEngine(OrderedEngine):
             _choose_isa(isa)
         self._spin = _SPIN_CROWDED if crowded else _SPIN
         self._group: Any = None
+        self._told = threading.Event()
         self._connected = False
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
@@ -231,6 +238,8 @@ class NativeEngine(OrderedEngine):
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
+        if code in (_engine.LOST, _engine.LEFT) and self._told.wait(_LAST_WORDS_S):
+            code = _engine.ABORTED
         if code == _engine.LOST:
             raise LinkDown(comm.ranks[peer], "its process ended")
         if code == _engine.LEFT:
@@ -256,7 +265,12 @@ class NativeEngine(OrderedEngine):
             _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
             return
         self._group = group = _engine.Group(segment, comm.rank, pids, self._spin)
-        comm.transport.on_failure(comm.context, lambda failure: group.abort())
+
+        def end(failure: Failure) -> None:
+            self._told.set()
+            group.abort()
+
+        comm.transport.on_failure(comm.context, end)
 
     def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
         size, nonce = self.comm.size, os.urandom(16)
