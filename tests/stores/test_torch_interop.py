@@ -13,7 +13,7 @@ import pytest
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
 from unisono.stores import TCPStore, TCPStoreServer
 from unisono.stores.addresses import listen
-from unisono.testing import check_store as suite
+from unisono.testing.check_store import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -81,7 +81,7 @@ NOT_IN_TORCH = {"_check_add", "_check_barrier"}
 
 @pytest.mark.parametrize(
     "check",
-    [check for check in suite.STORE_CHECKS if check.__name__ not in NOT_IN_TORCH],
+    [check for check in STORE_CHECKS if check.__name__ not in NOT_IN_TORCH],
     ids=lambda check: check.__name__,
 )
 def test_our_client_on_torchs_server(client, check):
