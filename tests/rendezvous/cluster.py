@@ -91,7 +91,7 @@ class Cluster:
         """Let an agent look at the state and act, as its thread does."""
         if not agent.alive or agent.end is not None:
             return
-        while True:
+        for _ in range(20):
             agent.member, events, actions = decide(agent.member, self.state, self.now)
             for event in events:
                 self.apply(event)
@@ -99,6 +99,7 @@ class Cluster:
                 self.act(agent, action)
             if not events:
                 return
+        raise AssertionError(f"an agent says the same for ever: {events} in {self.state}")
 
     def act(self, agent: Agent, action: object) -> None:
         match action:

@@ -360,6 +360,19 @@ def test_heartbeat_tells_a_crashed_agent():
     assert cluster.agents[0].started == [1, 2]
 
 
+def test_agent_that_crashed_after_its_work_was_done():
+    cluster = Cluster(limits(2))
+    first, second = cluster.add(), cluster.add()
+    cluster.pass_time(5)
+    cluster.succeed(second)
+    cluster.crash(second)
+    cluster.pass_time(60)
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.RUNNING, 1)
+    cluster.succeed(first)
+    cluster.pass_time(5)
+    assert first.end == End(True, "")
+
+
 def test_agent_that_only_slept_comes_back():
     cluster = Cluster(limits(1, 2, restarts=1))
     for _ in range(2):

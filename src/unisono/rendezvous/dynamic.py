@@ -287,11 +287,10 @@ class DynamicRendezvous:
         while True:
             self._state = state = loads(store.get(_STATE))
             self._member, events, actions = decide(self._member, state, time.monotonic())
-            for event in events:
-                self._change(store, event)
+            changed = [self._change(store, event) for event in events]
             for action in actions:
                 self._do(store, action, state)
-            if not events:
+            if not any(changed):
                 break
         self._start_pending(store)
 
@@ -306,19 +305,22 @@ class DynamicRendezvous:
         beats = {i: int(count) for i, count in zip(others, counts, strict=True)}
         self._member = observe(self._member, beats, time.monotonic())
 
-    def _change(self, store: Store, event: Event) -> None:
-        """Apply an event to the shared state, whoever else changes it at the same time."""
+    def _change(self, store: Store, event: Event) -> bool:
+        """Apply an event to the shared state, whoever else changes it at the same time.
+
+        Returns whether the event made a difference.
+        """
         text = store.get(_STATE)
         while True:
             before = loads(text)
             after = apply(before, event)
             if after is before:
-                return
+                return False
             wanted = dumps(after)
             found = store.compare_set(_STATE, text, wanted)
             if found == wanted:
                 _LOG.info("%s: %s, epoch %d", event, after.phase, after.epoch)
-                return
+                return True
             text = found
 
     def _do(self, store: Store, action: Action, state: State) -> None:

@@ -137,7 +137,11 @@ def _lost_nodes(member: Member, state: State, now: float) -> list[Lost]:
     limit_s = member.timing.dead_after_s
     hosts = {node.id: node.host for node in (*state.members, *state.waiting)}
     found = []
+    # Who has done its part in a world that still runs may go without harm.
+    done = state.succeeded if state.phase is Phase.RUNNING else ()
     for node_id in state.present:
+        if node_id in done:
+            continue
         _, since_s = member.beats.get(node_id, (0, now))
         if node_id != member.node.id and now - since_s >= limit_s:
             who = hosts.get(node_id, node_id)
