@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.base import config
 from unisono.engines import is_native_built
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
@@ -12,7 +13,12 @@ ENGINES = [
     "reference",
     pytest.param(
         "native",
-        marks=pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
+        marks=[
+            pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
+            pytest.mark.skipif(
+                config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
+            ),
+        ],
     ),
 ]
 
