@@ -4,12 +4,13 @@ BIN := .venv/bin
 STAMP := .venv/.unisono-setup
 TORCH := torch==2.13.0
 
-.PHONY: help demo test check setup docs clean
+.PHONY: help demo test test-reference check setup docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train on handwritten digits with four processes"
 	@echo "make test    run every check, then every test"
+	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -20,9 +21,11 @@ help:
 demo: $(STAMP)
 	@$(BIN)/unisono run --fold never --nproc-per-node 4 examples/train_digits.py
 
-# The second run is for the engine that groups across hosts get; the first takes the native one.
 test: check
 	@$(BIN)/python -m pytest
+
+# What `make test` runs on the native engine, on the one that groups across hosts get.
+test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/groups tests/faults
 
 check: $(STAMP)
