@@ -61,6 +61,20 @@ class _Splits(NamedTuple):
         return len({*self.sent, *self.received}) <= 1
 
 
+class _Asked(NamedTuple):
+    """What a plan is made from: a call without its memory."""
+
+    collective: str
+    called: str
+    algorithm: str | None
+    elements: int  # the count; a tuple has a method of that name
+    dtype: DType
+    root: int
+    op: ReduceOp | None
+    agreed: tuple[object, ...]
+    splits: _Splits | None
+
+
 class _Plan(NamedTuple):
     """What is the same whenever a call is repeated."""
 
@@ -317,8 +331,11 @@ class CPUBackend(Backend):
             require_reducible(dtype, op)
             if op.factor is not None:
                 scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
-        what = (collective, called, options.algorithm, count, dtype, root, op, agreed, exchange)
-        plan = self._plan_for(subject, *what)
+        algorithm = options.algorithm
+        plan = self._plan_for(
+            subject,
+            _Asked(collective, called, algorithm, count, dtype, root, op, agreed, exchange),
+        )
 
         def finish() -> None:
             if result and output is not None:
@@ -343,47 +360,30 @@ class CPUBackend(Backend):
             pending.wait_until(None)
         return pending
 
-    def _plan_for(
-        self,
-        subject: Flat | None,
-        collective: str,
-        called: str,
-        wish: str | None,
-        count: int,
-        dtype: DType,
-        root: int,
-        op: ReduceOp | None,
-        agreed: tuple[object, ...],
-        splits: _Splits | None,
-    ) -> _Plan:
+    def _plan_for(self, subject: Flat | None, asked: _Asked) -> _Plan:
         """Return the plan of a call, made when the call is new."""
-        shapes = None if subject is None else subject.shapes
+        # Of dtype and op what identifies them: hashing the objects would cost a microsecond.
+        op, shapes = asked.op, None if subject is None else subject.shapes
         reduction = None if op is None else (op.op.value, op.factor)
-        key = (called, dtype.name, shapes, count, root, reduction, wish, agreed, splits)
+        rest = (
+            asked.called,
+            asked.algorithm,
+            asked.elements,
+            asked.root,
+            asked.agreed,
+            asked.splits,
+        )
+        key = (shapes, asked.dtype.name, reduction, *rest)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plan(
-                subject, collective, called, wish, count, dtype, root, op, agreed, splits
-            )
-            self._plans[key] = plan
+            plan = self._plans[key] = self._plan(subject, asked)
         return plan
 
-    def _plan(
-        self,
-        subject: Flat | None,
-        collective: str,
-        called: str,
-        wish: str | None,
-        count: int,
-        dtype: DType,
-        root: int,
-        op: ReduceOp | None,
-        agreed: tuple[object, ...],
-        splits: _Splits | None,
-    ) -> _Plan:
+    def _plan(self, subject: Flat | None, asked: _Asked) -> _Plan:
         """Work out everything about a call that does not depend on the memory it gets."""
+        collective, called, wish, count, dtype, root, op, agreed, splits = asked
         size, itemsize = self.spec.size, dtype.itemsize
         nbytes = count * itemsize
         whole = nbytes * (size if collective in _BLOCKS else 1)

@@ -153,19 +153,8 @@ class NativeEngine(OrderedEngine):
             with Run(self.comm, task) as run:
                 self._perform_in_steps(task, run)
             return
-        dtype = task.dtype
-        code, peer = self._group.run(
-            program.native,
-            task.input,
-            task.output,
-            dtype.itemsize,
-            _CODES[dtype.name],
-            task.op.op.value,
-            task.call.fingerprint,
-            task.deadline.remaining(),
-        )
-        if code:
-            self._raise(task, code, peer)
+        word = task.call.fingerprint
+        self._execute(task, program, task.dtype, task.input, task.output, word)
 
     def _perform_in_steps(self, task: Task, run: Run) -> None:
         """Perform a task that needs more than one call of the C++ engine."""
@@ -206,8 +195,9 @@ class NativeEngine(OrderedEngine):
         dtype: DType,
         source: Array | None,
         target: Array | None,
+        fingerprint: int = 0,
     ) -> None:
-        """Run a program on a call that is agreed already."""
+        """Run a program, after an agreement on `fingerprint` unless it is 0: agreed already."""
         code, peer = self._group.run(
             program.native,
             source,
@@ -215,7 +205,7 @@ class NativeEngine(OrderedEngine):
             dtype.itemsize,
             _CODES[dtype.name],
             task.op.op.value,
-            0,
+            fingerprint,
             task.deadline.remaining(),
         )
         if code:
