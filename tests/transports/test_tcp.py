@@ -268,6 +268,7 @@ def test_callback_runs_on_a_thread_that_must_not_wait():
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_child_keeps_no_socket():
+    others = count_sockets()
     with tcp_world(2) as (a, b):
         works(a, b)
         read, write = os.pipe()
@@ -280,8 +281,10 @@ def test_forked_child_keeps_no_socket():
         inherited = int(os.read(read, 100))
         os.close(read)
         os.waitpid(pid, 0)
-        # Two listeners, two pairs to wake the threads, both ends of a link.
-        assert inherited == count_sockets() - 8
+        assert inherited == others
+        # Two listeners, two pairs to wake the threads, both ends of a link; and perhaps a second
+        # connection, which ends because the ranks called each other at the same time.
+        assert count_sockets() >= others + 8
         works(a, b)
 
 

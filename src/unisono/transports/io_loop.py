@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +14,9 @@ __all__ = ["READ", "WRITE", "Loop"]
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
+
+# How long a fork waits for a handler to end.
+_HOLD_S = 1.0
 
 Handler = Callable[[int], None]
 Job = Callable[[], None]
@@ -25,6 +29,9 @@ class Loop:
         self._selector = selectors.DefaultSelector()
         self._todo: deque[Job] = deque()
         self._timers: dict[Job, float] = {}
+        # Held while a handler runs, when a socket may be known to nothing but a local variable.
+        # Re-entrant, because a handler may fork.
+        self._handling = threading.RLock()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -65,17 +72,30 @@ class Loop:
         timeout = None
         if self._timers:
             timeout = max(0.0, min(self._timers.values()) - time.monotonic())
-        for key, events in self._selector.select(timeout):
-            # A handler of this very batch may have ended another one's socket.
-            if self._selector.get_map().get(key.fd) is key:
-                key.data(events)
-        while self._todo:
-            self._todo.popleft()()
-        if self._timers:
-            now = time.monotonic()
-            for job in [job for job, at in self._timers.items() if at <= now]:
-                self.stop_timer(job)
-                job()
+        ready = self._selector.select(timeout)
+        with self._handling:
+            for key, events in ready:
+                # A handler of this very batch may have ended another one's socket.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data(events)
+            while self._todo:
+                self._todo.popleft()()
+            if self._timers:
+                now = time.monotonic()
+                for job in [job for job, at in self._timers.items() if at <= now]:
+                    self.stop_timer(job)
+                    job()
+
+    def hold(self) -> bool:
+        """Keep handlers from running until `release`; return False if one runs for too long.
+
+        A handler may be waiting for a lock of the calling thread, so this wait has an end.
+        """
+        return self._handling.acquire(timeout=_HOLD_S)
+
+    def release(self) -> None:
+        """Let handlers run again, on the thread that called `hold`."""
+        self._handling.release()
 
     def close(self) -> None:
         """Close every socket that is watched; jobs that come later are never run.

@@ -45,6 +45,9 @@ _ACCEPT_PAUSE_S = 0.1
 
 _transports: weakref.WeakSet[TCPTransport] = weakref.WeakSet()
 
+# By thread, because two may fork at the same time.
+_held: dict[int, list[TCPTransport]] = {}
+
 
 class TCPTransport(Transport):
     """Links between processes.
@@ -305,6 +308,14 @@ class TCPTransport(Transport):
         else:
             self.mark_down(error)
 
+    def hold(self) -> bool:
+        """Stop the I/O thread between two handlers, where every socket is in its place."""
+        return self._loop.hold()
+
+    def release(self) -> None:
+        """Let the I/O thread go on, on the thread that called `hold`."""
+        self._loop.release()
+
     def close_in_child(self) -> None:
         """Close a forked child's copies of the sockets.
 
@@ -321,10 +332,25 @@ def _own_end(peer: int) -> LinkDown:
     return LinkDown(peer, "this rank closed its transport")
 
 
+def _hold_before_fork() -> None:
+    # In the middle of a handshake a socket has no place yet where the child would find it.
+    _held[threading.get_ident()] = [each for each in list(_transports) if each.hold()]
+
+
+def _release_after_fork() -> None:
+    for transport in _held.pop(threading.get_ident()):
+        transport.release()
+
+
 def _close_in_child() -> None:
+    _release_after_fork()
     for transport in list(_transports):
         transport.close_in_child()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(
+        before=_hold_before_fork,
+        after_in_parent=_release_after_fork,
+        after_in_child=_close_in_child,
+    )
