@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 from unisono.backends import Backend, BackendConfig, CallOptions, GroupSpec, make_backend
@@ -12,6 +13,7 @@ from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError
+from unisono.groups.callers import concurrent_call_error
 from unisono.groups.dispatch import OPS, dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
@@ -30,8 +32,9 @@ class ProcessGroup:
         timeout: Seconds or timedelta; the group's timeout if None.
         algorithm: Name of an algorithm to use instead of the selected one.
 
-    All members must make the same calls in the same order. Threads: calls of several threads
-    are put in some order; use one group per thread to have yours.
+    All members must make the same calls in the same order. Threads: a collective call that
+    overlaps one of another thread is refused with UsageError; use one group per thread. Send and
+    recv are matched by peer and tag, and may be called from any thread at any time.
 
     Args:
         store: Shared by exactly the members; wrap it in a PrefixStore if others use it too.
@@ -72,6 +75,8 @@ class ProcessGroup:
         self.config = BackendConfig(backend)
         self.backends: dict[str, Backend] = {}
         self._closed = False
+        # Identity of the thread that is in a collective call, 0 if none is.
+        self._caller = 0
         try:
             for device, backend_name in self.config.device_backends.items():
                 self.backends[device] = self._make(backend_name, device, options, _parent)
@@ -220,12 +225,12 @@ class ProcessGroup:
     def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
         """Send to a rank; done when the tensor may be changed."""
         arguments = (tensor, self._member(peer, "dst"), _tag(tag))
-        return self._call("send", tensor, arguments, how)
+        return self._start("send", tensor, arguments, how)
 
     def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
         """Receive from a rank, or from any if None."""
         source = None if peer is None else self._member(peer, "src")
-        return self._call("recv", tensor, (tensor, source, _tag(tag)), how)
+        return self._start("recv", tensor, (tensor, source, _tag(tag)), how)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -247,6 +252,19 @@ class ProcessGroup:
             backend.close()
 
     def _call(self, op: str, tensor: Any, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+        """Make a collective call; refuse it while another thread is in one."""
+        me = get_ident()
+        # No call between the look and the mark, so that no other thread can run in between.
+        caller = self._caller
+        if caller != 0 and caller != me:
+            raise concurrent_call_error(self, op, caller)
+        self._caller = me
+        try:
+            return self._start(op, tensor, arguments, how)
+        finally:
+            self._caller = caller
+
+    def _start(self, op: str, tensor: Any, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         if self._closed:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
         options = self._options(op, **how)

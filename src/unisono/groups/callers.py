@@ -1,0 +1,59 @@
+"""Who calls a group: the answer to two threads that call it at the same time.
+
+All ranks must see the calls of a group in one order. Of two calls that overlap in time nobody can
+say which is first, and another rank may say otherwise: the ranks would wait for one another, or
+reduce one thread's array with the other's. So the second call is refused. The good path pays for
+a comparison; who called from where is looked up for the error only.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from unisono.errors import Context, UsageError
+
+if TYPE_CHECKING:
+    from unisono.groups.process_group import ProcessGroup
+
+__all__ = ["concurrent_call_error"]
+
+
+def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> UsageError:
+    """Return the error of a call that overlaps one of another thread; names both call sites.
+
+    Args:
+        group: The group that both have called.
+        op: What this thread called.
+        other_thread: Identity of the thread whose call is under way.
+    """
+    here, _ = _call_site(group, sys._getframe())
+    there, other_op = _call_site(group, sys._current_frames().get(other_thread))
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    this, other = threading.current_thread().name, threads.get(other_thread, "?")
+    return UsageError(
+        f"{op} on group '{group.name}' at {here} (thread '{this}') overlaps {other_op} at {there} "
+        f"(thread '{other}')",
+        context=Context(rank=group.ranks[group.rank()], group=group.name, op=op, usable=True),
+        hint="ranks must see the calls of a group in one order: give each thread a group of its "
+        "own (new_group), or let one stream make the calls",
+    )
+
+
+def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
+    """Return "file:line" of the code that called the group, and the function it called."""
+    while frame is not None and frame.f_locals.get("self") is not group:
+        frame = frame.f_back
+    called = "a call"
+    while frame is not None and _is_ours(frame):
+        called = frame.f_code.co_name
+        frame = frame.f_back
+    place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return place, called
+
+
+def _is_ours(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module == "unisono" or module.startswith("unisono.")

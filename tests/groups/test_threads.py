@@ -1,0 +1,27 @@
+"""Thread rules: overlapping calls on one group are refused, with both call sites."""
+
+import re
+
+import thread_bodies
+
+
+def test_an_overlapping_call_is_refused_and_both_call_sites_are_named(world):
+    text, usable = world(thread_bodies.overlapping, 2)[0]
+    line, where, hint = text.splitlines()
+    here = r"\S*thread_bodies\.py:\d+"
+    assert re.fullmatch(
+        rf"broadcast on group 'default' at {here} \(thread '[^']+'\) overlaps all_reduce at "
+        rf"{here} \(thread 'first'\)",
+        line,
+    ), line
+    assert where.strip() == "where: rank=0 group=default op=broadcast group_usable=yes"
+    assert "new_group" in hint
+    assert usable
+
+
+def test_threads_may_take_turns(world):
+    world(thread_bodies.one_after_another, 3)
+
+
+def test_a_callback_may_make_the_next_call(world):
+    world(thread_bodies.from_a_callback, 2)
