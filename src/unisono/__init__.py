@@ -48,6 +48,12 @@ if TYPE_CHECKING:
     from unisono.groups.lifecycle import is_available as is_available
     from unisono.groups.lifecycle import is_initialized as is_initialized
     from unisono.groups.lifecycle import new_group as new_group
+    from unisono.groups.objects import all_gather_object as all_gather_object
+    from unisono.groups.objects import broadcast_object_list as broadcast_object_list
+    from unisono.groups.objects import gather_object as gather_object
+    from unisono.groups.objects import recv_object_list as recv_object_list
+    from unisono.groups.objects import scatter_object_list as scatter_object_list
+    from unisono.groups.objects import send_object_list as send_object_list
     from unisono.groups.p2p import P2POp as P2POp
     from unisono.groups.p2p import batch_isend_irecv as batch_isend_irecv
     from unisono.groups.p2p import irecv as irecv
@@ -55,6 +61,8 @@ if TYPE_CHECKING:
     from unisono.groups.p2p import recv as recv
     from unisono.groups.p2p import send as send
     from unisono.groups.process_group import ProcessGroup as ProcessGroup
+    from unisono.groups.serializer import PickleSerializer as PickleSerializer
+    from unisono.groups.serializer import Serializer as Serializer
     from unisono.groups.stop import should_stop as should_stop
     from unisono.groups.work import Work as Work
     from unisono.groups.world import GroupMember as GroupMember
@@ -85,8 +93,13 @@ _HOMES = {
         "get_node_local_rank get_process_group_ranks get_rank get_world_size init_process_group "
         "is_available is_initialized new_group"
     ),
+    "groups.objects": (
+        "all_gather_object broadcast_object_list gather_object recv_object_list "
+        "scatter_object_list send_object_list"
+    ),
     "groups.p2p": "P2POp batch_isend_irecv irecv isend recv send",
     "groups.process_group": "ProcessGroup",
+    "groups.serializer": "PickleSerializer Serializer",
     "groups.stop": "should_stop",
     "groups.work": "Work",
     "groups.world": "GroupMember group",

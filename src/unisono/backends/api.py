@@ -64,11 +64,14 @@ class CallOptions(NamedTuple):
         async_op: Return before the end.
         deadline: Of the whole call.
         algorithm: Name of an algorithm to use instead of the selected one.
+        label: The call that this one is a part of; shown in errors instead of its own name, and
+            equal on all ranks.
     """
 
     async_op: bool
     deadline: Deadline
     algorithm: str | None = None
+    label: str | None = None
 
 
 class Pending(Completion):

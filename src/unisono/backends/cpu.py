@@ -325,6 +325,8 @@ class CPUBackend(Backend):
             result: Whether this rank's output gets a result.
             exchange: Split sizes of an all_to_all.
         """
+        if options.label is not None:
+            called, agreed = options.label, (*agreed, options.label)
         self._require_usable(called)
         dtype = output.dtype if output else input.dtype if input else _NOTHING
         if op is not None:

@@ -281,6 +281,7 @@ class ProcessGroup:
         async_op: bool = False,
         timeout: Timeout | None = None,
         algorithm: str | None = None,
+        _label: str | None = None,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
@@ -289,7 +290,7 @@ class ProcessGroup:
                 f"(known besides its own: async_op, timeout, algorithm)"
             )
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, deadline, algorithm)
+        return CallOptions(async_op, deadline, algorithm, _label)
 
     # ---- checks that need the group only --------------------------------------------------
 

@@ -1,0 +1,299 @@
+"""Object collectives on ranks."""
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import CollectiveError, CollectiveMismatchError, InvalidArgumentError
+
+SIZES = [0, 1, 4096, 4097, 300_000]  # bytes: nothing, in the head, a message of its own
+
+
+def thing(rank, salt=0):
+    """Return an object with arrays of all sizes, some twice, in several layouts."""
+    table = np.arange(12.0).reshape(3, 4) + rank
+    return {
+        "rank": rank,
+        "salt": salt,
+        "text": "é" * (rank * 700),
+        "arrays": [np.full(n, rank + 1, np.uint8) for n in SIZES],
+        "fortran": np.asfortranarray(np.full((200, 300), rank + 0.5)),
+        "strided": np.arange(40_000.0)[::2] * rank,
+        "views": (table[:, 1], table.T),
+        "bytes": bytes(50_000),
+    }
+
+
+def same(a, b):
+    assert type(a) is type(b), (a, b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        return all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    return a == b
+
+
+def everything(rank):
+    p = dist.get_world_size()
+    for salt in range(3):
+        got = [None] * p
+        dist.all_gather_object(got, thing(rank, salt))
+        assert same(got, [thing(r, salt) for r in range(p)])
+        root = salt % p
+        got = [None] * p
+        dist.gather_object(thing(rank, salt), got if rank == root else None, dst=root)
+        assert got == [None] * p or same(got, [thing(r, salt) for r in range(p)])
+        assert (got[0] is None) == (rank != root)
+        got = [thing(rank, salt), "x", None]
+        dist.broadcast_object_list(got, src=root)
+        assert same(got, [thing(root, salt), "x", None])
+        got = ["old", "kept"]
+        inputs = [thing(r, salt) for r in range(p)] if rank == root else [None] * p
+        dist.scatter_object_list(got, inputs, src=root)
+        assert same(got, [thing(rank, salt), "kept"])
+
+
+def defaults(rank):
+    """The root is global rank 0 unless told otherwise."""
+    p = dist.get_world_size()
+    got = [rank]
+    dist.broadcast_object_list(got)
+    assert got == [0]
+    dist.scatter_object_list(got, list(range(p)) if rank == 0 else None)
+    assert got == [rank]
+    gathered = [None] * p if rank == 0 else None
+    dist.gather_object(rank, gathered)
+    assert rank or gathered == list(range(p))
+
+
+def own_copies(rank):
+    """What a rank gets of its own object is a copy, as everybody else's is."""
+    mine = np.full(100_000, rank)
+    got = [None] * dist.get_world_size()
+    dist.all_gather_object(got, mine)
+    for array in got:
+        array += 1
+    assert (mine == rank).all()
+    received = [mine]
+    dist.broadcast_object_list(received, 0)
+    if rank:
+        received[0][:] = 7  # arrays that arrive can be written
+        assert (mine == rank).all()
+
+
+def messages(rank):
+    """Round about: to the next rank, from the one before; then from whoever comes first."""
+    p = dist.get_world_size()
+    after, before = (rank + 1) % p, (rank - 1) % p
+    for use_batch in (False, True):
+        got = [None, None]
+        if rank % 2:
+            assert dist.recv_object_list(got, before, use_batch=use_batch) == before
+        dist.send_object_list([thing(rank), rank], after, use_batch=use_batch)
+        if not rank % 2:
+            assert dist.recv_object_list(got, before, use_batch=use_batch) == before
+        assert same(got, [thing(before), before])
+    if rank:
+        dist.send_object_list([thing(rank)], 0)
+    else:
+        seen = {}
+        for _ in range(1, p):
+            got = [None]
+            source = dist.recv_object_list(got)
+            seen[source] = got[0]
+        assert same(seen, {r: thing(r) for r in seen})
+        assert sorted(seen) == list(range(1, p))
+    with pytest.raises(InvalidArgumentError, match="this rank itself"):
+        dist.send_object_list([1], rank)
+    with pytest.raises(InvalidArgumentError, match="this rank itself"):
+        dist.recv_object_list([1], rank)
+
+
+def in_a_group(rank):
+    group = dist.new_group([2, 0], sort_ranks=False)
+    if rank == 1:
+        with pytest.warns(UserWarning, match="all_gather_object on a rank that does not belong"):
+            assert dist.all_gather_object([], 1, group) is None
+        with pytest.warns(UserWarning, match="recv_object_list"):
+            assert dist.recv_object_list([], 0, group) == -1
+        return
+    got = [None, None]
+    dist.all_gather_object(got, rank, group=group)
+    assert got == [2, 0]
+    got = [rank]
+    dist.broadcast_object_list(got, group=group)  # global rank 0, which is 1 in the group
+    assert got == [0]
+    dist.broadcast_object_list(got, group=group, group_src=0) if rank == 0 else (
+        dist.broadcast_object_list([2], group=group, group_src=0)
+    )
+    assert got == [2] or rank == 2
+    if rank == 2:
+        dist.send_object_list(["hello"], group=group, group_dst=1)
+    else:
+        assert dist.recv_object_list(got, group=group, group_src=0) == 2
+        assert got == ["hello"]
+
+
+def usable():
+    x = np.ones(3)
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()
+
+
+def mistakes(rank):
+    """A mistake of one rank is an error on every rank that depends on it; the group lives on."""
+    p = dist.get_world_size()
+    bad = threading.Lock()  # cannot be pickled
+    lists = {"object_list": [None] * p}
+    for call, blamed in (
+        (lambda o: dist.all_gather_object(lists["object_list"], o), range(p)),
+        (lambda o: dist.broadcast_object_list([o], 1), range(p)),
+        (lambda o: dist.gather_object(o, [None] * p if rank == 0 else None), [0]),
+        (lambda o: dist.scatter_object_list([None], [o] * p, 1), range(p)),
+    ):
+        if rank == 1:
+            with pytest.raises(TypeError, match="cannot pickle"):
+                call(bad)
+        elif rank in blamed:
+            with pytest.raises(CollectiveError, match=r"rank 1 had nothing to send: TypeError: c"):
+                call(1)
+        else:
+            call(1)
+        usable()
+    kept = ["kept"] * (p + (rank == 1))
+    if rank == 1:
+        with pytest.raises(InvalidArgumentError, match="object_list has"):
+            dist.all_gather_object(kept, 0)
+    else:
+        with pytest.raises(CollectiveError, match="rank 1 had nothing to send: InvalidArg"):
+            dist.all_gather_object(kept, 0)
+    assert set(kept) == {"kept"}
+    with pytest.raises(CollectiveMismatchError, match=r"broadcast_object_list\[2\]"):
+        dist.broadcast_object_list([0] * (2 if rank else 1), 0)
+    with pytest.raises(CollectiveMismatchError, match="all_gather_object"):
+        dist.all_gather_object([0] * p, 0) if rank else dist.barrier()
+    with pytest.raises(InvalidArgumentError) if rank == 1 else no_error():
+        dist.scatter_object_list([] if rank == 1 else [0], list(range(p)) if rank == 0 else None)
+    usable()
+    if rank == 0:
+        dist.send_object_list([1, 2], 1)
+        dist.send(np.ones(3), 1)
+        dist.send_object_list([1], 1)
+        dist.send_object_list([3], 1)
+    elif rank == 1:
+        with pytest.raises(CollectiveMismatchError, match="rank 0 sent 2 objects, this rank expe"):
+            dist.recv_object_list([None], 0)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 sent float64\[3\]"):
+            dist.recv_object_list([None], 0)
+        with pytest.raises(CollectiveMismatchError, match="another serializer"):
+            dist.recv_object_list([None], 0, serializer=Text())
+        got = [None]
+        assert dist.recv_object_list(got, 0) == 0
+        assert got == [3]
+    usable()
+    with pytest.raises(TimeoutError) if rank == 0 else no_error():
+        dist.recv_object_list([None], 1, timeout=0.05) if rank == 0 else None
+    usable()
+
+
+class no_error:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+
+class Text:
+    """Objects as their repr; literals only, so nothing can be made to run."""
+
+    name = "text"
+
+    def dumps(self, obj):
+        return repr(obj).encode(), []
+
+    def loads(self, header, buffers):
+        import ast
+
+        assert not buffers
+        return ast.literal_eval(header.decode())
+
+
+class Split:
+    """Cuts a text in two: even letters in the header, odd ones in a buffer."""
+
+    name = "split"
+
+    def dumps(self, obj):
+        return obj[::2].encode(), [memoryview(obj[1::2].encode())]
+
+    def loads(self, header, buffers):
+        (odd,) = buffers
+        letters = [""] * (len(header) + len(odd))
+        letters[::2], letters[1::2] = header.decode(), bytes(odd).decode()
+        return "".join(letters)
+
+
+def serializers(rank):
+    p = dist.get_world_size()
+    got = [None] * p
+    dist.all_gather_object(got, {"a": [rank]}, serializer=Text())
+    assert got == [{"a": [r]} for r in range(p)]
+    for length in (3, 3000, 90_000):
+        text = "".join(chr(65 + (rank + i) % 26) for i in range(length))
+        got = [None] * p
+        dist.all_gather_object(got, text, serializer=Split())
+        assert got[rank] == text
+        assert [t[0] for t in got] == [chr(65 + r % 26) for r in range(p)]
+    with pytest.raises(CollectiveMismatchError, match="another serializer"):
+        dist.all_gather_object(got, "x", serializer=Text() if rank else Split())
+    usable()
+
+
+def torch_tensors(rank):
+    torch = pytest.importorskip("torch")
+    big = torch.arange(40_000.0).reshape(200, 200) + rank
+    mine = {
+        "big": big,
+        "column": big[:, 3],
+        "half": torch.full((30_000,), rank, dtype=torch.bfloat16),
+        "grad": torch.ones(3, requires_grad=True),
+        "empty": torch.empty(0, 4),
+        "conj": (torch.ones(20_000, dtype=torch.complex64) * 1j).conj(),
+    }
+    got = [None] * dist.get_world_size()
+    dist.all_gather_object(got, mine)
+    for r, other in enumerate(got):
+        assert torch.equal(other["big"], big - rank + r)
+        assert torch.equal(other["column"], (big - rank + r)[:, 3])
+        assert torch.equal(other["half"], torch.full((30_000,), r, dtype=torch.bfloat16))
+        assert other["grad"].requires_grad
+        assert other["empty"].shape == (0, 4)
+        assert torch.equal(other["conj"], mine["conj"])
+        other["big"] += 1
+    assert torch.equal(big, torch.arange(40_000.0).reshape(200, 200) + rank)
+
+
+def copies(rank):
+    """An array's bytes are in no message but their own, and are sent from where they are."""
+    from unisono.groups.packet import Packet
+
+    array = np.arange(100_000.0)
+    packet = Packet.of({"a": array}, dist.PickleSerializer())
+    assert packet.rest.size == 0
+    assert len(pickle.dumps(array)) > 100 * packet.first.size
+    (part,) = packet.large
+    assert np.shares_memory(part, array)
+    arrived = Packet.arriving(packet.first)
+    arrived.open_rest()
+    arrived.large[0][:] = part
+    (got,) = arrived.loads(dist.PickleSerializer()).values()
+    assert np.shares_memory(got, arrived.large[0])
+    assert (got == array).all()
+    assert got.flags.writeable
