@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from unisono.base.types import ReduceOp as ReduceOp
     from unisono.elastic import launch as launch
     from unisono.elastic import spawn as spawn
+    from unisono.groups.c10d import AllgatherOptions as AllgatherOptions
+    from unisono.groups.c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
+    from unisono.groups.c10d import AllreduceOptions as AllreduceOptions
+    from unisono.groups.c10d import AllToAllOptions as AllToAllOptions
+    from unisono.groups.c10d import BarrierOptions as BarrierOptions
+    from unisono.groups.c10d import BroadcastOptions as BroadcastOptions
+    from unisono.groups.c10d import GatherOptions as GatherOptions
+    from unisono.groups.c10d import ReduceOptions as ReduceOptions
+    from unisono.groups.c10d import ReduceScatterOptions as ReduceScatterOptions
+    from unisono.groups.c10d import ScatterOptions as ScatterOptions
     from unisono.groups.collectives import all_gather as all_gather
     from unisono.groups.collectives import all_gather_coalesced as all_gather_coalesced
     from unisono.groups.collectives import all_gather_into_tensor as all_gather_into_tensor
@@ -82,6 +92,11 @@ _HOMES = {
     "backends": "register_backend",
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
+    "groups.c10d": (
+        "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
+        "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
+        "ScatterOptions"
+    ),
     "groups.collectives": (
         "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
         "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "

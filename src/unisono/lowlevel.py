@@ -6,7 +6,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType
 from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
-from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher
+from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
 from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Transport
 
@@ -43,6 +43,7 @@ __all__ = [
     "device_of",
     "dispatcher",
     "lower",
+    "schema_of",
     "select",
     "verify",
     "view",

@@ -188,7 +188,15 @@ def test_wrappers_see_every_operation_and_compose():
         me = np.ones(1)
         dist.isend(me, 0).wait()
         dist.irecv(me, 0).wait()
-        expected = [*calls, "send", "recv"]
+        dist.isend(me, 0).wait()
+        dist.irecv(me).wait()
+        group = dist.group.WORLD
+        group.all_gather_into_tensor_coalesced([me], [np.ones(1)])
+        group.reduce_scatter_tensor_coalesced([me], [np.ones(1)])
+        expected = [
+            *calls, "send", "recv", "send", "recv_any_source",
+            "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+        ]  # fmt: skip
         assert expected == [op for name, op, _ in seen if name == "outer"]
         assert [name for name, _, _ in seen] == ["outer", "inner"] * len(expected)
         assert set(OPS) == set(expected)

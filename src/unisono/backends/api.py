@@ -176,6 +176,12 @@ class Backend(ABC):
         """Gather several tensors of one dtype as one message: outputs[rank][i]."""
         self._lacks("all_gather_coalesced")
 
+    def all_gather_into_tensor_coalesced(
+        self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        """all_gather_into_tensor of several tensors of one dtype as one message."""
+        self._lacks("all_gather_into_tensor_coalesced")
+
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
@@ -199,6 +205,12 @@ class Backend(ABC):
     ) -> Pending:
         """Reduce the i-th parts of all tensors to rank i."""
         self._lacks("reduce_scatter_tensor")
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        """reduce_scatter_tensor of several tensors of one dtype as one message."""
+        self._lacks("reduce_scatter_tensor_coalesced")
 
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
@@ -225,9 +237,13 @@ class Backend(ABC):
         """Send to a rank; done when the tensor may be changed."""
         self._lacks("send")
 
-    def recv(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
-        """Receive from a rank, or from any if None."""
+    def recv(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
+        """Receive from a rank."""
         self._lacks("recv")
+
+    def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
+        """Receive from whichever rank sends; `Pending.source` tells which."""
+        self._lacks("recv_any_source")
 
     @abstractmethod
     def split(self, spec: GroupSpec) -> Backend:

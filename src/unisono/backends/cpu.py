@@ -15,7 +15,7 @@ import numpy as np
 from unisono.backends import p2p
 from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
 from unisono.backends.splits import check_splits, split_sizes
-from unisono.backends.staging import Flat, apart, many, one
+from unisono.backends.staging import Flat, apart, many, one, striped
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
@@ -181,6 +181,17 @@ class CPUBackend(Backend):
             input=data, output=target, outputs=flat, count=data.count, agreed=data.sizes,
         )  # fmt: skip
 
+    def all_gather_into_tensor_coalesced(
+        self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
+    ) -> Pending:
+        data = many(tensors, write=False, name="inputs")
+        target = striped(outputs, self.spec.size, write=True, name="outputs", like=data.dtype)
+        self._require_stripes(target, data, "outputs", "inputs")
+        return self._submit(
+            "all_gather", "all_gather_into_tensor_coalesced", data, options,
+            input=data, output=target, outputs=outputs, count=data.count, agreed=data.sizes,
+        )  # fmt: skip
+
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
@@ -228,6 +239,18 @@ class CPUBackend(Backend):
             input=data, output=target, outputs=[output], count=target.count, op=op,
         )  # fmt: skip
 
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
+    ) -> Pending:
+        target = many(outputs, write=True, name="outputs")
+        data = striped(tensors, self.spec.size, write=False, name="inputs", like=target.dtype)
+        self._require_stripes(data, target, "inputs", "outputs")
+        return self._submit(
+            "reduce_scatter", "reduce_scatter_tensor_coalesced", target, options,
+            input=data, output=target, outputs=outputs, count=target.count, op=op,
+            agreed=target.sizes,
+        )  # fmt: skip
+
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
     ) -> Pending:
@@ -260,8 +283,11 @@ class CPUBackend(Backend):
     def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
         return p2p.send(self._comm, tensor, peer, tag, options)
 
-    def recv(self, tensor: Any, peer: int | None, tag: int, options: CallOptions) -> Pending:
+    def recv(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
         return p2p.recv(self._comm, tensor, peer, tag, options)
+
+    def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
+        return p2p.recv(self._comm, tensor, None, tag, options)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -474,6 +500,14 @@ class CPUBackend(Backend):
             raise InvalidArgumentError(
                 f"{whole_name} has {whole.count} elements, expected {size * part}: "
                 f"{size} ranks x {part} of {part_name}"
+            )
+
+    def _require_stripes(self, whole: Flat, part: Flat, whole_name: str, part_name: str) -> None:
+        size = self.spec.size
+        if whole.sizes != tuple([n * size for n in part.sizes]):
+            raise InvalidArgumentError(
+                f"{whole_name} hold {list(whole.sizes)} elements and {part_name} "
+                f"{list(part.sizes)}; expected {size} times as many in {whole_name}"
             )
 
     def _require_usable(self, called: str) -> None:

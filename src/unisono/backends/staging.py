@@ -11,7 +11,7 @@ from unisono.base.buffers import BufferView, view
 from unisono.base.types import DType
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["Flat", "apart", "many", "one"]
+__all__ = ["Flat", "apart", "many", "one", "striped"]
 
 Array = np.ndarray[Any, Any]
 
@@ -73,6 +73,45 @@ def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None =
         InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
             another.
     """
+    views = _views(tensors, write, name, like)
+    flat = np.concatenate([v.array for v in views])
+    return Flat(flat, views, private=True)
+
+
+class _Striped(Flat):
+    """Arrays of p blocks each, block by block: the first block of all arrays, then the second."""
+
+    def __init__(self, views: list[BufferView], blocks: int) -> None:
+        # The sizes are checked later, with those of the other list; a rest that does not divide
+        # must not fail here already.
+        parts = [v.array[: v.count // blocks * blocks].reshape(blocks, -1) for v in views]
+        super().__init__(np.concatenate(parts, axis=1).reshape(-1), views, private=True)
+        self._parts = parts
+
+    def write_back(self) -> None:
+        """Copy results into the user's arrays."""
+        blocks = len(self._parts[0])
+        rows = self.array.reshape(blocks, self.count // blocks)
+        at = 0
+        for target, part in zip(self._views, self._parts, strict=True):
+            part[:] = rows[:, at : at + part.shape[1]]
+            at += part.shape[1]
+            target.unpack()
+
+
+def striped(
+    tensors: Sequence[Any], blocks: int, *, write: bool, name: str, like: DType | None = None
+) -> Flat:
+    """Return arrays of `blocks` blocks each as one flat copy, in the order of blocks.
+
+    Raises:
+        InvalidArgumentError: As `many`.
+    """
+    return _Striped(_views(tensors, write, name, like), blocks)
+
+
+def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -> list[BufferView]:
+    """Return views of arrays of one dtype, apart from one another if they are written."""
     views = [view(t, write=write, name=f"{name}[{i}]") for i, t in enumerate(tensors)]
     if not views:
         raise InvalidArgumentError(f"{name} is empty; expected at least one array")
@@ -82,8 +121,7 @@ def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None =
             raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
     if write:
         _require_disjoint(views, name)
-    flat = np.concatenate([v.array for v in views])
-    return Flat(flat, views, private=True)
+    return views
 
 
 def _require_disjoint(views: list[BufferView], name: str) -> None:

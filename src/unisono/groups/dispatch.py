@@ -16,7 +16,7 @@ from unisono.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     from unisono.groups.process_group import ProcessGroup
 
-__all__ = ["OPS", "Dispatcher", "Kernel", "OpSchema", "dispatcher"]
+__all__ = ["OPS", "Dispatcher", "Kernel", "OpSchema", "dispatcher", "schema_of"]
 
 Kernel = Callable[..., Pending]
 """Called as kernel(group, device, *arguments, options)."""
@@ -25,34 +25,87 @@ Wrapper = Callable[["OpSchema", str, Kernel], Kernel]
 
 
 class OpSchema(NamedTuple):
-    """One operation: its name here, in c10d's dispatcher, and as a c10d ProcessGroup's method."""
+    """One operation: its names here and in c10d, and the forms in which c10d's methods take it.
+
+    Attributes:
+        name: Of the method of `ProcessGroup` and `Backend`.
+        c10d_op: Of the schema in c10d's dispatcher.
+        c10d_methods: Of the methods of c10d's ProcessGroup.
+        data: Parameters of our method that hold arrays, in c10d's order. c10d takes those in
+            brackets in a list of one as well: [tensor], and [outputs], itself a list already.
+        settings: Parameters that c10d has in an options object, or after the data.
+    """
 
     name: str
     c10d_op: str
-    c10d_method: str
+    c10d_methods: tuple[str, ...]
+    data: str = ""
+    settings: str = ""
 
 
 OPS: dict[str, OpSchema] = {
     schema.name: schema
     for schema in (
-        OpSchema("broadcast", "broadcast_", "broadcast"),
-        OpSchema("all_reduce", "allreduce_", "allreduce"),
-        OpSchema("all_reduce_coalesced", "allreduce_coalesced_", "allreduce_coalesced"),
-        OpSchema("reduce", "reduce_", "reduce"),
-        OpSchema("all_gather", "allgather_", "allgather"),
-        OpSchema("all_gather_into_tensor", "_allgather_base_", "_allgather_base"),
-        OpSchema("all_gather_coalesced", "allgather_coalesced_", "allgather_coalesced"),
-        OpSchema("gather", "gather_", "gather"),
-        OpSchema("scatter", "scatter_", "scatter"),
-        OpSchema("reduce_scatter", "reduce_scatter_", "reduce_scatter"),
-        OpSchema("reduce_scatter_tensor", "_reduce_scatter_base_", "_reduce_scatter_base"),
-        OpSchema("all_to_all", "alltoall_", "alltoall"),
-        OpSchema("all_to_all_single", "alltoall_base_", "alltoall_base"),
-        OpSchema("barrier", "barrier", "barrier"),
-        OpSchema("send", "send", "send"),
-        OpSchema("recv", "recv_", "recv"),
+        OpSchema("broadcast", "broadcast_", ("broadcast",), "[tensor]", "root"),
+        OpSchema("all_reduce", "allreduce_", ("allreduce",), "[tensor]", "op"),
+        OpSchema(
+            "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
+            "tensors", "op",
+        ),
+        OpSchema("reduce", "reduce_", ("reduce",), "[tensor]", "root op"),
+        OpSchema("all_gather", "allgather_", ("allgather",), "[outputs] [tensor]"),
+        OpSchema(
+            "all_gather_into_tensor", "_allgather_base_", ("_allgather_base", "all_gather_single"),
+            "output tensor",
+        ),
+        OpSchema(
+            "all_gather_coalesced", "allgather_coalesced_", ("allgather_coalesced",),
+            "outputs tensors",
+        ),
+        OpSchema(
+            "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced_",
+            ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
+            "outputs tensors",
+        ),
+        OpSchema("gather", "gather_", ("gather",), "[outputs] [tensor]", "root"),
+        OpSchema("scatter", "scatter_", ("scatter",), "[output] [inputs]", "root"),
+        OpSchema(
+            "reduce_scatter", "reduce_scatter_", ("reduce_scatter",), "[output] [inputs]", "op"
+        ),
+        OpSchema(
+            "reduce_scatter_tensor", "_reduce_scatter_base_",
+            ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
+        ),
+        OpSchema(
+            "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_",
+            ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+            "outputs tensors", "op",
+        ),
+        OpSchema("all_to_all", "alltoall_", ("alltoall",), "outputs inputs"),
+        OpSchema(
+            "all_to_all_single", "alltoall_base_", ("alltoall_base",),
+            "output tensor output_split_sizes input_split_sizes",
+        ),
+        OpSchema("barrier", "barrier", ("barrier",)),
+        OpSchema("send", "send", ("send",), "[tensor] peer tag"),
+        OpSchema("recv", "recv_", ("recv",), "[tensor] peer tag"),
+        OpSchema("recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag"),
     )
-}
+}  # fmt: skip
+
+_BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values()}
+
+
+def schema_of(op: str) -> OpSchema:
+    """Return the schema of an operation, given its name here or in c10d's dispatcher.
+
+    Raises:
+        InvalidArgumentError: No such operation; lists those there are.
+    """
+    found = OPS.get(op) or _BY_C10D_OP.get(op.removeprefix("c10d::"))
+    if found is None:
+        raise InvalidArgumentError(f"unknown operation {op!r} (known: {', '.join(OPS)})")
+    return found
 
 
 class Dispatcher:
@@ -66,19 +119,23 @@ class Dispatcher:
     def register_kernel(self, op: str, device: str, kernel: Kernel) -> None:
         """Use `kernel` for an operation on a device type, whatever backend the group has.
 
+        Args:
+            op: "all_reduce", or c10d's name: "allreduce_", "c10d::allreduce_".
+            device: Device type.
+            kernel: Called as kernel(group, device, *arguments, options).
+
         Raises:
             InvalidArgumentError: No such operation, or the place is taken.
         """
-        if op not in OPS:
-            raise InvalidArgumentError(f"unknown operation {op!r} (known: {', '.join(OPS)})")
-        if (op, device) in self._kernels:
-            raise InvalidArgumentError(f"{op} has a kernel for device {device!r} already")
-        self._kernels[op, device] = kernel
+        name = schema_of(op).name
+        if (name, device) in self._kernels:
+            raise InvalidArgumentError(f"{name} has a kernel for device {device!r} already")
+        self._kernels[name, device] = kernel
         self._composed.clear()
 
     def unregister_kernel(self, op: str, device: str) -> None:
         """Go back to the group's backend for this operation and device type."""
-        self._kernels.pop((op, device), None)
+        self._kernels.pop((schema_of(op).name, device), None)
         self._composed.clear()
 
     def register_wrapper(self, wrapper: Wrapper) -> Callable[[], None]:

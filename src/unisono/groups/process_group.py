@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -13,8 +13,9 @@ from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError
+from unisono.groups.c10d import add_c10d_methods, call_c10d_form
 from unisono.groups.callers import concurrent_call_error
-from unisono.groups.dispatch import OPS, dispatcher
+from unisono.groups.dispatch import dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
@@ -136,6 +137,8 @@ class ProcessGroup:
 
     def broadcast(self, tensor: Any, root: int = 0, **how: Any) -> Work:
         """Copy root's tensor into everybody's."""
+        if type(tensor) is list:
+            return call_c10d_form(self, "broadcast", (tensor, root), how)
         return self._call("broadcast", tensor, (tensor, self._member(root, "root")), how)
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
@@ -151,6 +154,8 @@ class ProcessGroup:
 
     def reduce(self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks; the others keep theirs."""
+        if type(tensor) is list:
+            return call_c10d_form(self, "reduce", (tensor, root, op), how)
         arguments = (tensor, self._member(root, "root"), _reduce_op(op))
         return self._call("reduce", tensor, arguments, how)
 
@@ -171,10 +176,20 @@ class ProcessGroup:
         first = _first(tensors, "input_tensor_list")
         return self._call("all_gather_coalesced", first, (outputs, tensors), how)
 
+    def all_gather_into_tensor_coalesced(
+        self, outputs: Sequence[Any], tensors: Sequence[Any], **how: Any
+    ) -> Work:
+        """all_gather_into_tensor of several tensors of one dtype, as one message."""
+        first = _first(tensors, "inputs")
+        _paired(outputs, tensors)
+        return self._call("all_gather_into_tensor_coalesced", first, (outputs, tensors), how)
+
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None = None, root: int = 0, **how: Any
     ) -> Work:
         """Copy rank i's tensor into outputs[i] on root; `outputs` is None elsewhere."""
+        if type(tensor) is list:
+            return call_c10d_form(self, "gather", (tensor, outputs, root), how)
         self._list_on_root(outputs, self._member(root, "root"), "gather_list")
         return self._call("gather", tensor, (tensor, outputs, root), how)
 
@@ -182,6 +197,8 @@ class ProcessGroup:
         self, output: Any, inputs: Sequence[Any] | None = None, root: int = 0, **how: Any
     ) -> Work:
         """Copy root's inputs[i] into the output of rank i; `inputs` is None elsewhere."""
+        if type(output) is list:
+            return call_c10d_form(self, "scatter", (output, inputs, root), how)
         self._list_on_root(inputs, self._member(root, "root"), "scatter_list")
         return self._call("scatter", output, (output, inputs, root), how)
 
@@ -189,6 +206,8 @@ class ProcessGroup:
         self, output: Any, inputs: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
     ) -> Work:
         """Fill rank i's output with the reduction of everybody's inputs[i]."""
+        if type(output) is list:
+            return call_c10d_form(self, "reduce_scatter", (output, inputs, op), how)
         self._one_each(inputs, "input_list")
         return self._call("reduce_scatter", output, (output, inputs, _reduce_op(op)), how)
 
@@ -197,6 +216,19 @@ class ProcessGroup:
     ) -> Work:
         """Fill rank i's output with the reduction of the i-th part of everybody's tensor."""
         return self._call("reduce_scatter_tensor", output, (output, tensor, _reduce_op(op)), how)
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Sequence[Any],
+        tensors: Sequence[Any],
+        op: ReduceOp = ReduceOp.SUM,
+        **how: Any,
+    ) -> Work:
+        """reduce_scatter_tensor of several tensors of one dtype, as one message."""
+        first = _first(tensors, "inputs")
+        _paired(outputs, tensors)
+        arguments = (outputs, tensors, _reduce_op(op))
+        return self._call("reduce_scatter_tensor_coalesced", first, arguments, how)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], **how: Any) -> Work:
         """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
@@ -216,21 +248,33 @@ class ProcessGroup:
         arguments = (output, tensor, output_split_sizes, input_split_sizes)
         return self._call("all_to_all_single", tensor, arguments, how)
 
-    def barrier(self, **how: Any) -> Work:
-        """End on no rank before every rank has begun."""
+    def barrier(self, opts: Any = None, **how: Any) -> Work:
+        """End on no rank before every rank has begun; `opts` is c10d's BarrierOptions."""
+        if opts is not None:
+            return call_c10d_form(self, "barrier", (opts,), how)
         return self._call("barrier", None, (), how)
 
     # ---- point to point -------------------------------------------------------------------
 
     def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
         """Send to a rank; done when the tensor may be changed."""
+        if type(tensor) is list:
+            return call_c10d_form(self, "send", (tensor, peer, tag), how)
         arguments = (tensor, self._member(peer, "dst"), _tag(tag))
         return self._start("send", tensor, arguments, how)
 
     def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
         """Receive from a rank, or from any if None."""
-        source = None if peer is None else self._member(peer, "src")
-        return self._start("recv", tensor, (tensor, source, _tag(tag)), how)
+        if type(tensor) is list:
+            return call_c10d_form(self, "recv", (tensor, peer, tag), how)
+        if peer is None:
+            return self.recv_any_source(tensor, tag, **how)
+        arguments = (tensor, self._member(peer, "src"), _tag(tag))
+        return self._start("recv", tensor, arguments, how)
+
+    def recv_any_source(self, tensor: Any, tag: int = 0, **how: Any) -> Work:
+        """Receive from whichever rank sends; the work's `source_rank` tells which."""
+        return self._start("recv_any_source", tensor, (tensor, _tag(tag)), how)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -349,6 +393,15 @@ def _first(tensors: Sequence[Any], name: str) -> Any:
     return tensors[0]
 
 
+def _paired(outputs: Sequence[Any], tensors: Sequence[Any]) -> None:
+    if not isinstance(outputs, (list, tuple)):
+        raise ArgumentTypeError(f"outputs must be a list, got {type(outputs).__name__}")
+    if len(outputs) != len(tensors):
+        raise InvalidArgumentError(
+            f"outputs has {len(outputs)} entries and inputs {len(tensors)}; expected as many"
+        )
+
+
 def _tag(tag: Any) -> int:
     number = as_integer(tag, "tag")
     if not 0 <= number < 2**63:
@@ -370,15 +423,4 @@ def as_integer(value: Any, what: str) -> int:
     raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
 
 
-def _alias(name: str) -> Callable[..., Work]:
-    def method(self: ProcessGroup, *args: Any, **kwargs: Any) -> Work:
-        result: Work = getattr(self, name)(*args, **kwargs)
-        return result
-
-    method.__doc__ = f"c10d's name of `{name}`."
-    return method
-
-
-for _schema in OPS.values():
-    if not hasattr(ProcessGroup, _schema.c10d_method):
-        setattr(ProcessGroup, _schema.c10d_method, _alias(_schema.name))
+add_c10d_methods(ProcessGroup)

@@ -1,0 +1,206 @@
+"""The forms of c10d's ProcessGroup methods, for scripts that hold a group object.
+
+c10d's methods take lists of one tensor and an options object, or plain tensors and the options
+one by one; they are asynchronous unless the options say otherwise. All of that is turned into
+one call of our own method, by the table in `groups/dispatch.py`:
+
+    pg.allreduce([x], opts)          pg.all_reduce(x, opts.reduceOp, async_op=opts.asyncOp)
+    pg.allreduce(x, op, timeout)     pg.all_reduce(x, op, async_op=True, timeout=timeout)
+    pg.gather([outs], [x], opts)     pg.gather(x, outs, opts.rootRank, async_op=opts.asyncOp)
+
+A method that has one name in both worlds (`broadcast`, `gather`, ...) takes c10d's form if its
+first argument is a list.
+
+Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unisono.base.types import ReduceOp
+from unisono.errors import ArgumentTypeError
+from unisono.groups.dispatch import OPS, OpSchema
+
+if TYPE_CHECKING:
+    from unisono.groups.process_group import ProcessGroup
+    from unisono.groups.work import Work
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "GatherOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "add_c10d_methods",
+    "call_c10d_form",
+]
+
+_GROUP_DEFAULT = timedelta(milliseconds=-1)
+
+
+@dataclass
+class _Options:
+    """What all options have.
+
+    Attributes:
+        timeout: The group's default if negative.
+        asyncOp: Return before the end.
+    """
+
+    timeout: timedelta = _GROUP_DEFAULT
+    asyncOp: bool = True
+
+
+@dataclass
+class BroadcastOptions(_Options):
+    """Options of `broadcast`. `rootTensor` counts the tensors of the list, hence is 0."""
+
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass
+class AllreduceOptions(_Options):
+    """Options of `allreduce`."""
+
+    reduceOp: ReduceOp = ReduceOp.SUM
+
+
+@dataclass
+class AllreduceCoalescedOptions(AllreduceOptions):
+    """Options of `allreduce_coalesced`."""
+
+
+@dataclass
+class ReduceOptions(AllreduceOptions):
+    """Options of `reduce`. `rootTensor` counts the tensors of the list, hence is 0."""
+
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass
+class AllgatherOptions(_Options):
+    """Options of `allgather` and its relatives."""
+
+
+@dataclass
+class GatherOptions(_Options):
+    """Options of `gather`."""
+
+    rootRank: int = 0
+
+
+@dataclass
+class ScatterOptions(_Options):
+    """Options of `scatter`."""
+
+    rootRank: int = 0
+
+
+@dataclass
+class ReduceScatterOptions(AllreduceOptions):
+    """Options of `reduce_scatter` and its relatives."""
+
+
+@dataclass
+class AllToAllOptions(_Options):
+    """Options of `alltoall` and `alltoall_base`."""
+
+
+@dataclass
+class BarrierOptions(_Options):
+    """Options of `barrier`; a barrier of CPU ranks touches no device."""
+
+    device_ids: list[int] = field(default_factory=list)
+    device: Any = None
+
+
+_FIELDS = {"root": "rootRank", "op": "reduceOp"}
+
+
+def call_c10d_form(
+    group: ProcessGroup, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
+) -> Work:
+    """Make the call that c10d's arguments mean.
+
+    Args:
+        group: Whose method was called.
+        op: Our name of the operation.
+        arguments: In c10d's order: the data, then an options object, or settings and time-out.
+        how: Keyword arguments; `opts` is an options object, the rest is for our method.
+
+    Raises:
+        ArgumentTypeError: More arguments than the operation has, or a list that should hold one
+            tensor and holds another number.
+    """
+    schema = OPS[op]
+    data = schema.data.split()
+    names = [name.strip("[]") for name in data]
+    settings = schema.settings.split()
+    opts = how.pop("opts", None)
+    given: dict[str, Any] = {}
+    expected = [*names, *settings, "timeout"]
+    if len(arguments) > len(expected):
+        raise ArgumentTypeError(
+            f"{op} takes {len(expected)} arguments in c10d's form ({', '.join(expected)}), "
+            f"got {len(arguments)}"
+        )
+    for name, value in zip(expected, arguments, strict=False):
+        if hasattr(value, "asyncOp"):
+            # An options object stands in place of all settings.
+            opts = value
+            break
+        given[name] = value
+    for shown, name in zip(data, names, strict=True):
+        if shown != name and name in given:
+            given[name] = _unwrapped(given[name], name)
+    given |= how
+    if opts is not None:
+        given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
+        given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
+    given.setdefault("async_op", True if opts is None else opts.asyncOp)
+    work: Work = getattr(group, op)(**given)
+    return work
+
+
+def _unwrapped(value: Any, name: str) -> Any:
+    """Return what c10d has in a list of one: a tensor, or a list of tensors."""
+    nested = name in ("outputs", "inputs")
+    if not isinstance(value, (list, tuple)):
+        return value
+    if nested and not (value and isinstance(value[0], (list, tuple))):
+        return value
+    if len(value) != 1:
+        what = "a list of arrays" if nested else "an array"
+        raise ArgumentTypeError(
+            f"{name} must be {what}, or in c10d's form a list of one such; got a list of "
+            f"{len(value)}"
+        )
+    return value[0]
+
+
+def add_c10d_methods(group: type[ProcessGroup]) -> None:
+    """Give the class c10d's methods, as far as they have names of their own."""
+    for schema in OPS.values():
+        for name in schema.c10d_methods:
+            if not hasattr(group, name):
+                setattr(group, name, _method(schema, name))
+
+
+def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
+    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+        return call_c10d_form(self, schema.name, arguments, how)
+
+    method.__name__ = name
+    method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless the options say no."
+    return method

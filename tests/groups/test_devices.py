@@ -1,0 +1,135 @@
+"""Private-use devices: a made-up one with its own buffers and backend has all of c10d's ops."""
+
+import device_bodies
+import numpy as np
+import pytest
+from test_dispatch import in_own_worlds
+
+import unisono as dist
+from unisono.backends import registry
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.lowlevel import OPS, Dispatcher, dispatcher, schema_of
+
+# The operators of c10d's dispatcher (torch/csrc/distributed/c10d/Ops.cpp) that move data.
+C10D_OPS = [
+    "send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_",
+    "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
+    "barrier",
+]  # fmt: skip
+
+
+@pytest.fixture
+def drums(monkeypatch):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    dist.register_backend("drums", lambda spec, device: device_bodies.DrumBackend(spec), ["drum"])
+
+
+def test_all_operations_on_a_made_up_device(drums):
+    dispatched = []
+
+    def wrap(schema, device, kernel):
+        def wrapped(group, on, *arguments):
+            if on == "drum" and group.rank() == 0:
+                dispatched.append(schema.c10d_op)
+            return kernel(group, on, *arguments)
+
+        return wrapped
+
+    remove = dispatcher.register_wrapper(wrap)
+    try:
+        results = in_own_worlds(device_bodies.on_drums)
+    finally:
+        remove()
+    for rank, (got, asked) in enumerate(results):
+        assert sorted(got) == sorted(C10D_OPS)
+        for op, (values, expected) in got.items():
+            if (rank, op) != (1, "reduce_"):  # only the root's result is defined
+                assert values == expected, (rank, op)
+        assert set(asked) == set(OPS)
+    assert set(dispatched) == set(C10D_OPS)
+
+
+def test_the_table_has_exactly_the_operations_of_c10d():
+    assert len(C10D_OPS) == 19
+    assert sorted(schema.c10d_op for schema in OPS.values()) == sorted(C10D_OPS)
+
+
+@pytest.mark.parametrize("op", C10D_OPS)
+def test_every_c10d_name_is_an_alias(op):
+    schema = schema_of(op)
+    assert schema_of(f"c10d::{op}") is schema is OPS[schema.name]
+    own = Dispatcher()
+    own.register_kernel(f"c10d::{op}", "drum", print)
+    assert own.kernel(schema.name, "drum") is print
+    own.unregister_kernel(op, "drum")
+    assert own.kernel(schema.name, "drum") is not print
+
+
+def test_the_names_exist_in_torch():
+    torch = pytest.importorskip("torch")
+    group = torch.distributed.ProcessGroup
+    for schema in OPS.values():
+        assert hasattr(torch.ops.c10d, schema.c10d_op), schema
+        assert [n for n in schema.c10d_methods if not hasattr(group, n)] == [], schema
+
+
+OPTIONS = [
+    "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions",
+    "BarrierOptions", "BroadcastOptions", "GatherOptions", "ReduceOptions",
+    "ReduceScatterOptions", "ScatterOptions",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_have_the_fields_and_defaults_of_torch(name):
+    pytest.importorskip("torch")
+    from torch._C import _distributed_c10d as c10d
+
+    theirs, ours = getattr(c10d, name)(), getattr(dist, name)()
+    fields = {n: getattr(theirs, n) for n in dir(theirs) if not n.startswith("_")}
+    assert set(fields) == set(vars(ours))
+    for field, value in fields.items():
+        if field == "reduceOp":
+            assert ours.reduceOp is dist.ReduceOp.SUM
+        else:
+            assert getattr(ours, field) == value, field
+
+
+@pytest.fixture
+def alone():
+    pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    yield pg
+    pg.close()
+
+
+def test_options_replace_all_settings(alone):
+    x, out = np.ones(2), np.zeros(2)
+    assert alone.allreduce([x], opts=dist.AllreduceOptions(asyncOp=False)).is_completed()
+    assert alone.allreduce(x, dist.ReduceOp.MAX, 5.0).wait()
+    assert alone.reduce([x], 0, dist.ReduceOp.SUM).wait()
+    assert alone.gather([out], x, 0).wait()
+    assert out.tolist() == [1, 1]
+    assert alone.scatter([out], [[x * 3]], dist.ScatterOptions()).wait()
+    assert out.tolist() == [3, 3]
+    assert alone.all_gather_single(out, x).wait()
+    assert out.tolist() == [1, 1]
+    assert alone.reduce_scatter_single(out, x * 2, opts=dist.ReduceScatterOptions()).wait()
+    assert out.tolist() == [2, 2]
+
+
+def test_forms_that_are_wrong(alone):
+    x = np.ones(2)
+    with pytest.raises(ArgumentTypeError, match="tensor must be an array, or in c10d's form a"):
+        alone.allreduce([x, x])
+    with pytest.raises(ArgumentTypeError, match="outputs must be a list of arrays, or in c10d's"):
+        alone.allgather([[x], [x]], [x])
+    with pytest.raises(ArgumentTypeError, match="all_reduce takes 3 arguments in c10d's form"):
+        alone.allreduce(x, dist.ReduceOp.SUM, 1.0, 2)
+    with pytest.raises(ArgumentTypeError, match="op must be a ReduceOp"):
+        alone.allreduce(x, 7)
+    with pytest.raises(InvalidArgumentError, match="outputs has 2 entries and inputs 1"):
+        alone.allgather_into_tensor_coalesced([x, x], [x])
+    with pytest.raises(InvalidArgumentError, match=r"hold \[2\] elements and inputs \[3\]"):
+        alone.allgather_into_tensor_coalesced([x], [np.ones(3)])
