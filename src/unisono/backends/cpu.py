@@ -14,6 +14,7 @@ import numpy as np
 
 from unisono.backends import p2p
 from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
+from unisono.backends.sizes import require_blocks, require_stripes, require_total
 from unisono.backends.splits import check_splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one, striped
 from unisono.base import config
@@ -151,7 +152,7 @@ class CPUBackend(Backend):
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = one(tensor, write=False)
         target = many(outputs, write=True, name="tensor_list", like=data.dtype)
-        self._require_blocks(target.sizes, data.count, "tensor_list")
+        require_blocks(target.sizes, data.count, "tensor_list")
         return self._submit(
             "all_gather", "all_gather", data, options,
             input=data, output=target, outputs=outputs, count=data.count,
@@ -159,7 +160,7 @@ class CPUBackend(Backend):
 
     def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
         data, target = self._pair(tensor, output, "output_tensor")
-        self._require_total(target, data.count, "output_tensor", "input_tensor")
+        require_total(self.spec.size, target, data.count, "output_tensor", "input_tensor")
         return self._submit(
             "all_gather", "all_gather_into_tensor", data, options,
             input=data, output=target, outputs=[output], count=data.count,
@@ -186,7 +187,7 @@ class CPUBackend(Backend):
     ) -> Pending:
         data = many(tensors, write=False, name="inputs")
         target = striped(outputs, self.spec.size, write=True, name="outputs", like=data.dtype)
-        self._require_stripes(target, data, "outputs", "inputs")
+        require_stripes(self.spec.size, target, data, "outputs", "inputs")
         return self._submit(
             "all_gather", "all_gather_into_tensor_coalesced", data, options,
             input=data, output=target, outputs=outputs, count=data.count, agreed=data.sizes,
@@ -198,7 +199,7 @@ class CPUBackend(Backend):
         data, target = one(tensor, write=False), None
         if self.spec.rank == root and outputs is not None:
             target = many(outputs, write=True, name="gather_list", like=data.dtype)
-            self._require_blocks(target.sizes, data.count, "gather_list")
+            require_blocks(target.sizes, data.count, "gather_list")
         return self._submit(
             "gather", "gather", data, options,
             input=data, output=target, outputs=outputs or [], count=data.count, root=root,
@@ -210,7 +211,7 @@ class CPUBackend(Backend):
         target, data = one(output, write=True), None
         if self.spec.rank == root and inputs is not None:
             data = many(inputs, write=False, name="scatter_list", like=target.dtype)
-            self._require_blocks(data.sizes, target.count, "scatter_list")
+            require_blocks(data.sizes, target.count, "scatter_list")
         return self._submit(
             "scatter", "scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, root=root,
@@ -221,7 +222,7 @@ class CPUBackend(Backend):
     ) -> Pending:
         target = one(output, write=True)
         data = many(inputs, write=False, name="input_list", like=target.dtype)
-        self._require_blocks(data.sizes, target.count, "input_list")
+        require_blocks(data.sizes, target.count, "input_list")
         return self._submit(
             "reduce_scatter", "reduce_scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
@@ -231,7 +232,7 @@ class CPUBackend(Backend):
         self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
     ) -> Pending:
         data, target = self._pair(tensor, output, "output")
-        self._require_total(data, target.count, "input", "output")
+        require_total(self.spec.size, data, target.count, "input", "output")
         if op.op is RedOpType.PREMUL_SUM:
             data = one(tensor, write=False, private=True)
         return self._submit(
@@ -244,7 +245,7 @@ class CPUBackend(Backend):
     ) -> Pending:
         target = many(outputs, write=True, name="outputs")
         data = striped(tensors, self.spec.size, write=False, name="inputs", like=target.dtype)
-        self._require_stripes(data, target, "inputs", "outputs")
+        require_stripes(self.spec.size, data, target, "inputs", "outputs")
         return self._submit(
             "reduce_scatter", "reduce_scatter_tensor_coalesced", target, options,
             input=data, output=target, outputs=outputs, count=target.count, op=op,
@@ -487,28 +488,6 @@ class CPUBackend(Backend):
                 f"{output_name} has dtype {target.dtype}, the input has {data.dtype}"
             )
         return apart(data, target), target
-
-    def _require_blocks(self, sizes: tuple[int, ...], count: int, name: str) -> None:
-        if any(size != count for size in sizes):
-            raise InvalidArgumentError(
-                f"{name} holds arrays of {list(sizes)} elements, expected {count} each"
-            )
-
-    def _require_total(self, whole: Flat, part: int, whole_name: str, part_name: str) -> None:
-        size = self.spec.size
-        if whole.count != size * part:
-            raise InvalidArgumentError(
-                f"{whole_name} has {whole.count} elements, expected {size * part}: "
-                f"{size} ranks x {part} of {part_name}"
-            )
-
-    def _require_stripes(self, whole: Flat, part: Flat, whole_name: str, part_name: str) -> None:
-        size = self.spec.size
-        if whole.sizes != tuple([n * size for n in part.sizes]):
-            raise InvalidArgumentError(
-                f"{whole_name} hold {list(whole.sizes)} elements and {part_name} "
-                f"{list(part.sizes)}; expected {size} times as many in {whole_name}"
-            )
 
     def _require_usable(self, called: str) -> None:
         failure = self._comm.transport.failure(self._comm.context)
