@@ -148,9 +148,14 @@ def test_prefix(run, arguments, env, expected):
 
 
 def test_log_folder_that_cannot_be_made(run):
-    code, _, err = run("-t", 3, "--log-dir", "/dev/null", "talk.py")
+    code, _, err = run("-t", 3, "--log-dir", "talk.py", "talk.py")
     assert code == 1
-    assert "unisono: error: cannot make a folder for logs in '/dev/null'" in err
+    assert "unisono: error: cannot make a folder for logs in 'talk.py'" in err
+
+
+def test_dev_null_as_log_folder_means_no_files(run):
+    code, out, err = run("-t", 3, "--log-dir", "/dev/null", "talk.py")
+    assert (code, out, err) == (0, "[rank 0] equal\n[rank 0] out 0\n", "[rank 0] err 0\n")
 
 
 def test_folded_lines(run):

@@ -16,28 +16,27 @@ it, is second."""
 
 
 def add_flag(target: Any, *flags: str, **options: Any) -> None:
-    """Add a flag and, unseen in the help, its spelling with underscores.
+    """Add a flag and, unseen in the help, its spellings with underscores.
 
-    Its default comes from the environment if one of `PREFIXES` followed by the flag's name in
-    capitals is set; for a switch, "0" and "1".
+    Its default comes from the environment if one of `PREFIXES` followed by a long name of the
+    flag in capitals is set; for a switch, "0" and "1". The first long name is the option's.
 
     Raises:
         InvalidArgumentError: That variable of a switch is neither.
     """
-    long = flags[-1]
-    dest = options.pop("dest", long.removeprefix("--").replace("-", "_"))
+    names = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
     switch = options.get("action") == "store_true"
-    for prefix in PREFIXES:
-        if text := environ().get(prefix + dest.upper(), ""):
+    for variable in [prefix + name.upper() for name in names for prefix in PREFIXES]:
+        if text := environ().get(variable, ""):
             if switch and text not in ("0", "1"):
-                raise InvalidArgumentError(f"{prefix}{dest.upper()} must be 0 or 1, got {text!r}")
+                raise InvalidArgumentError(f"{variable} must be 0 or 1, got {text!r}")
             # argparse converts a default that is text as it does with an argument.
             options["default"] = text == "1" if switch else text
             break
-    target.add_argument(*flags, dest=dest, **options)
-    if (alias := "--" + long.removeprefix("--").replace("-", "_")) != long:
-        hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        target.add_argument(alias, dest=dest, **hidden)
+    target.add_argument(*flags, dest=names[0], **options)
+    hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+    for alias in ["--" + name for name in names if "_" in name]:
+        target.add_argument(alias, dest=names[0], **hidden)
 
 
 def positive(text: str) -> int:

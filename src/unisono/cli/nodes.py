@@ -35,6 +35,7 @@ _CONF = {
     "timeout": "accepted for torchrun's sake",
     "rank": "as --node-rank",
 }
+_ETCD_CONF = re.compile("protocol|key|(ssl_)?cert|ssl_cert_key|ca_?cert|etcd_prefix")
 
 
 def add_node_flags(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +149,7 @@ def _conf(text: str) -> dict[str, str]:
         key, equals, value = part.partition("=")
         if not equals or not value:
             raise argparse.ArgumentTypeError(f"{part!r} is not KEY=VALUE")
-        if key not in _CONF:
+        if key not in _CONF and not _ETCD_CONF.fullmatch(key):
             raise argparse.ArgumentTypeError(f"unknown key {key!r} (known: {', '.join(_CONF)})")
         found[key] = value
     return found

@@ -59,8 +59,28 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
             f"--duplicate-{name}-filters",
             default="",
             metavar="TEXTS",
-            help=f"copy all workers' lines with one of these texts to filtered_{name}.log",
+            help=f"copy all workers' lines with one of these texts, separated by commas (a double "
+            f"comma is a comma), to filtered_{name}.log",
         )
+    _add_console_flags(group)
+
+
+def _add_console_flags(group: Any) -> None:
+    add_flag(
+        group,
+        "--logs-specs",
+        type=_no_plug_in,
+        default=None,
+        metavar="NAME",
+        help="torchrun's plug-ins for logs; unisono has none, so this is an error",
+    )
+    add_flag(
+        group,
+        "--event-log-handler",
+        choices=("null", "console"),
+        default="null",
+        help="accepted for torchrun's sake: events are told on standard error in any case",
+    )
     add_flag(
         group,
         "--prefix",
@@ -96,7 +116,8 @@ def log_options(options: argparse.Namespace, screen: Screen | None) -> LogOption
 
 
 def _texts(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
+    parts = text.replace(",,", "\0").split(",")
+    return tuple(part.replace("\0", ",") for part in parts if part)
 
 
 def _default_prefix() -> str:
@@ -108,6 +129,12 @@ def _default_prefix() -> str:
     texts = [text.replace("{", "{{").replace("}", "}}") for text in parts[::2]]
     fields = [f"{{{_TORCH_FIELDS[name]}}}" for name in parts[1::2]]
     return "".join(a + b for a, b in zip(texts, [*fields, ""], strict=True))
+
+
+def _no_plug_in(name: str) -> Any:
+    raise argparse.ArgumentTypeError(
+        f"{name!r}: torchrun's plug-ins for logs cannot be used here; see --log-dir, --prefix"
+    )
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -45,6 +45,7 @@ def _place(spec: LaunchSpec) -> Place:
         master_port=port,
         run_id=spec.run_id or "(random)",
         max_restarts=spec.limits.max_restarts,
+        one_gpu_each=spec.one_gpu_each,
     )
 
 

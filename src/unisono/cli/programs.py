@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from unisono.base.config import environ
 from unisono.cli.flags import add_flag
 from unisono.cli.nodes import workers_per_node
 
 __all__ = ["add_program_flags", "worker_commands"]
 
 _COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
+_LOCAL_RANK = "${local_rank}"
 
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +31,12 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
     kind = parser.add_mutually_exclusive_group()
     add_flag(kind, "-m", "--module", action="store_true", help="run a module, as `python -m` does")
     add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
+    add_flag(
+        parser,
+        "--run-path",
+        action="store_true",
+        help="run a script, whatever --no-python says (torchrun would run it by runpy)",
+    )
     # One positional for both: argparse would drop a "--" between two.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -53,7 +61,9 @@ def worker_commands(
     commands: list[Sequence[str]] = []
     for program in programs:
         command = _command(program, parser, unbuffered)
-        commands += [command] * program.nproc_per_node
+        for _ in range(program.nproc_per_node):
+            local_rank = str(len(commands))
+            commands.append([word.replace(_LOCAL_RANK, local_rank) for word in command])
     return commands
 
 
@@ -81,10 +91,10 @@ def _command(
         command = command[1:]
     if not command:
         parser.error("no script given")
-    if program.no_python:
+    if program.no_python and not program.run_path:
         return command
-    python = [sys.executable, *(["-u"] if unbuffered else [])]
-    if program.module:
+    python = [environ().get("PYTHON_EXEC") or sys.executable, *(["-u"] if unbuffered else [])]
+    if program.module and not program.run_path:
         return [*python, "-m", *command]
     if not os.path.exists(command[0]):
         parser.error(f"script not found: {command[0]} (in {os.getcwd()})")

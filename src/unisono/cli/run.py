@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from unisono.base.config import environ
 from unisono.cli.flags import add_flag, seconds
 from unisono.cli.nodes import add_node_flags, node_options
 from unisono.cli.output import add_output_flags, log_options
@@ -17,12 +20,15 @@ from unisono.cli.programs import add_program_flags, worker_commands
 from unisono.cli.status import make_status_line
 from unisono.elastic.agent import GRACE_S, Agent, LaunchResult, LaunchSpec
 from unisono.elastic.bind import MODES
-from unisono.elastic.report import is_consequence, render, signal_name
+from unisono.elastic.environment import ERROR_FILE_VARIABLE
+from unisono.elastic.report import error_document, is_consequence, render, signal_name
+from unisono.elastic.signals import ENDING
 from unisono.elastic.spec import as_document
 
 __all__ = ["add_command"]
 
 _PREFIX = "unisono run: "
+_NUMA_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
@@ -40,13 +46,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="unisono run [options] script [argument ...]",
-        allow_abbrev=False,
     )
     add_flag(
         parser,
         "--grace",
+        "--shutdown-timeout",
         type=seconds,
-        default=GRACE_S,
+        default=environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or GRACE_S,
         metavar="SECONDS",
         help=f"time a worker has to end after SIGTERM, before SIGKILL ({GRACE_S:g})",
     )
@@ -61,11 +67,32 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_output_flags(parser)
     add_flag(
         parser,
+        "--signals-to-handle",
+        type=_signals,
+        default=",".join(ENDING),
+        metavar="NAMES",
+        help=f"signals that end the launch ({','.join(ENDING)})",
+    )
+    add_flag(
+        parser,
         "--bind",
         choices=MODES,
         default="none",
         help="CPUs of each worker: an equal share of the cores (core), a NUMA node (numa), "
         "cores if there are enough (auto), or all (none, the default)",
+    )
+    add_flag(
+        parser,
+        "--numa-binding",
+        choices=sorted(_NUMA_BINDINGS),
+        default=None,
+        help="torchrun's words: node and socket are --bind numa, the others --bind core",
+    )
+    add_flag(
+        parser,
+        "--virtual-local-rank",
+        action="store_true",
+        help="each worker sees one GPU only (CUDA_VISIBLE_DEVICES) and has LOCAL_RANK=0",
     )
     add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
     add_program_flags(parser)
@@ -86,7 +113,9 @@ def _run(options: argparse.Namespace) -> int:
         commands=commands,
         grace_s=options.grace,
         logs=replace(logs, screen=status),
-        bind=options.bind,
+        bind=_NUMA_BINDINGS.get(options.numa_binding, options.bind),
+        signals=options.signals_to_handle,
+        one_gpu_each=options.virtual_local_rank,
         **node_options(options),
     )
     if options.dry_run:
@@ -94,9 +123,20 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     result = Agent(spec, notify=_say if status is None else partial(_say, show=status.say)).run()
     if options.error_json is not None and result.exit_code != 0:
-        _write_json(options.error_json, result)
+        _write_json(options.error_json, as_document(result))
+    # This launcher may be the worker of another one.
+    if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
+        _write_json(path, error_document(result.failures[0]))
     _print_report(result)
     return result.exit_code
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise argparse.ArgumentTypeError(f"{name!r} is no signal that a program can handle")
+    return names
 
 
 def _print(line: str) -> None:
@@ -107,10 +147,10 @@ def _say(line: str, show: Callable[[str], None] = _print) -> None:
     show(f"{_PREFIX}{line}")
 
 
-def _write_json(path: str, result: LaunchResult) -> None:
+def _write_json(path: str, document: Mapping[str, Any]) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
-            json.dump(as_document(result), file, indent=2)
+            json.dump(document, file, indent=2)
     except OSError as error:
         _say(f"cannot write {path}: {error.strerror}")
 

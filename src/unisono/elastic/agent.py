@@ -23,7 +23,7 @@ from unisono.elastic.bind import Binding
 from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
 from unisono.elastic.logs import Output
 from unisono.elastic.report import Failure, is_consequence, order, signal_name
-from unisono.elastic.signals import PASSED_ON, Signals
+from unisono.elastic.signals import Signals
 from unisono.elastic.spec import GRACE_S, SETTLE_S, LaunchResult, LaunchSpec, Meeting
 from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
@@ -53,7 +53,7 @@ class Agent:
         self._notify = notify
         self._run_id = spec.run_id or new_launch_id()
         self._binding = Binding.make(spec.bind, spec.nprocs)
-        self._signals = Signals()
+        self._signals = Signals(spec.signals)
         self._end: End | None = None
         self._stop: Stop | None = None
         self._restarts = 0
@@ -123,7 +123,7 @@ class Agent:
                 self._notify(f"waiting for other nodes: {self._rendezvous.progress()}")
                 patience_s = None
             for signum in self._signals.read():
-                if signal_name(signum) not in PASSED_ON:
+                if self._signals.ends(signum):
                     self._signum = signum
                     return None
 
@@ -161,7 +161,12 @@ class Agent:
                     f"restart {world.restarts + 1} of {self._spec.limits.max_restarts}"
                 )
 
-        place = place_in(world, run_id=self._run_id, max_restarts=self._spec.limits.max_restarts)
+        place = place_in(
+            world,
+            run_id=self._run_id,
+            max_restarts=self._spec.limits.max_restarts,
+            one_gpu_each=self._spec.one_gpu_each,
+        )
         attempt = Attempt(
             self._spec,
             place,
@@ -213,7 +218,7 @@ class Agent:
         while not self._rendezvous.is_closed(timeout_s=0.0):
             ready, _, _ = select.select([self._signals.fd], [], [], 0.05)
             signums = self._signals.read() if ready else []
-            if any(signal_name(signum) not in PASSED_ON for signum in signums):
+            if any(map(self._signals.ends, signums)):
                 self._rendezvous.abandon()
             others = self._rendezvous.hosted_for()
             if self._signum is not None and others and not told:

@@ -21,6 +21,7 @@ from unisono.base.config import environ
 from unisono.base.deadline import Deadline
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import (
+    ERROR_FILE_VARIABLE,
     LAUNCH_VARIABLE,
     Place,
     new_launch_id,
@@ -29,8 +30,8 @@ from unisono.elastic.environment import (
 from unisono.elastic.logs import Output, WorkerName
 from unisono.elastic.oom import OomWatch
 from unisono.elastic.process import Reaper, Worker
-from unisono.elastic.report import Failure, extract_traceback, is_consequence, order
-from unisono.elastic.signals import PASSED_ON, Signals
+from unisono.elastic.report import Failure, error_text, is_consequence, order
+from unisono.elastic.signals import Signals
 from unisono.elastic.spec import SETTLE_S, LaunchSpec
 from unisono.elastic.tee import Stream
 
@@ -95,6 +96,7 @@ class Attempt:
         self._launch_id = new_launch_id()
         self._workers: list[Worker] = []
         self._stderr: dict[int, Stream] = {}
+        self._error_files: dict[int, str] = {}
         self._ended_s: dict[int, float] = {}
         self._signum: int | None = None
         self._stopping = False
@@ -128,6 +130,10 @@ class Attempt:
         env[LAUNCH_VARIABLE] = self._launch_id
         env |= self._binding.environment(local_rank, inherited)
         rank = self._place.first_rank + local_rank
+        name = WorkerName(
+            rank=rank, local_rank=local_rank, attempt=self._number, role=self._place.role
+        )
+        env[ERROR_FILE_VARIABLE] = self._error_files[rank] = self._output.error_file(name)
         worker = Worker(
             rank,
             self._spec.commands[local_rank],
@@ -137,9 +143,6 @@ class Attempt:
         )
         self._workers.append(worker)
         reaper.watch(worker)
-        name = WorkerName(
-            rank=rank, local_rank=local_rank, attempt=self._number, role=self._place.role
-        )
         self._stderr[rank] = self._output.attach(worker, name)
 
     def _watch(self) -> None:
@@ -170,7 +173,7 @@ class Attempt:
         return min(waits, default=None)
 
     def _on_signal(self, signum: int) -> None:
-        if signal.Signals(signum).name in PASSED_ON:
+        if not self._signals.ends(signum):
             for worker in self._workers:
                 worker.send(signum)
         elif self._signum is None:
@@ -184,9 +187,8 @@ class Attempt:
         self._ended_s[worker.rank] = time.time()
         if worker.exit_code == 0 or self._stopping:
             return
-        stderr = self._stderr[worker.rank]
-        stderr.ended.wait(_TAIL_WAIT_S)
-        if not is_consequence(extract_traceback(stderr.tail())):
+        self._stderr[worker.rank].ended.wait(_TAIL_WAIT_S)
+        if not is_consequence(self._error_text(worker)):
             self._fail()
         elif self._settle is None:
             # The rank that failed first may need longer to end; let it say why.
@@ -224,6 +226,9 @@ class Attempt:
             clean = not self._stopping and len(self._ended_s) == self._spec.nprocs
             reaper.close(sweep=not clean)
 
+    def _error_text(self, worker: Worker) -> str:
+        return error_text(self._stderr[worker.rank].tail(), self._error_files[worker.rank])
+
     def _failures(self) -> list[Failure]:
         return order(
             [
@@ -232,7 +237,7 @@ class Attempt:
                     pid=worker.pid,
                     exit_code=worker.exit_code,
                     time_s=self._ended_s[worker.rank],
-                    text=extract_traceback(self._stderr[worker.rank].tail()),
+                    text=self._error_text(worker),
                     hint=self._oom.hint(worker.pid) if worker.exit_code == -9 else "",
                 )
                 for worker in self._workers

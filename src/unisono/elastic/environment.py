@@ -6,10 +6,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import World
 from unisono.rendezvous.state import Node
 
 __all__ = [
+    "ERROR_FILE_VARIABLE",
     "LAUNCH_VARIABLE",
     "LOOPBACK",
     "Place",
@@ -22,6 +24,9 @@ LOOPBACK = "127.0.0.1"
 
 LAUNCH_VARIABLE = "UNISONO_LAUNCH"
 """Carries the launch's random id into every descendant; the reaper finds strays by it."""
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Where torch's `record` decorator, or a worker itself, describes an exception as JSON."""
 
 
 def new_launch_id() -> str:
@@ -47,6 +52,7 @@ class Place:
         run_id: Name of the job.
         restarts: How often the job was restarted so far.
         max_restarts: How often it may be.
+        one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0.
     """
 
     nprocs: int
@@ -62,6 +68,7 @@ class Place:
     run_id: str
     restarts: int = 0
     max_restarts: int = 0
+    one_gpu_each: bool = False
 
     @classmethod
     def alone(cls, nprocs: int, *, master_port: int, run_id: str) -> Place:
@@ -75,7 +82,7 @@ class Place:
         )
 
 
-def place_in(world: World, *, run_id: str, max_restarts: int) -> Place:
+def place_in(world: World, *, run_id: str, max_restarts: int, one_gpu_each: bool = False) -> Place:
     """Return the place of this node in a world; ranks follow the order of its nodes."""
     mine = world.members[world.group_rank]
     before = world.members[: world.group_rank]
@@ -94,6 +101,7 @@ def place_in(world: World, *, run_id: str, max_restarts: int) -> Place:
         run_id=run_id,
         restarts=world.restarts,
         max_restarts=max_restarts,
+        one_gpu_each=one_gpu_each,
     )
 
 
@@ -109,6 +117,9 @@ def worker_environment(
     They are those of torchrun, so that a script written for it finds what it reads. The
     store is the agent's: rank 0 must connect to it rather than open one of its own, which is
     what TORCHELASTIC_USE_AGENT_STORE says.
+
+    Raises:
+        LaunchError: There are fewer GPUs than workers, and each was to have its own.
 
     Source: torch 2.13, torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
@@ -138,4 +149,20 @@ def worker_environment(
     if place.nprocs > 1:
         # N workers with a thread per core each would be N times too many threads.
         defaults["OMP_NUM_THREADS"] = "1"
+    if place.one_gpu_each:
+        variables["LOCAL_RANK"] = "0"
+        variables["CUDA_VISIBLE_DEVICES"] = _gpu(local_rank, inherited)
     return variables | {k: v for k, v in defaults.items() if not inherited.get(k)}
+
+
+def _gpu(local_rank: int, inherited: Mapping[str, str]) -> str:
+    visible = inherited.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(local_rank)
+    names = visible.split(",")
+    if local_rank >= len(names):
+        raise LaunchError(
+            f"local rank {local_rank} needs a GPU of its own (--virtual-local-rank), but "
+            f"CUDA_VISIBLE_DEVICES={visible} names {len(names)}"
+        )
+    return names[local_rank].strip()

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Protocol, TextIO
 
+from unisono.base.config import environ
 from unisono.elastic.console import Console, WorkerName, check_prefix
 from unisono.elastic.process import Worker
 from unisono.elastic.tee import Sink, Stream, Tee
@@ -89,8 +90,9 @@ class LogOptions:
     """What the user asked for.
 
     Attributes:
-        log_dir: Parent of the launch's folder; a new temporary one if empty. If it is given
-            and neither `redirects` nor `tee` is, files are written beside the usual output.
+        log_dir: Parent of the launch's folder; a new temporary one if empty; no files at all
+            if it is /dev/null. If it is given and neither `redirects` nor `tee` is, files are
+            written beside the usual output.
         redirects: Streams that go to files only.
         tee: Streams that go to files and, with a prefix, to the console.
         local_ranks: Workers whose output the console shows; all if None.
@@ -119,6 +121,8 @@ class LogOptions:
 
     def to_file(self, std: Std, local_rank: int) -> bool:
         """Whether a worker's stream is written to a file."""
+        if self.log_dir == os.devnull:
+            return False
         if self.redirects is None and self.tee is None:
             return bool(self.log_dir)
         return bool(std & (self._redirected(local_rank) | self.teed(local_rank)))
@@ -157,11 +161,31 @@ class Output:
         self._run_id = re.sub(r"[^\w.-]", "_", run_id)
         self._nprocs = nprocs
         self._folder = ""
+        self._scratch = ""
         self._files: dict[str, IO[bytes]] = {}
         self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
         self._tee = Tee(self._tick)
         self.pipes_stdout = options.pipes_stdout(nprocs, sys.stdout.isatty())
+
+    def error_file(self, name: WorkerName) -> str:
+        """Return where a worker may describe its exception, TORCHELASTIC_ERROR_FILE; "": nowhere.
+
+        Beside its logs if there are any, otherwise in a folder that goes when the launch ends.
+        """
+        try:
+            if self._options.log_dir and self._options.log_dir != os.devnull:
+                folder = os.path.join(self._attempt_folder(name), str(name.local_rank))
+            else:
+                if not self._scratch:
+                    parent = environ().get("TMPDIR") or "/tmp"
+                    self._scratch = os.path.join(parent, f"unisono_{os.urandom(16).hex()}")
+                    os.mkdir(self._scratch, 0o700)
+                folder = os.path.join(self._scratch, f"{name.attempt}_{name.local_rank}")
+            os.makedirs(folder, exist_ok=True)
+        except OSError:
+            return ""
+        return os.path.join(folder, "error.json")
 
     def attach(self, worker: Worker, name: WorkerName) -> Stream:
         """Start to pass on a worker's output; return its standard error's stream."""
@@ -188,6 +212,10 @@ class Output:
                 console.close()
         for file in self._files.values():
             file.close()
+        if self._scratch:
+            import shutil  # slow to load, and needed when all workers have ended
+
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._options.screen is not None:
             self._options.screen.close()
 

@@ -6,14 +6,18 @@ error; the last part of that stream is all this module needs.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = [
     "Failure",
+    "error_document",
+    "error_text",
     "exception_line",
     "exit_status",
     "extract_traceback",
@@ -130,6 +134,46 @@ def extract_traceback(stderr: str) -> str:
             end = i
             break
     return "\n".join(lines[start:end])
+
+
+def error_text(stderr: str, error_file: str) -> str:
+    """Return what a worker said about its end: a traceback, or whatever there is.
+
+    Standard error comes first. A worker whose standard error went elsewhere may have written
+    `error_file`.
+    """
+    if _start_of_traceback(stderr.splitlines()) is None and (text := _described(error_file)):
+        return text
+    return extract_traceback(stderr)
+
+
+def _described(error_file: str) -> str:
+    """Return the traceback in a file that torch's `record` wrote, or "".
+
+    Source: torch 2.13, torch/distributed/elastic/multiprocessing/errors/error_handler.py.
+    """
+    try:
+        with open(error_file, encoding="utf-8", errors="replace") as file:
+            message = json.load(file)["message"]
+        if isinstance(message, str):
+            return message
+        return str(message["extraInfo"].get("py_callstack") or message["message"]).rstrip()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+
+
+def error_document(failure: Failure) -> dict[str, Any]:
+    """Return a failure in the form of such a file, for the launcher of this launcher."""
+    return {
+        "message": {
+            "message": exception_line(failure.text) or failure.line(),
+            "extraInfo": {
+                "py_callstack": failure.text,
+                "timestamp": str(int(failure.time_s)),
+            },
+            "errorCode": failure.exit_code,
+        }
+    }
 
 
 def exception_line(text: str) -> str:

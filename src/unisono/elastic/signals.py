@@ -6,16 +6,15 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Collection
 from typing import Self
 
-__all__ = ["ENDING", "PASSED_ON", "Signals"]
+__all__ = ["ENDING", "Signals"]
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""These end the launch."""
+"""These end the launch unless the user names others."""
 
-PASSED_ON = ("SIGUSR1", "SIGUSR2")
-"""These are only passed on to the workers: batch systems announce the end of a job by them."""
-
+_PASSED_ON = ("SIGUSR1", "SIGUSR2")
 _KNOCK = b"\0"
 
 
@@ -25,11 +24,16 @@ class Signals:
     A signal that was ignored before (nohup, a shell's background job) stays ignored. Outside
     the main thread signals cannot be caught, and only knocks arrive.
 
+    Args:
+        ending: Names of the signals that end the launch. SIGUSR1 and SIGUSR2, if not among them,
+            come too: they are for the workers, batch systems announce the end of a job by them.
+
     Attributes:
         fd: Readable when there is something to `read`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Collection[str] = ENDING) -> None:
+        self._ending = {getattr(signal, name) for name in ending}
         self._previous: dict[int, object] = {}
         self._wakeup = -1
 
@@ -41,8 +45,7 @@ class Signals:
             # With SIGCHLD ignored (inherited), the kernel would throw exit codes away.
             self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-            for name in (*ENDING, *PASSED_ON):
-                signum = getattr(signal, name)
+            for signum in self._ending | {getattr(signal, name) for name in _PASSED_ON}:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._previous[signum] = signal.signal(signum, lambda signum, frame: None)
         return self
@@ -54,6 +57,10 @@ class Signals:
             signal.signal(signum, handler)  # type: ignore[arg-type]
         os.close(self.fd)
         os.close(self._sender)
+
+    def ends(self, signum: int) -> bool:
+        """Whether a signal ends the launch; otherwise it is only passed on to the workers."""
+        return signum in self._ending
 
     def knock(self) -> None:
         """Make `fd` readable, from any thread."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from unisono.elastic.logs import LogOptions
 from unisono.elastic.report import Failure, exception_line, signal_name
+from unisono.elastic.signals import ENDING
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
@@ -61,6 +62,9 @@ class LaunchSpec:
         role: Name of the workers' role.
         monitor_interval_s: Pause between looks at the other nodes while workers run.
         master_port: Port of the workers' store with one node; 0 for any.
+        signals: Names of the signals that end the launch.
+        one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0
+            (`--virtual-local-rank`).
     """
 
     commands: Sequence[Sequence[str]]
@@ -73,6 +77,8 @@ class LaunchSpec:
     role: str = "default"
     monitor_interval_s: float = 0.1
     master_port: int = 0
+    signals: Sequence[str] = ENDING
+    one_gpu_each: bool = False
 
     @property
     def nprocs(self) -> int:

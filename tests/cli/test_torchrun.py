@@ -1,0 +1,252 @@
+"""Any command line of torchrun 2.13 is one of `unisono run`: torchrun itself is the oracle."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono.elastic
+from unisono.cli import run as run_command
+
+SRC = str(Path(unisono.elastic.__file__).parents[2])
+LIMIT_S = 60.0
+OURS = [sys.executable, "-m", "unisono", "run"]
+THEIRS = [sys.executable, "-m", "torch.distributed.run"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun runs on Linux")
+
+# A value that is right for flags that take one and are no free text.
+VALUES = {
+    "nnodes": "1",
+    "nproc_per_node": "3",
+    "redirects": "0:3",
+    "tee": "1",
+    "max_restarts": "3",
+    "monitor_interval": "0.5",
+    "start_method": "fork",
+    "rdzv_conf": "join_timeout=3,timeout=9,read_timeout=5",
+    "local_ranks_filter": "0,1",
+    "node_rank": "0",
+    "master_port": "1234",
+    "event_log_handler": "console",
+    "numa_binding": "node",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "shutdown_timeout": "7",
+}
+SWITCHES = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
+# They have no default in the environment there either.
+WITHOUT_VARIABLE = ("logs_specs", "numa_binding")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("PET_", "UNISONO_")) or name in ("RANK", "OMP_NUM_THREADS"):
+            monkeypatch.delenv(name)
+
+
+def their_flags():
+    """What torchrun's own parser knows, beside the script and its arguments."""
+    run = pytest.importorskip("torch.distributed.run")
+    return [a for a in run.get_args_parser()._actions if a.option_strings and a.dest != "help"]
+
+
+def parse(*arguments):
+    """The options of `unisono run`."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    run_command.add_command(parser.add_subparsers())
+    return parser.parse_args(["run", *arguments, "script.py"])
+
+
+def test_every_flag_in_every_spelling():
+    seen = set()
+    for action in their_flags():
+        if action.dest == "logs_specs":
+            continue
+        name = "grace" if action.dest == "shutdown_timeout" else action.dest
+        for flag in action.option_strings:
+            value = [] if action.nargs == 0 else [VALUES.get(action.dest, "text")]
+            options = parse(flag, *value)
+            assert options.command == ["script.py"], flag
+            assert (
+                getattr(options, name) != getattr(parse(), name) or value == ["1"] or value == ["0"]
+            ), flag
+        seen.add(action.dest)
+    assert set(VALUES) | set(SWITCHES) <= seen
+
+
+def test_every_variable(monkeypatch):
+    for action in their_flags():
+        if action.dest in WITHOUT_VARIABLE:
+            continue
+        value = "1" if action.nargs == 0 else VALUES.get(action.dest, "text")
+        given = parse(*action.option_strings[:1], *([] if action.nargs == 0 else [value]))
+        for prefix in ("PET_", "UNISONO_"):
+            monkeypatch.setenv(prefix + action.dest.upper(), value)
+            ours = vars(parse())
+            assert {k: ours[k] for k in ours if k != "parser"} == {
+                k: v for k, v in vars(given).items() if k != "parser"
+            }, action.dest
+            monkeypatch.delenv(prefix + action.dest.upper())
+
+
+def test_plug_in_for_logs_is_refused():
+    done = finish(OURS, "--logs-specs", "mine", "script.py")
+    assert done.returncode == 2
+    assert "torchrun's plug-ins for logs cannot be used here" in done.stderr
+
+
+def finish(launcher, *arguments, cwd=None, **variables):
+    env = {k: v for k, v in os.environ.items() if k != "UNISONO_LAUNCH"}
+    env["PYTHONPATH"] = SRC
+    return subprocess.run(
+        [*launcher, *map(str, arguments)],
+        cwd=cwd,
+        env=env | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+SHOW = """
+import json, os, sys
+with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
+    json.dump([sys.argv, sys.path[0], sys.executable, dict(os.environ)], file)
+"""
+# What differs between any two launches, or is said to differ in docs/reference/launcher-events.md.
+OWN = {
+    "MASTER_ADDR": "127.0.0.1 and localhost",
+    "MASTER_PORT": "free",
+    "TORCHELASTIC_RUN_ID": "random",
+    "TORCHELASTIC_ERROR_FILE": "in a new folder",
+    "SEEN": "of this test",
+    "UNISONO_LAUNCH": "ours",
+    "PYTHONFAULTHANDLER": "ours",
+    "NODE_RANK": "ours",
+}
+# Set by torchrun's agent for itself, and inherited.
+AGENTS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--standalone", "--nproc-per-node=2"], {}),
+        (["--nnode", "1", "--virtual-local-rank", "--nproc_per_node=2", "--role", "trainer"], {}),
+        (
+            ["--max_restarts=3", "--rdzv_id=job", "--node_rank=0", "--master_port=0"],
+            {"CUDA_VISIBLE_DEVICES": "5, 7", "PET_NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "3"},
+        ),
+    ],
+    ids=["standalone", "virtual local rank", "static"],
+)
+def test_workers_get_what_torchruns_workers_get(tmp_path, flags, variables):
+    pytest.importorskip("torch")
+    (tmp_path / "show.py").write_text(SHOW)
+    seen = []
+    for launcher, name in ((OURS, "ours"), (THEIRS, "theirs")):
+        words = [*flags, "show.py", "a b", "--x=${local_rank}"]
+        done = finish(launcher, *words, cwd=tmp_path, SEEN=name, **variables)
+        assert done.returncode == 0, done.stderr
+        paths = sorted(tmp_path.glob(f"{name}?"))
+        assert [path.name for path in paths] == [f"{name}0", f"{name}1"]
+        seen.append([json.loads(path.read_text()) for path in paths])
+    ours, theirs = seen
+    assert [line[:3] for line in ours] == [line[:3] for line in theirs]
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert set(reference[3]) - set(mine[3]) <= AGENTS_OWN
+        assert set(mine[3]) - set(reference[3]) <= set(OWN)
+        for name in set(reference[3]) - set(OWN) - AGENTS_OWN:
+            assert mine[3][name] == reference[3][name], name
+
+
+def test_other_interpreter(tmp_path):
+    (tmp_path / "other").write_text("#!/bin/sh\necho other $2 $3\n")
+    (tmp_path / "other").chmod(0o755)
+    (tmp_path / "s.py").touch()
+    done = finish(OURS, "s.py", "x", cwd=tmp_path, PYTHON_EXEC="./other")
+    assert (done.returncode, done.stdout) == (0, "other s.py x\n"), done.stderr
+
+
+def test_run_path_wins_over_no_python(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("import sys; print(__name__, sys.argv)")
+    done = finish(OURS, "--run-path", "--no-python", script, "x")
+    assert (done.returncode, done.stdout) == (0, f"__main__ ['{script}', 'x']\n"), done.stderr
+
+
+def test_fewer_gpus_than_workers(tmp_path):
+    (tmp_path / "s.py").touch()
+    flags = ("--virtual-local-rank", "--nproc-per-node=2")
+    done = finish(OURS, *flags, "s.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="4")
+    assert done.returncode == 1
+    assert "local rank 1 needs a GPU of its own" in done.stderr
+
+
+def test_signals_to_handle(tmp_path):
+    (tmp_path / "s.py").write_text(
+        "import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nsignal.pause()\n"
+    )
+    done = finish(OURS, "--signals-to-handle=SIGTERM,SIGUSR1", "s.py", cwd=tmp_path)
+    assert done.returncode == 128 + signal.SIGUSR1
+    assert done.stderr.splitlines()[-1] == "unisono run: stopped by SIGUSR1"
+
+
+@pytest.mark.parametrize("names", ["SIGKILL", "SIGFOO", "TERM"])
+def test_signals_that_cannot_be_handled(names):
+    done = finish(OURS, f"--signals-to-handle={names}", "s.py")
+    assert done.returncode == 2
+    assert f"{names!r} is no signal that a program can handle" in done.stderr
+
+
+RECORDED = """
+import os, sys
+os.dup2(os.open("own_stderr", os.O_WRONLY | os.O_CREAT), 2)
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    raise ValueError("only in the file")
+main()
+"""
+
+
+def test_error_file_of_torchs_record_decorator_is_read(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "s.py").write_text(RECORDED)
+    done = finish(OURS, "--log-dir", "logs", "s.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: only in the file"
+    [path] = tmp_path.glob("logs/*/attempt_0/0/error.json")
+    assert json.loads(path.read_text())["message"]["message"] == "ValueError: only in the file"
+
+
+def test_error_file_without_logs_is_gone_afterwards(tmp_path):
+    (tmp_path / "s.py").write_text(
+        "import json, os, sys\n"
+        "path = os.environ['TORCHELASTIC_ERROR_FILE']\n"
+        "print(os.stat(os.path.dirname(os.path.dirname(path))).st_mode & 0o777)\n"
+        "json.dump({'message': 'in words'}, open(path, 'w'))\n"
+        "sys.exit(3)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    done = finish(OURS, "s.py", cwd=tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert (done.returncode, done.stdout) == (3, f"{0o700}\n")
+    assert done.stderr.splitlines()[-1] == "in words"
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_launcher_inside_a_launcher_hands_the_error_on(tmp_path):
+    (tmp_path / "s.py").write_text("raise ValueError('boom')")
+    path = tmp_path / "outer.json"
+    done = finish(OURS, "s.py", cwd=tmp_path, TORCHELASTIC_ERROR_FILE=str(path))
+    assert done.returncode == 1
+    message = json.loads(path.read_text())["message"]
+    assert (message["message"], message["errorCode"]) == ("ValueError: boom", 1)
+    assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom")
