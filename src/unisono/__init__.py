@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from unisono.backends import BackendConfig as BackendConfig
     from unisono.backends import register_backend as register_backend
     from unisono.base.types import RedOpType as RedOpType
     from unisono.base.types import ReduceOp as ReduceOp
@@ -89,7 +90,7 @@ __version__ = "0.1.0"
 
 # module -> names; the block above says the same to type checkers, and a test compares the two.
 _HOMES = {
-    "backends": "register_backend",
+    "backends": "BackendConfig register_backend",
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
     "groups.c10d": (

@@ -1,6 +1,6 @@
 """The second public tier: what authors of backends, transports, engines and schedules need."""
 
-from unisono.backends import Backend, BackendConfig, CallOptions, CPUOptions, GroupSpec, Pending
+from unisono.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.base.buffers import BufferView, device_of, view
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
@@ -12,8 +12,6 @@ from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Tra
 
 __all__ = [
     "OPS",
-    "Backend",
-    "BackendConfig",
     "BufferView",
     "CPUOptions",
     "Call",
@@ -22,6 +20,7 @@ __all__ = [
     "Completion",
     "DType",
     "Deadline",
+    "DeviceBackend",
     "Dispatcher",
     "Engine",
     "Exchange",

@@ -4,7 +4,7 @@ import numpy as np
 
 import unisono as dist
 from unisono.backends import make_backend
-from unisono.lowlevel import OPS, Backend
+from unisono.lowlevel import OPS, DeviceBackend
 
 
 class DrumArray:
@@ -28,7 +28,7 @@ def inside(value):
     return value
 
 
-class DrumBackend(Backend):
+class DrumBackend(DeviceBackend):
     """Has every operation; moves data through the CPU backend and writes down what it was asked."""
 
     name = "drums"

@@ -6,7 +6,7 @@ import pytest
 import unisono as dist
 from unisono.backends import registry
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.lowlevel import OPS, Backend, Dispatcher, Pending, dispatcher
+from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
 from unisono.testing import run
 
 
@@ -18,7 +18,7 @@ class BoxArray:
         self.device = "box:0"
 
 
-class BoxBackend(Backend):
+class BoxBackend(DeviceBackend):
     """Moves through the CPU backend; has two operations."""
 
     name = "boxes"
@@ -118,11 +118,11 @@ def test_a_made_up_device(boxes):
 
 def test_every_operation_that_a_backend_lacks_is_named():
     class Empty(BoxBackend):
-        all_reduce, barrier = Backend.all_reduce, Backend.barrier
+        all_reduce, barrier = DeviceBackend.all_reduce, DeviceBackend.barrier
 
     backend = object.__new__(Empty)
     for name in OPS:
-        count = getattr(Backend, name).__code__.co_argcount - 1
+        count = getattr(DeviceBackend, name).__code__.co_argcount - 1
         with pytest.raises(UnsupportedError) as caught:
             getattr(backend, name)(*[None] * count)
         assert caught.value.what == f"backend 'boxes' (box) has no {name} (it has: no operation)"

@@ -3,7 +3,7 @@
 May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
 """
 
-from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
+from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.cpu import CPUBackend
 from unisono.backends.registry import (
     BackendConfig,
@@ -13,11 +13,11 @@ from unisono.backends.registry import (
 )
 
 __all__ = [
-    "Backend",
     "BackendConfig",
     "CPUBackend",
     "CPUOptions",
     "CallOptions",
+    "DeviceBackend",
     "GroupSpec",
     "Pending",
     "known_backends",

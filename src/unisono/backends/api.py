@@ -13,7 +13,7 @@ from unisono.base.types import ReduceOp
 from unisono.errors import UnsupportedError, UsageError
 from unisono.stores import Store
 
-__all__ = ["Backend", "CPUOptions", "CallOptions", "GroupSpec", "Pending"]
+__all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
 
 # What a backend has besides operations.
 _NO_OPERATIONS = ("name", "device", "split", "abort", "close", "broken", "info")
@@ -129,7 +129,7 @@ class Pending(Completion):
         return self.wait_until(limit)
 
 
-class Backend(ABC):
+class DeviceBackend(ABC):
     """One process group's operations on one device type.
 
     A backend implements the operations it has; the others raise UnsupportedError naming those
@@ -246,7 +246,7 @@ class Backend(ABC):
         self._lacks("recv_any_source")
 
     @abstractmethod
-    def split(self, spec: GroupSpec) -> Backend:
+    def split(self, spec: GroupSpec) -> DeviceBackend:
         """Return the backend of a sub-group that this rank belongs to."""
 
     @abstractmethod
@@ -268,7 +268,7 @@ class Backend(ABC):
     def _lacks(self, op: str) -> NoReturn:
         has = [
             name
-            for name, method in vars(Backend).items()
+            for name, method in vars(DeviceBackend).items()
             if not name.startswith("_")
             and name not in _NO_OPERATIONS
             and getattr(type(self), name, method) is not method

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.backends import p2p
-from unisono.backends.api import Backend, CallOptions, CPUOptions, GroupSpec, Pending
+from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
 from unisono.backends.splits import check_splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one, striped
@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
     exchange: Exchange | None
 
 
-class CPUBackend(Backend):
+class CPUBackend(DeviceBackend):
     """All operations on CPU memory, through an engine.
 
     Args:

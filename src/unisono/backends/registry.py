@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from unisono.backends.api import Backend, GroupSpec
+from unisono.backends.api import DeviceBackend, GroupSpec
 from unisono.backends.cpu import CPUBackend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["BackendConfig", "known_backends", "make_backend", "register_backend"]
+__all__ = ["DEFAULT", "BackendConfig", "known_backends", "make_backend", "register_backend"]
 
-Factory = Callable[[GroupSpec, str], Backend]
+Factory = Callable[[GroupSpec, str], DeviceBackend]
 
 
 class _Entry(NamedTuple):
@@ -23,11 +23,13 @@ class _Entry(NamedTuple):
     devices: tuple[str, ...]
 
 
-def _cpu(spec: GroupSpec, device: str) -> Backend:
+def _cpu(spec: GroupSpec, device: str) -> DeviceBackend:
     if device != "cpu":
         raise UnsupportedError(f"backend 'unisono' serves device 'cpu' only, not {device!r}")
     return CPUBackend(spec)
 
+
+DEFAULT = "unisono"
 
 # "gloo" is served by the same engine, so that a script switches by its import line alone.
 _backends: dict[str, _Entry] = {
@@ -76,11 +78,11 @@ class BackendConfig:
         InvalidArgumentError: An unknown name, a bad pair, or a device named twice.
     """
 
-    def __init__(self, text: str | None = None) -> None:
-        self.device_backends: dict[str, str] = {}
-        if text is not None and not isinstance(text, str):
-            raise ArgumentTypeError(f"backend must be a string, got {text!r}")
-        text = (text or "unisono").lower()
+    def __init__(self, backend: str | None = None) -> None:
+        self.device_backend_map: dict[str, str] = {}
+        if backend is not None and not isinstance(backend, str):
+            raise ArgumentTypeError(f"backend must be a string, got {backend!r}")
+        text = (backend or DEFAULT).lower()
         for part in text.split(","):
             device, colon, name = part.strip().rpartition(":")
             if colon and (not device or ":" in device):
@@ -91,14 +93,18 @@ class BackendConfig:
                 known = ", ".join(known_backends())
                 raise InvalidArgumentError(f"unknown backend {name!r} (known: {known})")
             for served in [device] if device else _backends[name].devices:
-                if served in self.device_backends:
+                if served in self.device_backend_map:
                     raise InvalidArgumentError(f"backend {text!r} names device {served!r} twice")
-                self.device_backends[served] = name
+                self.device_backend_map[served] = name
 
-    def __str__(self) -> str:
-        return ",".join(f"{device}:{name}" for device, name in self.device_backends.items())
+    def get_device_backend_map(self) -> dict[str, str]:
+        """Return the names of the backends by device type."""
+        return self.device_backend_map
+
+    def __repr__(self) -> str:
+        return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
 
 
-def make_backend(name: str, device: str, spec: GroupSpec) -> Backend:
+def make_backend(name: str, device: str, spec: GroupSpec) -> DeviceBackend:
     """Return a new backend of that name for one group and device type."""
     return _backends[name].factory(spec, device)

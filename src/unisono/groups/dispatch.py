@@ -28,7 +28,7 @@ class OpSchema(NamedTuple):
     """One operation: its names here and in c10d, and the forms in which c10d's methods take it.
 
     Attributes:
-        name: Of the method of `ProcessGroup` and `Backend`.
+        name: Of the method of `ProcessGroup` and `DeviceBackend`.
         c10d_op: Of the schema in c10d's dispatcher.
         c10d_methods: Of the methods of c10d's ProcessGroup.
         data: Parameters of our method that hold arrays, in c10d's order. c10d takes those in

@@ -309,7 +309,7 @@ def get_process_group_ranks(group: Any = None) -> list[int]:
 
 def get_backend(group: Any = None) -> str:
     """Return the name of the group's backend (the first one, if it has several)."""
-    return next(iter(_required(group).config.device_backends.values()))
+    return next(iter(_required(group).config.device_backend_map.values()))
 
 
 def get_backend_config(group: Any = None) -> str:

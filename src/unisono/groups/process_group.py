@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
-from unisono.backends import Backend, BackendConfig, CallOptions, GroupSpec, make_backend
+from unisono.backends import BackendConfig, CallOptions, DeviceBackend, GroupSpec, make_backend
 from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
@@ -74,18 +74,20 @@ class ProcessGroup:
         self._rank = rank
         self._timeout_s = _group_timeout(timeout)
         self.config = BackendConfig(backend)
-        self.backends: dict[str, Backend] = {}
+        self.backends: dict[str, DeviceBackend] = {}
         self._closed = False
         # Identity of the thread that is in a collective call, 0 if none is.
         self._caller = 0
         try:
-            for device, backend_name in self.config.device_backends.items():
+            for device, backend_name in self.config.device_backend_map.items():
                 self.backends[device] = self._make(backend_name, device, options, _parent)
         except BaseException:
             self.close()
             raise
 
-    def _make(self, name: str, device: str, options: Any, parent: ProcessGroup | None) -> Backend:
+    def _make(
+        self, name: str, device: str, options: Any, parent: ProcessGroup | None
+    ) -> DeviceBackend:
         spec = GroupSpec(
             store=PrefixStore(device, self.store),
             rank=self._rank,
@@ -96,7 +98,7 @@ class ProcessGroup:
             timeout_s=self._timeout_s,
             options=options,
         )
-        if parent is not None and parent.config.device_backends.get(device) == name:
+        if parent is not None and parent.config.device_backend_map.get(device) == name:
             return parent.backends[device].split(spec)
         return make_backend(name, device, spec)
 
