@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unisono.backends import BackendConfig as BackendConfig
     from unisono.backends import register_backend as register_backend
+    from unisono.base.streams import Event as Event
+    from unisono.base.streams import Stream as Stream
+    from unisono.base.streams import current_stream as current_stream
+    from unisono.base.streams import default_stream as default_stream
+    from unisono.base.streams import stream as stream
     from unisono.base.types import RedOpType as RedOpType
     from unisono.base.types import ReduceOp as ReduceOp
     from unisono.elastic import launch as launch
@@ -91,6 +96,7 @@ __version__ = "0.1.0"
 # module -> names; the block above says the same to type checkers, and a test compares the two.
 _HOMES = {
     "backends": "BackendConfig register_backend",
+    "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
     "groups.c10d": (

@@ -16,7 +16,7 @@ from unisono.stores import Store
 __all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
 
 # What a backend has besides operations.
-_NO_OPERATIONS = ("name", "device", "split", "abort", "close", "broken", "info")
+_NO_OPERATIONS = ("name", "device", "split", "abort", "close", "broken", "info", "runs_here")
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,21 @@ class Pending(Completion):
         """
         if self.done():
             return True
-        if self._runs_here():
-            raise UsageError(
-                "wait() in a callback, on the thread that runs the operations of this group, "
-                "would wait for itself",
-                hint="in a callback, chain with then() instead of waiting",
-            )
+        self._refuse_to_wait_for_itself()
         own = self.deadline
         if own is not None and (limit is None or own.remaining() <= limit.remaining()):
             if not self.wait_until(own):
                 self.expire()
             return True
         return self.wait_until(limit)
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        if self._runs_here():
+            raise UsageError(
+                "wait() in a callback, on the thread that runs the operations of this group, "
+                "would wait for itself",
+                hint="in a callback, chain with then() instead of waiting",
+            )
 
 
 class DeviceBackend(ABC):
@@ -260,6 +263,10 @@ class DeviceBackend(ABC):
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""
         return None
+
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the one that runs queued calls; it must not wait."""
+        return False
 
     def info(self) -> dict[str, str]:
         """Return what to show in the group's repr: engine, transport, ..."""

@@ -313,6 +313,9 @@ class CPUBackend(DeviceBackend):
         failure = self._comm.transport.failure(self._comm.context)
         return None if failure is None else failure.reason
 
+    def runs_here(self) -> bool:
+        return self._engine.runs_here()
+
     def info(self) -> dict[str, str]:
         return {"engine": self._engine.name, "transport": self._comm.transport.name}
 

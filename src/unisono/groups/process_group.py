@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from threading import get_ident
 from typing import Any
 
-from unisono.backends import BackendConfig, CallOptions, DeviceBackend, GroupSpec, make_backend
+from unisono.backends import (
+    BackendConfig,
+    CallOptions,
+    DeviceBackend,
+    GroupSpec,
+    Pending,
+    make_backend,
+)
 from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError
 from unisono.groups.c10d import add_c10d_methods, call_c10d_form
 from unisono.groups.callers import concurrent_call_error
+from unisono.groups.communication import Communication
 from unisono.groups.dispatch import dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
@@ -78,6 +88,8 @@ class ProcessGroup:
         self._closed = False
         # Identity of the thread that is in a collective call, 0 if none is.
         self._caller = 0
+        # Made by the first call in a stream.
+        self._communication: Communication | None = None
         try:
             for device, backend_name in self.config.device_backend_map.items():
                 self.backends[device] = self._make(backend_name, device, options, _parent)
@@ -293,6 +305,8 @@ class ProcessGroup:
     def close(self) -> None:
         """Release links and threads; no collective. Closing twice is fine."""
         self._closed = True
+        if self._communication is not None:
+            self._communication.close()
         backends, self.backends = self.backends, {}
         for backend in backends.values():
             backend.close()
@@ -315,10 +329,26 @@ class ProcessGroup:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
         options = self._options(op, **how)
         device = next(iter(self.backends)) if tensor is None else device_of(tensor)
-        pending = dispatcher.kernel(op, device)(self, device, *arguments, options)
+        kernel = dispatcher.kernel(op, device)
+        queue = self._communication
+        if explicit_stream() is not None or (queue is not None and queue.waiting()):
+            return self._in_stream(op, device, partial(kernel, self, device, *arguments), options)
+        pending = kernel(self, device, *arguments, options)
         if not options.async_op and pending.error is not None:
             raise pending.error
         return Work(pending, op)
+
+    def _in_stream(
+        self, op: str, device: str, begin: Callable[[CallOptions], Pending], options: CallOptions
+    ) -> Work:
+        """Make a call that begins when the current stream gets to it."""
+        if self._communication is None:
+            self._communication = Communication(self)
+        work = Work(self._communication.call(op, device, begin, options), op)
+        if not options.async_op:
+            # As in torch; a receive's result is whom it came from.
+            work.wait_on_host() if op in ("barrier", "recv") else work.wait()
+        return work
 
     def _options(
         self,

@@ -10,6 +10,7 @@ from typing import Any
 from unisono.backends import Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout, to_seconds
+from unisono.base.streams import explicit_stream
 from unisono.errors import CollectiveTimeoutError
 from unisono.groups.future import Future
 
@@ -29,6 +30,9 @@ class Work:
     def wait(self, timeout: Timeout | None = None) -> bool:
         """Block until the operation is done; return True, or raise its error.
 
+        In a stream (`with unisono.stream(s)`) it does not block: the stream does nothing more
+        until the operation is done, and has its error. With a `timeout` it blocks there, too.
+
         Args:
             timeout: Seconds or timedelta; None or zero for no limit but the operation's own.
 
@@ -36,8 +40,16 @@ class Work:
             CollectiveTimeoutError: `timeout` passed first. The operation goes on and can be
                 waited for again. (With Gloo the group is lost then.)
         """
-        pending = self._pending
         limit = None if timeout is None or to_seconds(timeout) == 0 else Deadline(timeout)
+        stream = explicit_stream()
+        if stream is None or limit is not None:
+            return self.wait_on_host(limit)
+        stream.submit(self.wait_on_host)
+        return True
+
+    def wait_on_host(self, limit: Deadline | None = None) -> bool:
+        """Block the calling thread, whatever the current stream is; otherwise as `wait`."""
+        pending = self._pending
         if not pending.wait_or_expire(limit):
             assert limit is not None
             raise CollectiveTimeoutError(
@@ -70,8 +82,10 @@ class Work:
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Make the current stream wait for it; CPU arrays have none, so this is `wait`."""
+        """Make the current stream wait for it; the default one is the calling thread."""
         self.wait()
+
+    block_current_stream = synchronize
 
     def get_future(self) -> Future:
         """Return a future of the result arrays."""
@@ -112,7 +126,7 @@ class Work:
         finally:
             if watch is not None:
                 watch.cancel()
-        return self.wait()
+        return self.wait_on_host()
 
     def __repr__(self) -> str:
         if not self._pending.done():

@@ -1,0 +1,273 @@
+"""CPU streams and events, with the semantics of CUDA's.
+
+A `Stream` is an ordered queue of functions that a thread of its own runs one after another, while
+the thread that fills it goes on. An `Event` marks a place in a stream. What a stream does next can
+be made to wait for an event of another stream; the host waits only when it is told to.
+
+Without `with stream(...)` the current stream is the default one: the calling thread itself, which
+runs everything at once. A program that uses no stream is not aware that there are any.
+
+An error ends a stream's work until somebody has taken it: what follows is skipped, events that
+follow carry it to whoever waits for them, and `synchronize` raises it.
+
+Source: torch.cuda.Stream, torch.cuda.Event (2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from unisono.base.completion import Completion
+from unisono.base.deadline import Deadline, Timeout
+from unisono.base.log import get_logger
+from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
+
+__all__ = ["Event", "Stream", "current_stream", "default_stream", "explicit_stream", "stream"]
+
+_log = get_logger("base.streams")
+
+# A stream's thread ends by itself, so that nobody has to close a stream; a new one costs 0.1 ms.
+_IDLE_S = 0.1
+
+
+class _Mark(Completion):
+    """One recording of an event: done when the stream has got there."""
+
+    __slots__ = ("stream", "time_s")
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self.stream = stream
+        self.time_s = 0.0
+
+    def reach(self, error: BaseException | None) -> None:
+        """Say that the stream has got there."""
+        self.time_s = time.monotonic()
+        self.finish(error)
+
+
+class Event:
+    """A place in a stream. An event that was never recorded counts as reached.
+
+    Args:
+        enable_timing: Whether `elapsed_time` may be asked for.
+    """
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self._mark: _Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Mark the end of what the stream (by default the current one) has to do now."""
+        stream = stream or current_stream()
+        mark = self._mark = _Mark(stream)
+        stream._reach(mark)
+
+    def wait(self, stream: Stream | None = None, timeout: Timeout | None = None) -> None:
+        """Let the stream (by default the current one) do nothing more until this is reached.
+
+        Args:
+            stream: Who waits. The default stream is the calling thread, which blocks.
+            timeout: Seconds or timedelta, from now; None for no limit.
+
+        Raises:
+            CollectiveTimeoutError: The calling thread was to wait, and the time is over. A stream
+                that waits too long fails with this error.
+        """
+        (stream or current_stream()).wait_event(self, timeout)
+
+    def query(self) -> bool:
+        """Whether it is reached; never blocks."""
+        return self._mark is None or self._mark.done()
+
+    def synchronize(self, timeout: Timeout | None = None) -> None:
+        """Block the calling thread until it is reached.
+
+        Raises:
+            CollectiveTimeoutError: Not reached in time.
+            BaseException: What failed before it in its stream.
+        """
+        if self._mark is not None:
+            _wait_for(self._mark, None if timeout is None else Deadline(timeout))
+
+    def on_reached(self, callback: Callable[[BaseException | None], object]) -> None:
+        """Call `callback(error)` when the latest recording is reached, on whatever thread."""
+        if self._mark is None:
+            callback(None)
+        else:
+            self._mark.add_callback(lambda mark: callback(mark.error))
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds from this event to a later one.
+
+        Raises:
+            UsageError: One of them has no timing, was not recorded, or is not reached yet.
+        """
+        marks = []
+        for event, which in ((self, "first"), (end_event, "second")):
+            if not event.enable_timing:
+                raise UsageError(f"the {which} event was made without enable_timing=True")
+            if event._mark is None or not event._mark.done():
+                state = "recorded" if event._mark is None else "reached"
+                raise UsageError(f"the {which} event is not {state} yet")
+            marks.append(event._mark)
+        return (marks[1].time_s - marks[0].time_s) * 1e3
+
+
+class Stream:
+    """An ordered queue of work, run by a thread that exists while there is some.
+
+    Args:
+        name: For errors and for the thread's name.
+    """
+
+    def __init__(self, name: str = "stream") -> None:
+        self.name = name
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Callable[[], object], bool]] = deque()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+
+    def submit(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call `fn(*args)` after everything that was submitted before.
+
+        It runs in the stream's thread, where the current stream is the default one: a collective
+        call in it blocks that thread, not the host.
+        """
+        self._put(lambda: fn(*args))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event, a new one if None, and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event, timeout: Timeout | None = None) -> None:
+        """Do nothing more until the event's latest recording is reached; as `Event.wait`."""
+        mark, limit = event._mark, None if timeout is None else Deadline(timeout)
+        if mark is not None:
+            self._put(lambda: _wait_for(mark, limit))
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing more until the other stream has done all that it has to do now."""
+        self.wait_event(stream.record_event())
+
+    def query(self) -> bool:
+        """Whether all that was submitted is done; never blocks."""
+        return not self._queue
+
+    def synchronize(self, timeout: Timeout | None = None) -> None:
+        """Block the calling thread until all that was submitted is done.
+
+        Raises:
+            CollectiveTimeoutError: It was not in time; the stream goes on.
+            BaseException: What failed. The stream is as good as new then.
+        """
+        mark = _Mark(self)
+        self._reach(mark)
+        try:
+            _wait_for(mark, None if timeout is None else Deadline(timeout))
+        finally:
+            with self._changed:
+                if mark.done() and self._error is mark.error:
+                    self._error = None
+
+    def runs_here(self) -> bool:
+        """Whether the calling thread is the one that does this stream's work."""
+        return self._thread is threading.current_thread()
+
+    def _reach(self, mark: _Mark) -> None:
+        self._put(lambda: mark.reach(self._error), always=True)
+
+    def _put(self, work: Callable[[], object], *, always: bool = False) -> None:
+        """Add to the queue; `always` says to run it even after a failure."""
+        if self._pid != os.getpid():
+            raise ClosedError(f"stream '{self.name}' belongs to the parent of this fork")
+        with self._changed:
+            self._queue.append((work, always))
+            self._changed.notify_all()
+            if self._thread is None:
+                name = f"unisono-stream-{self.name}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue and not self._changed.wait_for(lambda: self._queue, _IDLE_S):
+                    self._thread = None
+                    return
+                work, always = self._queue[0]
+            if always or self._error is None:
+                try:
+                    work()
+                except BaseException as error:
+                    self._error = error
+                    _log.error("stream '%s' skips what follows: %s", self.name, repr(error))
+            # Not before: query() must not say that it is done while it runs.
+            del work
+            self._queue.popleft()
+
+    def __repr__(self) -> str:
+        return f"<Stream '{self.name}' {len(self._queue)} to do>"
+
+
+class _DefaultStream(Stream):
+    """The calling thread: everything runs at once."""
+
+    def _put(self, work: Callable[[], object], *, always: bool = False) -> None:
+        work()
+
+    def __repr__(self) -> str:
+        return "<Stream 'default': the calling thread>"
+
+
+def _wait_for(mark: _Mark, limit: Deadline | None) -> None:
+    stream = mark.stream
+    if not mark.done() and stream.runs_here():
+        raise UsageError(f"stream '{stream.name}' would wait for itself")
+    if not mark.wait_until(limit):
+        assert limit is not None
+        raise CollectiveTimeoutError(
+            f"stream '{stream.name}' was not done after {limit.timeout_s:g} s; it goes on"
+        )
+    if mark.error is not None:
+        raise mark.error
+
+
+_default = _DefaultStream("default")
+_explicit: ContextVar[Stream | None] = ContextVar("unisono_stream", default=None)
+
+explicit_stream = _explicit.get
+"""Return the stream of the innermost `with stream(...)`, or None: on the path of every call."""
+
+
+def default_stream() -> Stream:
+    """Return the default stream: the calling thread."""
+    return _default
+
+
+def current_stream() -> Stream:
+    """Return the stream that calls made here belong to."""
+    return _explicit.get() or _default
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Make a stream the current one inside the with block; None changes nothing."""
+    if stream is None:
+        yield
+        return
+    token = _explicit.set(None if stream is _default else stream)
+    try:
+        yield
+    finally:
+        _explicit.reset(token)
