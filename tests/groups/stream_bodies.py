@@ -155,6 +155,20 @@ def layouts(rank):
     assert (table == [1, p, 2 * p]).all()
 
 
+def objects(rank):
+    """Object collectives look at what they receive, so they stop the host."""
+    compute, x = dist.Stream("compute"), np.zeros(1)
+    with dist.stream(compute):
+        compute.submit(np.copyto, x, 1)
+        dist.all_reduce(x)
+        heard = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, {"rank": rank, "large": np.full(100_000, rank)})
+        compute.synchronize(60)
+    assert [one["rank"] for one in heard] == list(range(dist.get_world_size()))
+    assert all((one["large"] == one["rank"]).all() for one in heard)
+    assert x[0] == dist.get_world_size()
+
+
 def futures(rank):
     """Futures, callbacks and await of calls in streams."""
     p, x, y = dist.get_world_size(), np.ones(2), np.ones(2)

@@ -17,6 +17,7 @@ def test_calls_in_streams(world, size):
                 stream_bodies.order,
                 stream_bodies.point_to_point,
                 stream_bodies.layouts,
+                stream_bodies.objects,
                 stream_bodies.futures,
                 stream_bodies.bad_argument,
             ],

@@ -22,14 +22,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
 
-__all__ = ["Event", "Stream", "current_stream", "default_stream", "explicit_stream", "stream"]
+__all__ = [
+    "Event",
+    "Stream",
+    "current_stream",
+    "default_stream",
+    "explicit_stream",
+    "on_host",
+    "stream",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _log = get_logger("base.streams")
 
@@ -271,3 +283,16 @@ def stream(stream: Stream | None) -> Iterator[None]:
         yield
     finally:
         _explicit.reset(token)
+
+
+def on_host(call: Callable[P, R]) -> Callable[P, R]:
+    """Make a function's calls belong to the default stream: it looks at their results."""
+
+    @wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _explicit.get() is None:
+            return call(*args, **kwargs)
+        with stream(_default):
+            return call(*args, **kwargs)
+
+    return wrapped

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Communication", "StreamCall"]
 
-_P2P = ("send", "recv")
+_P2P = ("send", "recv", "recv_any_source")
 
 
 class StreamCall(Pending):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.streams import on_host
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -311,6 +312,7 @@ class _Call:
 
     # ---- collectives ----------------------------------------------------------------------
 
+    @on_host
     def broadcast(self, packet: Packet | None, root: int) -> Packet:
         """Return root's packet."""
         first = np.empty(FIRST_BYTES, np.uint8) if packet is None else packet.first
@@ -320,6 +322,7 @@ class _Call:
         self._broadcast_parts(packet, root)
         return packet
 
+    @on_host
     def all_gather(self, mine: Packet) -> list[Packet]:
         """Return the packets of all ranks."""
         packets = self._gather_first(mine, None)
@@ -327,6 +330,7 @@ class _Call:
             self._broadcast_parts(packet, root)
         return packets
 
+    @on_host
     def gather(self, mine: Packet, root: int) -> list[Packet]:
         """Return the packets of all ranks on `root`, nothing elsewhere."""
         packets = self._gather_first(mine, root)
@@ -337,6 +341,7 @@ class _Call:
                 self.recv_parts(packet, peer, _TAG)
         return packets
 
+    @on_host
     def scatter(self, packets: list[Packet] | None, root: int) -> Packet:
         """Return the packet that root has for this rank."""
         first = np.empty(FIRST_BYTES, np.uint8)
@@ -395,6 +400,7 @@ class _Call:
         for part in packet.large:
             self._group.recv(part, peer, tag, timeout=self.remaining_s)
 
+    @on_host
     def wait(self, works: list[Work]) -> None:
         """Wait for messages on their way."""
         for work in works:

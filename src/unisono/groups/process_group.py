@@ -347,7 +347,8 @@ class ProcessGroup:
         work = Work(self._communication.call(op, device, begin, options), op)
         if not options.async_op:
             # As in torch; a receive's result is whom it came from.
-            work.wait_on_host() if op in ("barrier", "recv") else work.wait()
+            looked_at = op in ("barrier", "recv", "recv_any_source")
+            work.wait_on_host() if looked_at else work.wait()
         return work
 
     def _options(

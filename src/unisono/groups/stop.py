@@ -57,7 +57,7 @@ def should_stop(group: Any = None) -> bool:
     if pg is None:
         return False
     flag = np.array([_asked.is_set()], dtype=np.int32)
-    pg.all_reduce(flag, ReduceOp.MAX).wait()
+    pg.all_reduce(flag, ReduceOp.MAX).wait_on_host()
     return bool(flag[0])
 
 
