@@ -424,7 +424,7 @@ class CPUBackend(DeviceBackend):
         if splits is not None and not splits.even:
             words.append(f"send {list(splits.sent)}, receive {list(splits.received)}")
         if op is not None:
-            words.append(_said(op))
+            words.append(repr(op).removeprefix("ReduceOp."))
         if root >= 0:
             words.append(f"{_ROLES[collective]}={self._comm.ranks[root]}")
         if wish or self._override:
@@ -496,8 +496,3 @@ class CPUBackend(DeviceBackend):
         failure = self._comm.transport.failure(self._comm.context)
         if failure is not None:
             raise already_broken_error(failure, self._comm, called)
-
-
-def _said(op: ReduceOp) -> str:
-    """Return a reduce op as users write it."""
-    return repr(op).removeprefix("ReduceOp.")
