@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.unisono-setup
 TORCH := torch==2.13.0
 
-.PHONY: help demo test test-reference check setup docs clean
+.PHONY: help demo test test-reference check setup native test-native docs clean
 .DEFAULT_GOAL := help
 
 help:

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.hpp"
 #include "group.hpp"
 #include "kernels.hpp"
 #include "segment.hpp"
@@ -222,4 +223,6 @@ NB_MODULE(_engine, m) {
     .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("abort", &unisono::Group::abort, "End whatever waits.")
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
+
+  bind_store(m);
 }

@@ -73,3 +73,20 @@ class Group:
 
     def leave(self) -> None:
         """Tell the others that this rank is gone."""
+
+class StoreServer:
+    def __init__(
+        self,
+        listeners: Sequence[int],
+        log_fd: int,
+        token: bytes,
+        serves_strangers: bool,
+        max_reply_bytes: int,
+    ) -> None:
+        """Serve torch's TCPStore protocol on a thread of its own."""
+
+    def stop(self) -> None:
+        """End the thread and close every socket."""
+
+    @property
+    def clients(self) -> int: ...

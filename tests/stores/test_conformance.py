@@ -11,8 +11,8 @@ from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
-def make_base(request, tmp_path) -> Iterator[Callable[[], Store]]:
+@pytest.fixture(params=["hash", "file", "tcp", "tcp on the Python server"])
+def make_base(request, tmp_path, monkeypatch) -> Iterator[Callable[[], Store]]:
     """Return a factory of new, empty stores of one kind."""
     opened: list[Store] = []
 
@@ -22,6 +22,8 @@ def make_base(request, tmp_path) -> Iterator[Callable[[], Store]]:
         elif request.param == "file":
             store = FileStore(tmp_path / f"store{len(opened)}")
         else:
+            if request.param != "tcp":
+                monkeypatch.setenv("UNISONO_ENGINE", "reference")
             store = TCPStore("127.0.0.1", 0, is_master=True)
         opened.append(store)
         return store

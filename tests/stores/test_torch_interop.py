@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
-from unisono.stores import TCPStore, TCPStoreServer
+from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
 from unisono.testing.check_store import STORE_CHECKS
 
@@ -46,8 +46,8 @@ def output_of(*args: str) -> list[str]:
     return output.splitlines()
 
 
-def test_torch_client_sees_the_same_on_both_servers():
-    server = TCPStoreServer(listen("127.0.0.1", 0))
+def test_torch_client_sees_the_same_on_both_servers(server_kind):
+    server = start_server(listen("127.0.0.1", 0))
     try:
         ours = output_of("client", "127.0.0.1", str(server.port))
     finally:

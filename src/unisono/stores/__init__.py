@@ -5,8 +5,9 @@ from unisono.stores.api import Store as Store
 from unisono.stores.file import FileStore as FileStore
 from unisono.stores.hash import HashStore as HashStore
 from unisono.stores.prefix import PrefixStore as PrefixStore
+from unisono.stores.server import StoreServer as StoreServer
+from unisono.stores.server import start_server as start_server
 from unisono.stores.tcp_client import TCPStore as TCPStore
-from unisono.stores.tcp_server import TCPStoreServer as TCPStoreServer
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -14,6 +15,7 @@ __all__ = [
     "HashStore",
     "PrefixStore",
     "Store",
+    "StoreServer",
     "TCPStore",
-    "TCPStoreServer",
+    "start_server",
 ]

@@ -30,9 +30,9 @@ from unisono.stores.api import (
     check_world_size,
     keys_timeout,
 )
+from unisono.stores.server import StoreServer, start_server
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp_connection import ConnectionPool
-from unisono.stores.tcp_server import TCPStoreServer
 from unisono.stores.wire import READY, Op
 
 __all__ = ["TCPStore"]
@@ -302,7 +302,7 @@ class _SharedServer:
     _by_port: dict[int, _SharedServer] = {}  # noqa: RUF012 - one table for the process on purpose
     _lock = threading.Lock()
 
-    def __init__(self, server: TCPStoreServer) -> None:
+    def __init__(self, server: StoreServer) -> None:
         self.port = server.port
         self._server = server
         self._users = 1
@@ -319,7 +319,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            shared = cls(TCPStoreServer(sockets))
+            shared = cls(start_server(sockets))
             if multi_tenant:
                 cls._by_port[shared.port] = shared
             return shared

@@ -1,4 +1,4 @@
-"""The TCPStore server: one thread, one selector, no thread per client.
+"""The TCPStore server in Python, for where the C++ one is not built: one thread, one selector.
 
 Rule: only the server's thread touches the table and the connections. `close` wakes it through
 a socket pair and joins it.
@@ -31,14 +31,14 @@ from unisono.stores.wire import (
     encode_reply,
 )
 
-__all__ = ["TCPStoreServer"]
+__all__ = ["PythonServer"]
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
 # A client that does not read its replies is not read from either once this much is queued.
 _UNSENT_BYTES = 1024 * 1024
 
-_SERVERS: weakref.WeakSet[TCPStoreServer] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
 
 class _Connection:
@@ -57,21 +57,18 @@ class _Connection:
         self.promised: str | None = None
 
 
-class TCPStoreServer:
+class PythonServer:
     """Serves torch's TCPStore protocol on listening sockets that it takes over.
 
-    Answers torch clients and unisono clients alike. Differences to torch's own server: a
-    failed compare_set wakes nobody; a wait for several keys ends when all are there at once; a
-    caller that gives up a barrier is not counted; a woken queue waiter that dies passes its
-    turn on; `barrier` leaves no key behind.
-
-    Raises:
-        InvalidArgumentError: No listening socket was given.
+    Args:
+        listeners: Listening sockets, all on the same port.
+        max_reply_bytes: A larger multi_get is refused.
     """
 
-    def __init__(self, listeners: list[socket.socket]) -> None:
-        if not listeners:
-            raise InvalidArgumentError("TCPStoreServer needs at least one listening socket")
+    def __init__(
+        self, listeners: list[socket.socket], *, max_reply_bytes: int = MAX_REPLY_BYTES
+    ) -> None:
+        self._max_reply_bytes = max_reply_bytes
         self.port: int = listeners[0].getsockname()[1]
         self._listeners = listeners
         self._table = Table()
@@ -103,8 +100,13 @@ class TCPStoreServer:
             self._thread.join()
         self._wake_in.close()
 
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+        return len(self._connections)
+
     def __repr__(self) -> str:
-        return f"<TCPStoreServer port={self.port} clients={len(self._connections)}>"
+        return f"<PythonServer port={self.port} clients={self.clients}>"
 
     def _run(self) -> None:
         try:
@@ -185,10 +187,60 @@ class TCPStoreServer:
                 self._forget_wait(connection)
                 connection.unsent += encode_reply(Op.CANCEL_WAIT, WAIT_CANCELED)
             case _:
-                result = _apply(self._table, request)
+                result = self._apply(request)
                 connection.unsent += encode_reply(request.op, result)
         if promised is not None:
             self._end_promise(promised)
+
+    def _apply(self, request: Request) -> Any:
+        """Do one request that is answered at once and return its result."""
+        args = request.args
+        table = self._table
+        match request.op:
+            case Op.SET:
+                return table.set(*args)
+            case Op.GET:
+                return table.values.get(args[0], b"")
+            case Op.ADD:
+                return table.add(*args)
+            case Op.CHECK:
+                return NOT_READY if table.missing(args[0]) else READY
+            case Op.COMPARE_SET:
+                return table.compare_set(*args)
+            case Op.APPEND:
+                return table.append(*args)
+            case Op.DELETE_KEY:
+                return int(table.delete_key(*args))
+            case Op.NUM_KEYS:
+                return len(table.values)
+            case Op.LIST_KEYS:
+                return list(table.values)
+            case Op.MULTI_GET:
+                return self._multi_get(args[0])
+            case Op.MULTI_SET:
+                for key, value in args[0]:
+                    table.set(key, value)
+                return None
+            case Op.QUEUE_PUSH:
+                return table.queue_push(*args)
+            case Op.QUEUE_POP:
+                before = table.queue_len(args[0])
+                return before, table.queue_pop(args[0])
+            case Op.QUEUE_LEN:
+                return table.queue_len(args[0])
+            case Op.PING:
+                return args[0]
+            case _:
+                return None
+
+    def _multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [self._table.values.get(key, b"") for key in keys]
+        if (nbytes := sum(map(len, values))) > self._max_reply_bytes:
+            raise InvalidArgumentError(
+                f"multi_get of {len(keys)} keys has {nbytes} bytes; at most "
+                f"{self._max_reply_bytes} are sent"
+            )
+        return values
 
     def _wait(self, connection: _Connection, keys: list[str]) -> None:
         self._forget_wait(connection)
@@ -264,56 +316,6 @@ class TCPStoreServer:
         self._forget_wait(connection)
         if connection.promised is not None:
             self._end_promise(connection.promised)
-
-
-def _apply(table: Table, request: Request) -> Any:
-    """Do one request that is answered at once and return its result."""
-    args = request.args
-    match request.op:
-        case Op.SET:
-            return table.set(*args)
-        case Op.GET:
-            return table.values.get(args[0], b"")
-        case Op.ADD:
-            return table.add(*args)
-        case Op.CHECK:
-            return NOT_READY if table.missing(args[0]) else READY
-        case Op.COMPARE_SET:
-            return table.compare_set(*args)
-        case Op.APPEND:
-            return table.append(*args)
-        case Op.DELETE_KEY:
-            return int(table.delete_key(*args))
-        case Op.NUM_KEYS:
-            return len(table.values)
-        case Op.LIST_KEYS:
-            return list(table.values)
-        case Op.MULTI_GET:
-            return _multi_get(table, args[0])
-        case Op.MULTI_SET:
-            for key, value in args[0]:
-                table.set(key, value)
-            return None
-        case Op.QUEUE_PUSH:
-            return table.queue_push(*args)
-        case Op.QUEUE_POP:
-            before = table.queue_len(args[0])
-            return before, table.queue_pop(args[0])
-        case Op.QUEUE_LEN:
-            return table.queue_len(args[0])
-        case Op.PING:
-            return args[0]
-        case _:
-            return None
-
-
-def _multi_get(table: Table, keys: list[str]) -> list[bytes]:
-    values = [table.values.get(key, b"") for key in keys]
-    if (nbytes := sum(map(len, values))) > MAX_REPLY_BYTES:
-        raise InvalidArgumentError(
-            f"multi_get of {len(keys)} keys has {nbytes} bytes; at most {MAX_REPLY_BYTES} are sent"
-        )
-    return values
 
 
 def _forget_servers_in_child() -> None:

@@ -1,0 +1,6 @@
+// The parts of unisono._engine that have a file of their own.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_store(nanobind::module_& m);

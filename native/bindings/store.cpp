@@ -1,0 +1,43 @@
+// The store's part of unisono._engine.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "server.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+class StoreServer {
+ public:
+  StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token,
+              bool serves_strangers, uint64_t max_reply_bytes)
+      : server_(unisono::store::Server::start(
+          std::move(listeners), log_fd,
+          {std::string(token.c_str(), token.size()), serves_strangers, max_reply_bytes})) {}
+
+  void stop() {
+    nb::gil_scoped_release unlocked;
+    server_->stop();
+  }
+  std::size_t clients() const { return server_->clients(); }
+
+ private:
+  unisono::store::Server::Owner server_;
+};
+
+}  // namespace
+
+void bind_store(nb::module_& m) {
+  nb::class_<StoreServer>(m, "StoreServer")
+    .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t>(),
+         nb::arg("listeners"), nb::arg("log_fd"), nb::arg("token"), nb::arg("serves_strangers"),
+         nb::arg("max_reply_bytes"), "Serve torch's TCPStore protocol on a thread of its own.")
+    .def("stop", &StoreServer::stop, "End the thread and close every socket.")
+    .def_prop_ro("clients", &StoreServer::clients);
+}

@@ -1,0 +1,45 @@
+// One client of the server: what it sent in part, what it has not read yet, what it waits for.
+#pragma once
+
+#include "server.hpp"
+
+namespace unisono::store {
+
+struct Server::Connection final : Waiter {
+  enum class Phase : char { greeting, proving, validating, open };
+  using Nonce = std::array<char, kNonceBytes>;
+
+  Connection(Server* server, int socket, uint64_t number)
+      : owner(server), fd(socket), id(number) {}
+
+  void wake() override {
+    // STOP_WAITING, the answer to WAIT and to BARRIER alike.
+    out.append_number(kStopWaiting);
+    if (!is_dirty) owner->dirty_.push_back(this);
+    is_dirty = true;
+  }
+
+  Server* owner;
+  const int fd;
+  const uint64_t id;
+  Buffer in;
+  Buffer out;
+  Scanner scanner;
+  std::unique_ptr<Nonce> client_nonce;
+  std::unique_ptr<Nonce> server_nonce;
+  Phase phase = Phase::greeting;
+  bool has_input = false;  // the socket may have more to read
+  bool has_ended = false;  // the peer will send no more
+  bool is_held = false;    // requests are not handled until replies were read
+  bool is_dirty = false;
+  bool is_later = false;
+  bool is_doomed = false;
+};
+
+std::string peer_of(int fd);
+// Whether the other end is a process of this machine.
+bool is_local(int fd);
+// Text that is safe in a log line, in quotes and cut.
+std::string quoted(std::string_view text);
+
+}  // namespace unisono::store

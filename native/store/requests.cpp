@@ -1,0 +1,253 @@
+// What the server answers to each request, and whom it lets in.
+#include <algorithm>
+#include <cstdio>
+#include <optional>
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include "connection.hpp"
+
+namespace unisono::store {
+
+namespace {
+
+constexpr std::size_t kShownBytes = 64;
+
+std::string_view text_of(const Digest& digest) {
+  return {reinterpret_cast<const char*>(digest.data()), digest.size()};
+}
+
+// An address without its port; an IPv4 one in its IPv6 form becomes plain again.
+struct Address {
+  int family = AF_UNSPEC;
+  unsigned char bytes[16] = {};
+  uint16_t port = 0;
+
+  explicit Address(const sockaddr_storage& from) {
+    if (from.ss_family == AF_INET) {
+      const auto& v4 = reinterpret_cast<const sockaddr_in&>(from);
+      family = AF_INET;
+      __builtin_memcpy(bytes, &v4.sin_addr, 4);
+      port = ntohs(v4.sin_port);
+    } else if (from.ss_family == AF_INET6) {
+      const auto& v6 = reinterpret_cast<const sockaddr_in6&>(from);
+      const bool is_v4 = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) != 0;
+      family = is_v4 ? AF_INET : AF_INET6;
+      __builtin_memcpy(bytes, v6.sin6_addr.s6_addr + (is_v4 ? 12 : 0), is_v4 ? 4 : 16);
+      port = ntohs(v6.sin6_port);
+    }
+  }
+  bool is_loopback() const {
+    if (family == AF_INET) return bytes[0] == 127;
+    in6_addr v6;
+    __builtin_memcpy(&v6, bytes, sizeof v6);
+    return family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&v6);
+  }
+  bool is_same_host(const Address& other) const {
+    return family == other.family && __builtin_memcmp(bytes, other.bytes, sizeof bytes) == 0;
+  }
+};
+
+Address address_of(int fd, decltype(&getpeername) ask) {
+  sockaddr_storage found{};
+  socklen_t size = sizeof found;
+  if (ask(fd, reinterpret_cast<sockaddr*>(&found), &size) != 0) found.ss_family = AF_UNSPEC;
+  return Address(found);
+}
+
+}  // namespace
+
+std::string peer_of(int fd) {
+  const Address peer = address_of(fd, &getpeername);
+  char text[INET6_ADDRSTRLEN] = "a client that is gone";
+  if (inet_ntop(peer.family, peer.bytes, text, sizeof text) == nullptr) return text;
+  return (peer.family == AF_INET6 ? "[" + std::string(text) + "]" : std::string(text)) + ":" +
+         std::to_string(peer.port);
+}
+
+bool is_local(int fd) {
+  const Address peer = address_of(fd, &getpeername);
+  // A connection to one of this machine's own addresses comes from that address, too; nobody
+  // else can have it and still get our answers.
+  return peer.is_loopback() || (peer.family != AF_UNSPEC &&
+                                peer.is_same_host(address_of(fd, &getsockname)));
+}
+
+std::string quoted(std::string_view text) {
+  std::string shown = "'";
+  for (char c : text.substr(0, kShownBytes)) {
+    if (c >= ' ' && c <= '~') {
+      shown.push_back(c);
+    } else {
+      char escaped[5];
+      std::snprintf(escaped, sizeof escaped, "\\x%02x", static_cast<unsigned char>(c));
+      shown.append(escaped);
+    }
+  }
+  return shown.append(text.size() > kShownBytes ? "...'" : "'");
+}
+
+// Takes the first bytes of a client; returns how many of them were its greeting.
+std::size_t Server::greet(Connection& client, std::string_view data) {
+  if (client.phase == Connection::Phase::proving) {
+    if (data.size() < sizeof(Digest)) return 0;
+    const Digest expected =
+      proof(options_.token, "client", {client.client_nonce->data(), kNonceBytes},
+            {client.server_nonce->data(), kNonceBytes});
+    client.client_nonce.reset();
+    client.server_nonce.reset();
+    if (is_same(expected, data.substr(0, expected.size()))) {
+      client.out.append_number(static_cast<char>(kWelcome));
+      client.phase = Connection::Phase::validating;
+    } else {
+      refuse(client, kWrongToken, "it has another token");
+    }
+    return expected.size();
+  }
+  if (data[0] == static_cast<char>(Op::validate)) {
+    if (options_.serves_strangers || is_local(client.fd)) {
+      client.phase = Connection::Phase::validating;
+    } else if (options_.token.empty()) {
+      refuse(client, kLocalOnly, "it is on another machine, and there is no token");
+    } else {
+      refuse(client, kTokenNeeded, "it is on another machine and has no token");
+    }
+    return 0;
+  }
+  const std::size_t known = std::min(data.size(), kHello.size());
+  if (data.substr(0, known) != kHello.substr(0, known)) {
+    doom(client, "it is no client of a store");
+  } else if (data.size() >= kHelloBytes) {
+    admit(client, data.substr(kHello.size(), kNonceBytes));
+    return kHelloBytes;
+  }
+  return 0;
+}
+
+// Answers a hello with a challenge, and with the proof that this is no false server.
+void Server::admit(Connection& client, std::string_view client_nonce) {
+  if (options_.token.empty()) {
+    refuse(client, kNoTokenHere, "it has a token, and there is none here");
+    return;
+  }
+  client.client_nonce = std::make_unique<Connection::Nonce>();
+  client.server_nonce = std::make_unique<Connection::Nonce>();
+  client_nonce.copy(client.client_nonce->data(), kNonceBytes);
+  if (!fresh_nonce(*client.server_nonce)) {
+    doom(client, "the system has no random numbers");
+    return;
+  }
+  const std::string_view nonce(client.server_nonce->data(), kNonceBytes);
+  client.out.append_number(static_cast<char>(kChallenge));
+  client.out.append(nonce);
+  client.out.append(text_of(proof(options_.token, "server", client_nonce, nonce)));
+  client.phase = Connection::Phase::proving;
+}
+
+void Server::refuse(Connection& client, Answer answer, const char* why) {
+  client.out.append_number(static_cast<char>(answer));
+  flush(client);
+  doom(client, why);
+}
+
+void Server::handle(Connection& client) {
+  const Request& request = request_;
+  if (client.phase == Connection::Phase::validating) {
+    if (request.op != Op::validate || request.word != kMagic) {
+      doom(client, "it does not begin with VALIDATE and the magic number");
+      return;
+    }
+    client.phase = Connection::Phase::open;
+    return;
+  }
+  // Kept until the request is done: it is the one that may take the promised value.
+  const std::optional<std::string> promised = table_.take_promise(client);
+  switch (request.op) {
+    case Op::validate: break;
+    case Op::set: table_.set(request.key, request.value); break;
+    case Op::append: table_.append(request.key, request.value); break;
+    case Op::queue_push: table_.queue_push(request.key, request.value); break;
+    case Op::multi_set:
+      for (std::size_t i = 0; i < request.keys.size(); ++i) {
+        table_.set(request.keys[i], request.values[i]);
+      }
+      break;
+    case Op::compare_set:
+      client.out.append_sized(table_.compare_set(request.key, request.value, request.other));
+      break;
+    case Op::get: {
+      const std::string* value = table_.find(request.key);
+      client.out.append_sized(value == nullptr ? std::string_view() : *value);
+      break;
+    }
+    case Op::check: client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady); break;
+    case Op::num_keys: client.out.append_number(static_cast<int64_t>(table_.values().size())); break;
+    case Op::delete_key: client.out.append_number(int64_t{table_.delete_key(request.key)}); break;
+    case Op::queue_len: client.out.append_number(table_.queue_len(request.key)); break;
+    case Op::ping: client.out.append_number(request.word); break;
+    default: answer_more(client); break;
+  }
+  if (promised) table_.end_promise(*promised);
+}
+
+// The requests that may wait, may be refused, or have a long answer.
+void Server::answer_more(Connection& client) {
+  const Request& request = request_;
+  switch (request.op) {
+    case Op::add: {
+      int64_t total;
+      if (table_.add(request.key, request.number, &total)) {
+        client.out.append_number(total);
+      } else {
+        // The protocol has no error reply; torch's server closes the connection as well.
+        doom(client, "add(" + quoted(request.key) + ", " + std::to_string(request.number) +
+                       "): what is stored is not an integer, or the sum leaves 64 bits");
+      }
+      break;
+    }
+    case Op::wait:
+      if (table_.wait(client, request.keys)) client.out.append_number(kStopWaiting);
+      break;
+    case Op::barrier:
+      if (!table_.arrive(client, request.key, request.number)) {
+        doom(client, "barrier " + quoted(request.key) + ": others came with another world size");
+      }
+      break;
+    case Op::cancel_wait:
+      table_.forget(client);
+      client.out.append_number(kWaitCanceled);
+      break;
+    case Op::queue_pop: {
+      client.out.append_number(table_.queue_len(request.key));
+      std::string value;
+      if (table_.queue_pop(request.key, &value)) client.out.append_sized(value);
+      break;
+    }
+    case Op::multi_get: answer_multi_get(client); break;
+    default:
+      client.out.append_number(static_cast<uint64_t>(table_.values().size()));
+      for (const auto& item : table_.values()) client.out.append_sized(item.first);
+      break;
+  }
+}
+
+void Server::answer_multi_get(Connection& client) {
+  uint64_t nbytes = 0;
+  std::vector<std::string_view> values;
+  values.reserve(request_.keys.size());
+  for (std::string_view key : request_.keys) {
+    const std::string* value = table_.find(key);
+    values.push_back(value == nullptr ? std::string_view() : *value);
+    nbytes += values.back().size();
+  }
+  if (nbytes > options_.max_reply_bytes) {
+    doom(client, "multi_get of " + std::to_string(values.size()) + " keys has " +
+                   std::to_string(nbytes) + " bytes; too many for one reply");
+    return;
+  }
+  for (std::string_view value : values) client.out.append_sized(value);
+}
+
+}  // namespace unisono::store

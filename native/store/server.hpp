@@ -1,0 +1,105 @@
+// The TCPStore server: one thread, one epoll, no interpreter lock. Clients of torch and of unisono
+// are served alike. Rule: only the server's thread touches the table and what clients say; the
+// set of connections changes under a lock, because a fork must find it whole.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "buffer.hpp"
+#include "proof.hpp"
+#include "table.hpp"
+#include "wire.hpp"
+
+namespace unisono::store {
+
+class Server {
+ public:
+  struct Options {
+    std::string token;      // clients must prove that they know it; empty: there is none
+    bool serves_strangers;  // clients without a token may be on other machines too
+    uint64_t max_reply_bytes = kMaxReplyBytes;
+  };
+  struct End {
+    void operator()(Server* server) const;
+  };
+  using Owner = std::unique_ptr<Server, End>;
+
+  // Takes over listening sockets, and a pipe for lines of text; starts the thread.
+  static Owner start(std::vector<int> listeners, int log_fd, Options options);
+  Server(const Server&) = delete;
+  Server& operator=(const Server&) = delete;
+
+  // Ends the thread and closes every socket; clients that wait see the connection end.
+  void stop();
+  std::size_t clients() const { return client_count_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Connection;
+  struct Greeting {  // how long a client may take to say who it is
+    int64_t until_ns;
+    int fd;
+    uint64_t id;
+  };
+  friend class Forks;
+
+  Server(std::vector<int> listeners, int log_fd, Options options);
+  ~Server() = default;
+  void run();
+  int timeout_ms();
+  void accept_some();
+  bool accept_from(int listener);
+  void serve(Connection& client);
+  void receive(Connection& client);
+  void take_kept(Connection& client);
+  std::size_t take(Connection& client, const char* data, std::size_t size);
+  std::size_t greet(Connection& client, std::string_view data);
+  void admit(Connection& client, std::string_view client_nonce);
+  void refuse(Connection& client, Answer answer, const char* why);
+  void flush(Connection& client);
+  void handle(Connection& client);
+  void answer_more(Connection& client);
+  void answer_multi_get(Connection& client);
+  void doom(Connection& client, const std::string& why = {});
+  void tidy();
+  void drop(Connection& client);
+  void log(const std::string& line);
+  void close_sockets();
+
+  std::vector<int> listeners_;
+  int log_fd_;
+  const Options options_;
+  const pid_t pid_;
+  int epoll_ = -1;
+  int wake_ = -1;
+  std::atomic<bool> stopping_{false};
+  std::atomic<std::size_t> client_count_{0};
+
+  // Held by whoever makes or ends a connection, and across a fork.
+  std::mutex connections_lock_;
+  std::unordered_map<int, std::unique_ptr<Connection>> connections_;
+
+  Table table_;
+  Request request_;
+  std::deque<Greeting> greetings_;
+  std::vector<Connection*> dirty_;  // woken by somebody else's request: to be sent to
+  std::vector<Connection*> later_;  // has more to be read, after the others' turn
+  std::vector<Connection*> doomed_;  // to be closed once nothing points at it any more
+  std::unique_ptr<char[]> chunk_;
+  bool may_accept_ = false;
+  bool out_of_descriptors_ = false;
+  uint64_t next_id_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace unisono::store

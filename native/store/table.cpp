@@ -1,0 +1,209 @@
+#include "table.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <utility>
+
+namespace unisono::store {
+
+namespace {
+
+// Digits of an int64 with generous padding; a longer text is none.
+constexpr std::size_t kMaxDigits = 64;
+
+bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
+
+// Returns the sum of what `text` spells and `amount`, if it is a number and the sum has 64 bits.
+bool checked_sum(std::string_view text, int64_t amount, int64_t* total) {
+  if (text.size() > kMaxDigits) return false;
+  while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
+  while (!text.empty() && is_space(text.back())) text.remove_suffix(1);
+  const bool negative = !text.empty() && text.front() == '-';
+  if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
+  if (text.empty()) return false;
+  // Beyond any sum that could come back into 64 bits, but far from this type's own end.
+  constexpr auto kHuge = static_cast<__int128>(std::numeric_limits<uint64_t>::max()) * 2;
+  __int128 number = 0;
+  for (char c : text) {
+    if (c < '0' || c > '9') return false;
+    number = std::min(number * 10 + (c - '0'), kHuge);
+  }
+  const __int128 sum = (negative ? -number : number) + amount;
+  if (sum < std::numeric_limits<int64_t>::min() || sum > std::numeric_limits<int64_t>::max()) {
+    return false;
+  }
+  *total = static_cast<int64_t>(sum);
+  return true;
+}
+
+}  // namespace
+
+const std::string* Table::find(std::string_view key) const {
+  auto found = values_.find(scratch(key));
+  return found == values_.end() ? nullptr : &found->second;
+}
+
+void Table::set(std::string_view key, std::string_view value) {
+  values_[scratch(key)].assign(value);
+  changed(key);
+}
+
+void Table::append(std::string_view key, std::string_view value) {
+  values_[scratch(key)].append(value);
+  changed(key);
+}
+
+bool Table::add(std::string_view key, int64_t amount, int64_t* total) {
+  const std::string* present = find(key);
+  if (present == nullptr) {
+    *total = amount;
+  } else if (!checked_sum(*present, amount, total)) {
+    return false;
+  }
+  char digits[24];
+  const auto end = std::to_chars(digits, digits + sizeof digits, *total).ptr;
+  set(key, {digits, static_cast<std::size_t>(end - digits)});
+  return true;
+}
+
+std::string_view Table::compare_set(std::string_view key, std::string_view expected,
+                                    std::string_view desired) {
+  const std::string* present = find(key);
+  if (present == nullptr ? expected.empty() : *present == expected) {
+    set(key, desired);
+    return desired;
+  }
+  // A missing key answers with what was expected: odd, but torch scripts rely on it.
+  return present == nullptr ? expected : std::string_view(*present);
+}
+
+bool Table::delete_key(std::string_view key) { return values_.erase(scratch(key)) > 0; }
+
+void Table::queue_push(std::string_view key, std::string_view value) {
+  queues_[scratch(key)].emplace_back(value);
+  changed(key);
+}
+
+bool Table::queue_pop(std::string_view key, std::string* value) {
+  auto found = queues_.find(scratch(key));
+  if (found == queues_.end()) return false;
+  *value = std::move(found->second.front());
+  found->second.pop_front();
+  if (found->second.empty()) queues_.erase(found);
+  return true;
+}
+
+int64_t Table::queue_len(std::string_view key) const {
+  auto found = queues_.find(scratch(key));
+  return found == queues_.end() ? 0 : static_cast<int64_t>(found->second.size());
+}
+
+bool Table::has_all(const Keys& keys) const {
+  return std::all_of(keys.begin(), keys.end(),
+                     [&](auto key) { return find(key) != nullptr || queue_len(key) > 0; });
+}
+
+template <typename Key>
+bool Table::is_ready(const std::vector<Key>& keys) const {
+  return std::all_of(keys.begin(), keys.end(), [&](const Key& key) {
+    if (find(key) != nullptr) return true;
+    auto reserved = reserved_.find(scratch(key));
+    return queue_len(key) > (reserved == reserved_.end() ? 0 : reserved->second);
+  });
+}
+
+bool Table::wait(Waiter& waiter, const Keys& keys) {
+  forget(waiter);
+  if (is_ready(keys)) {
+    if (keys.size() == 1) promise(waiter, keys[0]);
+    return true;
+  }
+  for (std::string_view key : keys) {
+    auto& waiters = watches_[scratch(key)];
+    // A key may be named twice.
+    if (waiters.empty() || waiters.back() != &waiter) waiters.push_back(&waiter);
+  }
+  waiter.keys_.assign(keys.begin(), keys.end());
+  return false;
+}
+
+void Table::promise(Waiter& waiter, std::string_view key) {
+  if (find(key) != nullptr) return;
+  ++reserved_[scratch(key)];
+  waiter.promised_ = std::string(key);
+}
+
+std::optional<std::string> Table::take_promise(Waiter& waiter) {
+  return std::exchange(waiter.promised_, std::nullopt);
+}
+
+void Table::end_promise(const std::string& key) {
+  auto reserved = reserved_.find(key);
+  if (--reserved->second == 0) reserved_.erase(reserved);
+  changed(key);
+}
+
+bool Table::arrive(Waiter& waiter, std::string_view key, int64_t world_size) {
+  forget(waiter);
+  auto [found, is_new] = barriers_.try_emplace(scratch(key));
+  Barrier& barrier = found->second;
+  if (is_new) barrier.world_size = world_size;
+  if (barrier.world_size != world_size) return false;
+  barrier.members.push_back(&waiter);
+  waiter.barrier_.assign(key);
+  waiter.in_barrier_ = true;
+  if (static_cast<int64_t>(barrier.members.size()) >= world_size) {
+    const std::vector<Waiter*> members = std::move(barrier.members);
+    barriers_.erase(found);
+    for (Waiter* member : members) {
+      member->in_barrier_ = false;
+      member->wake();
+    }
+  }
+  return true;
+}
+
+void Table::forget(Waiter& waiter) {
+  unwatch(waiter);
+  if (!waiter.in_barrier_) return;
+  waiter.in_barrier_ = false;
+  auto found = barriers_.find(waiter.barrier_);
+  auto& members = found->second.members;
+  members.erase(std::find(members.begin(), members.end(), &waiter));
+  if (members.empty()) barriers_.erase(found);
+}
+
+void Table::unwatch(Waiter& waiter) {
+  for (const std::string& key : waiter.keys_) {
+    auto found = watches_.find(key);
+    if (found == watches_.end()) continue;
+    auto& waiters = found->second;
+    waiters.erase(std::remove(waiters.begin(), waiters.end(), &waiter), waiters.end());
+    if (waiters.empty()) watches_.erase(found);
+  }
+  waiter.keys_ = {};
+}
+
+void Table::changed(std::string_view key) {
+  if (watches_.empty()) return;
+  auto found = watches_.find(scratch(key));
+  if (found == watches_.end()) return;
+  const std::vector<Waiter*> waiters = std::move(found->second);
+  watches_.erase(found);
+  std::vector<Waiter*> still;
+  for (Waiter* waiter : waiters) {
+    // Asked again for each: the one before may have been promised what was there.
+    if (!is_ready(waiter->keys_)) {
+      still.push_back(waiter);
+      continue;
+    }
+    const std::vector<std::string> keys = waiter->keys_;
+    unwatch(*waiter);
+    if (keys.size() == 1) promise(*waiter, keys[0]);
+    waiter->wake();
+  }
+  if (!still.empty()) watches_[scratch(key)] = std::move(still);
+}
+
+}  // namespace unisono::store

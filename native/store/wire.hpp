@@ -1,0 +1,98 @@
+// torch's TCPStore protocol: where a request ends, and what it says. No socket, no clock. The twin
+// of src/unisono/stores/wire.py, which has the table of fields; both read the same bytes alike.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace unisono::store {
+
+constexpr uint32_t kMagic = 0x3C85F7CE;
+constexpr uint64_t kMaxKeyBytes = 8 * 1024;
+constexpr uint64_t kMaxKeys = 128 * 1024;
+constexpr uint64_t kMaxValueBytes = 64 * 1024 * 1024;
+// Without a sum, 128 Ki values of 64 MiB each would be a legal multi_set.
+constexpr uint64_t kMaxRequestBytes = 256 * 1024 * 1024;
+// A small multi_get may name one large value many times.
+constexpr uint64_t kMaxReplyBytes = 1024 * 1024 * 1024;
+
+constexpr char kReady = 0, kNotReady = 1;
+constexpr char kStopWaiting = 0, kWaitCanceled = 1;
+
+enum class Op : uint8_t {
+  validate,
+  set,
+  compare_set,
+  get,
+  add,
+  check,
+  wait,
+  num_keys,
+  delete_key,
+  append,
+  multi_get,
+  multi_set,
+  cancel_wait,
+  ping,
+  queue_push,
+  queue_pop,
+  queue_len,
+  list_keys,
+  barrier,
+};
+constexpr int kOps = 19;
+
+// One request; the views point into the bytes that it was decoded from.
+struct Request {
+  Op op{};
+  std::string_view key;
+  std::string_view value;  // compare_set: what is expected
+  std::string_view other;  // compare_set: what to store
+  int64_t number = 0;
+  uint32_t word = 0;
+  std::vector<std::string_view> keys;
+  std::vector<std::string_view> values;
+};
+
+// Finds the end of a request that may arrive in pieces, without looking at a piece twice, and
+// refuses a size as soon as it is announced.
+class Scanner {
+ public:
+  enum class State { partial, whole, bad };
+
+  // `data` begins where the request does, and holds all of it that is there.
+  State scan(const char* data, std::size_t size);
+  // Bytes of the whole request.
+  std::size_t length() const { return at_; }
+  const char* error() const { return error_; }
+  void reset() { *this = Scanner(); }
+
+ private:
+  bool take_number(const char* data, std::size_t size, uint64_t* number) const;
+  State take_sized(const char* data, std::size_t size, uint64_t limit);
+  State take_items(const char* data, std::size_t size, bool with_values);
+  State refuse(const char* error);
+
+  std::size_t at_ = 0;
+  uint64_t announced_ = 0;
+  uint64_t items_left_ = 0;
+  const char* layout_ = nullptr;  // the fields that are still to come
+  const char* error_ = "";
+  bool counted_ = false;
+  bool key_taken_ = false;
+};
+
+// Takes apart a request that a Scanner found whole.
+void decode(const char* data, Request& request);
+
+template <typename T>
+T load(const char* at) {
+  T value;
+  __builtin_memcpy(&value, at, sizeof value);  // little-endian, as the machines we build for
+  return value;
+}
+
+}  // namespace unisono::store

@@ -1,0 +1,268 @@
+// The store server: frames in pieces and out of bounds, the table's waiters, proofs, and clients
+// on real sockets that wait, leave and talk nonsense.
+#include <cassert>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "proof.hpp"
+#include "server.hpp"
+#include "table.hpp"
+#include "wire.hpp"
+
+using namespace unisono::store;
+
+namespace {
+
+template <typename T>
+std::string bytes_of(T value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+std::string sized(std::string_view text) {
+  return bytes_of(uint64_t{text.size()}).append(text);
+}
+std::string frame(Op op, const std::string& fields = {}) {
+  return std::string(1, static_cast<char>(op)) + fields;
+}
+const std::string kValidate = frame(Op::validate, bytes_of(kMagic));
+
+void test_frames_in_pieces() {
+  const std::string frames[] = {
+    kValidate,
+    frame(Op::set, sized("key") + sized("value")),
+    frame(Op::compare_set, sized("k") + sized("") + sized("new")),
+    frame(Op::add, sized("n") + bytes_of(int64_t{-5})),
+    frame(Op::wait, bytes_of(uint64_t{2}) + sized("a") + sized("bc")),
+    frame(Op::multi_set, bytes_of(uint64_t{2}) + sized("a") + sized("1") + sized("b") + sized("")),
+    frame(Op::list_keys),
+  };
+  for (const std::string& whole : frames) {
+    Scanner scanner;
+    for (std::size_t size = 0; size < whole.size(); ++size) {
+      assert(scanner.scan(whole.data(), size) == Scanner::State::partial);
+    }
+    assert(scanner.scan(whole.data(), whole.size()) == Scanner::State::whole);
+    assert(scanner.length() == whole.size());
+  }
+  Request request;
+  decode(frames[2].data(), request);
+  assert(request.key == "k" && request.value.empty() && request.other == "new");
+  decode(frames[3].data(), request);
+  assert(request.key == "n" && request.number == -5);
+  decode(frames[5].data(), request);
+  assert(request.keys.size() == 2 && request.keys[1] == "b" && request.values[0] == "1");
+}
+
+void test_frames_out_of_bounds() {
+  const std::string bad[] = {
+    std::string(1, '\x13'),
+    frame(Op::get, bytes_of(kMaxKeyBytes + 1)),
+    frame(Op::get, bytes_of(~uint64_t{0})),
+    frame(Op::set, sized("k") + bytes_of(kMaxValueBytes + 1)),
+    frame(Op::wait, bytes_of(kMaxKeys + 1)),
+    frame(Op::multi_set, bytes_of(uint64_t{1}) + sized("k") + bytes_of(~uint64_t{0})),
+  };
+  for (const std::string& bytes : bad) {
+    Scanner scanner;
+    assert(scanner.scan(bytes.data(), bytes.size()) == Scanner::State::bad);
+    assert(*scanner.error() != '\0');
+  }
+}
+
+struct Client final : Waiter {
+  int woken = 0;
+  void wake() override { ++woken; }
+};
+
+void test_table() {
+  Table table;
+  int64_t total = 0;
+  assert(table.add("n", 5, &total) && total == 5);
+  assert(table.add("n", -7, &total) && total == -2 && *table.find("n") == "-2");
+  for (const char* text : {"", "xyz", "12abc", "1 2", "+", "9223372036854775808"}) {
+    table.set("n", text);
+    assert(!table.add("n", 0, &total) && *table.find("n") == text);
+  }
+  table.set("n", " +9223372036854775808\n");
+  assert(table.add("n", -1, &total) && total == 9223372036854775807);
+  assert(!table.add("n", 1, &total));
+  assert(table.compare_set("c", "x", "y") == "x" && table.find("c") == nullptr);
+  assert(table.compare_set("c", "", "y") == "y" && table.compare_set("c", "x", "z") == "y");
+  assert(table.delete_key("c") && !table.delete_key("c"));
+}
+
+void test_waiters() {
+  Table table;
+  Client first, second, third;
+  assert(!table.wait(first, {"a", "b", "a"}));
+  table.set("a", "");
+  table.delete_key("a");
+  table.set("b", "");
+  assert(first.woken == 0);
+  table.set("a", "");
+  assert(first.woken == 1);
+
+  // One push wakes one waiter, the oldest; if that one does not take it, the next.
+  assert(!table.wait(first, {"q"}) && !table.wait(second, {"q"}));
+  table.queue_push("q", "1");
+  assert(first.woken == 2 && second.woken == 0);
+  const auto promised = table.take_promise(first);
+  assert(promised == "q");
+  table.end_promise(*promised);
+  assert(second.woken == 1);
+  std::string value;
+  assert(table.queue_pop("q", &value) && value == "1" && !table.queue_pop("q", &value));
+  table.end_promise(*table.take_promise(second));
+
+  assert(table.arrive(first, "b", 2));
+  table.forget(first);
+  assert(table.arrive(second, "b", 2) && second.woken == 1);
+  assert(!table.arrive(third, "b", 3));
+  assert(table.arrive(first, "b", 2) && first.woken == 3 && second.woken == 2);
+}
+
+std::string hex(const Digest& digest) {
+  std::string text;
+  char digits[3];
+  for (unsigned char byte : digest) {
+    std::snprintf(digits, sizeof digits, "%02x", byte);
+    text += digits;
+  }
+  return text;
+}
+
+// The examples of FIPS 180-4 and RFC 4231.
+void test_proofs() {
+  assert(hex(sha256("abc")) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  assert(hex(sha256(std::string(1'000'000, 'a'))) ==
+         "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
+  assert(hex(hmac_sha256("Jefe", "what do ya want for nothing?")) ==
+         "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  assert(hex(hmac_sha256(std::string(131, '\xaa'),
+                         "Test Using Larger Than Block-Size Key - Hash Key First")) ==
+         "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+  const Digest one = proof("token", "client", "a", "b");
+  assert(is_same(one, {reinterpret_cast<const char*>(one.data()), one.size()}));
+  assert(!is_same(one, "") && !is_same(one, std::string(one.size(), '\0')));
+}
+
+// A server on a port of its own, and its log.
+struct Running {
+  explicit Running(std::string token = {}) {
+    const int listener = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    int bound = bind(listener, reinterpret_cast<sockaddr*>(&address), size);
+    bound |= listen(listener, 100);
+    bound |= getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size);
+    bound |= pipe2(log, O_NONBLOCK);
+    assert(bound == 0);
+    at = address;
+    server = Server::start({listener}, log[1], {std::move(token), false});
+  }
+  ~Running() { close(log[0]); }
+
+  int connect_raw() const {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    const int failed = connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at);
+    assert(failed == 0);
+    return fd;
+  }
+
+  sockaddr_in at{};
+  int log[2];
+  Server::Owner server;
+};
+
+void say(int fd, const std::string& bytes) {
+  const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  assert(sent == static_cast<ssize_t>(bytes.size()));
+}
+std::string hear(int fd, std::size_t nbytes) {
+  std::string answer(nbytes, '\0');
+  const ssize_t count = recv(fd, answer.data(), nbytes, MSG_WAITALL);
+  answer.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
+  return answer;
+}
+
+void test_clients() {
+  Running running;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i) {
+    threads.emplace_back([&] {
+      const int fd = running.connect_raw();
+      say(fd, kValidate);
+      for (int round = 0; round < 200; ++round) {
+        say(fd, frame(Op::add, sized("n") + bytes_of(int64_t{1})));
+        assert(hear(fd, 8).size() == 8);
+      }
+      say(fd, frame(Op::barrier, sized("b") + bytes_of(int64_t{8})));
+      assert(hear(fd, 1) == std::string(1, kStopWaiting));
+      say(fd, frame(Op::get, sized("n")));
+      assert(hear(fd, 12) == sized("1600"));
+      close(fd);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+
+  // A large value, a waiter that goes away, and one that is still there when the server ends.
+  const int fd = running.connect_raw();
+  const std::string large(3'000'000, 'x');
+  say(fd, kValidate + frame(Op::set, sized("large") + sized(large)) + frame(Op::get, sized("large")));
+  assert(hear(fd, large.size() + 8) == sized(large));
+  const int gone = running.connect_raw();
+  say(gone, kValidate + frame(Op::barrier, sized("late") + bytes_of(int64_t{2})));
+  close(gone);
+  const int stranger = running.connect_raw();
+  say(stranger, "GET / HTTP/1.1\r\n\r\n");
+  assert(hear(stranger, 1).empty());
+  close(stranger);
+  say(fd, frame(Op::wait, bytes_of(uint64_t{1}) + sized("never")));
+  running.server->stop();
+  assert(hear(fd, 1).empty());
+  close(fd);
+  char logged[200] = {};
+  assert(read(running.log[0], logged, sizeof logged - 1) > 0);
+  assert(std::strstr(logged, "it is no client of a store") != nullptr);
+}
+
+void test_tokens() {
+  Running running("secret");
+  const std::string nonce(kNonceBytes, 'n');
+  for (const bool right : {true, false}) {
+    const int fd = running.connect_raw();
+    say(fd, std::string(kHello) + nonce);
+    const std::string answer = hear(fd, 1 + 2 * kNonceBytes);
+    assert(answer.size() == 1 + 2 * kNonceBytes && answer[0] == kChallenge);
+    const std::string theirs = answer.substr(1, kNonceBytes);
+    assert(is_same(proof("secret", "server", nonce, theirs), answer.substr(1 + kNonceBytes)));
+    const Digest mine = proof(right ? "secret" : "guess", "client", nonce, theirs);
+    say(fd, std::string(mine.begin(), mine.end()) + kValidate + frame(Op::num_keys));
+    assert(hear(fd, 1) == std::string(1, right ? kWelcome : kWrongToken));
+    assert(hear(fd, 8).size() == (right ? 8 : 0));
+    close(fd);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_frames_in_pieces();
+  test_frames_out_of_bounds();
+  test_table();
+  test_waiters();
+  test_proofs();
+  test_clients();
+  test_tokens();
+  std::puts("store: ok");
+  return 0;
+}

@@ -1,0 +1,92 @@
+"""The TCPStore server in C++: a thread of its own that never waits for Python.
+
+Rank 0 may compute for minutes without letting other Python threads run; its store goes on all
+the same. What the server has to say comes through a pipe to a Python thread that logs it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from importlib import import_module
+from typing import Any
+
+from unisono.base.log import get_logger
+from unisono.stores.wire import MAX_REPLY_BYTES
+
+try:
+    _engine: Any = import_module("unisono._engine")
+except ImportError:
+    _engine = None
+
+__all__ = ["NativeServer", "is_native_built"]
+
+# The name of the module whose server this one replaces: one server, one logger.
+_LOG = get_logger("stores.tcp_server")
+
+
+def is_native_built() -> bool:
+    """Whether the C++ server is there."""
+    return _engine is not None
+
+
+class NativeServer:
+    """Serves torch's TCPStore protocol on listening sockets that it takes over.
+
+    In the child of a fork its sockets are closed, and it does nothing any more.
+
+    Args:
+        listeners: Listening sockets, all on the same port.
+        token: See `start_server`.
+        serves_strangers: Likewise.
+        max_reply_bytes: A larger multi_get is refused.
+    """
+
+    def __init__(
+        self,
+        listeners: list[socket.socket],
+        *,
+        token: bytes = b"",
+        serves_strangers: bool = False,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        self.port: int = listeners[0].getsockname()[1]
+        self._pid = os.getpid()
+        lines, log_fd = os.pipe()
+        os.set_blocking(log_fd, False)
+        self._server = _engine.StoreServer(
+            [listener.detach() for listener in listeners],
+            log_fd,
+            token,
+            serves_strangers,
+            max_reply_bytes,
+        )
+        self._logger = threading.Thread(
+            target=_log_lines, args=(lines, self.port), name=f"unisono-store-{self.port}-log"
+        )
+        self._logger.daemon = True
+        self._logger.start()
+
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+        return int(self._server.clients)
+
+    def close(self) -> None:
+        """Stop the thread and close every socket; clients that wait see the connection end."""
+        if os.getpid() != self._pid:
+            return
+        self._server.stop()
+        if threading.current_thread() is not self._logger:
+            self._logger.join()
+
+    def __repr__(self) -> str:
+        return f"<NativeServer port={self.port} clients={self.clients}>"
+
+
+def _log_lines(fd: int, port: int) -> None:
+    """Log what the server says until it has closed its end of the pipe."""
+    with open(fd, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            _LOG.warning("port %d: %s", port, line.rstrip())

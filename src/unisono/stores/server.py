@@ -1,0 +1,47 @@
+"""Which server a TCPStore gets: the C++ one where it is built, else the one in Python."""
+
+from __future__ import annotations
+
+import socket
+from typing import Protocol
+
+from unisono.base import config
+from unisono.errors import InvalidArgumentError
+from unisono.stores.native_server import NativeServer, is_native_built
+from unisono.stores.tcp_server import PythonServer
+
+__all__ = ["StoreServer", "start_server"]
+
+
+class StoreServer(Protocol):
+    """A running server of torch's TCPStore protocol."""
+
+    port: int
+
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+
+    def close(self) -> None:
+        """Stop serving and close every socket; clients that wait see the connection end."""
+
+
+def start_server(listeners: list[socket.socket]) -> StoreServer:
+    """Serve a new, empty store on listening sockets, which are taken over.
+
+    Answers torch clients and unisono clients alike. Differences to torch's own server: a
+    failed compare_set wakes nobody; a wait for several keys ends when all are there at once; a
+    caller that gives up a barrier is not counted; a woken queue waiter that dies passes its
+    turn on; `barrier` leaves no key behind.
+
+    Args:
+        listeners: All on the same port.
+
+    Raises:
+        InvalidArgumentError: No listening socket was given.
+    """
+    if not listeners:
+        raise InvalidArgumentError("a store server needs at least one listening socket")
+    if is_native_built() and config.get("UNISONO_ENGINE") != "reference":
+        return NativeServer(listeners, serves_strangers=True)
+    return PythonServer(listeners)
