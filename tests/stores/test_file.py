@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,8 +18,8 @@ from unisono.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from unisono.stores import FileStore
-from unisono.stores.users import is_dead, new_user
+from unisono.stores import FileStore, users
+from unisono.stores.users import Life, describe, life_of, new_user
 
 ADD = """
 import sys
@@ -59,26 +59,27 @@ def test_missing_directory_raises_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda data: data + b"xx", "torn record at byte"),
+        (lambda data: data + b"xx", r"is damaged at byte \d+ of"),
         (lambda data: data[:-1], "shrank from"),
-        (lambda data: data + data[16:-1], "torn record"),
-        (lambda data: data + data[16:-1] + b"?", "damaged record"),
+        (lambda data: b"", "shrank from"),
+        (lambda data: data + bytes(100), "is damaged at byte"),
+        (lambda data: data + data[-20:], "is damaged at byte"),
     ],
 )
 def test_damaged_file_raises_at_once(path, damage, text):
     with FileStore(path) as store, FileStore(path) as other:
         store.set("k", "v")
+        other.get("k")
         with open(path, "rb") as file:
             data = file.read()
         with open(path, "r+b") as file:
             file.truncate(0)
             file.write(damage(data))
-        store._state._log._position = max(store._state._log._position, len(data))
-        with pytest.raises(StoreError, match=text):
-            store.wait(["never"], 20)
-        if "shrank" not in text:
+        for each in (store, other):
             with pytest.raises(StoreError, match=text):
-                other.get("never", 20)
+                each.wait(["never"], 20)
+            with pytest.raises(StoreError, match=text):
+                each.set("k", "w")
 
 
 def test_foreign_file_is_left_alone(path):
@@ -123,27 +124,95 @@ def test_without_world_size_the_keys_stay(path):
         assert store.get("k") == b"v"
 
 
-def test_file_of_a_killed_run_is_not_trusted(path):
-    script = (
-        "import os, sys, signal; from unisono.stores import FileStore\n"
-        "store = FileStore(sys.argv[1], 2); store.set('stale', '1')\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    assert run(script, path).wait(30) == -signal.SIGKILL
+KILLED = """
+import os, sys, signal
+from unisono.stores import FileStore
+store = FileStore(sys.argv[1], 2, run_id=sys.argv[2])
+store.set("stale", "1")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def leave_behind(path, run_id=""):
+    assert run(KILLED, path, run_id).wait(30) == -signal.SIGKILL
     assert os.path.exists(path)
-    with FileStore(path, 2) as store:
+
+
+def test_file_of_a_killed_run_is_not_trusted(path):
+    leave_behind(path)
+    with FileStore(path, 2) as store, FileStore(path, 2) as other:
+        assert store.list_keys() == other.list_keys() == []
+    assert os.listdir(os.path.dirname(path)) == []
+
+
+def test_survivor_of_a_killed_run_is_told_that_its_file_is_another_one_now(path):
+    with FileStore(path, 3) as survivor:
+        leave_behind(path)
+        with FileStore(path, 3) as store:
+            assert store.list_keys() == []
+            with pytest.raises(StoreConnectionError, match="was taken over by another run"):
+                survivor.get("stale", 20)
+            store.set("k", "v")
+        # Its good-bye is not counted in the new run.
+        survivor.close()
+        with FileStore(path, 3) as store:
+            assert store.get("k", 20) == b"v"
+
+
+@contextlib.contextmanager
+def on_another_host(monkeypatch):
+    """Whoever opens a file in here looks to others like a process of another machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(users, "_machine", lambda: "elsewhere")
+        yield
+
+
+def test_run_on_other_hosts_that_never_ends_is_a_timeout_that_names_them(path, monkeypatch):
+    with on_another_host(monkeypatch):
+        others = [FileStore(path, 2) for _ in range(2)]
+    with pytest.raises(StoreTimeoutError, match=r"run of 2 ranks.*process \d+ on host.* never"):
+        FileStore(path, 2, timeout=0.05)
+    # It joins once they have left.
+    timer = threading.Timer(0.02, lambda: [other.close() for other in others])
+    timer.start()
+    with FileStore(path, 2, timeout=20) as store:
         assert store.list_keys() == []
+    timer.join()
 
 
-def test_who_is_dead():
+def test_run_ids_tell_runs_on_other_hosts_apart(path, monkeypatch):
+    with on_another_host(monkeypatch):
+        old = FileStore(path, 2, run_id="job 1")
+    old.set("stale", "1")
+    with FileStore(path, 2, run_id="job 2") as store:
+        assert store.list_keys() == []
+        with on_another_host(monkeypatch):
+            other = FileStore(path, 2, run_id="job 2")
+        store.set("k", "v")
+        assert other.get("k", 20) == b"v"
+        other.close()
+    assert not os.path.exists(path)
+    old.close()
+
+
+def test_living_run_with_another_id_keeps_its_file(path):
+    with FileStore(path, 2, run_id="one") as store:
+        with pytest.raises(StoreError, match=r"run 'one' of process \d+.*this is run 'two'"):
+            FileStore(path, 2, run_id="two")
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+def test_who_is_dead(monkeypatch):
     me = new_user()
-    assert not is_dead(me)
-    machine, name, started, _ = me.rsplit(" ", 3)
+    assert life_of(me) is Life.ALIVE
+    host, machine, name, started, _ = me.split("~")
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    assert is_dead(f"{machine} {name} {started} {process.pid}")
-    assert is_dead(f"{machine} {name} 0 {os.getpid()}")
-    assert not is_dead(f"elsewhere {name} 0 {process.pid}")
+    assert life_of(f"{host}~{machine}~{name}~{started}~{process.pid}") is Life.DEAD
+    assert life_of(f"{host}~{machine}~{name}~0~{os.getpid()}") is Life.DEAD
+    assert life_of(f"{host}~elsewhere~{name}~0~{process.pid}") is Life.UNKNOWN
+    assert describe(me) == f"process {os.getpid()} on host {host}"
 
 
 def test_deleted_file_is_noticed_by_a_waiter(path):
@@ -156,14 +225,75 @@ def test_deleted_file_is_noticed_by_a_waiter(path):
     store.close()
 
 
-def test_lock_held_by_another_process_is_a_timeout(path):
-    with FileStore(path) as store, open(path, "rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+HOLDS = """
+import os, sys, signal
+from unisono.stores import FileStore
+store = FileStore(sys.argv[1])
+real = os.pwrite
+def half(fd, data, place):
+    os.pwrite = real
+    real(fd, data[: len(data) // 2], place)
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    return real(fd, data, place)
+os.pwrite = half
+store.set("k", "x" * 1000)
+store.close()
+"""
+
+
+def test_lock_of_a_stopped_process_is_a_timeout_that_names_it(path):
+    with FileStore(path) as store, run(HOLDS, path, "SIGSTOP") as process:
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         store.set_timeout(0.05)
-        with pytest.raises(StoreTimeoutError, match=r"stayed locked by another process for 0.05 s"):
-            store.set("k", "v")
-        fcntl.flock(other, fcntl.LOCK_UN)
-        store.set("k", "v")
+        for call in (lambda: store.set("k", "v"), lambda: store.get("k")):
+            with pytest.raises(StoreTimeoutError, match=rf"locked for .* process {process.pid} on"):
+                call()
+        store.set_timeout(20)
+        os.kill(process.pid, signal.SIGCONT)
+        assert store.get("k", 20) == b"x" * 1000
+        assert process.wait(20) == 0
+
+
+def test_killed_in_the_middle_of_a_write(path):
+    with FileStore(path) as store:
+        store.set("k", "before")
+        assert run(HOLDS, path, "SIGKILL").wait(30) == -signal.SIGKILL
+        assert store.get("k", 20) == b"before"
+        store.set("j", "after")
+        with FileStore(path) as other:
+            assert other.multi_get(["k", "j"]) == [b"before", b"after"]
+
+
+def test_writers_lose_nothing_while_others_are_killed_in_the_middle_of_a_write(path):
+    writers = [run(ADD, path) for _ in range(2)]
+    with FileStore(path) as store:
+        store.barrier("start", 3, timeout=60)
+        for _ in range(3):
+            assert run(HOLDS, path, "SIGKILL").wait(30) == -signal.SIGKILL
+        assert [writer.wait(60) for writer in writers] == [0, 0]
+        assert store.get("n") == b"200"
+        assert store.get("log") == b"x" * 200
+        assert not store.check(["k"])
+
+
+def test_empty_file_made_beforehand_is_one_store_for_all(path):
+    stores = []
+    for _ in range(10):
+        with open(path, "wb"):
+            pass
+        stores.clear()
+        threads = [
+            threading.Thread(target=lambda: stores.append(FileStore(path, 8))) for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert stores[0].add("n", 1) == 1
+        assert [store.add("n", 1) for store in stores[1:]] == list(range(2, 9))
+        for store in stores:
+            store.close()
+        assert os.listdir(os.path.dirname(path)) == []
 
 
 def test_failed_write_leaves_file_and_table_as_before(path, monkeypatch):

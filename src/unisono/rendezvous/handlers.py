@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
-from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place
+from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place, job_of
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -67,7 +67,10 @@ def tcp_handler(url: str, timeout: Timeout) -> _Met:
 
 
 def file_handler(url: str, timeout: Timeout) -> _Met:
-    """Meet in the file of file:///path?rank=&world_size=, which every rank must reach.
+    """Meet in the file of file:///path?rank=&world_size=&run_id=, which every rank must reach.
+
+    `run_id` tells a run from the one before, whose file may still be there; under a launcher
+    that names its jobs (Slurm, Open MPI, `unisono run`) it is known without being said.
 
     Raises:
         RendezvousError: Path, rank or world_size is missing or bad.
@@ -83,9 +86,8 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     if not parts.path:
         raise RendezvousError(f"the URL {url!r} has no path; write file:///absolute/path")
     rank, world_size = _from_query(url, "file://")
-    store = FileStore(parts.path, world_size)
-    store.set_timeout(timeout)
-    yield store, rank, world_size
+    run_id = parse_query(url).get("run_id") or job_of(config.environ())
+    yield FileStore(parts.path, world_size, timeout=timeout, run_id=run_id), rank, world_size
     _only_once("file://")
 
 

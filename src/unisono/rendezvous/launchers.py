@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from unisono.errors import RendezvousError
 from unisono.rendezvous.url import parse_integer, ranks_of
 
-__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "Place", "find_place", "is_alone"]
+__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "Place", "find_place", "is_alone", "job_of"]
 
 Names = tuple[str, ...]
 
@@ -188,7 +188,6 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
         f"{launcher.name} ({launcher.rank}, {size_name})",
     )
     local_rank = _first(launcher.local_rank, env)
-    job = [env.get(name, "") for name in launcher.job]
     return Place(
         launcher=launcher,
         rank=rank,
@@ -196,8 +195,24 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
         local_rank=int(local_rank) if local_rank.isdecimal() else None,
         one_host=_first(launcher.local_size, env) == str(world_size)
         or _first(launcher.nodes, env) == "1",
-        job="/".join(job) if any(job) else "",
+        job=_job(launcher, env),
     )
+
+
+def job_of(env: Mapping[str, str]) -> str:
+    """Return a name that all processes of this run have and no other run; "" if nobody says."""
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id not in ("", "none"):
+        return f"{run_id}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    for launcher in LAUNCHERS[1:]:
+        if env.get(launcher.rank) and _believable(launcher, env):
+            return _job(launcher, env)
+    return ""
+
+
+def _job(launcher: Launcher, env: Mapping[str, str]) -> str:
+    words = [env.get(name, "") for name in launcher.job]
+    return "/".join(words) if any(words) else ""
 
 
 def _first(names: Names, env: Mapping[str, str]) -> str:

@@ -41,9 +41,7 @@ def open_store(place: Place, env: Mapping[str, str], timeout: Timeout) -> Store:
     address, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     meeting = next(_meetings)
     if place.one_host and not address and not port_text:
-        store: Store = FileStore(_meeting_file(place, env, meeting), place.world_size)
-        store.set_timeout(timeout)
-        return store
+        return FileStore(_meeting_file(place, env, meeting), place.world_size, timeout=timeout)
     host = address or ("127.0.0.1" if place.one_host else first_host(place, env))
     port = int(port_text) if port_text else job_port(place, meeting)
     tcp_store = TCPStore(

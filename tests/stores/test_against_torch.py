@@ -1,0 +1,73 @@
+"""HashStore, FileStore and PrefixStore give what torch's give, wherever torch's agree."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import pytest
+
+import unisono.stores as ours
+from unisono.errors import StoreTimeoutError
+
+torch_dist = pytest.importorskip("torch.distributed")
+
+KEYS = ["a", "b", "c/d", "", "kü", "n"]
+VALUES = ["", "1", "-7", " 12", "x y", "ü", "long" * 1000]
+
+
+def pair(kind, folder):
+    """Return our store and torch's."""
+    if kind == "file":
+        return ours.FileStore(folder / "ours"), torch_dist.FileStore(str(folder / "torchs"), -1)
+    mine, theirs = ours.HashStore(), torch_dist.HashStore()
+    if kind == "prefix":
+        return ours.PrefixStore("p/q", mine), torch_dist.PrefixStore("p/q", theirs)
+    return mine, theirs
+
+
+def request(random_, store):
+    """Return a request that all of torch's stores answer alike."""
+    key, value, other = random_.choice(KEYS), random_.choice(VALUES), random_.choice(VALUES)
+    some = random_.sample(KEYS, random_.randrange(len(KEYS)))
+    choices = [
+        ("set", key, value),
+        ("compare_set", key, value, other),
+        ("check", some),
+        ("multi_set", some, [random_.choice(VALUES) for _ in some]),
+    ]
+    if present := sorted(store.list_keys()):
+        there = random_.choice(present)
+        # torch's FileStore says True when it deletes a key that it does not have.
+        choices += [("get", there), ("multi_get", [there, there]), ("delete_key", there)]
+    # torch's FileStore loses the second of two equal appends.
+    if not store.check([key]) or store.get(key) != value.encode():
+        choices.append(("append", key, value))
+    # Added to text, torch takes a leading number, drops the connection or counts from 0.
+    if not store.check([key]) or store.get(key).strip().removeprefix(b"-").isdigit():
+        choices += [("add", key, random_.randrange(-9, 9))] * 3
+    return random_.choice(choices)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
+@pytest.mark.parametrize("seed", range(5))
+def test_same_answers(kind, seed, tmp_path):
+    mine, theirs = pair(kind, tmp_path)
+    random_ = random.Random(seed)
+    with mine:
+        for _ in range(300):
+            name, *args = request(random_, mine)
+            assert getattr(mine, name)(*args) == getattr(theirs, name)(*args), (name, args)
+        for key in mine.list_keys():
+            assert mine.get(key) == theirs.get(key), key
+
+
+@pytest.mark.parametrize("name", ["get", "wait", "multi_get"])
+def test_both_raise_a_runtime_error_when_the_time_is_over(name):
+    mine, theirs = pair("hash", None)
+    for store in (mine, theirs):
+        store.set_timeout(timedelta(milliseconds=50))
+        with pytest.raises(RuntimeError) as caught:
+            getattr(store, name)("k" if name == "get" else ["k"])
+        if store is mine:
+            assert isinstance(caught.value, StoreTimeoutError | TimeoutError)
