@@ -353,8 +353,8 @@ def two_ranks(rank):
             call()
         told[name] = caught.value.what
 
-    if rank == 1:
-        note("list elsewhere", InvalidArgumentError, lambda: dist.gather(x(), [x(), x()], 0))
+    mine = InvalidArgumentError if rank == 1 else CollectiveMismatchError
+    note("list elsewhere", mine, lambda: dist.gather(x(), [x(), x()], 0))
     dist.barrier()
     note("rows", InvalidArgumentError, lambda: dist.all_to_all_single(x(3), x(3)))
     rows = [[1, 2], [2, 1]] if rank == 0 else [[1, 2], [1, 2]]
@@ -374,11 +374,16 @@ def two_ranks(rank):
 def test_on_two_ranks():
     first, second = run(two_ranks, 2)
     assert second["list elsewhere"] == "gather_list is for the root only, which is rank 0"
+    assert first["list elsewhere"] == (
+        "gather #1 in group 'default' does not match on rank 0 of 2: rank 0 called "
+        "gather(float64[2], dst=0); rank 1 called gather, but refused it: gather_list is for the "
+        "root only, which is rank 0"
+    )
     text = "input: dimension 0 has 3 rows, which 2 ranks cannot share equally"
     assert first["rows"] == second["rows"] == text
     for rank, told in enumerate((first, second)):
         assert told["splits"] == (
-            f"all_to_all_single #2 in group 'default' does not match on rank {rank} of 2: rank 0 "
+            f"all_to_all_single #4 in group 'default' does not match on rank {rank} of 2: rank 0 "
             "sends 2 elements to rank 0, which expects 1; rank 1 sends 1 elements to rank 0, which "
             "expects 2"
         )

@@ -16,7 +16,9 @@ from unisono.stores import Store
 __all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
 
 # What a backend has besides operations.
-_NO_OPERATIONS = ("name", "device", "split", "abort", "close", "broken", "info", "runs_here")
+_NO_OPERATIONS = (
+    "name", "device", "refuse", "split", "abort", "close", "broken", "info", "runs_here",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,21 @@ class DeviceBackend(ABC):
     def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
         """Receive from whichever rank sends; `Pending.source` tells which."""
         self._lacks("recv_any_source")
+
+    def refuse(  # noqa: B027  a backend may lack it
+        self, op: str, why: str, deadline: Deadline, *, wait: bool
+    ) -> None:
+        """Take part in a collective that this rank's arguments do not allow, to say so.
+
+        A backend that can tell ends the other ranks' calls with an error; one that cannot, as
+        here, leaves them to their time-out.
+
+        Args:
+            op: What was called here.
+            why: The error's first line.
+            deadline: Of the call.
+            wait: Give the other ranks a moment to hear of it: the caller may end with the error.
+        """
 
     @abstractmethod
     def split(self, spec: GroupSpec) -> DeviceBackend:

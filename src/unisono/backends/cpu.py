@@ -14,8 +14,9 @@ import numpy as np
 
 from unisono.backends import p2p
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.refusal import refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
-from unisono.backends.splits import check_splits, split_sizes
+from unisono.backends.splits import Splits, check_splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one, striped
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -51,17 +52,6 @@ _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"
 _MAX_PLANS = 1024
 
 
-class _Splits(NamedTuple):
-    """Elements to each rank and from each rank of an all_to_all."""
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-
-    @property
-    def even(self) -> bool:
-        return len({*self.sent, *self.received}) <= 1
-
-
 class _Asked(NamedTuple):
     """What a plan is made from: a call without its memory."""
 
@@ -73,7 +63,7 @@ class _Asked(NamedTuple):
     root: int
     op: ReduceOp | None
     agreed: tuple[object, ...]
-    splits: _Splits | None
+    splits: Splits | None
 
 
 class _Plan(NamedTuple):
@@ -257,7 +247,7 @@ class CPUBackend(DeviceBackend):
     ) -> Pending:
         data = many(inputs, write=False, name="input_tensor_list")
         target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
-        splits = _Splits(data.sizes, target.sizes)
+        splits = Splits(data.sizes, target.sizes)
         return self._exchange("all_to_all", data, target, outputs, splits, options)
 
     def all_to_all_single(
@@ -273,7 +263,7 @@ class CPUBackend(DeviceBackend):
         ins = split_sizes(data.shape or (), input_splits, size, "input")
         outs = split_sizes(target.shape or (), output_splits, size, "output")
         return self._exchange(
-            "all_to_all_single", data, target, [output], _Splits(ins, outs), options
+            "all_to_all_single", data, target, [output], Splits(ins, outs), options
         )
 
     def barrier(self, options: CallOptions) -> Pending:
@@ -289,6 +279,10 @@ class CPUBackend(DeviceBackend):
 
     def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
         return p2p.recv(self._comm, tensor, None, tag, options)
+
+    def refuse(self, op: str, why: str, deadline: Deadline, *, wait: bool) -> None:
+        if self.broken() is None:
+            refuse(self._engine, op, why, deadline, wait=wait)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -336,7 +330,7 @@ class CPUBackend(DeviceBackend):
         op: ReduceOp | None = None,
         agreed: tuple[object, ...] = (),
         result: bool = True,
-        exchange: _Splits | None = None,
+        exchange: Splits | None = None,
     ) -> Pending:
         """Submit one collective.
 
@@ -440,7 +434,7 @@ class CPUBackend(DeviceBackend):
         return _Plan(call, program, exchange)
 
     def _exchange_plan(
-        self, algorithm: str, count: int, itemsize: int, splits: _Splits
+        self, algorithm: str, count: int, itemsize: int, splits: Splits
     ) -> tuple[Exchange, Program]:
         rank, size = self.spec.rank, self.spec.size
         pairwise = build("all_to_all", "pairwise", size)
@@ -466,7 +460,7 @@ class CPUBackend(DeviceBackend):
         data: Flat,
         target: Flat,
         outputs: Sequence[Any],
-        splits: _Splits,
+        splits: Splits,
         options: CallOptions,
     ) -> Pending:
         """Submit an all_to_all, whose sizes may differ by rank and are compared then."""

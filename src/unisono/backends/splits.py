@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from unisono.engines import Call, Communicator
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
-__all__ = ["check_splits", "split_sizes"]
+__all__ = ["Splits", "check_splits", "split_sizes"]
 
 Array = np.ndarray[Any, Any]
+
+
+class Splits(NamedTuple):
+    """Elements to each rank and from each rank of an all_to_all."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    @property
+    def even(self) -> bool:
+        """Whether all parts are equal."""
+        return len({*self.sent, *self.received}) <= 1
 
 
 def split_sizes(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
-from unisono.errors import InvalidArgumentError
+from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -58,6 +58,21 @@ def group_rank_of(
     return group.group_rank(global_rank)
 
 
+def _root_of(
+    pg: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+) -> int:
+    """As `group_rank_of`, for a collective, in which the other ranks wait meanwhile."""
+    try:
+        return group_rank_of(pg, global_rank, group_rank, default)
+    except UsageError as error:
+        pg.refuse(call, error)
+        raise
+
+
 def _handed(work: Work, async_op: bool) -> Work | None:
     return work if async_op else None
 
@@ -88,7 +103,7 @@ def broadcast(
     """
     if (pg := member_group(group, "broadcast")) is None:
         return None
-    root = group_rank_of(pg, src, group_src)
+    root = _root_of(pg, "broadcast", src, group_src)
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
@@ -152,7 +167,7 @@ def reduce(
     """
     if (pg := member_group(group, "reduce")) is None:
         return None
-    root = group_rank_of(pg, dst, group_dst)
+    root = _root_of(pg, "reduce", dst, group_dst)
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
@@ -234,7 +249,7 @@ def gather(
     """
     if (pg := member_group(group, "gather")) is None:
         return None
-    root = group_rank_of(pg, dst, group_dst, default=0)
+    root = _root_of(pg, "gather", dst, group_dst, default=0)
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
@@ -253,7 +268,7 @@ def scatter(
     """
     if (pg := member_group(group, "scatter")) is None:
         return None
-    root = group_rank_of(pg, src, group_src, default=0)
+    root = _root_of(pg, "scatter", src, group_src, default=0)
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 

@@ -125,10 +125,13 @@ class Communication:
         begin: Callable[[CallOptions], Pending],
         options: CallOptions,
     ) -> None:
+        group = self._group
         try:
             self._pass_gate(call, op, options.deadline)
             call.begin(begin(options._replace(async_op=True)))
         except Exception as error:
+            if op not in _P2P:
+                group.refuse(op, error, async_op=True)
             call.fail(error)
         finally:
             # Not before: who finds nothing waiting may call the engine directly.

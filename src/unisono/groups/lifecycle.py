@@ -22,7 +22,8 @@ from unisono.errors import (
     RendezvousError,
     UnisonoError,
 )
-from unisono.groups.process_group import ProcessGroup, as_integer
+from unisono.groups.checks import as_integer
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import GroupMember, World, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import find_place, is_alone

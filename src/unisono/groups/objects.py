@@ -24,6 +24,7 @@ from unisono.errors import (
     Context,
     InvalidArgumentError,
 )
+from unisono.groups.checks import list_on_root, one_each
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.packet import FIRST_BYTES, Packet
 from unisono.groups.process_group import ProcessGroup
@@ -105,7 +106,7 @@ def all_gather_object(
     call = _Call(pg, "all_gather_object", timeout, serializer)
 
     def mine() -> Any:
-        pg._one_each(object_list, "object_list")
+        one_each(pg, object_list, "object_list")
         return obj
 
     packets = call.all_gather(call.pack(mine))
@@ -137,7 +138,7 @@ def gather_object(
     call = _Call(pg, "gather_object", timeout, serializer)
 
     def mine() -> Any:
-        pg._list_on_root(object_gather_list, root, "object_gather_list")
+        list_on_root(pg, object_gather_list, root, "object_gather_list")
         return obj
 
     packets = call.gather(call.pack(mine), root)
@@ -283,7 +284,7 @@ class _Call:
     def pack_each(self, objects: Sequence[Any] | None) -> list[Packet]:
         """Return one packet per rank; if one cannot be made, all say so."""
         try:
-            self._group._list_on_root(objects, self._group.rank(), "scatter_object_input_list")
+            list_on_root(self._group, objects, self._group.rank(), "scatter_object_input_list")
             assert objects is not None
             return [Packet.of(obj, self._serializer) for obj in objects]
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -21,15 +20,19 @@ from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
-from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.groups.c10d import add_c10d_methods, call_c10d_form
 from unisono.groups.callers import concurrent_call_error
+from unisono.groups.checks import CHECKS
 from unisono.groups.communication import Communication
 from unisono.groups.dispatch import dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
-__all__ = ["ProcessGroup", "as_integer"]
+__all__ = ["ProcessGroup"]
+
+# A call that has not become one: the other ranks wait in theirs.
+_REFUSED = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
 
 
 class ProcessGroup:
@@ -153,50 +156,43 @@ class ProcessGroup:
         """Copy root's tensor into everybody's."""
         if type(tensor) is list:
             return call_c10d_form(self, "broadcast", (tensor, root), how)
-        return self._call("broadcast", tensor, (tensor, self._member(root, "root")), how)
+        return self._call("broadcast", (tensor, root), how)
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
         """Replace everybody's tensor by the reduction over all ranks."""
-        return self._call("all_reduce", tensor, (tensor, _reduce_op(op)), how)
+        return self._call("all_reduce", (tensor, op), how)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
     ) -> Work:
         """all_reduce of several tensors of one dtype, as one message."""
-        first = _first(tensors, "tensors")
-        return self._call("all_reduce_coalesced", first, (tensors, _reduce_op(op)), how)
+        return self._call("all_reduce_coalesced", (tensors, op), how)
 
     def reduce(self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks; the others keep theirs."""
         if type(tensor) is list:
             return call_c10d_form(self, "reduce", (tensor, root, op), how)
-        arguments = (tensor, self._member(root, "root"), _reduce_op(op))
-        return self._call("reduce", tensor, arguments, how)
+        return self._call("reduce", (tensor, root, op), how)
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, **how: Any) -> Work:
         """Copy rank i's tensor into everybody's outputs[i]."""
-        self._one_each(outputs, "tensor_list")
-        return self._call("all_gather", tensor, (outputs, tensor), how)
+        return self._call("all_gather", (outputs, tensor), how)
 
     def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
         """Concatenate the tensors of all ranks in everybody's output."""
-        return self._call("all_gather_into_tensor", tensor, (output, tensor), how)
+        return self._call("all_gather_into_tensor", (output, tensor), how)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Any
     ) -> Work:
         """all_gather of several tensors of one dtype, as one message: outputs[rank][i]."""
-        self._one_each(outputs, "output_tensor_lists")
-        first = _first(tensors, "input_tensor_list")
-        return self._call("all_gather_coalesced", first, (outputs, tensors), how)
+        return self._call("all_gather_coalesced", (outputs, tensors), how)
 
     def all_gather_into_tensor_coalesced(
         self, outputs: Sequence[Any], tensors: Sequence[Any], **how: Any
     ) -> Work:
         """all_gather_into_tensor of several tensors of one dtype, as one message."""
-        first = _first(tensors, "inputs")
-        _paired(outputs, tensors)
-        return self._call("all_gather_into_tensor_coalesced", first, (outputs, tensors), how)
+        return self._call("all_gather_into_tensor_coalesced", (outputs, tensors), how)
 
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None = None, root: int = 0, **how: Any
@@ -204,8 +200,7 @@ class ProcessGroup:
         """Copy rank i's tensor into outputs[i] on root; `outputs` is None elsewhere."""
         if type(tensor) is list:
             return call_c10d_form(self, "gather", (tensor, outputs, root), how)
-        self._list_on_root(outputs, self._member(root, "root"), "gather_list")
-        return self._call("gather", tensor, (tensor, outputs, root), how)
+        return self._call("gather", (tensor, outputs, root), how)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None = None, root: int = 0, **how: Any
@@ -213,8 +208,7 @@ class ProcessGroup:
         """Copy root's inputs[i] into the output of rank i; `inputs` is None elsewhere."""
         if type(output) is list:
             return call_c10d_form(self, "scatter", (output, inputs, root), how)
-        self._list_on_root(inputs, self._member(root, "root"), "scatter_list")
-        return self._call("scatter", output, (output, inputs, root), how)
+        return self._call("scatter", (output, inputs, root), how)
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
@@ -222,14 +216,13 @@ class ProcessGroup:
         """Fill rank i's output with the reduction of everybody's inputs[i]."""
         if type(output) is list:
             return call_c10d_form(self, "reduce_scatter", (output, inputs, op), how)
-        self._one_each(inputs, "input_list")
-        return self._call("reduce_scatter", output, (output, inputs, _reduce_op(op)), how)
+        return self._call("reduce_scatter", (output, inputs, op), how)
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
     ) -> Work:
         """Fill rank i's output with the reduction of the i-th part of everybody's tensor."""
-        return self._call("reduce_scatter_tensor", output, (output, tensor, _reduce_op(op)), how)
+        return self._call("reduce_scatter_tensor", (output, tensor, op), how)
 
     def reduce_scatter_tensor_coalesced(
         self,
@@ -239,16 +232,11 @@ class ProcessGroup:
         **how: Any,
     ) -> Work:
         """reduce_scatter_tensor of several tensors of one dtype, as one message."""
-        first = _first(tensors, "inputs")
-        _paired(outputs, tensors)
-        arguments = (outputs, tensors, _reduce_op(op))
-        return self._call("reduce_scatter_tensor_coalesced", first, arguments, how)
+        return self._call("reduce_scatter_tensor_coalesced", (outputs, tensors, op), how)
 
     def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], **how: Any) -> Work:
         """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
-        self._one_each(outputs, "output_tensor_list")
-        self._one_each(inputs, "input_tensor_list")
-        return self._call("all_to_all", inputs[0], (outputs, inputs), how)
+        return self._call("all_to_all", (outputs, inputs), how)
 
     def all_to_all_single(
         self,
@@ -260,13 +248,13 @@ class ProcessGroup:
     ) -> Work:
         """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
         arguments = (output, tensor, output_split_sizes, input_split_sizes)
-        return self._call("all_to_all_single", tensor, arguments, how)
+        return self._call("all_to_all_single", arguments, how)
 
     def barrier(self, opts: Any = None, **how: Any) -> Work:
         """End on no rank before every rank has begun; `opts` is c10d's BarrierOptions."""
         if opts is not None:
             return call_c10d_form(self, "barrier", (opts,), how)
-        return self._call("barrier", None, (), how)
+        return self._call("barrier", (), how)
 
     # ---- point to point -------------------------------------------------------------------
 
@@ -274,8 +262,7 @@ class ProcessGroup:
         """Send to a rank; done when the tensor may be changed."""
         if type(tensor) is list:
             return call_c10d_form(self, "send", (tensor, peer, tag), how)
-        arguments = (tensor, self._member(peer, "dst"), _tag(tag))
-        return self._start("send", tensor, arguments, how)
+        return self._start("send", (tensor, peer, tag), how)
 
     def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
         """Receive from a rank, or from any if None."""
@@ -283,12 +270,11 @@ class ProcessGroup:
             return call_c10d_form(self, "recv", (tensor, peer, tag), how)
         if peer is None:
             return self.recv_any_source(tensor, tag, **how)
-        arguments = (tensor, self._member(peer, "src"), _tag(tag))
-        return self._start("recv", tensor, arguments, how)
+        return self._start("recv", (tensor, peer, tag), how)
 
     def recv_any_source(self, tensor: Any, tag: int = 0, **how: Any) -> Work:
         """Receive from whichever rank sends; the work's `source_rank` tells which."""
-        return self._start("recv_any_source", tensor, (tensor, _tag(tag)), how)
+        return self._start("recv_any_source", (tensor, tag), how)
 
     # ---- life -----------------------------------------------------------------------------
 
@@ -311,7 +297,28 @@ class ProcessGroup:
         for backend in backends.values():
             backend.close()
 
-    def _call(self, op: str, tensor: Any, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+    def refuse(self, op: str, error: Exception, arguments: Sequence[Any] = (), **how: Any) -> None:
+        """Tell ranks that make the collective call `op` that this one cannot; changes nothing.
+
+        They get CollectiveMismatchError with the text of `error`, and the group stays usable.
+        The call takes its place in the order of calls on this rank too.
+
+        Args:
+            op: What was called here.
+            error: Why it is no call; errors that calls end with are ignored.
+            arguments: What it was called with; decides which backend is meant.
+            **how: As in any call.
+        """
+        if self._closed or self.size() == 1 or not isinstance(error, _REFUSED):
+            return
+        devices = [device_of(_leaf(argument)) for argument in arguments]
+        device = next((d for d in devices if d in self.backends), next(iter(self.backends)))
+        why = str(error).partition("\n")[0]
+        self.backends[device].refuse(
+            op, why, Deadline(self._timeout_s), wait=not how.get("async_op")
+        )
+
+    def _call(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Make a collective call; refuse it while another thread is in one."""
         me = get_ident()
         # No call between the look and the mark, so that no other thread can run in between.
@@ -320,15 +327,19 @@ class ProcessGroup:
             raise concurrent_call_error(self, op, caller)
         self._caller = me
         try:
-            return self._start(op, tensor, arguments, how)
+            return self._start(op, arguments, how)
+        except _REFUSED as error:
+            self.refuse(op, error, arguments, **how)
+            raise
         finally:
             self._caller = caller
 
-    def _start(self, op: str, tensor: Any, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+    def _start(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         if self._closed:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
+        subject, arguments = CHECKS[op](self, *arguments)
         options = self._options(op, **how)
-        device = next(iter(self.backends)) if tensor is None else device_of(tensor)
+        device = next(iter(self.backends)) if subject is None else device_of(subject)
         kernel = dispatcher.kernel(op, device)
         queue = self._communication
         if explicit_stream() is not None or (queue is not None and queue.waiting()):
@@ -369,33 +380,6 @@ class ProcessGroup:
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
         return CallOptions(async_op, deadline, algorithm, _label)
 
-    # ---- checks that need the group only --------------------------------------------------
-
-    def _member(self, rank: int, what: str) -> int:
-        number = as_integer(rank, what)
-        if not 0 <= number < self.size():
-            raise InvalidArgumentError(
-                f"{what}={number} is not a rank of group '{self.name}' (0..{self.size() - 1})"
-            )
-        return number
-
-    def _one_each(self, tensors: Sequence[Any], name: str) -> None:
-        if not isinstance(tensors, (list, tuple)):
-            raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
-        if len(tensors) != self.size():
-            raise InvalidArgumentError(
-                f"{name} has {len(tensors)} entries, expected one for each of {self.size()} ranks"
-            )
-
-    def _list_on_root(self, tensors: Sequence[Any] | None, root: int, name: str) -> None:
-        if self._rank != root:
-            if tensors:
-                raise InvalidArgumentError(f"{name} is for the root only, which is rank {root}")
-        elif tensors is None:
-            raise InvalidArgumentError(f"{name} is required on the root, which is this rank")
-        else:
-            self._one_each(tensors, name)
-
     def __repr__(self) -> str:
         if self._closed:
             return f"<ProcessGroup '{self.name}' closed>"
@@ -408,52 +392,15 @@ class ProcessGroup:
         return f"<ProcessGroup '{self.name}' {' '.join(parts)}>"
 
 
+def _leaf(argument: Any) -> Any:
+    """Return the first array in an argument that may be a list of lists."""
+    while isinstance(argument, (list, tuple)) and argument:
+        argument = argument[0]
+    return argument
+
+
 def _group_timeout(timeout: Timeout | None) -> float:
     return config.get_float("UNISONO_TIMEOUT") if timeout is None else to_seconds(timeout)
-
-
-def _reduce_op(op: Any) -> ReduceOp:
-    if not isinstance(op, ReduceOp):
-        raise ArgumentTypeError(f"op must be a ReduceOp such as ReduceOp.SUM, got {op!r}")
-    return op
-
-
-def _first(tensors: Sequence[Any], name: str) -> Any:
-    if not isinstance(tensors, (list, tuple)):
-        raise ArgumentTypeError(f"{name} must be a list, got {type(tensors).__name__}")
-    if not tensors:
-        raise InvalidArgumentError(f"{name} is empty; expected at least one array")
-    return tensors[0]
-
-
-def _paired(outputs: Sequence[Any], tensors: Sequence[Any]) -> None:
-    if not isinstance(outputs, (list, tuple)):
-        raise ArgumentTypeError(f"outputs must be a list, got {type(outputs).__name__}")
-    if len(outputs) != len(tensors):
-        raise InvalidArgumentError(
-            f"outputs has {len(outputs)} entries and inputs {len(tensors)}; expected as many"
-        )
-
-
-def _tag(tag: Any) -> int:
-    number = as_integer(tag, "tag")
-    if not 0 <= number < 2**63:
-        raise InvalidArgumentError(f"tag={number} is outside 0..2**63-1")
-    return number
-
-
-def as_integer(value: Any, what: str) -> int:
-    """Return a rank, tag or size as an int; NumPy's integers are fine, floats and bools not.
-
-    Raises:
-        ArgumentTypeError: Not an integer.
-    """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ArgumentTypeError(f"{what} must be an integer, got {value!r}")
 
 
 add_c10d_methods(ProcessGroup)

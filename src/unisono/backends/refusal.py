@@ -1,0 +1,39 @@
+"""A collective call that this rank cannot make: the other ranks, who are in it, must hear of it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unisono.backends.api import Pending
+from unisono.base.deadline import Deadline
+from unisono.base.types import ReduceOp, dtype_named
+from unisono.engines import Call, Engine, Task
+from unisono.schedules import Program
+
+__all__ = ["refuse"]
+
+# A rank whose call is refused often ends with that error. The other ranks may be a little later,
+# and should still hear the reason, not that it has gone.
+_STAY_S = 1.0
+
+_NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+
+
+def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool) -> None:
+    """Take part in the agreement with a fingerprint that no call has, and run no step.
+
+    If all ranks refuse, all agree, and nothing else happens.
+
+    Args:
+        engine: Of the group.
+        op: What was called here.
+        why: The first line of the error that its caller gets.
+        deadline: Of the call.
+        wait: Wait for the agreement, but not for long.
+    """
+    call = Call.of(op, f"{op}, but refused it: {why}", ("refused",))
+    task = Task(call, _NO_STEPS, None, None, dtype_named("uint8"), ReduceOp.SUM, deadline)
+    pending = Pending(runs_here=engine.runs_here)
+    engine.submit(task, pending, inline=False)
+    if wait and not engine.runs_here():
+        pending.wait_until(Deadline(min(_STAY_S, deadline.remaining())))
