@@ -109,6 +109,20 @@ def test_broadcast_weights_ends_with_those_of_the_last_rank(nprocs):
     assert source not in [before for before, _ in digests[:-1]]
 
 
+def test_two_jobs():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "two_jobs.py")],
+        env=environment(PYTHONWARNINGS="error"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    numbers = "both 1111, gathered 11 11 1100 1100"
+    sums = {"left": 11, "right": 1100}
+    lines = [f"{job} {r}: own {own}, {numbers}" for job, own in sums.items() for r in (0, 1)]
+    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, lines, "")
+
+
 def test_two_groups_needs_two_ranks():
     code, lines, err = launch(EXAMPLES / "two_groups.py", 1)
     assert (code, lines) == (1, [])
