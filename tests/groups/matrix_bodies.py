@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from collections import Counter
 
 import numpy as np
 from oracle import (
@@ -14,12 +15,12 @@ from oracle import (
     layouts,
     np_dtype,
     reduce_op,
-    reduced,
+    reduction,
     values,
 )  # fmt: skip
 
 import unisono as dist
-from unisono.errors import UnsupportedError
+from unisono.errors import InvalidArgumentError, UnsupportedError
 
 
 class Maker:
@@ -41,165 +42,248 @@ def arrays(placed):
     return [one.array for one in placed]
 
 
-def unchanged(case, inputs, before):
-    for one, data in zip(inputs, before, strict=True):
-        assert bits(one.elements()) == bits(data), f"{case}: an input was changed"
+class Matrix:
+    """One rank's run of the matrix.
 
+    Attributes:
+        cells: How often each (operation, dtype, reduce op, outcome) was seen.
+        digest: Of what must be equal on all ranks.
+    """
 
-def move(case, make, rank, p, count, how):
-    """Run all operations that only move data, with blocks of `count` elements."""
-    root = p // 2
-    mine = [values(make.dtype, r, count) for r in range(p)]
-    block = [[values(make.dtype, r, count, 1 + to) for to in range(p)] for r in range(p)]
+    def __init__(self, rank, library):
+        self.rank, self.p, self.library = rank, dist.get_world_size(), library
+        self.cells, self.digest = Counter(), hashlib.sha256()
+        self.case = ()
 
-    x = make.full(mine[rank])
-    dist.broadcast(x.array, root, **how)
-    check((*case, "broadcast"), x.elements(), mine[root])
+    def see(self, name, make, got, expected, slack=None, op=""):
+        """Compare, and count the cell."""
+        check((*self.case, name, op), got.elements(), expected, slack)
+        self.cells[name, make.dtype, op, "equal" if slack is None else "rounded"] += 1
 
-    x, outs = make.full(mine[rank]), [make.empty(count) for _ in range(p)]
-    dist.all_gather(arrays(outs), x.array, **how)
-    for r in range(p):
-        check((*case, "all_gather", r), outs[r].elements(), mine[r])
-    dist.gather(x.array, arrays(outs) if rank == root else None, root, **how)
-    for r in range(p):
-        check((*case, "gather", r), outs[r].elements(), mine[r])
-    flat = make.empty(p * count)
-    dist.all_gather_into_tensor(flat.array, x.array, **how)
-    check((*case, "all_gather_into_tensor"), flat.elements(), np.concatenate(mine))
-    unchanged(case, [x], [mine[rank]])
+    def unchanged(self, name, inputs, before):
+        for one, data in zip(inputs, before, strict=True):
+            assert bits(one.elements()) == bits(data), f"{(*self.case, name)}: an input was changed"
 
-    second = [make.full(values(make.dtype, r, count + 1)) for r in range(p)]
-    rows = [[make.empty(count), make.empty(count + 1)] for _ in range(p)]
-    inputs = [x.array, second[rank].array]
-    dist.all_gather_coalesced([arrays(row) for row in rows], inputs, **how)
-    for r in range(p):
-        check((*case, "all_gather_coalesced", r), rows[r][0].elements(), mine[r])
-        check((*case, "all_gather_coalesced", r), rows[r][1].elements(), second[r].elements())
+    def blocks(self, dtype, count):
+        """Return [from][to] blocks."""
+        return [[values(dtype, r, count, 1 + to) for to in range(self.p)] for r in range(self.p)]
 
-    ins, out = [make.full(b) for b in block[rank]], make.empty(count)
-    dist.scatter(out.array, arrays(ins) if rank == root else None, root, **how)
-    check((*case, "scatter"), out.elements(), block[root][rank])
-    outs = [make.empty(count) for _ in range(p)]
-    dist.all_to_all(arrays(outs), arrays(ins), **how)
-    for r in range(p):
-        check((*case, "all_to_all", r), outs[r].elements(), block[r][rank])
-    unchanged(case, ins, block[rank])
+    # ---- operations that move ---------------------------------------------------------------
 
+    def move(self, make, count):
+        """Run all operations that only move data, with blocks of `count` elements."""
+        rank, p, root, dtype = self.rank, self.p, self.p // 2, make.dtype
+        mine = [values(dtype, r, count) for r in range(p)]
 
-def move_rows(case, make, rank, p, how):
-    """all_to_all_single of rows, in equal and in uneven parts."""
-    width = 3
+        x = make.full(mine[rank])
+        dist.broadcast(x.array, root)
+        self.see("broadcast", make, x, mine[root])
 
-    def sent(r, to):
-        return (r * 2 + to) % 3
+        x, outs = make.full(mine[rank]), [make.empty(count) for _ in range(p)]
+        dist.all_gather(arrays(outs), x.array)
+        for r in range(p):
+            self.see("all_gather", make, outs[r], mine[r])
+        outs = [make.empty(count) for _ in range(p)]
+        dist.gather(x.array, arrays(outs) if rank == root else None, root)
+        if rank == root:
+            for r in range(p):
+                self.see("gather", make, outs[r], mine[r])
+        flat = make.empty(p * count)
+        dist.all_gather_into_tensor(flat.array, x.array)
+        self.see("all_gather_into_tensor", make, flat, np.concatenate(mine))
+        self.unchanged("all_gather", [x], [mine[rank]])
+        self.move_several(make, count)
 
-    for what, rows in (("equal", lambda r, to: 2), ("uneven", sent)):
-        parts = [
-            [values(make.dtype, r, rows(r, to) * width, to) for to in range(p)] for r in range(p)
-        ]
-        mine, expected = (
-            np.concatenate(parts[rank]),
-            np.concatenate([parts[r][rank] for r in range(p)]),
-        )
-        x, out = make.full(mine), make.empty(expected.size)
-        ins, outs = [rows(rank, to) for to in range(p)], [rows(r, rank) for r in range(p)]
-        if make.layout != "fortran":
-            ins, outs = [n * width for n in ins], [n * width for n in outs]
-        else:  # Placed gives Fortran arrays [size/3, 3] if the size is a multiple of 3
-            assert x.array.shape[1:] == (width,)
-        splits = (None, None) if what == "equal" else (outs, ins)
-        dist.all_to_all_single(out.array, x.array, *splits, **how)
-        check((*case, "all_to_all_single", what), out.elements(), expected)
-        unchanged(case, [x], [mine])
+        block = self.blocks(dtype, count)
+        ins, out = [make.full(b) for b in block[rank]], make.empty(count)
+        dist.scatter(out.array, arrays(ins) if rank == root else None, root)
+        self.see("scatter", make, out, block[root][rank])
+        outs = [make.empty(count) for _ in range(p)]
+        dist.all_to_all(arrays(outs), arrays(ins))
+        for r in range(p):
+            self.see("all_to_all", make, outs[r], block[r][rank])
+        self.unchanged("all_to_all", ins, block[rank])
+        self.send(make, count)
 
+    def move_several(self, make, count):
+        """all_gather of a list of tensors."""
+        p, rank = self.p, self.rank
+        sizes = (count, count + 1)
+        inputs = [make.full(values(make.dtype, rank, n)) for n in sizes]
+        rows = [[make.empty(n) for n in sizes] for _ in range(p)]
+        dist.all_gather_coalesced([arrays(row) for row in rows], arrays(inputs))
+        for r in range(p):
+            for got, n in zip(rows[r], sizes, strict=True):
+                self.see("all_gather_coalesced", make, got, values(make.dtype, r, n))
 
-def reduce(case, make, rank, p, count, op, how):
-    """Run all operations that reduce; return the bytes that must be equal on all ranks."""
-    root = p - 1
-    mine = [values(make.dtype, r, count) for r in range(p)]
-    expected, slack = reduced(make.dtype, op, mine)
-    x = make.full(mine[rank])
-    dist.all_reduce(x.array, reduce_op(op), **how)
-    check((*case, "all_reduce"), x.elements(), expected, slack)
-    same = bits(x.elements())
+    def send(self, make, count):
+        """To the next rank, from the one before, and from any."""
+        rank, p = self.rank, self.p
+        x, out = make.full(values(make.dtype, rank, count)), make.empty(count)
+        before = values(make.dtype, (rank - 1) % p, count)
+        for tag, source in enumerate([(rank - 1) % p, None]):
+            out = make.empty(count)
+            works = [dist.irecv(out.array, source, tag=tag)]
+            works.append(dist.isend(x.array, (rank + 1) % p, tag=tag))
+            for work in works:
+                work.wait()
+            name = "isend + irecv" if tag == 0 else "irecv from any"
+            self.see(name, make, out, before)
 
-    x = make.full(mine[rank])
-    dist.reduce(x.array, root, reduce_op(op), **how)
-    if rank == root:
-        check((*case, "reduce"), x.elements(), expected, slack)
-    else:
-        unchanged((*case, "reduce"), [x], [mine[rank]])
+    def move_rows(self, make):
+        """all_to_all_single of rows, in equal and in uneven parts."""
+        rank, p, width = self.rank, self.p, 3
 
-    second = [values(make.dtype, r, count + 2) for r in range(p)]
-    pair = [make.full(mine[rank]), make.full(second[rank])]
-    dist.all_reduce_coalesced(arrays(pair), reduce_op(op), **how)
-    check((*case, "all_reduce_coalesced", 0), pair[0].elements(), expected, slack)
-    check((*case, "all_reduce_coalesced", 1), pair[1].elements(), *reduced(make.dtype, op, second))
-    same += bits(pair[1].elements())
+        def sent(r, to):
+            return (r * 2 + to) % 3
 
-    block = [[values(make.dtype, r, count, 1 + to) for to in range(p)] for r in range(p)]
-    expected, slack = reduced(make.dtype, op, [block[r][rank] for r in range(p)])
-    ins, out = [make.full(b) for b in block[rank]], make.empty(count)
-    dist.reduce_scatter(out.array, arrays(ins), reduce_op(op), **how)
-    check((*case, "reduce_scatter"), out.elements(), expected, slack)
-    unchanged((*case, "reduce_scatter"), ins, block[rank])
-    whole, out = make.full(np.concatenate(block[rank])), make.empty(count)
-    dist.reduce_scatter_tensor(out.array, whole.array, reduce_op(op), **how)
-    check((*case, "reduce_scatter_tensor"), out.elements(), expected, slack)
-    unchanged((*case, "reduce_scatter_tensor"), [whole], [np.concatenate(block[rank])])
-    return same
+        for what, rows in (("equal", lambda r, to: 2), ("uneven", sent)):
+            parts = [
+                [values(make.dtype, r, rows(r, to) * width, to) for to in range(p)]
+                for r in range(p)
+            ]
+            mine = np.concatenate(parts[rank])
+            expected = np.concatenate([parts[r][rank] for r in range(p)])
+            x, out = make.full(mine), make.empty(expected.size)
+            ins, outs = [rows(rank, to) for to in range(p)], [rows(r, rank) for r in range(p)]
+            if make.layout != "fortran":
+                ins, outs = [n * width for n in ins], [n * width for n in outs]
+            else:  # Placed gives Fortran arrays [size/3, 3] if the size is a multiple of 3
+                assert x.array.shape[1:] == (width,)
+            splits = (None, None) if what == "equal" else (outs, ins)
+            dist.all_to_all_single(out.array, x.array, *splits)
+            name = "all_to_all_single" + ("" if what == "equal" else " (uneven)")
+            self.see(name, make, out, expected)
+            self.unchanged(name, [x], [mine])
 
+    # ---- operations that reduce -------------------------------------------------------------
 
-def refuse(case, make, op):
-    """A reduce op that the dtype lacks is refused before anything is sent."""
-    told = []
-    for call in (dist.all_reduce, dist.reduce):
-        x = make.full(values(make.dtype, 0, 3))
-        extra = {"dst": 0} if call is dist.reduce else {}
-        try:
-            call(x.array, op=reduce_op(op), **extra)
-        except UnsupportedError as error:
-            told.append(error.what)
+    def reduce(self, make, count, op):
+        """Run all operations that reduce."""
+        rank, p, root, dtype, how = self.rank, self.p, self.p - 1, make.dtype, reduce_op(op)
+        mine = values(dtype, rank, count)
+        expected = reduction(dtype, op, p, count)
+        x = make.full(mine)
+        dist.all_reduce(x.array, how)
+        self.see("all_reduce", make, x, *expected, op)
+        self.digest.update(bits(x.elements()))
+
+        x = make.full(mine)
+        dist.reduce(x.array, root, how)
+        if rank == root:
+            self.see("reduce", make, x, *expected, op)
         else:
-            raise AssertionError(f"{case}: {op} on {make.dtype} was accepted")
-    assert len(set(told)) == 1, (case, told)
-    assert f"reduce op {op} is not defined on {make.dtype} " in told[0], (case, told)
-    dist.barrier()
-    return told
+            self.unchanged("reduce", [x], [mine])
+
+        sizes = (count, count + 2)
+        pair = [make.full(values(dtype, rank, n)) for n in sizes]
+        dist.all_reduce_coalesced(arrays(pair), how)
+        for got, n in zip(pair, sizes, strict=True):
+            self.see("all_reduce_coalesced", make, got, *reduction(dtype, op, p, n), op)
+            self.digest.update(bits(got.elements()))
+
+        block, expected = self.blocks(dtype, count), reduction(dtype, op, p, count, 1 + rank)
+        ins, out = [make.full(b) for b in block[rank]], make.empty(count)
+        dist.reduce_scatter(out.array, arrays(ins), how)
+        self.see("reduce_scatter", make, out, *expected, op)
+        self.unchanged("reduce_scatter", ins, block[rank])
+        whole, out = make.full(np.concatenate(block[rank])), make.empty(count)
+        dist.reduce_scatter_tensor(out.array, whole.array, how)
+        self.see("reduce_scatter_tensor", make, out, *expected, op)
+        self.unchanged("reduce_scatter_tensor", [whole], [np.concatenate(block[rank])])
+
+    # ---- what is refused --------------------------------------------------------------------
+
+    def refuse(self, make, op):
+        """A reduce op that the dtype lacks is refused on every rank, before anything is sent."""
+        how, p = reduce_op(op), self.p
+        x, xs = make.empty(1).array, [make.empty(1).array for _ in range(p)]
+        whole = make.empty(p).array
+        calls = {
+            "all_reduce": lambda: dist.all_reduce(x, how),
+            "reduce": lambda: dist.reduce(x, 0, how),
+            "all_reduce_coalesced": lambda: dist.all_reduce_coalesced(xs, how),
+            "reduce_scatter": lambda: dist.reduce_scatter(x, xs, how),
+            "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, whole, how),
+        }
+        for name, call in calls.items():
+            told = self.error_of(call, UnsupportedError, (make.dtype, name, op))
+            assert told.startswith(f"reduce op {op} is not defined on {make.dtype} "), told
+            self.cells[name, make.dtype, op, "UnsupportedError"] += 1
+
+    def refuse_sizes(self, make):
+        """One element more or less than the ranks can share equally is refused on every rank."""
+        p = self.p
+        for extra in (-1, 1):
+            one, whole = make.empty(2).array, make.empty(2 * p + extra).array
+            calls = {
+                "all_gather_into_tensor": lambda a, b: dist.all_gather_into_tensor(b, a),
+                "reduce_scatter_tensor": lambda a, b: dist.reduce_scatter_tensor(a, b),
+            }
+            if p > 2:
+                calls["all_to_all_single"] = lambda a, b: dist.all_to_all_single(b, b)
+            for name, call in calls.items():
+                told = self.error_of(
+                    lambda call=call, one=one, whole=whole: call(one, whole),
+                    InvalidArgumentError,
+                    (make.dtype, name, extra),
+                )
+                assert str(2 * p + extra) in told, (name, told)
+                self.cells[name, "", f"{extra:+d} element", "InvalidArgumentError"] += 1
+
+    def error_of(self, call, error, case):
+        try:
+            call()
+        except error as raised:
+            self.digest.update(raised.what.encode())
+            return raised.what
+        raise AssertionError(f"{case} was accepted")
+
+    # ---- all of it --------------------------------------------------------------------------
+
+    def run(self, shapes, thorough):
+        # The fnuz variants move as the other float8 do; a few ranks are enough.
+        for dtype in [d for d in DTYPES if self.p <= 3 or "fnuz" not in d]:
+            for layout in shapes:
+                self.layout(Maker(dtype, layout, self.library), thorough)
+            make = Maker(dtype, "contiguous", self.library)
+            for op in sorted(set(ALL_OPS) - set(REDUCE_OPS[dtype])):
+                self.refuse(make, op)
+            dist.barrier()
+        self.refuse_sizes(Maker("float32", "contiguous", self.library))
+        dist.barrier()
+
+    def layout(self, make, thorough):
+        """All operations on one dtype and layout."""
+        p = self.p
+        self.case = (self.library, p, make.dtype, make.layout)
+        counts = [6]
+        if make.layout == "scalar":
+            counts = [1]
+        elif make.layout == "contiguous" and thorough:
+            counts = sorted({0, max(p - 1, 1), p + 1} | ({2 * p} if p <= 4 else set()))
+        for count in counts:
+            self.case = (*self.case[:4], count)
+            self.move(make, count)
+            # Few dtypes for nothing and for p - 1 elements: reductions take most of the time.
+            if count > p or len(counts) == 1 or make.dtype in ("float32", "int64"):
+                for op in REDUCE_OPS[make.dtype]:
+                    self.reduce(make, count, op)
+        if make.layout != "scalar":
+            self.move_rows(make)
 
 
 def matrix(rank, library, thorough=True):
-    """Run the matrix; return what must be equal on all ranks."""
+    """Run the matrix; return its cells and what must be equal on all ranks."""
     warnings.simplefilter("error")
-    p, digest, told = dist.get_world_size(), hashlib.sha256(), []
     if library == "mixed":
         library = "torch" if rank % 2 else "numpy"
-        shapes = ["contiguous", "strided", "fortran"]
+        shapes = ["contiguous", "strided", "fortran", "scalar"]
     else:
-        shapes = layouts(library) if p <= 4 else ["contiguous", "negative"]
-    counts = sorted({0, 1, max(p - 1, 0), p + 1, 2 * p})
-    for dtype in DTYPES:
-        for layout in shapes:
-            make, case = Maker(dtype, layout, library), (library, p, dtype, layout)
-            sizes = counts if layout == "contiguous" and thorough else [6]
-            for count in sizes:
-                move((*case, count), make, rank, p, count, {})
-            move_rows(case, make, rank, p, {})
-            for op in REDUCE_OPS[dtype]:
-                for count in sizes[1:4:2] if len(sizes) > 1 else sizes:
-                    digest.update(reduce((*case, count, op), make, rank, p, count, op, {}))
-        make = Maker(dtype, "scalar", library)
-        for op in REDUCE_OPS[dtype][:2]:
-            mine = [values(dtype, r, 1) for r in range(p)]
-            x = make.full(mine[rank])
-            dist.all_reduce(x.array, reduce_op(op))
-            check((dtype, "0-d", op), x.elements(), *reduced(dtype, op, mine))
-        x = make.full(values(dtype, rank, 1))
-        dist.broadcast(x.array, 0)
-        check((dtype, "0-d", "broadcast"), x.elements(), values(dtype, 0, 1))
-        for op in set(ALL_OPS) - set(REDUCE_OPS[dtype]):
-            told += refuse((dtype, op), Maker(dtype, "contiguous", library), op)
-    return digest.hexdigest(), sorted(told)
+        shapes = [*layouts(library), "scalar"]
+    found = Matrix(rank, library)
+    found.run(shapes, thorough)
+    return found.digest.hexdigest(), found.cells
 
 
 def awkward_floats(rank):

@@ -1,5 +1,7 @@
 """What the public calls must give, in NumPy, and arrays of every dtype and layout."""
 
+from functools import cache
+
 import ml_dtypes
 import numpy as np
 
@@ -46,8 +48,19 @@ def bits(array):
     return np.ascontiguousarray(array).tobytes()
 
 
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+# Ranks that are threads share the cache: without it the oracle takes most of the time.
+@cache
 def values(dtype, rank, count, salt=0):
-    """Return [count] values that every rank can compute for every other."""
+    """Return [count] values that every rank can compute for every other; read-only."""
+    return frozen(_values(dtype, rank, count, salt))
+
+
+def _values(dtype, rank, count, salt):
     rng = np.random.default_rng([rank, count, salt])
     kind = np_dtype(dtype)
     if dtype == "bool":
@@ -59,6 +72,13 @@ def values(dtype, rank, count, salt=0):
     if dtype in COMPLEX:
         return (real + 1j * rng.uniform(-1, 1, count)).astype(kind)
     return real.astype(kind)
+
+
+@cache
+def reduction(dtype, op, p, count, salt=0):
+    """Return `reduced` of the `values` of p ranks."""
+    exact, slack = reduced(dtype, op, [values(dtype, r, count, salt) for r in range(p)])
+    return frozen(exact), slack
 
 
 def reduced(dtype, op, arrays):
@@ -147,7 +167,7 @@ class Placed:
                 return base[::-1]
             case "fortran":
                 return base.T
-            case "scalar":
+            case "scalar" if base.shape == (1,):
                 return base.reshape(())
         return base
 

@@ -1,34 +1,71 @@
-"""Operation x dtype x reduce op x layout x world size, against NumPy."""
+"""Operation x dtype x reduce op x layout x world size x engine, against NumPy."""
+
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
 
 import matrix_bodies
 import pytest
 
+from unisono.engines import is_native_built
 from unisono.testing import run
 
+ROOT = Path(__file__).parents[2]
+SIZES = [1, 2, 3, 4, 7, 8]
+ENGINES = [
+    pytest.param(
+        "native", marks=pytest.mark.skipif(not is_native_built(), reason="no native engine")
+    ),
+    "reference",
+]
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8])
-def test_numpy_arrays_on_threads(size):
-    results = run(matrix_bodies.matrix, size, args=("numpy", size <= 4))
-    assert len({str(result) for result in results}) == 1, "ranks differ"
+
+@cache
+def cells(size, engine):
+    """Run the matrix once for the test of its results and for the page."""
+    results = run(matrix_bodies.matrix, size, args=("numpy",), engine=engine)
+    assert len({digest for digest, _ in results}) == 1, "ranks differ"
+    return sum((found for _, found in results), Counter())
+
+
+def require_one_outcome_each(found):
+    outcomes = {}
+    for name, dtype, op, outcome in found:
+        outcomes.setdefault((name, dtype, op), set()).add(outcome)
+    assert {cell: seen for cell, seen in outcomes.items() if len(seen) > 1} == {}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("size", SIZES)
+def test_numpy_arrays_on_threads(size, engine):
+    require_one_outcome_each(cells(size, engine))
+
+
+@pytest.mark.skipif(not is_native_built(), reason="no native engine")
+def test_the_published_page_is_that_of_the_run():
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import matrix_page
+    finally:
+        sys.path.remove(str(ROOT / "tools"))
+    runs = [cells(size, engine) for size in SIZES for engine in ("native", "reference")]
+    found = sum(runs, Counter())
+    require_one_outcome_each(found)
+    page = (ROOT / "docs/reference/matrix.md").read_text(encoding="utf-8")
+    assert page == matrix_page.page(found, SIZES), "run `make docs`"
 
 
 @pytest.mark.parametrize("library", ["torch", "mixed"])
 def test_torch_tensors_and_both_kinds_together(library):
     pytest.importorskip("torch")
-    digests = {str(result) for result in run(matrix_bodies.matrix, 3, args=(library, False))}
-    assert len(digests) == 1, "ranks differ"
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_numpy_arrays_with_the_reference_engine(monkeypatch, size):
-    monkeypatch.setenv("UNISONO_ENGINE", "reference")
-    results = run(matrix_bodies.matrix, size, args=("numpy", False))
-    assert len({str(result) for result in results}) == 1, "ranks differ"
+    results = run(matrix_bodies.matrix, 3, args=(library, False))
+    assert len({digest for digest, _ in results}) == 1, "ranks differ"
 
 
 def test_on_processes():
     results = run(matrix_bodies.matrix, 3, ranks="processes", args=("numpy", False))
-    assert len({str(result) for result in results}) == 1, "ranks differ"
+    assert len({digest for digest, _ in results}) == 1, "ranks differ"
 
 
 @pytest.mark.parametrize("engine", ["auto", "reference"])
