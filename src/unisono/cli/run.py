@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.cli.flags import add_flag, seconds
+from unisono.cli.flags import add_flag, non_negative, seconds
 from unisono.cli.nodes import add_node_flags, node_options
 from unisono.cli.output import add_output_flags, log_options
 from unisono.cli.plan import describe
@@ -65,6 +65,13 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_node_flags(parser)
     add_output_flags(parser)
+    _add_worker_flags(parser)
+    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
+    add_program_flags(parser)
+    parser.set_defaults(handler=_run, parser=parser)
+
+
+def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(
         parser,
         "--signals-to-handle",
@@ -83,6 +90,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_flag(
         parser,
+        "--warm",
+        type=_count,
+        default="all",
+        metavar="N|all",
+        help="where restarts are allowed: keep an interpreter with torch loaded ready for N "
+        "workers of this node, if they are Python programs that use torch (all; 0: none)",
+    )
+    add_flag(
+        parser,
         "--numa-binding",
         choices=sorted(_NUMA_BINDINGS),
         default=None,
@@ -94,9 +110,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="store_true",
         help="each worker sees one GPU only (CUDA_VISIBLE_DEVICES) and has LOCAL_RANK=0",
     )
-    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
-    add_program_flags(parser)
-    parser.set_defaults(handler=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -116,6 +129,7 @@ def _run(options: argparse.Namespace) -> int:
         bind=_NUMA_BINDINGS.get(options.numa_binding, options.bind),
         signals=options.signals_to_handle,
         one_gpu_each=options.virtual_local_rank,
+        warm=len(commands) if options.warm is None else options.warm,
         **node_options(options),
     )
     if options.dry_run:
@@ -129,6 +143,10 @@ def _run(options: argparse.Namespace) -> int:
         _write_json(path, error_document(result.failures[0]))
     _print_report(result)
     return result.exit_code
+
+
+def _count(text: str) -> int | None:
+    return None if text == "all" else non_negative(text)
 
 
 def _signals(text: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from unisono.elastic.logs import Output
 from unisono.elastic.report import Failure, is_consequence, order, signal_name
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import GRACE_S, SETTLE_S, LaunchResult, LaunchSpec, Meeting
+from unisono.elastic.warm import WarmWorkers
 from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
 from unisono.rendezvous.endpoint import open_endpoint, own_address
@@ -54,6 +55,7 @@ class Agent:
         self._run_id = spec.run_id or new_launch_id()
         self._binding = Binding.make(spec.bind, spec.nprocs)
         self._signals = Signals(spec.signals)
+        self._warm = WarmWorkers(spec.commands, spec.warm)
         self._end: End | None = None
         self._stop: Stop | None = None
         self._restarts = 0
@@ -74,6 +76,7 @@ class Agent:
                 self._notify(self._binding.report)
             self._rendezvous = self._join()
             stack.callback(self._leave)
+            stack.callback(self._warm.close)
             return self._run_worlds(output)
 
     def _join(self) -> DynamicRendezvous:
@@ -174,6 +177,7 @@ class Agent:
             binding=self._binding,
             output=output,
             signals=self._signals,
+            warm=self._warm,
             must_stop=self._must_stop,
             on_failure=on_failure,
         )

@@ -14,7 +14,7 @@ import contextlib
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.base.config import environ
@@ -24,7 +24,6 @@ from unisono.elastic.environment import (
     ERROR_FILE_VARIABLE,
     LAUNCH_VARIABLE,
     Place,
-    new_launch_id,
     worker_environment,
 )
 from unisono.elastic.logs import Output, WorkerName
@@ -34,6 +33,7 @@ from unisono.elastic.report import Failure, error_text, is_consequence, order
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import SETTLE_S, LaunchSpec
 from unisono.elastic.tee import Stream
+from unisono.elastic.warm import WarmWorkers
 
 __all__ = ["Attempt", "Outcome"]
 
@@ -68,6 +68,7 @@ class Attempt:
         binding: CPUs of each worker.
         output: Where the workers' output goes.
         signals: Waited at; a knock makes it ask `must_stop`.
+        warm: Half-started workers, taken if there are any, and made for the next attempt.
         must_stop: Whether the rendezvous wants the workers to end.
         on_failure: Called once, when it is known that workers failed, while the others are
             still ending; with the first failure.
@@ -82,6 +83,7 @@ class Attempt:
         binding: Binding,
         output: Output,
         signals: Signals,
+        warm: WarmWorkers,
         must_stop: Callable[[], bool],
         on_failure: Callable[[Failure], None],
     ) -> None:
@@ -93,7 +95,8 @@ class Attempt:
         self._signals = signals
         self._must_stop = must_stop
         self._on_failure = on_failure
-        self._launch_id = new_launch_id()
+        self._warm = warm
+        self._launch_id = warm.launch_id
         self._workers: list[Worker] = []
         self._stderr: dict[int, Stream] = {}
         self._error_files: dict[int, str] = {}
@@ -115,6 +118,7 @@ class Attempt:
             stack.callback(self._end, reaper)
             for local_rank in range(self._spec.nprocs):
                 self._start(local_rank, reaper)
+            self._warm.begin(wanted=self._may_follow())
             self._output.status(len(self._workers), self._place.restarts)
             self._watch()
         return Outcome(
@@ -124,26 +128,47 @@ class Attempt:
             succeeded=all(worker.exit_code == 0 for worker in self._workers),
         )
 
+    def _may_follow(self) -> bool:
+        """Whether there can be another attempt after this one."""
+        limits = self._spec.limits
+        return self._place.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
+
     def _start(self, local_rank: int, reaper: Reaper) -> None:
+        env = self._environment(local_rank)
+        worker = self._warm.take(local_rank, env) or self._new_worker(local_rank, env)
+        worker.rank = self._place.first_rank + local_rank
+        self._workers.append(worker)
+        reaper.watch(worker)
+        self._error_files[worker.rank] = env[ERROR_FILE_VARIABLE]
+        self._stderr[worker.rank] = self._output.attach(worker, self._name(local_rank))
+
+    def _name(self, local_rank: int) -> WorkerName:
+        return WorkerName(
+            rank=self._place.first_rank + local_rank,
+            local_rank=local_rank,
+            attempt=self._number,
+            role=self._place.role,
+        )
+
+    def _environment(self, local_rank: int) -> dict[str, str]:
         inherited = environ()
         env = dict(inherited) | worker_environment(local_rank, self._place, inherited=inherited)
-        env[LAUNCH_VARIABLE] = self._launch_id
         env |= self._binding.environment(local_rank, inherited)
-        rank = self._place.first_rank + local_rank
-        name = WorkerName(
-            rank=rank, local_rank=local_rank, attempt=self._number, role=self._place.role
-        )
-        env[ERROR_FILE_VARIABLE] = self._error_files[rank] = self._output.error_file(name)
-        worker = Worker(
-            rank,
+        env[LAUNCH_VARIABLE] = self._launch_id
+        env[ERROR_FILE_VARIABLE] = self._output.error_file(self._name(local_rank))
+        return env
+
+    def _new_worker(
+        self, local_rank: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> Worker:
+        return Worker(
+            self._place.first_rank + local_rank,
             self._spec.commands[local_rank],
             env,
             pipe_stdout=self._output.pipes_stdout,
             cpus=self._binding.cpus(local_rank),
+            pass_fds=pass_fds,
         )
-        self._workers.append(worker)
-        reaper.watch(worker)
-        self._stderr[rank] = self._output.attach(worker, name)
 
     def _watch(self) -> None:
         running = list(self._workers)
@@ -165,11 +190,15 @@ class Attempt:
                 self._on_clock()
                 if not self._stopping and self._must_stop():
                     self._stop(signal.SIGTERM)
+                if not self._stopping:
+                    self._warm.look(self._workers, self._environment, self._new_worker)
 
     def _timeout(self, running: Sequence[Worker]) -> float | None:
         waits = [d.remaining() for d in (self._settle, self._grace) if d is not None]
         if any(worker.exit_fd is None for worker in running):
             waits.append(_POLL_S)
+        if not self._stopping and (due_s := self._warm.due_s()) is not None:
+            waits.append(due_s)
         return min(waits, default=None)
 
     def _on_signal(self, signum: int) -> None:

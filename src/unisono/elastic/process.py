@@ -74,6 +74,7 @@ class Worker:
         env: Its whole environment.
         pipe_stdout: Standard output goes to `stdout` here; otherwise it is the launcher's own.
         cpus: CPUs that it may run on; all that the launcher may if empty.
+        pass_fds: Descriptors that it inherits.
 
     Attributes:
         exit_fd: Becomes readable when the process ends; None where the system lacks that.
@@ -89,6 +90,7 @@ class Worker:
         *,
         pipe_stdout: bool,
         cpus: Collection[int] = (),
+        pass_fds: Sequence[int] = (),
     ) -> None:
         try:
             self._popen = subprocess.Popen(
@@ -97,6 +99,7 @@ class Worker:
                 stdout=subprocess.PIPE if pipe_stdout else None,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                pass_fds=pass_fds,
                 preexec_fn=_before_exec(cpus),
             )
         except (OSError, subprocess.SubprocessError) as error:

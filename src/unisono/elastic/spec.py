@@ -65,6 +65,7 @@ class LaunchSpec:
         signals: Names of the signals that end the launch.
         one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0
             (`--virtual-local-rank`).
+        warm: How many workers of this host have a half-started one ready for a restart.
     """
 
     commands: Sequence[Sequence[str]]
@@ -79,6 +80,7 @@ class LaunchSpec:
     master_port: int = 0
     signals: Sequence[str] = ENDING
     one_gpu_each: bool = False
+    warm: int = 0
 
     @property
     def nprocs(self) -> int:

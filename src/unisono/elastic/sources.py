@@ -1,0 +1,120 @@
+"""What can be seen in the files of a Python program itself; they are read, never run.
+
+Its own are the script and what it imports from beside it, from PYTHONPATH, or from wherever
+else but the standard library and site-packages.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+
+__all__ = ["is_untouched", "own_sources"]
+
+_PYTHON = re.compile(r"python[0-9.]*$")
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
+_AT_START = ("sitecustomize", "usercustomize")
+_MAX_FILES = 500
+_TOUCHES = re.compile(
+    r"environ\s*(\[[^]\n]*\]\s*[|+]?=[^=]|\.\s*(update|setdefault|pop|clear)\b|\|=)"
+    r"|\bdel\s+(os\.)?environ|\b(putenv|unsetenv|setenv|load_dotenv|sched_setaffinity)\b"
+)
+
+
+def is_untouched(command: Sequence[str]) -> bool:
+    """Whether a Python program's own files change neither its environment nor its CPUs.
+
+    False too if they cannot be found or read.
+    """
+    sources = own_sources(command)
+    return bool(sources) and not any(map(_TOUCHES.search, sources))
+
+
+def own_sources(command: Sequence[str]) -> list[str]:
+    """Return the text of a program's own files.
+
+    Args:
+        command: `python [-u] script.py ...` or `python [-u] -m module ...`.
+
+    Returns:
+        Empty if the command is none of these, if a file cannot be read or does not compile, or
+        if there are too many.
+    """
+    folder, waiting = _main_files(command)
+    if waiting:
+        waiting += [found for name in _AT_START for found in _elsewhere(name)]
+    texts: dict[str, str] = {}
+    while waiting and len(texts) <= _MAX_FILES:
+        path = waiting.pop()
+        if path in texts:
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                texts[path] = file.read()
+            names = list(_imported(ast.parse(texts[path])))
+        except (OSError, ValueError, SyntaxError, RecursionError):
+            return []
+        # A relative import's name is looked for beside the file, its dots forgotten: this may
+        # find too much, never too little.
+        for beside in {folder, os.path.dirname(path), os.path.dirname(os.path.dirname(path))}:
+            waiting += [found for name in names for found in _files(beside, name)]
+        waiting += [found for name in names for found in _elsewhere(name)]
+    return [] if waiting else list(texts.values())
+
+
+def _main_files(command: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the folder that Python puts on its path, and the files that a program begins with."""
+    words = list(command)
+    if not words or not _PYTHON.match(os.path.basename(words.pop(0))):
+        return "", []
+    if words[:1] == ["-u"]:
+        words.pop(0)
+    if words[:1] == ["-m"] and len(words) > 1:
+        folder = os.getcwd()
+        return folder, [*_files(folder, words[1]), *_files(folder, f"{words[1]}.__main__")]
+    if not words or not os.path.isfile(words[0]):
+        return "", []
+    path = os.path.realpath(words[0])
+    return os.path.dirname(path), [path]
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the names of all modules that a file may import, anywhere in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def _files(folder: str, name: str) -> Iterator[str]:
+    """Yield the files below a folder that importing a name from there runs."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        stem = os.path.join(folder, *parts[:depth])
+        for path in (os.path.join(stem, "__init__.py"), f"{stem}.py"):
+            if os.path.isfile(path):
+                yield path
+
+
+def _elsewhere(name: str) -> Iterator[str]:
+    """Yield the files of a module of the user's that is on the path by other means."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top == "unisono":
+        return
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return
+    origin = spec.origin if spec is not None else None
+    if origin is None or not origin.endswith(".py"):
+        return
+    if _INSTALLED.search(origin) and top not in _AT_START:
+        return
+    is_package = os.path.basename(origin) == "__init__.py"
+    yield from _files(os.path.dirname(os.path.dirname(origin) if is_package else origin), name)
