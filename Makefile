@@ -4,13 +4,14 @@ BIN := .venv/bin
 STAMP := .venv/.unisono-setup
 TORCH := torch==2.13.0
 
-.PHONY: help demo test test-reference check setup native test-native docs clean
+.PHONY: help demo test test-reference test-torch check setup native test-native docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train on handwritten digits with four processes"
 	@echo "make test    run every check, then every test"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
+	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -27,6 +28,13 @@ test: check
 # What `make test` runs on the native engine, on the one that groups across hosts get.
 test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/groups tests/faults
+
+# torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
+test-torch: $(STAMP)
+	@for n in 3 4; do \
+		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
+		$(BIN)/python tests/torch/suite.py --world-size $$n --like build/gloo-$$n.json || exit 1; \
+	done
 
 check: $(STAMP)
 	@$(BIN)/ruff format --check --quiet .

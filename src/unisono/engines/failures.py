@@ -43,7 +43,7 @@ _CLASSES: dict[str, type[UnisonoError]] = {
 }
 
 _HINTS = {
-    "timeout": "see what those ranks do (py-spy dump); raise timeout= if they are only slow",
+    "timeout": "see what those ranks do (py-spy dump); give a longer timeout if they are only slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
 }
 

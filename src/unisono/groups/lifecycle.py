@@ -5,11 +5,7 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-import atexit
-import sys
-import traceback
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 from unisono.backends import BackendConfig
@@ -20,9 +16,9 @@ from unisono.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
     RendezvousError,
-    UnisonoError,
 )
 from unisono.groups.checks import as_integer
+from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import GroupMember, World, current, process_world, resolve
 from unisono.rendezvous import rendezvous
@@ -332,28 +328,9 @@ def _install_hooks(world: World) -> None:
     # An uncaught exception in a thread that is a rank never comes to sys.excepthook.
     if group.size() == 1 or world is not process_world:
         return
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        # A rank that failed because another one did has nothing new to tell.
-        if world.default is group and not isinstance(error, UnisonoError):
-            group.report_failure("".join(traceback.format_exception_only(kind, error)).strip())
 
     def leave() -> None:
         if world.default is group:
             world.close()
 
-    def uninstall() -> None:
-        if sys.excepthook is hook:
-            sys.excepthook = previous
-        atexit.unregister(leave)
-        if finalizer is not None:
-            finalizer.cancel()
-
-    sys.excepthook = hook
-    atexit.register(leave)
-    # A child of multiprocessing ends without atexit, and would lose what isend has not sent yet.
-    util = sys.modules.get("multiprocessing.util")
-    finalizer = None if util is None else util.Finalize(None, leave, exitpriority=0)
-    world.on_close.append(uninstall)
+    world.on_close.append(at_exit(group, leave))

@@ -13,7 +13,7 @@ from unisono.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unisono.stores import HashStore, PrefixStore, Store
 from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
@@ -105,8 +105,7 @@ def _hosts(store: Store) -> tuple[str, ...]:
     if host := config.get("UNISONO_HOST"):
         return tuple(host.split(","))
     inner = _innermost(store)
-    if isinstance(inner, TCPStore):
-        return local_hosts(inner.host)
-    if isinstance(inner, FileStore):
-        return local_hosts(None)
-    return ("127.0.0.1",)
+    if isinstance(inner, HashStore):
+        return ("127.0.0.1",)
+    # A store with a server says where that is; torch's stores behind their adapter do so too.
+    return local_hosts(getattr(inner, "host", None))

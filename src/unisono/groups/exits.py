@@ -1,0 +1,48 @@
+"""What a process says to the others of its group when it ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from unisono.errors import UnisonoError
+from unisono.groups.process_group import ProcessGroup
+
+__all__ = ["at_exit"]
+
+
+def at_exit(group: ProcessGroup, leave: Callable[[], object]) -> Callable[[], None]:
+    """See to it that the other ranks hear of an uncaught exception, and of the exit.
+
+    Args:
+        group: Told of an exception; if it is closed by then, nobody is.
+        leave: Called at the exit; closing what is closed already must be fine.
+
+    Returns:
+        A function that takes all this back.
+    """
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        # A rank that failed because another one did has nothing new to tell.
+        if not isinstance(error, UnisonoError):
+            group.report_failure("".join(traceback.format_exception_only(kind, error)).strip())
+
+    sys.excepthook = hook
+    atexit.register(leave)
+    # A child of multiprocessing ends without atexit, and would lose what isend has not sent yet.
+    util = sys.modules.get("multiprocessing.util")
+    finalizer = None if util is None else util.Finalize(None, leave, exitpriority=0)
+
+    def uninstall() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = previous
+        atexit.unregister(leave)
+        if finalizer is not None:
+            finalizer.cancel()
+
+    return uninstall

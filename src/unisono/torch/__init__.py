@@ -1,0 +1,30 @@
+"""The plug-in for torch.distributed: `torch.distributed.init_process_group("unisono")`.
+
+Importing this package registers the backend. Where unisono is installed, `import torch` does so by
+itself, through the entry point group "torch.backends". The only package that imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unisono.torch.registration import register
+
+if TYPE_CHECKING:
+    from unisono.torch.process_group import ProcessGroup as ProcessGroup
+    from unisono.torch.store import TorchStore as TorchStore
+
+__all__ = ["ProcessGroup", "TorchStore", "register"]
+
+_HOMES = {"ProcessGroup": "process_group", "TorchStore": "store"}
+
+register()
+
+
+def __getattr__(name: str) -> object:
+    # Loaded when first used: every `import torch` comes through here.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unisono.torch' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"unisono.torch.{_HOMES[name]}"), name)

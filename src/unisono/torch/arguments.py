@@ -1,0 +1,63 @@
+"""From the arguments torch passes to a process group to those of unisono."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch._C._distributed_c10d as c10d
+
+from unisono.base.types import RedOpType, ReduceOp
+from unisono.groups.dispatch import OpSchema
+
+__all__ = ["call_options", "call_settings", "reduce_op"]
+
+_UNSET = timedelta(milliseconds=-1)
+_SUM: Any = c10d.ReduceOp.SUM
+_REDUCE_OPS = (c10d.ReduceOp, c10d.ReduceOp.RedOpType)
+
+
+def reduce_op(op: Any) -> ReduceOp:
+    """Return unisono's reduce op for a ReduceOp of torch."""
+    if op == _SUM:
+        return ReduceOp.SUM
+    kind = RedOpType(int(getattr(op, "op", op)))
+    if kind is not RedOpType.PREMUL_SUM:
+        return ReduceOp(kind)
+    return ReduceOp(kind, float(op.factor))  # a number, or a tensor of one
+
+
+def call_options(options: Any) -> dict[str, Any]:
+    """Return unisono's keywords for what every option struct of torch has."""
+    given: dict[str, Any] = {"async_op": options.asyncOp}
+    if options.timeout != _UNSET:
+        given["timeout"] = options.timeout
+    return given
+
+
+def call_settings(
+    schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call of torch with unisono's types in place of torch's.
+
+    Args:
+        schema: The operation.
+        arguments: The data, then an option struct, or settings and a time-out one by one.
+        keywords: `opts`, or settings by name.
+    """
+    data = len(schema.data.split())
+    given, rest = list(arguments[:data]), arguments[data:]
+    options: Any = keywords.pop("opts", None) or (rest[0] if rest else None)
+    if hasattr(options, "asyncOp"):
+        rest = tuple(
+            options.rootRank if name == "root" else options.reduceOp
+            for name in schema.settings.split()
+        )
+        keywords = call_options(options)
+    given += [value for value in rest if value is not None]
+    keywords = {"async_op": True} | keywords
+    return [_plain(value) for value in given], {k: _plain(v) for k, v in keywords.items()}
+
+
+def _plain(value: Any) -> Any:
+    return reduce_op(value) if isinstance(value, _REDUCE_OPS) else value

@@ -1,0 +1,123 @@
+"""Every operation torch sends to a process group, as a call of a unisono process group.
+
+The methods are made from the table in `groups/dispatch.py`, which knows c10d's names, argument
+order and option structs. A synchronous call returns None, as torch allows where nothing is left to
+wait for; what C++ sends (DDP, functional collectives) is asynchronous and gets a work.
+
+Source: torch.distributed.ProcessGroup (2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from unisono.errors import UnisonoError
+from unisono.groups.c10d import call_c10d_form
+from unisono.groups.dispatch import OPS, OpSchema
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
+from unisono.torch.arguments import call_options, call_settings, reduce_op
+from unisono.torch.callbacks import CallbackThreads
+from unisono.torch.errors import for_torch
+from unisono.torch.sparse import all_reduce_sparse
+from unisono.torch.work import TorchWork
+
+__all__ = ["Operations"]
+
+Method = Callable[..., Any]
+
+_profiled = torch._C._autograd._profiler_enabled
+
+
+def operation(method: Method) -> Method:
+    """Name the calls of a method in torch's profiler, and turn its errors into torch's.
+
+    A tensor of another device ends in an error too; it goes to the backend of its device.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if _profiled():
+                with torch.profiler.record_function(f"unisono:{name}"):
+                    return method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+        except UnisonoError as error:
+            if (device := device_of(args)) != "cpu":
+                return getattr(self.on_device(device), name)(*args, **kwargs)
+            raise for_torch(error) from error.__cause__
+
+    return call
+
+
+def device_of(args: Sequence[Any]) -> str:
+    """Return the device type of the first tensor in nested lists of arguments."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return str(arg.device.type)
+        if isinstance(arg, list) and arg:
+            return device_of(arg)
+    return "cpu"
+
+
+class Operations:
+    """Operations of torch's process group; whoever inherits says where the unisono group is."""
+
+    _group: ProcessGroup
+    _callbacks: CallbackThreads
+
+    def on_device(self, device: str) -> Any:
+        """Return what serves the tensors of another device."""
+        raise NotImplementedError
+
+    @operation
+    def allreduce(self, tensors: list[Tensor], opts: Any = None, **kwargs: Any) -> Any:
+        """Replace everybody's tensor by the reduction over all ranks.
+
+        Written out, because DDP and most scripts make more calls of it than of all others.
+        """
+        if not hasattr(opts, "asyncOp") or not isinstance(tensors, list):
+            arguments = (tensors,) if opts is None else (tensors, opts)
+            return self._issue(OPS["all_reduce"], arguments, kwargs)
+        tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
+        if tensor.is_sparse:
+            work = all_reduce_sparse(self._group, tensor, op, **how)
+        else:
+            work = self._group.all_reduce(tensor, op, **how)
+        return self._as_torch(work) if how["async_op"] else None
+
+    @operation
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Return when all ranks have come; else the error names all that have not."""
+        self._group.barrier(timeout=timeout)
+
+    def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make one call; return its work, or None if it was synchronous."""
+        arguments, how = call_settings(schema, args, kwargs)
+        work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
+        return self._as_torch(work) if how["async_op"] else None
+
+    def _as_torch(self, work: Work) -> TorchWork:
+        return TorchWork(work, self._callbacks, self._group.ranks)
+
+
+def _method(schema: OpSchema, name: str) -> Method:
+    def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        return self._issue(schema, args, kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"unisono's `{schema.name}`."
+    return operation(method)
+
+
+for _schema in OPS.values():
+    for _name in {*_schema.c10d_methods, _schema.name} - {"allreduce"}:
+        if hasattr(torch_dist.ProcessGroup, _name):
+            setattr(Operations, _name, _method(_schema, _name))

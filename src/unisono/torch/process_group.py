@@ -1,0 +1,258 @@
+"""torch.distributed's ProcessGroup that holds a unisono one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+import torch.distributed.distributed_c10d as c10d
+
+from unisono.errors import UnisonoError, UnsupportedError
+from unisono.groups.exits import at_exit
+from unisono.groups.process_group import ProcessGroup as UnisonoGroup
+from unisono.stores import PrefixStore
+from unisono.torch.callbacks import CallbackThreads
+from unisono.torch.errors import for_torch
+from unisono.torch.operations import Operations
+from unisono.torch.registration import NAME
+from unisono.torch.store import TorchStore
+
+__all__ = ["ProcessGroup", "create"]
+
+
+class _Capabilities:
+    """What torch's Python code asks a group's backend for."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+    options = None
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._set_default_timeout = group.set_timeout
+        self.set_timeout = group.set_timeout
+
+
+class ProcessGroup(Operations, torch_dist.ProcessGroup):
+    """torch's process group over a unisono one, which does all the work.
+
+    Made by `torch.distributed.init_process_group("unisono")` and `new_group`. Tensors of other
+    devices go to the backend named for them, as in "cpu:unisono,cuda:nccl".
+
+    Attributes:
+        unisono: The unisono process group.
+
+    Source: torch.distributed.ProcessGroup (2.13).
+    """
+
+    def __init__(self, group: UnisonoGroup, store: Any) -> None:
+        # The form with a store makes no object of a subclass in torch 2.13.
+        super().__init__(group.rank(), group.size())
+        self.unisono = self._group = group
+        self._store = store
+        self._callbacks = CallbackThreads(group.name)
+        self._name: str | None = None
+        self._description = "undefined"
+        self._bound: torch.device | None = None
+        self._devices: dict[str, Any] = {}
+        # How often a group of some name was made from this one: a name is used again once its
+        # group is destroyed, which another member may not have done yet.
+        self._made: Counter[str] = Counter()
+        self._forget_exit: Callable[[], None] = lambda: None
+
+    # ---- who ------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """Return "unisono"; the profiler and `name()` show it."""
+        return NAME
+
+    def getSize(self) -> int:
+        """Return the number of ranks."""
+        return self._group.size()
+
+    def get_group_store(self) -> Any:
+        """Return the torch store the group was made from."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of the group, a number or a hash."""
+        if self._name is None:
+            raise RuntimeError("ProcessGroup name not set")
+        return self._name
+
+    def getGroupName(self) -> str:
+        """Return `group_name`; C++ asks so."""
+        return self.group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    setGroupName = _set_group_name
+
+    @property
+    def group_desc(self) -> str:
+        """What `group_desc=` said."""
+        return self._description
+
+    def getGroupDesc(self) -> str:
+        """Return `group_desc`; C++ asks so."""
+        return self._description
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    setGroupDesc = _set_group_desc
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        """The device of `init_process_group(device_id=...)`, None on the CPU."""
+        return self._bound
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._bound = device
+
+    # ---- devices --------------------------------------------------------------------------
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in self._backend_names()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            return _Capabilities(self)
+        return self.on_device(device.type)._get_backend(device)
+
+    def _backend_names(self) -> dict[str, str]:
+        """Return device -> backend, as the user wrote it in `init_process_group`."""
+        config = c10d._world.pg_backend_config.get(self, NAME)
+        names: dict[str, str] = c10d.BackendConfig(c10d.Backend(config)).get_device_backend_map()
+        return names
+
+    def on_device(self, device: str) -> Any:
+        """Return torch's own process group for another device, made when first needed.
+
+        torch stops at the first backend that is a process group, so "cpu:unisono,cuda:nccl"
+        leaves the second one to us.
+
+        Raises:
+            UnsupportedError: No backend was named for the device.
+        """
+        if device not in self._devices:
+            names = self._backend_names()
+            if names.get(device, NAME) == NAME:
+                raise UnsupportedError(
+                    f"group '{self._group.name}' has no backend for tensors on {device!r} "
+                    f"(it has: {', '.join(f'{d}:{b}' for d, b in names.items())})",
+                    hint=f'name one: init_process_group("cpu:unisono,{device}:...")',
+                )
+            group, _ = c10d._new_process_group_helper(
+                self.size(),
+                self.rank(),
+                c10d.get_process_group_ranks(self),
+                c10d.Backend(f"{device}:{names[device]}"),
+                self._store,
+                c10d.GroupName(f"{self.group_name}/{device}"),
+                timeout=timedelta(seconds=self._group.timeout_s),
+            )
+            self._devices[device] = group
+        return self._devices[device]
+
+    # ---- life -----------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """Return a group of some ranks of this one, None on ranks outside; all ranks call it."""
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
+        ranks = tuple(self._group.ranks[rank] for rank in new_ranks)
+        group = self.child(ranks, self._store, name, timeout)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or "undefined")
+        return group
+
+    def child(
+        self, ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta | None
+    ) -> ProcessGroup:
+        """Return a group of some global ranks, this one among them, over this group's links."""
+        count = self._made[name]
+        self._made[name] += 1
+        key = f"{name}/{count}"
+        group = UnisonoGroup(
+            PrefixStore(key, TorchStore(store)),
+            ranks.index(self._group.ranks[self._group.rank()]),
+            len(ranks),
+            timeout=self._group.timeout_s if timeout is None else timeout,
+            name=name,
+            _ranks=ranks,
+            _parent=self._group,
+            _key=key,
+        )
+        return ProcessGroup(group, store)
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a group of ranks that share no store cannot be joined."""
+        raise UnsupportedError("backend 'unisono' has no merge_remote_group")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change the default time-out of later calls."""
+        self._group.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """End every call of the group with an error, on all ranks."""
+        self._group.abort("torch's abort() was called")
+
+    def shutdown(self) -> None:
+        """Close the group; no collective. What is under way ends with an error."""
+        self._group.close()
+        self._callbacks.close()
+        self._forget_exit()
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers of all ranks start at 0."""
+
+    def __repr__(self) -> str:
+        return f"<unisono.torch.ProcessGroup {self._group!r}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle a process group: it belongs to this process")
+
+
+def create(options: Any, pg_options: Any) -> ProcessGroup:
+    """Return this rank's process group for torch's description of a new group.
+
+    A sub-group shares the links of torch's default group if that is ours: nothing is sent then.
+    """
+    ranks = tuple(options.global_ranks_in_group)
+    try:
+        parent = c10d._get_default_group() if ranks else None
+        if isinstance(parent, ProcessGroup):
+            return parent.child(ranks, options.store, options.group_id, options.timeout)
+        group = UnisonoGroup(
+            TorchStore(options.store),
+            options.group_rank,
+            options.group_size,
+            timeout=options.timeout,
+            name="default" if not ranks else options.group_id,
+            options=pg_options,
+        )
+    except UnisonoError as error:
+        raise for_torch(error) from error.__cause__
+    made = ProcessGroup(group, options.store)
+    if not ranks and made.size() > 1:
+        made._forget_exit = at_exit(group, made.shutdown)
+    return made

@@ -1,0 +1,74 @@
+"""all_reduce of sparse COO tensors, made of gathers of their parts, as Gloo's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unisono.base.types import RedOpType, ReduceOp
+from unisono.errors import CollectiveMismatchError, UnsupportedError
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
+
+__all__ = ["all_reduce_sparse"]
+
+
+def all_reduce_sparse(
+    group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, **how: Any
+) -> Work:
+    """Replace everybody's sparse tensor by the sum over all ranks, coalesced.
+
+    Three gathers, whose sizes follow from the first, so it is done when it returns, also with
+    `async_op`: another call between them could take different places on different ranks.
+
+    Args:
+        group: unisono's.
+        tensor: Sparse COO, on the CPU; same shape on all ranks, any number of entries.
+        op: SUM.
+        async_op: Accepted.
+        **how: timeout.
+
+    Raises:
+        UnsupportedError: Another reduce op.
+        CollectiveMismatchError: Shapes differ; raised on all ranks, no tensor was changed.
+    """
+    if op.op is not RedOpType.SUM:
+        raise UnsupportedError(f"all_reduce of sparse tensors has SUM only, not {op.name}")
+    mine = tensor.coalesce()
+    indices, values = mine.indices(), mine.values()
+    about = torch.tensor([mine.sparse_dim(), *mine.shape, values.shape[0]])
+    table, _ = _gathered(group, about, how)
+    shapes = [row[:-1].tolist() for row in table]
+    if any(shape != shapes[0] for shape in shapes):
+        said = ", ".join(
+            f"{shape[1:]} on rank {r}" for r, shape in zip(group.ranks, shapes, strict=True)
+        )
+        raise CollectiveMismatchError(
+            f"all_reduce of sparse tensors in group '{group.name}': shapes differ: {said}"
+        )
+    counts = [int(row[-1]) for row in table]
+    most = max(counts)
+    all_indices, _ = _gathered(group, _padded(indices.t(), most), how)
+    all_values, done = _gathered(group, _padded(values, most), how)
+    total = torch.sparse_coo_tensor(
+        torch.cat([all_indices[r, :n] for r, n in enumerate(counts)]).t(),
+        torch.cat([all_values[r, :n] for r, n in enumerate(counts)]),
+        tensor.shape,
+    ).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)
+    return done
+
+
+def _gathered(
+    group: ProcessGroup, part: torch.Tensor, how: dict[str, Any]
+) -> tuple[torch.Tensor, Work]:
+    whole = part.new_empty((group.size(), *part.shape))
+    return whole, group.all_gather_into_tensor(whole, part.contiguous(), **how)
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    out = rows.new_zeros((count, *rows.shape[1:]))
+    out[: rows.shape[0]] = rows
+    return out

@@ -1,0 +1,142 @@
+"""A torch.distributed Store as a unisono Store: how the ranks of a torch program meet."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistNetworkError, DistStoreError
+
+from unisono import errors
+from unisono.base.deadline import Timeout
+from unisono.stores import Store
+from unisono.stores.api import (
+    Value,
+    barrier_timeout,
+    check_integer,
+    check_key,
+    check_keys,
+    check_value,
+    check_world_size,
+    keys_timeout,
+)
+
+__all__ = ["TorchStore"]
+
+# torch counts in milliseconds, and takes zero for "no limit".
+_LEAST = timedelta(milliseconds=1)
+
+
+class TorchStore(Store):
+    """The same keys and values as the torch store below, which closing leaves open.
+
+    It has what ranks need to meet, hence no queues.
+
+    Args:
+        store: torch's; its prefixes are kept.
+
+    Source: torch.distributed.Store (2.13).
+    """
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store.timeout)
+        self._store = store
+
+    @property
+    def host(self) -> str | None:
+        """Where the server of the store is; None if it has none (a file, say)."""
+        inner = getattr(self._store, "_underlying_non_prefix_store", self._store)
+        return getattr(inner, "host", None)
+
+    def set(self, key: str, value: Value) -> None:
+        with self._errors():
+            self._store.set(check_key(key), check_value(value))
+
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        self.wait([key], timeout)
+        with self._errors():
+            return bytes(self._store.get(key))
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        self.wait(keys, timeout)
+        return super().multi_get(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        amount = check_integer(amount, "amount")
+        with self._errors(key):
+            return int(self._store.add(check_key(key), amount))
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        # torch takes text here, so other bytes than UTF-8 are an error.
+        with self._errors():
+            texts = [check_value(value).decode() for value in (expected, desired)]
+            return bytes(self._store.compare_set(check_key(key), *texts))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._errors():
+            return bool(self._store.check(check_keys(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        limit = self._deadline(timeout)
+        wanted = check_keys(keys)
+        try:
+            with self._errors():
+                self._store.wait(wanted, max(timedelta(seconds=limit.remaining()), _LEAST))
+        except errors.StoreError as error:
+            # A FileStore of torch says so in a RuntimeError; the clock tells.
+            if not isinstance(error, errors.StoreTimeoutError) and not limit.expired():
+                raise
+            missing = [key for key in wanted if not self.check([key])]
+            raise keys_timeout(self, "wait", wanted, missing, limit.timeout_s) from error
+
+    def delete_key(self, key: str) -> bool:
+        with self._errors():
+            return bool(self._store.delete_key(check_key(key)))
+
+    def num_keys(self) -> int:
+        with self._errors():
+            return int(self._store.num_keys())
+
+    def list_keys(self) -> list[str]:
+        with self._errors():
+            return list(self._store.list_keys())
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Block until `world_size` callers are inside; not every store of torch has one."""
+        limit, world_size = self._deadline(timeout), check_world_size(world_size)
+        came = self.add(f"{key}/came", 1)
+        done = f"{key}/done/{(came - 1) // world_size}"
+        if came % world_size == 0:
+            self.set(done, "1")
+        try:
+            self.wait([done], limit.remaining())
+        except errors.StoreTimeoutError:
+            left = self.add(f"{key}/came", -1) + 1
+            raise barrier_timeout(self, key, str(left), world_size, limit.timeout_s) from None
+
+    def clone(self) -> TorchStore:
+        """Return an independent handle to the same data."""
+        other = TorchStore(self._store.clone())
+        other.set_timeout(self.timeout)
+        return other
+
+    @contextlib.contextmanager
+    def _errors(self, key: str = "") -> Iterator[None]:
+        self._check_open()
+        try:
+            yield
+        except DistStoreError as error:
+            raise errors.StoreTimeoutError(f"{self!r}: {error}") from error
+        except DistNetworkError as error:
+            raise errors.StoreConnectionError(f"{self!r}: {error}") from error
+        except errors.UnisonoError:
+            raise
+        except ValueError as error:
+            raise errors.StoreKeyError(f"key {key!r} on {self!r} holds no number") from error
+        except RuntimeError as error:
+            raise errors.StoreError(f"{self!r}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<TorchStore on {type(self._store).__name__}>"

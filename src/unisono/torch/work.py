@@ -1,0 +1,103 @@
+"""torch.distributed.Work over unisono's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from unisono.errors import UnisonoError
+from unisono.groups.future import Future
+from unisono.groups.work import Work
+from unisono.torch.callbacks import CallbackThreads
+from unisono.torch.errors import for_torch
+
+__all__ = ["TorchWork"]
+
+_NO_LIMIT = timedelta(0)
+
+
+class TorchWork(torch_dist.Work):
+    """One operation on its way. Dropping it is safe.
+
+    Args:
+        work: unisono's.
+        callbacks: Run what users chain to a future.
+        ranks: Global ranks of the group, for a receive from any rank.
+
+    Source: torch.distributed.Work (2.13).
+    """
+
+    def __init__(self, work: Work, callbacks: CallbackThreads, ranks: Sequence[int] = ()) -> None:
+        super().__init__()
+        self._work = work
+        self._callbacks = callbacks
+        self._ranks = ranks
+        self._future: torch.futures.Future[list[Any]] | None = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Block until done; return True, or raise the operation's error."""
+        limit = timeout if timeout > _NO_LIMIT else None
+        try:
+            self._work.wait(limit)
+        except UnisonoError as error:
+            raise for_torch(error) from None
+        return True
+
+    def synchronize(self) -> None:
+        """Make the current stream wait for it; the CPU has none, so this is `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """As `synchronize`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or badly; never blocks."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        """Return its error, or None."""
+        error = self._work.exception()
+        return None if error is None else for_torch(error)
+
+    def result(self) -> list[Any]:
+        """Return the tensors that hold the result."""
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group that a receive got its message from, -1 if not known."""
+        source = self._work.source_rank()
+        return -1 if source < 0 else self._ranks.index(source)
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[Any]]:
+        """Return a future of the list of result tensors.
+
+        What is chained to it runs on a thread of its own and may wait for other operations, as
+        torch's PowerSGD hook does.
+        """
+        if self._future is None:
+            gate: torch.futures.Future[None] = torch.futures.Future()
+
+            # Raised inside C++, an error becomes one of the C++ future. With set_exception it would
+            # stay a Python value, on which torch's DDP ends with a segmentation fault.
+            def unwrap(_: Any) -> list[Any]:
+                if (error := self.exception()) is not None:
+                    raise error
+                return self._work.result()
+
+            def ended(_: Future) -> None:
+                self._callbacks.run(lambda: gate.set_result(None))
+
+            self._future = gate.then(unwrap)
+            self._work.get_future().add_done_callback(ended)
+        return self._future

@@ -1,0 +1,196 @@
+"""Registration, names, errors and callbacks: what one process can show."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from unisono import errors
+
+torch = pytest.importorskip("torch")
+torch_dist = pytest.importorskip("torch.distributed")
+
+import unisono.torch  # noqa: E402  needs torch
+from unisono.torch.arguments import reduce_op  # noqa: E402
+from unisono.torch.callbacks import CallbackThreads  # noqa: E402
+from unisono.torch.errors import for_torch  # noqa: E402
+
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank, whose default group is ours; returned."""
+    torch_dist.init_process_group("unisono", store=torch_dist.HashStore(), rank=0, world_size=1)
+    yield torch_dist.distributed_c10d._get_default_group()
+    torch_dist.destroy_process_group()
+
+
+def run_script(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_registering_twice_is_fine():
+    unisono.torch.register()
+    assert torch_dist.is_backend_available("unisono")
+    assert torch_dist.Backend("UNISONO") == "unisono"
+    assert torch_dist.Backend.default_device_backend_map["cpu"] == "gloo"
+
+
+def test_autoload_registers_without_loading_numpy_or_an_engine():
+    # The entry point of an installed unisono does just this.
+    script = (
+        "import sys, torch, torch.distributed as d; from unisono.autoload import torch_backend; "
+        "torch_backend(); print(d.is_backend_available('unisono'), "
+        "[m for m in sys.modules if m.startswith(('unisono.engines', 'unisono.groups'))])"
+    )
+    assert run_script(script) == "True []"
+
+
+def test_autoload_never_raises(monkeypatch, caplog):
+    from unisono.autoload import torch_backend
+
+    def broken(name):
+        raise ImportError("no such torch")
+
+    monkeypatch.setattr("unisono.autoload.import_module", broken)
+    torch_backend()
+    assert "no such torch" in caplog.text
+
+
+def test_the_entry_point_names_the_function():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    points = tomllib.loads(text)["project"]["entry-points"]["torch.backends"]
+    assert points == {"unisono": "unisono.autoload:torch_backend"}
+
+
+def test_names_and_numbers_of_a_group(alone):
+    assert isinstance(alone, unisono.torch.ProcessGroup)
+    assert isinstance(alone, torch_dist.ProcessGroup)
+    assert (alone.name(), alone.rank(), alone.size()) == ("unisono", 0, 1)
+    assert torch_dist.get_backend() == "unisono"
+    assert alone.group_name == "0"
+    assert alone.group_desc == "default_pg"
+    assert alone._device_types == [torch.device("cpu")]
+    assert repr(alone).startswith("<unisono.torch.ProcessGroup <ProcessGroup 'default' rank=0")
+    with pytest.raises(TypeError, match="cannot pickle"):
+        pickle.dumps(alone)
+
+
+def test_short_forms_of_the_methods(alone):
+    x = torch.ones(3)
+    alone.allreduce(x).wait()
+    alone.allreduce([x], torch_dist.ReduceOp.MAX).wait()
+    alone.allreduce(x, op=torch_dist.ReduceOp.SUM).wait()
+    alone.broadcast(x, root=0).wait()
+    alone.reduce(x, 0, torch_dist.ReduceOp.SUM).wait()
+    outs = [torch.zeros(3)]
+    alone.allgather(outs, x).wait()
+    alone.gather(outs, x, 0).wait()
+    alone.scatter(outs[0], [2 * x], root=0).wait()
+    alone.alltoall([outs[0]], [3 * x]).wait()
+    assert outs[0].tolist() == [3.0] * 3
+    alone.barrier().wait()
+
+
+def test_timeouts_of_short_forms_reach_the_call(alone):
+    with pytest.raises(TypeError, match=r"timeout must be .* got str"):
+        alone.allreduce(torch.ones(1), timeout="soon")
+
+
+def test_reduce_ops_of_torch():
+    op = torch_dist.ReduceOp
+    assert [reduce_op(op(kind)).name for kind in (op.SUM, op.AVG, op.BXOR)] == [
+        "SUM",
+        "AVG",
+        "BXOR",
+    ]
+    assert reduce_op(op.MAX).name == "MAX"
+    premul = torch_dist._make_nccl_premul_sum(0.5)
+    assert (reduce_op(premul).name, reduce_op(premul).factor) == ("PREMUL_SUM", 0.5)
+
+
+def test_a_tensor_of_another_device_goes_to_its_backend():
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"  # noqa: F401
+
+    store = torch_dist.HashStore()
+    torch_dist.init_process_group("cpu:unisono,meta:fake", store=store, rank=0, world_size=1)
+    try:
+        group = torch_dist.distributed_c10d._get_default_group()
+        x, y = torch.ones(2), torch.ones(2, device="meta")
+        torch_dist.all_reduce(x)
+        torch_dist.all_reduce(y)
+        assert group._devices["meta"]._get_backend(torch.device("meta")).name() == "fake"
+        assert {d.type for d in group._device_types} == {"cpu", "meta"}
+        torch_dist.all_gather([torch.ones(2, device="meta")], y)
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def test_a_device_without_backend_is_an_error_that_says_how(alone):
+    with pytest.raises(NotImplementedError, match=r"'meta'.*it has: cpu:unisono"):
+        torch_dist.all_reduce(torch.ones(2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (errors.CollectiveMismatchError, torch_dist.DistBackendError),
+        (errors.CollectiveTimeoutError, torch_dist.DistBackendError),
+        (errors.CollectiveAbortedError, torch_dist.DistBackendError),
+        (errors.PeerLostError, torch_dist.DistBackendError),
+        (errors.PeerFailedError, torch_dist.DistBackendError),
+        (errors.TransportError, torch_dist.DistNetworkError),
+        (errors.RendezvousError, torch_dist.DistNetworkError),
+        (errors.StoreTimeoutError, torch_dist.DistStoreError),
+        (errors.ClosedError, torch_dist.DistError),
+    ],
+)
+def test_errors_are_torchs_and_ours(ours, theirs):
+    error = ours("text", context=errors.Context(rank=1, peers=(2,)), hint="do")
+    seen = for_torch(error)
+    assert isinstance(seen, ours)
+    assert isinstance(seen, theirs)
+    assert str(seen) == str(error)
+    again = pickle.loads(pickle.dumps(seen))
+    assert (type(again), str(again)) == (type(seen), str(seen))
+
+
+def test_usage_errors_stay_what_they_are():
+    for error in (errors.InvalidArgumentError("x"), errors.UnsupportedError("x"), KeyError("x")):
+        assert for_torch(error) is error
+
+
+def test_callbacks_that_wait_for_one_another():
+    threads, met, order = CallbackThreads("g"), threading.Barrier(3), []
+
+    def wait(number):
+        met.wait(PATIENCE_S)
+        order.append(number)
+
+    for number in range(3):
+        threads.run(lambda number=number: wait(number))
+    threads.close()
+    assert sorted(order) == [0, 1, 2]
+    threads.run(lambda: order.append("late"))
+    assert order[-1] == "late"
+
+
+def test_idle_callback_threads_are_used_again():
+    threads, names = CallbackThreads("g"), []
+    for _ in range(5):
+        done = threading.Event()
+        threads.run(lambda done=done: (names.append(threading.current_thread().name), done.set()))
+        assert done.wait(PATIENCE_S)
+    threads.close()
+    # A thread counts as idle a moment after its task is done; a second one may be made meanwhile.
+    assert len(set(names)) < 5
