@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from unisono.backends import Backend as Backend
     from unisono.backends import BackendConfig as BackendConfig
     from unisono.backends import register_backend as register_backend
     from unisono.base.streams import Event as Event
@@ -25,6 +26,18 @@ if TYPE_CHECKING:
     from unisono.base.types import ReduceOp as ReduceOp
     from unisono.elastic import launch as launch
     from unisono.elastic import spawn as spawn
+    from unisono.groups.availability import (
+        get_default_backend_for_device as get_default_backend_for_device,
+    )
+    from unisono.groups.availability import is_available as is_available
+    from unisono.groups.availability import is_backend_available as is_backend_available
+    from unisono.groups.availability import is_gloo_available as is_gloo_available
+    from unisono.groups.availability import is_mpi_available as is_mpi_available
+    from unisono.groups.availability import is_nccl_available as is_nccl_available
+    from unisono.groups.availability import is_torchelastic_launched as is_torchelastic_launched
+    from unisono.groups.availability import is_ucc_available as is_ucc_available
+    from unisono.groups.availability import is_xccl_available as is_xccl_available
+    from unisono.groups.availability import supports_complex as supports_complex
     from unisono.groups.c10d import AllgatherOptions as AllgatherOptions
     from unisono.groups.c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
     from unisono.groups.c10d import AllreduceOptions as AllreduceOptions
@@ -52,18 +65,8 @@ if TYPE_CHECKING:
     from unisono.groups.future import Future as Future
     from unisono.groups.future import collect_all as collect_all
     from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
-    from unisono.groups.lifecycle import get_backend as get_backend
-    from unisono.groups.lifecycle import get_backend_config as get_backend_config
-    from unisono.groups.lifecycle import get_global_rank as get_global_rank
-    from unisono.groups.lifecycle import get_group_rank as get_group_rank
-    from unisono.groups.lifecycle import get_node_local_rank as get_node_local_rank
-    from unisono.groups.lifecycle import get_process_group_ranks as get_process_group_ranks
-    from unisono.groups.lifecycle import get_rank as get_rank
-    from unisono.groups.lifecycle import get_world_size as get_world_size
     from unisono.groups.lifecycle import init_process_group as init_process_group
-    from unisono.groups.lifecycle import is_available as is_available
-    from unisono.groups.lifecycle import is_initialized as is_initialized
-    from unisono.groups.lifecycle import new_group as new_group
+    from unisono.groups.monitored import monitored_barrier as monitored_barrier
     from unisono.groups.objects import all_gather_object as all_gather_object
     from unisono.groups.objects import broadcast_object_list as broadcast_object_list
     from unisono.groups.objects import gather_object as gather_object
@@ -77,9 +80,28 @@ if TYPE_CHECKING:
     from unisono.groups.p2p import recv as recv
     from unisono.groups.p2p import send as send
     from unisono.groups.process_group import ProcessGroup as ProcessGroup
+    from unisono.groups.queries import get_backend as get_backend
+    from unisono.groups.queries import get_backend_config as get_backend_config
+    from unisono.groups.queries import get_global_rank as get_global_rank
+    from unisono.groups.queries import get_group_rank as get_group_rank
+    from unisono.groups.queries import get_node_local_rank as get_node_local_rank
+    from unisono.groups.queries import get_pg_count as get_pg_count
+    from unisono.groups.queries import get_process_group_ranks as get_process_group_ranks
+    from unisono.groups.queries import get_rank as get_rank
+    from unisono.groups.queries import get_world_size as get_world_size
+    from unisono.groups.queries import is_initialized as is_initialized
     from unisono.groups.serializer import PickleSerializer as PickleSerializer
     from unisono.groups.serializer import Serializer as Serializer
     from unisono.groups.stop import should_stop as should_stop
+    from unisono.groups.subgroups import SHRINK_ABORT as SHRINK_ABORT
+    from unisono.groups.subgroups import SHRINK_DEFAULT as SHRINK_DEFAULT
+    from unisono.groups.subgroups import new_group as new_group
+    from unisono.groups.subgroups import new_subgroups as new_subgroups
+    from unisono.groups.subgroups import (
+        new_subgroups_by_enumeration as new_subgroups_by_enumeration,
+    )
+    from unisono.groups.subgroups import shrink_group as shrink_group
+    from unisono.groups.subgroups import split_group as split_group
     from unisono.groups.work import Work as Work
     from unisono.groups.world import GroupMember as GroupMember
     from unisono.groups.world import group as group
@@ -95,7 +117,7 @@ __version__ = "0.1.0"
 
 # module -> names; the block above says the same to type checkers, and a test compares the two.
 _HOMES = {
-    "backends": "BackendConfig register_backend",
+    "backends": "Backend BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
@@ -104,17 +126,27 @@ _HOMES = {
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
         "ScatterOptions"
     ),
+    "groups.availability": (
+        "get_default_backend_for_device is_available is_backend_available is_gloo_available "
+        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
+        "is_xccl_available supports_complex"
+    ),
+    "groups.lifecycle": "destroy_process_group init_process_group",
+    "groups.queries": (
+        "get_backend get_backend_config get_global_rank get_group_rank get_node_local_rank "
+        "get_pg_count get_process_group_ranks get_rank get_world_size is_initialized"
+    ),
+    "groups.subgroups": (
+        "SHRINK_ABORT SHRINK_DEFAULT new_group new_subgroups new_subgroups_by_enumeration "
+        "shrink_group split_group"
+    ),
     "groups.collectives": (
         "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
         "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
         "reduce_scatter_tensor scatter"
     ),
     "groups.future": "Future collect_all",
-    "groups.lifecycle": (
-        "destroy_process_group get_backend get_backend_config get_global_rank get_group_rank "
-        "get_node_local_rank get_process_group_ranks get_rank get_world_size init_process_group "
-        "is_available is_initialized new_group"
-    ),
+    "groups.monitored": "monitored_barrier",
     "groups.objects": (
         "all_gather_object broadcast_object_list gather_object recv_object_list "
         "scatter_object_list send_object_list"

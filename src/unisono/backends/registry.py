@@ -13,7 +13,15 @@ from unisono.backends.api import DeviceBackend, GroupSpec
 from unisono.backends.cpu import CPUBackend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["DEFAULT", "BackendConfig", "known_backends", "make_backend", "register_backend"]
+__all__ = [
+    "DEFAULT",
+    "BackendConfig",
+    "devices_of",
+    "known_backends",
+    "make_backend",
+    "register_backend",
+    "registered",
+]
 
 Factory = Callable[[GroupSpec, str], DeviceBackend]
 
@@ -69,6 +77,16 @@ def known_backends() -> tuple[str, ...]:
             _loaded.add(point.name)
             point.load()()
     return tuple(sorted(_backends))
+
+
+def registered() -> tuple[str, ...]:
+    """Return the names registered so far, in that order."""
+    return tuple(_backends)
+
+
+def devices_of(name: str) -> tuple[str, ...]:
+    """Return the device types that a registered backend serves."""
+    return _backends[name].devices
 
 
 class BackendConfig:

@@ -19,7 +19,7 @@ import numpy as np
 from unisono.base.types import DType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["BufferView", "as_bytes", "device_of", "view"]
+__all__ = ["BufferView", "as_bytes", "device_of", "device_type", "view"]
 
 Array = np.ndarray[Any, Any]
 
@@ -90,14 +90,19 @@ def device_of(obj: Any) -> str:
     """Return the device type of an array: "cpu", "cuda", or the name it carries itself."""
     if isinstance(obj, (np.ndarray, bytearray, memoryview, bytes)):
         return "cpu"
-    device = getattr(obj, "device", None)
-    kind = getattr(device, "type", device)
-    if isinstance(kind, str):
-        return kind.partition(":")[0]
+    kind = device_type(getattr(obj, "device", None))
+    if kind:
+        return kind
     if hasattr(obj, "__dlpack_device__"):
         code = int(obj.__dlpack_device__()[0])
         return _DLPACK_DEVICES.get(code, f"dlpack{code}")
     return "cpu"
+
+
+def device_type(device: Any) -> str:
+    """Return "cuda" of "cuda:1" or of a torch.device; nothing of what is neither."""
+    kind = getattr(device, "type", device)
+    return kind.partition(":")[0] if isinstance(kind, str) else ""
 
 
 def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:

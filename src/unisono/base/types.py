@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ __all__ = [
     "all_dtypes",
     "dtype_named",
     "dtype_of_numpy",
+    "reduce_ops_of",
     "require_reducible",
 ]
 
@@ -151,6 +153,11 @@ def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
     return found
 
 
+def reduce_ops_of(dtype: DType) -> Set[RedOpType]:
+    """Return the reduce ops that are defined on an element type."""
+    return _REDUCE_OPS[dtype.kind]
+
+
 def require_reducible(dtype: DType, op: ReduceOp) -> None:
     """Check that `op` is defined on `dtype`.
 
@@ -162,6 +169,6 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
         raise InvalidArgumentError(
             "PREMUL_SUM needs its factor", hint="write ReduceOp.PREMUL_SUM(factor)"
         )
-    if op.op not in _REDUCE_OPS[dtype.kind]:
-        has = ", ".join(sorted(o.name for o in _REDUCE_OPS[dtype.kind])) or "none: it only moves"
+    if op.op not in reduce_ops_of(dtype):
+        has = ", ".join(sorted(o.name for o in reduce_ops_of(dtype))) or "none: it only moves"
         raise UnsupportedError(f"reduce op {op.name} is not defined on {dtype} (defined: {has})")

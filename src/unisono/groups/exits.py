@@ -9,16 +9,15 @@ from collections.abc import Callable
 from types import TracebackType
 
 from unisono.errors import UnisonoError
-from unisono.groups.process_group import ProcessGroup
 
 __all__ = ["at_exit"]
 
 
-def at_exit(group: ProcessGroup, leave: Callable[[], object]) -> Callable[[], None]:
+def at_exit(tell: Callable[[str], object], leave: Callable[[], object]) -> Callable[[], None]:
     """See to it that the other ranks hear of an uncaught exception, and of the exit.
 
     Args:
-        group: Told of an exception; if it is closed by then, nobody is.
+        tell: Called with the text of an uncaught exception; tells the other ranks.
         leave: Called at the exit; closing what is closed already must be fine.
 
     Returns:
@@ -30,7 +29,7 @@ def at_exit(group: ProcessGroup, leave: Callable[[], object]) -> Callable[[], No
         previous(kind, error, trace)
         # A rank that failed because another one did has nothing new to tell.
         if not isinstance(error, UnisonoError):
-            group.report_failure("".join(traceback.format_exception_only(kind, error)).strip())
+            tell("".join(traceback.format_exception_only(kind, error)).strip())
 
     sys.excepthook = hook
     atexit.register(leave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
@@ -89,6 +90,8 @@ class ProcessGroup:
         self.config = BackendConfig(backend)
         self.backends: dict[str, DeviceBackend] = {}
         self._closed = False
+        # How often a call was made that names something new; the same on all members.
+        self.counts: Counter[str] = Counter()
         # Identity of the thread that is in a collective call, 0 if none is.
         self._caller = 0
         # Made by the first call in a stream.

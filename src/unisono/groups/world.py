@@ -55,6 +55,14 @@ class World:
         for callback in callbacks:
             callback()
 
+    def replace_default(self, group: ProcessGroup) -> None:
+        """Close every group and go on with `group`, over the same store."""
+        callbacks, self.on_close = self.on_close, []
+        self.close()
+        self.on_close = callbacks
+        self.default = self.groups[group.key] = group
+        self.made = 1
+
 
 class _Members(type):
     @property

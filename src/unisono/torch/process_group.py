@@ -254,5 +254,5 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
         raise for_torch(error) from error.__cause__
     made = ProcessGroup(group, options.store)
     if not ranks and made.size() > 1:
-        made._forget_exit = at_exit(group, made.shutdown)
+        made._forget_exit = at_exit(group.report_failure, made.shutdown)
     return made

@@ -1,0 +1,127 @@
+"""monitored_barrier: a barrier after which every rank knows which ones were missing.
+
+Rank 0 of the group collects a message from each other rank, then tells all of them who was
+missing, those that come too late included. The group stays usable whatever happens.
+
+Source: torch.distributed.monitored_barrier (2.13), which Gloo alone has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.base.deadline import Deadline, Timeout
+from unisono.engines.api import name_ranks
+from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, UnisonoError
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.world import member_group
+
+__all__ = ["monitored_barrier"]
+
+# Tags that no user has: one per barrier, so that who comes too late to one is not in the next.
+_FIRST_TAG = 2**62
+
+# The verdict of rank 0 comes when its time is over; it needs a moment to travel.
+_TRAVEL_S = 0.1
+
+
+def monitored_barrier(
+    group: Any = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Return on no rank before every rank has come here, or name those that have not.
+
+    Slower than `barrier`, whose error names ranks as well; but this one leaves the group usable.
+
+    Args:
+        group: The default group if None.
+        timeout: The group's if None.
+        wait_all_ranks: Go on waiting for the others when a rank is found to be lost, so that the
+            error names every missing one.
+
+    Raises:
+        CollectiveTimeoutError: Names the ranks that did not come, on all that did.
+        PeerLostError: Names the ranks whose processes have ended.
+    """
+    if (pg := member_group(group, "monitored_barrier")) is None:
+        return
+    tag = _FIRST_TAG + pg.counts["monitored_barrier"]
+    pg.counts["monitored_barrier"] += 1
+    deadline = Deadline(pg.timeout_s if timeout is None else timeout)
+    if pg.rank() == 0:
+        verdict = _collect(pg, tag, deadline, wait_all_ranks)
+    else:
+        verdict = _report(pg, tag, deadline)
+    missing, lost = np.flatnonzero(verdict == _MISSING), np.flatnonzero(verdict == _LOST)
+    if missing.size or lost.size:
+        raise _error(pg, deadline, missing.tolist(), lost.tolist())
+
+
+_HERE, _MISSING, _LOST = range(3)
+
+
+def _collect(
+    pg: ProcessGroup, tag: int, deadline: Deadline, wait_all_ranks: bool
+) -> np.ndarray[Any, Any]:
+    """Wait for all other ranks; return what became of each, having told them."""
+    verdict = np.full(pg.size(), _HERE, np.uint8)
+    boxes = np.empty((pg.size(), 1), np.uint8)
+    how = {"async_op": True, "timeout": deadline.remaining()}
+    works = {peer: pg.recv(boxes[peer], peer, tag, **how) for peer in range(1, pg.size())}
+    for peer, work in works.items():
+        try:
+            work.wait()
+        except CollectiveTimeoutError:
+            verdict[peer] = _MISSING
+        except PeerLostError:
+            verdict[peer] = _LOST
+            if not wait_all_ranks:
+                break
+    for peer, work in works.items():
+        if not work.is_completed():
+            work._pending.expire()
+        if verdict[peer] != _LOST:
+            pg.send(verdict, peer, tag, async_op=True)
+    return verdict
+
+
+def _report(pg: ProcessGroup, tag: int, deadline: Deadline) -> np.ndarray[Any, Any]:
+    """Tell rank 0 that this one is here; return what it says of all."""
+    verdict = np.empty(pg.size(), np.uint8)
+    here = np.zeros(1, np.uint8)
+    sent = pg.send(here, 0, tag, async_op=True, timeout=deadline.remaining())
+    try:
+        pg.recv(verdict, 0, tag, timeout=deadline.remaining() + _TRAVEL_S)
+        sent.wait()
+    except CollectiveTimeoutError:
+        verdict[:] = _HERE
+        verdict[0] = _MISSING
+    except PeerLostError:
+        verdict[:] = _HERE
+        verdict[0] = _LOST
+    return verdict
+
+
+def _error(
+    pg: ProcessGroup, deadline: Deadline, missing: Sequence[int], lost: Sequence[int]
+) -> UnisonoError:
+    me = pg.ranks[pg.rank()]
+    said = []
+    if missing:
+        said.append(f"{name_ranks([pg.ranks[rank] for rank in missing])} never entered it")
+    if lost:
+        said.append(f"lost {name_ranks([pg.ranks[rank] for rank in lost])}")
+    head = f"monitored_barrier in group '{pg.name}'"
+    context = Context(
+        rank=me,
+        group=pg.name,
+        op="monitored_barrier",
+        peers=tuple(pg.ranks[rank] for rank in sorted([*missing, *lost])),
+        usable=not lost,
+    )
+    if missing:
+        what = f"{head} timed out after {deadline.timeout_s:.1f} s on rank {me}"
+        return CollectiveTimeoutError(f"{what}: {', '.join(said)}", context=context)
+    return PeerLostError(f"{head} failed on rank {me}: {', '.join(said)}", context=context)
