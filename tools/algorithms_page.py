@@ -23,11 +23,13 @@ Written by `tools/algorithms_page.py` from the schedules themselves; do not edit
 Each cell holds two counts for a world of p ranks: **rounds**, the number of message latencies
 that follow one another, and **bytes sent** by the busiest rank, as a multiple of n. A dash means
 that the algorithm does not serve that world size. n is the size of the whole data in bytes: the
-vector of all_reduce, broadcast and reduce; all p blocks together in the others. Roots are rank 0,
-and data is not cut into a pipeline, which would add rounds and leave the bytes as they are.
+vector of all_reduce, broadcast, reduce, scan and exscan; all p blocks together in the others. Roots
+are rank 0, and data is not cut into a pipeline, which would add rounds and leave the bytes as they
+are.
 
-`one_shot` and `two_shot` are meant for memory that all ranks can read, where a post is written
-once; the counts here are those of an engine that sends each post to every rank it is for.
+`one_shot`, `two_shot` and `rank_order` are meant for memory that all ranks can read, where a post
+is written once; the counts here are those of an engine that sends each post to every rank it is
+for.
 
 Ask for an algorithm with `algorithm="ring"` in a call or with `UNISONO_ALGO`; see
 [environment variables](environment.md). Without either, `unisono.lowlevel.select` chooses.

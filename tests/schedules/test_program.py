@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from unisono.schedules.ir import COLLECTIVES, ROOTED, Op
+from unisono.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Op
 from unisono.schedules.layout import layout_for
 from unisono.schedules.program import lower
 from unisono.schedules.registry import available, build, entry
@@ -24,7 +24,7 @@ def schedules(collective, algorithm):
 def make_inputs(schedule, layouts, buffer_sizes, rng):
     """Return the ranks' INPUT and OUTPUT; what is undefined at the start holds -99."""
     inputs, outputs = [], []
-    in_place = schedule.collective in ("all_reduce", "broadcast", "reduce")
+    in_place = schedule.collective in VECTOR_COLLECTIVES
     for rank, layout in enumerate(layouts):
         n_in, n_out = buffer_sizes(schedule, rank, layout)
         inputs.append(rng.integers(-1000, 1000, n_in))
@@ -47,6 +47,10 @@ def expected(schedule, layouts, inputs, outputs):
             return [np.sum(outputs, axis=0)] * p
         case "reduce":
             return [np.sum(outputs, axis=0) if rank == root else None for rank in range(p)]
+        case "scan":
+            return list(np.cumsum(outputs, axis=0))
+        case "exscan":
+            return [outputs[0], *np.cumsum(outputs, axis=0)[:-1]]
         case "broadcast":
             return [outputs[root]] * p
         case "all_gather":

@@ -1,7 +1,7 @@
 import pytest
 
-from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import COLLECTIVES, ROOTED
+from unisono.errors import InvalidArgumentError, ScheduleError
+from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED
 from unisono.schedules.registry import ALGORITHMS, available, build, entry
 from unisono.schedules.verify import verify
 
@@ -36,6 +36,26 @@ def test_right_when_the_block_is_part_of_the_blocks(collective, algorithm):
         if algorithm in available(collective, p):
             root = p - 1 if collective in ROOTED else -1
             verify(build(collective, algorithm, p, root), in_place=True)
+
+
+REDUCTIONS = [pair for pair in PAIRS if pair[0] in REDUCING]
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), REDUCTIONS)
+def test_the_order_of_reduction_is_proved_or_refuted(collective, algorithm):
+    """An algorithm says that it reduces in the order of ranks exactly if it always does."""
+    refuted, told = [], set()
+    for p, root, pipeline in worlds(collective, algorithm):
+        if p not in (1, 2, 3, 5, 8, 12):
+            continue
+        try:
+            verify(build(collective, algorithm, p, root, pipeline), rank_order=True)
+        except ScheduleError as error:
+            refuted.append(p)
+            told.add(error.what.endswith("is not reduced in the order of ranks"))
+    assert told <= {True}
+    assert bool(refuted) != entry(collective, algorithm).ordered
+    assert not refuted or max(refuted) >= 8
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)

@@ -2,8 +2,8 @@ import pytest
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.cost import cost
-from unisono.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, ROOTED
-from unisono.schedules.registry import build
+from unisono.schedules.ir import BLOCK_COLLECTIVES, COLLECTIVES, REDUCING, ROOTED
+from unisono.schedules.registry import build, entry
 from unisono.schedules.select import MAX_PIPELINE, Topology, select
 
 KIB, MIB = 1024, 1024**2
@@ -25,6 +25,30 @@ def test_every_choice_can_be_built(collective, shared_memory, uneven):
             root = 0 if collective in ROOTED else -1
             schedule = build(collective, choice.algorithm, p, root, choice.pipeline)
             assert schedule.uneven_ok or not uneven
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_choice_for_the_order_of_ranks_has_it(collective, shared_memory):
+    for p in (*range(1, 20), 64):
+        for nbytes in (0, 1, 5 * KIB, 100 * KIB, 100 * MIB):
+            topology = Topology(p, shared_memory)
+            choice = select(collective, nbytes, topology, ordered=True)
+            assert entry(collective, choice.algorithm).ordered == (collective in REDUCING)
+            for override in ("ring", "^one_shot"):
+                again = select(collective, nbytes, topology, None, override, ordered=True)
+                assert collective not in REDUCING or entry(collective, again.algorithm).ordered
+
+
+@pytest.mark.parametrize("how", [{"algorithm": "ring"}, {"override": "all_reduce:ring"}])
+def test_an_algorithm_with_another_order_is_refused_there(how):
+    with pytest.raises(InvalidArgumentError) as caught:
+        select("all_reduce", 8, NET8, ordered=True, **how)
+    wish = "algorithm 'ring'" if "algorithm" in how else "the override 'all_reduce:ring'"
+    assert caught.value.what == (
+        f"{wish} does not serve all_reduce, deterministic, on 8 ranks: it needs no particular "
+        "order of reduction (usable: linear, one_shot, rank_order)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,6 +74,10 @@ def test_every_choice_can_be_built(collective, shared_memory, uneven):
         ("all_to_all", MIB, NET8, "pairwise"),
         ("gather", 80, NET8, "binomial"),
         ("scatter", MIB, NET8, "linear"),
+        ("scan", 8, NET8, "recursive_doubling"),
+        ("exscan", MIB, NET8, "linear"),
+        ("scan", MIB, HOST8, "linear"),
+        ("exscan", 8, HOST8, "recursive_doubling"),
         ("barrier", 0, NET8, "dissemination"),
         ("barrier", 0, HOST8, "one_shot"),
     ],

@@ -13,15 +13,18 @@ buffers of its own.
     READ         dst = the next post of `peer`
     READ_REDUCE  dst = dst (op) the next post of `peer`
 
+The operands of a reduction keep their places, `dst` first; only RECV_REDUCE puts the lower rank's
+first. Two ranks that exchange and reduce then compute the same expression.
+
 Messages between an ordered pair of ranks are matched first in, first out, and both ends give the
 same size. Every post is read exactly once by each rank it is meant for, so an engine without
 shared memory may execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is
 received in the round in which it is sent: `rounds` is then the number of latencies on the
 critical path. Within one round a rank sends before it receives, so no order of arrival deadlocks.
 
-Buffers. INPUT is never written. A *vector* collective (all_reduce, broadcast, reduce) works in
-place on OUTPUT, cut into chunks of balanced size. In the others a buffer is one block or `p`
-blocks, and block b is the chunks [b*m, (b+1)*m):
+Buffers. INPUT is never written. A *vector* collective (all_reduce, broadcast, reduce, scan, exscan)
+works in place on OUTPUT, cut into chunks of balanced size. In the others a buffer is one block or
+`p` blocks, and block b is the chunks [b*m, (b+1)*m):
 
     all_gather, gather   INPUT 1 block   OUTPUT p blocks (gather: on the root only)
     reduce_scatter       INPUT p blocks  OUTPUT 1 block
@@ -45,6 +48,7 @@ import numpy as np
 __all__ = [
     "BLOCK_COLLECTIVES",
     "COLLECTIVES",
+    "REDUCING",
     "ROOTED",
     "VECTOR_COLLECTIVES",
     "BoolArray",
@@ -72,9 +76,10 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Exchange = Callable[[int, IntArray], Iterable[IntArray]]
 Local = Callable[[IntArray], Iterable[IntArray]]
 
-VECTOR_COLLECTIVES = ("all_reduce", "broadcast", "reduce")
+VECTOR_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
 BLOCK_COLLECTIVES = ("all_gather", "gather", "reduce_scatter", "scatter", "all_to_all")
 COLLECTIVES = (*VECTOR_COLLECTIVES, *BLOCK_COLLECTIVES, "barrier")
+REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 

@@ -143,20 +143,22 @@ def barrier(p: int) -> Schedule:
     return Schedule("barrier", NAME, p, _rounds(p), exchange)
 
 
-def reduce_in_rank_order(r: IntArray, first: IntArray, size: int) -> Iterable[IntArray]:
-    """Reduce the posts of ranks [first, first + size) into OUTPUT[0], in the order of ranks.
+def reduce_in_rank_order(
+    r: IntArray, first: IntArray, size: int, chunk: IntArray | int = 0
+) -> Iterable[IntArray]:
+    """Reduce the posts of ranks [first, first + size) into OUTPUT[chunk], in the order of ranks.
 
-    Each rank belongs to its group and has its own vector in OUTPUT[0]. Rank 0 of the group starts
-    from its own vector; the others set theirs aside in SCRATCH[0] until it is its turn. Rank 1
-    too: b+a is not a+b in the payload of a NaN, nor in the last bit of a complex product.
+    Each rank belongs to its group and has its own value in OUTPUT[chunk]. Rank 0 of the group
+    starts from its own value; the others set theirs aside in SCRATCH[chunk] until it is its turn.
+    Rank 1 too: b+a is not a+b in the payload of a NaN, nor in the last bit of a complex product.
     """
     place = r - first
     late = place >= 1
-    yield copy(r, (OUTPUT, 0), (SCRATCH, 0), where=late)
-    yield read(r, first, OUTPUT, 0, where=late)
+    yield copy(r, (OUTPUT, chunk), (SCRATCH, chunk), where=late)
+    yield read(r, first, OUTPUT, chunk, where=late)
     for turn in range(1, size):
-        yield read_reduce(r, first + turn, OUTPUT, 0, where=place != turn)
-        yield reduce(r, (SCRATCH, 0), (OUTPUT, 0), where=late & (place == turn))
+        yield read_reduce(r, first + turn, OUTPUT, chunk, where=place != turn)
+        yield reduce(r, (SCRATCH, chunk), (OUTPUT, chunk), where=late & (place == turn))
 
 
 def _at_once(schedule: Schedule) -> Schedule:

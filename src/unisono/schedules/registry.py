@@ -15,12 +15,14 @@ from unisono.schedules import (
     linear,
     one_shot,
     pairwise,
+    rank_order,
     recursive_doubling,
     ring,
+    scan,
     tree,
     two_shot,
 )
-from unisono.schedules.ir import COLLECTIVES, ROOTED, Schedule, is_power_of_two
+from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
 
 __all__ = ["ALGORITHMS", "Entry", "available", "build", "entry"]
 
@@ -36,6 +38,7 @@ class Entry:
         needs: What `applies` asks for, for error messages.
         pipelined: Whether it can cut the data into a pipeline of chunks.
         uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
+        ordered: Whether it reduces in the order of ranks; see `rank_order`.
     """
 
     builder: Callable[..., Schedule]
@@ -43,6 +46,7 @@ class Entry:
     needs: str = "any world size"
     pipelined: bool = False
     uneven: bool = False
+    ordered: bool = False
 
 
 def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
@@ -51,14 +55,15 @@ def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> 
 
 _TABLE: dict[str, dict[str, Entry]] = {
     "all_reduce": {
-        "linear": Entry(linear.all_reduce),
+        "linear": Entry(linear.all_reduce, ordered=True),
         "ring": Entry(ring.all_reduce),
         "tree": Entry(tree.all_reduce, pipelined=True),
         "double_tree": Entry(double_tree.all_reduce, pipelined=True),
         "recursive_doubling": Entry(recursive_doubling.all_reduce),
         "halving_doubling": Entry(halving_doubling.all_reduce),
-        "one_shot": Entry(one_shot.all_reduce),
+        "one_shot": Entry(one_shot.all_reduce, ordered=True),
         "two_shot": Entry(two_shot.all_reduce, pipelined=True),
+        "rank_order": Entry(rank_order.all_reduce, pipelined=True, ordered=True),
         "cube_mesh": Entry(cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"),
     },
     "broadcast": {
@@ -79,6 +84,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "halving_doubling": Entry(halving_doubling.reduce),
         "one_shot": Entry(one_shot.reduce_to_root),
         "two_shot": Entry(two_shot.reduce),
+        "rank_order": Entry(rank_order.reduce, ordered=True),
     },
     "all_gather": {
         "linear": Entry(linear.all_gather, uneven=True),
@@ -98,6 +104,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "halving_doubling": Entry(halving_doubling.reduce_scatter, uneven=True),
         "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
         "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
+        "rank_order": Entry(rank_order.reduce_scatter, uneven=True, ordered=True),
     },
     "scatter": {
         "linear": Entry(linear.scatter, uneven=True),
@@ -109,6 +116,14 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "pairwise": Entry(pairwise.all_to_all, uneven=True),
         "bruck": Entry(bruck.all_to_all),
         "one_shot": Entry(one_shot.all_to_all, uneven=True),
+    },
+    "scan": {
+        "linear": Entry(scan.scan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": Entry(scan.scan_doubling),
+    },
+    "exscan": {
+        "linear": Entry(scan.exscan_chain, pipelined=True, ordered=True),
+        "recursive_doubling": Entry(scan.exscan_doubling),
     },
     "barrier": {
         "linear": Entry(linear.barrier),
@@ -136,13 +151,16 @@ def entry(collective: str, algorithm: str) -> Entry:
     return _TABLE[collective][algorithm]
 
 
-def available(collective: str, world_size: int, *, uneven: bool = False) -> tuple[str, ...]:
+def available(
+    collective: str, world_size: int, *, uneven: bool = False, ordered: bool = False
+) -> tuple[str, ...]:
     """Return the algorithms that serve `collective` for this world size.
 
     Args:
         collective: "all_reduce", "broadcast", ...
         world_size: How many ranks take part.
         uneven: Only those that allow blocks of different size.
+        ordered: Of a collective that reduces only those that do so in the order of ranks.
 
     Raises:
         InvalidArgumentError: Unknown collective.
@@ -151,7 +169,9 @@ def available(collective: str, world_size: int, *, uneven: bool = False) -> tupl
     return tuple(
         name
         for name, candidate in _TABLE[collective].items()
-        if candidate.applies(world_size) and (candidate.uneven or not uneven)
+        if candidate.applies(world_size)
+        and (candidate.uneven or not uneven)
+        and (candidate.ordered or not ordered or collective not in REDUCING)
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
-from unisono.schedules.ir import is_power_of_two
+from unisono.schedules.ir import REDUCING, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.registry import available, entry
 
@@ -51,6 +51,7 @@ def select(
     override: str = "",
     *,
     uneven: bool = False,
+    ordered: bool = False,
 ) -> Choice:
     """Return the algorithm for one call.
 
@@ -63,20 +64,25 @@ def select(
         override: The user's choice, the text of UNISONO_ALGO; see `override`. Among the
             permitted algorithms the default rule's favourite wins.
         uneven: Whether blocks differ in size.
+        ordered: Whether to reduce in the order of ranks, which makes the result's bits the same
+            whatever is selected.
 
     Raises:
         InvalidArgumentError: Unknown names; an algorithm that does not serve this call; the
             text lists those that do.
     """
-    names = available(collective, topology.world_size, uneven=uneven)
+    p = topology.world_size
+    names = available(collective, p, uneven=uneven, ordered=ordered)
     if algorithm is not None:
         needs = entry(collective, algorithm).needs
         if algorithm not in names:
-            raise _unusable(collective, f"algorithm {algorithm!r}", needs, topology, uneven)
+            raise _unusable(collective, f"algorithm {algorithm!r}", needs, p, names)
         chosen = algorithm
     else:
-        permitted = _permitted(collective, names, topology, override, uneven)
+        permitted = _permitted(collective, names, p, override)
         favourites = _favourites(collective, nbytes, topology)
+        if ordered and collective in REDUCING:
+            favourites = _ordered(collective, nbytes, p)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
     # Over shared memory the engine itself cuts the data into pieces that follow one another.
     shared = topology.shared_memory
@@ -84,16 +90,14 @@ def select(
     return Choice(chosen, depth)
 
 
-def _permitted(
-    collective: str, names: tuple[str, ...], topology: Topology, override: str, uneven: bool
-) -> list[str]:
+def _permitted(collective: str, names: tuple[str, ...], p: int, override: str) -> list[str]:
     """Return the algorithms that the override leaves, never none."""
     parsed = parse_override(override)
     if collective in parsed:
         permitted = parsed[collective].among(names)
         if not permitted:
             wish = f"the override '{collective}:{parsed[collective]}'"
-            raise _unusable(collective, wish, "another world or call", topology, uneven)
+            raise _unusable(collective, wish, "another world or call", p, names)
         return permitted
     if EVERY in parsed:
         # An entry for all collectives says nothing about those that lack its algorithms.
@@ -102,14 +106,18 @@ def _permitted(
 
 
 def _unusable(
-    collective: str, wish: str, needs: str, topology: Topology, uneven: bool
+    collective: str, wish: str, needs: str, p: int, names: tuple[str, ...]
 ) -> InvalidArgumentError:
-    p = topology.world_size
-    usable = ", ".join(available(collective, p, uneven=uneven))
-    blocks = " with blocks of different size" if uneven else ""
+    """Return the error of a wish; `names` are the algorithms that serve this very call."""
+    everything = available(collective, p)
+    kind = ""
+    if names != everything and names == available(collective, p, ordered=True):
+        kind, needs = ", deterministic,", "no particular order of reduction"
+    elif names != everything:
+        kind, needs = " with blocks of different size", "blocks of equal size"
     return InvalidArgumentError(
-        f"{wish} does not serve {collective}{blocks} on {p} ranks: it needs "
-        f"{'blocks of equal size' if uneven else needs} (usable: {usable})"
+        f"{wish} does not serve {collective}{kind} on {p} ranks: it needs {needs} "
+        f"(usable: {', '.join(names)})"
     )
 
 
@@ -120,6 +128,13 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     return _messages(collective, nbytes, topology.world_size)
 
 
+def _ordered(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
+    """Choose among the algorithms that reduce in the order of ranks."""
+    if collective == "all_reduce" and (p - 1) * nbytes <= 64 * KIB:
+        return ("one_shot", "rank_order", "linear")
+    return ("rank_order", "linear")
+
+
 def _shared(collective: str, nbytes: int, p: int) -> str:
     """Choose where ranks read one another's memory."""
     if collective in ("all_reduce", "reduce"):
@@ -128,6 +143,9 @@ def _shared(collective: str, nbytes: int, p: int) -> str:
         return "one_shot" if (p - 1) * nbytes <= 256 * KIB else "two_shot"
     if collective == "barrier":
         return "one_shot" if p <= 16 else "dissemination"
+    if collective in ("scan", "exscan"):
+        # The engine lets pieces follow one another along the chain.
+        return "recursive_doubling" if nbytes <= 32 * KIB else "linear"
     return "one_shot"
 
 
@@ -165,6 +183,8 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
             return ("pairwise",)
         case "gather" | "scatter" if block <= 2 * KIB:  # Open MPI: binomial for small blocks
             return ("binomial", "linear")
+        case "scan" | "exscan" if nbytes <= 32 * KIB:
+            return ("recursive_doubling",)
         case "barrier":
             return ("dissemination",)
     return ("linear",)
@@ -174,7 +194,7 @@ def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
     """Return how many segments of data follow one another, a power of two."""
     if not entry(collective, algorithm).pipelined:
         return 1
-    streams = {"double_tree": 2, "two_shot": p}.get(algorithm, 1)
+    streams = {"double_tree": 2, "two_shot": p, "rank_order": p}.get(algorithm, 1)
     segments = -(-nbytes // (streams * SEGMENT))
     # Powers of two, so that a program of many sizes builds few schedules.
     return min(1 << (max(segments, 1) - 1).bit_length(), MAX_PIPELINE)

@@ -4,7 +4,8 @@ All ranks run on symbols instead of numbers: a chunk's value is an expression ov
 contributions of the ranks. Equal expressions are one object (hash-consing), so that a whole
 world is checked in about a microsecond per step and chunk.
 
-A reduction is modelled as commutative but *not* associative: floating-point sums are just that.
+A reduction is modelled as commutative but *not* associative: floating-point sums are just that. The
+proof of `rank_order` takes it as not commutative either.
 Two ranks whose chunks hold the same expression hold the same bits, whatever the numbers, as long
 as an engine's a (op) b has the bits of b (op) a. For NaNs with different payloads, and for the
 minimum of +0 and -0, many processors break that rule.
@@ -19,7 +20,7 @@ from typing import NoReturn
 import numpy as np
 
 from unisono.errors import Context, ScheduleError
-from unisono.schedules.ir import VECTOR_COLLECTIVES, Buf, Op, Schedule
+from unisono.schedules.ir import REDUCING, VECTOR_COLLECTIVES, Buf, Op, Schedule
 
 __all__ = ["verify"]
 
@@ -33,7 +34,7 @@ Chunk = tuple[int, int]
 Row = tuple[int, int, int, int, int, int, int, int]
 
 
-def verify(schedule: Schedule, *, in_place: bool = False) -> None:
+def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = False) -> None:
     """Prove the schedule right for every element count, or say where it is wrong.
 
     Proved: every required output chunk holds each contribution exactly once (moves: exactly the
@@ -45,11 +46,13 @@ def verify(schedule: Schedule, *, in_place: bool = False) -> None:
         schedule: What to prove.
         in_place: Prove it also right when the one-block buffer of a rank is its own block of
             the p-block buffer, as in `all_gather_into_tensor(out, out[rank])`.
+        rank_order: Prove also that every result is ((x_0 (op) x_1) (op) x_2) (op) ..., operands
+            in these places.
 
     Raises:
         ScheduleError: Names the rank, the step, and the chunk.
     """
-    world = _World(schedule, in_place)
+    world = _World(schedule, in_place, rank_order)
     world.run()
     world.check_results()
 
@@ -77,7 +80,8 @@ class _Message:
 class _World:
     """All ranks of a schedule, stepping through it on symbols."""
 
-    def __init__(self, schedule: Schedule, in_place: bool):
+    def __init__(self, schedule: Schedule, in_place: bool, rank_order: bool):
+        self.rank_order = rank_order
         self.schedule = schedule
         self.in_place = in_place
         self.memory: list[dict[Chunk, _Value]] = [{} for _ in range(schedule.world_size)]
@@ -107,12 +111,16 @@ class _World:
     def key(self, *expression: object) -> int:
         return self.expressions.setdefault(expression, len(self.expressions))
 
-    def combine(self, rank: int, mine: _Value, theirs: _Value, chunk: Chunk) -> _Value:
+    def combine(
+        self, rank: int, mine: _Value, theirs: _Value, chunk: Chunk, *, swapped: bool
+    ) -> _Value:
         if mine.item != theirs.item:
             self.fail(rank, f"{_name(chunk)} reduces data {mine.item} with data {theirs.item}")
         if twice := mine.ranks & theirs.ranks:
             self.fail(rank, f"{_name(chunk)} gets the contribution of ranks {_ranks(twice)} twice")
-        pair = (mine.key, theirs.key) if mine.key < theirs.key else (theirs.key, mine.key)
+        pair = (theirs.key, mine.key) if swapped else (mine.key, theirs.key)
+        if not self.rank_order:
+            pair = (min(pair), max(pair))
         return _Value(self.key(*pair), mine.item, mine.ranks | theirs.ranks)
 
     # --- execution ------------------------------------------------------------------------
@@ -206,7 +214,8 @@ class _World:
                 value = _Value(0, value.item, known)
             elif row[1] in _REDUCES:
                 mine = self.get(rank, chunk, "reduces into")
-                value = self.combine(rank, mine, value, chunk)
+                swapped = row[1] == Op.RECV_REDUCE and row[2] < rank
+                value = self.combine(rank, mine, value, chunk, swapped=swapped)
             self.memory[rank][self.place(rank, chunk)] = value
 
     def get(self, rank: int, chunk: Chunk, verb: str) -> _Value:
@@ -226,8 +235,7 @@ class _World:
     def check_results(self) -> None:
         """Compare what every rank holds with what the collective promises."""
         s = self.schedule
-        everyone = (1 << s.world_size) - 1
-        reducing = s.collective in ("all_reduce", "reduce", "reduce_scatter", "barrier")
+        reducing = s.collective in REDUCING or s.collective == "barrier"
         for rank in range(s.world_size):
             for chunk, (item, source) in _required(s, rank).items():
                 value = self.memory[rank].get(self.place(rank, chunk))
@@ -236,13 +244,22 @@ class _World:
                     raise self.error(f"{at} is undefined", rank)
                 if value.item != item:
                     raise self.error(f"{at} holds data {value.item}, expected {item}", rank)
-                expected = everyone if reducing else 1 << source
+                expected = _contributors(s, rank) if reducing else 1 << source
                 if value.ranks != expected:
                     got, want = _ranks(value.ranks), _ranks(expected)
                     raise self.error(f"{at} has contributions of {got}, expected {want}", rank)
+                if self.rank_order and reducing and value.key != self.fold(item, expected):
+                    raise self.error(f"{at} is not reduced in the order of ranks", rank)
                 first = self.memory[0].get(chunk)
                 if s.collective == "all_reduce" and first and value.key != first.key:
                     raise self.error(f"{at} is reduced in another order than on rank 0", rank)
+
+    def fold(self, item: Chunk, ranks: int) -> int:
+        """Return the key of an item's contributions by `ranks`, reduced in their order."""
+        first, *others = [self.leaf(item, r).key for r in range(ranks.bit_length())]
+        for other in others:
+            first = self.key(first, other)
+        return first
 
     def stage(self, rank: int) -> int:
         return self.stage_of[rank][self.next[rank]]
@@ -309,6 +326,12 @@ def _required(s: Schedule, rank: int) -> dict[Chunk, tuple[Chunk, int]]:
     if s.collective == "all_to_all":
         return {(Buf.OUTPUT, c): ((rank, c % m), c // m) for c in outputs}
     return {(Buf.OUTPUT, c): ((rank, c % m), s.root) for c in outputs}
+
+
+def _contributors(s: Schedule, rank: int) -> int:
+    """Return the ranks whose contributions a result on `rank` has, as a bit set."""
+    count = {"scan": rank + 1, "exscan": max(rank, 1)}.get(s.collective, s.world_size)
+    return (1 << count) - 1
 
 
 def _size(s: Schedule, rank: int, chunk: Chunk) -> object:

@@ -64,6 +64,9 @@ def case(
     inputs: list[Array | None] = list(data)
     if collective == "all_reduce":
         return none, inputs, [reduced(data, dtype, op)] * size
+    if collective in ("scan", "exscan"):
+        counts = [r + 1 if collective == "scan" else max(r, 1) for r in ranks]
+        return none, inputs, [reduced(data[:n], dtype, op) for n in counts]
     if collective == "broadcast":
         return none, inputs, [data[root]] * size
     if collective == "reduce":

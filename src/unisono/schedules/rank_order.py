@@ -1,0 +1,109 @@
+"""Reductions in the order of ranks: the bits of the result depend on nothing else.
+
+Whoever reduces a part computes ((x_0 (op) x_1) (op) x_2) (op) ... (op) x_{p-1}, so cutting the data
+differently, another algorithm of this kind or another engine gives the same bits. Deterministic
+calls use these; `verify(schedule, rank_order=True)` proves the order.
+
+Every rank reduces one p-th, as in the two-shot algorithms, whose traffic this is. Only, they begin
+with their own part, and here it waits in SCRATCH for its turn.
+n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth.
+Costs count messages: over shared memory a post is written once.
+Source: PyTorch's symmetric-memory two_shot_all_reduce, with a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from unisono.schedules import ir
+from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
+from unisono.schedules.one_shot import reduce_in_rank_order
+
+__all__ = ["all_reduce", "reduce", "reduce_scatter"]
+
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+NAME = "rank_order"
+
+
+def all_reduce(p: int, pipeline: int) -> Schedule:
+    """Reduce one's own part of everybody's vector in the order of ranks, then read the others.
+
+    A part has `pipeline` chunks; while chunk k of the parts is reduced, chunk k-1 is read.
+
+    Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
+    Source: as the module.
+    """
+    m = pipeline
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        column = r[:, None]
+        peers = _others(column, p)
+        reduces, gathers = k < m, k > 0
+        if reduces:
+            yield post(column, peers, OUTPUT, peers * m + k)
+        if gathers:
+            yield post(r, -1, OUTPUT, r * m + k - 1)
+        if reduces:
+            yield from reduce_in_rank_order(r, np.zeros_like(r), p, r * m + k)
+        if gathers:
+            yield read(column, peers, OUTPUT, peers * m + k - 1)
+
+    rounds = 1 + m if p > 1 else 0
+    chunks = p * m
+    return Schedule(
+        "all_reduce", NAME, p, rounds, exchange, output_chunks=chunks, scratch_chunks=chunks
+    )
+
+
+def reduce(p: int, root: int) -> Schedule:
+    """Reduce one's own part of everybody's vector in the order of ranks; the root reads the parts.
+
+    Cost: 2 rounds, 2n(p-1)/p read by the root, n(p-1)/p reduced.
+    Source: as the module; Rabenseifner's reduce.
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        if k == 0:
+            yield post(r[:, None], _others(r[:, None], p), OUTPUT, _others(r[:, None], p))
+            yield from reduce_in_rank_order(r, np.zeros_like(r), p, r)
+        else:
+            at_root = r[r == root][:, None]
+            peers = _others(at_root, p)
+            yield post(r, root, OUTPUT, r, where=r != root)
+            yield read(at_root, peers, OUTPUT, peers)
+
+    rounds = 2 if p > 1 else 0
+    return Schedule("reduce", NAME, p, rounds, exchange, root, output_chunks=p, scratch_chunks=p)
+
+
+def reduce_scatter(p: int) -> Schedule:
+    """Reduce one's own block of everybody's blocks in the order of ranks.
+
+    Cost: 1 round, n(p-1)/p read and reduced by every rank.
+    Source: as the module, its first half.
+    """
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        # OUTPUT may be this very block of INPUT, which the first step overwrites.
+        yield copy(r, (INPUT, r), (SCRATCH, r), where=r > 0)
+        yield copy(r, (INPUT, r), (OUTPUT, 0), where=r == 0)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        column = r[:, None]
+        yield post(column, _others(column, p), INPUT, _others(column, p))
+        yield read(r, 0, OUTPUT, 0, where=r > 0)
+        for turn in range(1, p):
+            yield read_reduce(r, turn, OUTPUT, 0, where=r != turn)
+            yield ir.reduce(r, (SCRATCH, r), (OUTPUT, 0), where=r == turn)
+
+    rounds = 1 if p > 1 else 0
+    return Schedule(
+        "reduce_scatter", NAME, p, rounds, exchange, -1, p, 1, p, uneven_ok=True, before=own
+    )
+
+
+def _others(ranks: IntArray, p: int) -> IntArray:
+    """Return all other ranks [ranks, p-1], beginning with the right neighbour."""
+    return (ranks + np.arange(1, p)) % p

@@ -1,0 +1,106 @@
+"""Prefix reductions: rank r gets the reduction over ranks 0..r (scan) or 0..r-1 (exscan).
+
+An exscan leaves rank 0's vector as it is, since there is nothing to reduce (MPI leaves it
+undefined).
+n is the size of the vector, p the world size, m the pipeline depth, lg the logarithm to base 2.
+Source: MPICH's and Open MPI's scan "linear" and "recursive doubling"; Hillis and Steele 1986.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unisono.schedules import ir
+from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
+
+__all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
+
+OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
+
+
+def scan_chain(p: int, pipeline: int) -> Schedule:
+    """Each rank adds its vector to what its left neighbour has, and passes it on.
+
+    Reduces in the order of ranks.
+
+    Cost: p-2+m rounds, n sent and reduced by every rank.
+    Source: Open MPI's scan "linear", with a pipeline.
+    """
+    m = pipeline
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        # Rank r gives chunk c in round r + c.
+        c = k - r
+        yield send(r, r + 1, OUTPUT, c, where=(r < p - 1) & (c >= 0) & (c < m))
+        yield recv_reduce(r, r - 1, OUTPUT, c + 1, where=(r > 0) & (c >= -1) & (c < m - 1))
+
+    return Schedule("scan", "linear", p, _chain_rounds(p, m), exchange, output_chunks=m)
+
+
+def exscan_chain(p: int, pipeline: int) -> Schedule:
+    """As the scan, but each rank keeps what it got and passes on the sum with its own vector.
+
+    Reduces in the order of ranks.
+
+    Cost: p-2+m rounds, n sent and reduced by every rank.
+    Source: Open MPI's exscan "linear", with a pipeline.
+    """
+    m = pipeline
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (OUTPUT, 0), (SCRATCH, 0), m, where=r > 0)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        c = k - r
+        gives = (r < p - 1) & (c >= 0) & (c < m)
+        yield send(r, r + 1, OUTPUT, c, where=gives & (r == 0))
+        yield send(r, r + 1, SCRATCH, m + c, where=gives & (r > 0))
+        c = c + 1
+        takes = (r > 0) & (c >= 0) & (c < m)
+        yield recv(r, r - 1, OUTPUT, c, where=takes)
+        # What came is the first operand, so it is the one to reduce into.
+        yield copy(r, (OUTPUT, c), (SCRATCH, m + c), where=takes & (r < p - 1))
+        yield ir.reduce(r, (SCRATCH, c), (SCRATCH, m + c), where=takes & (r < p - 1))
+
+    return Schedule(
+        "exscan", "linear", p, _chain_rounds(p, m), exchange,
+        output_chunks=m, scratch_chunks=2 * m, before=own,
+    )  # fmt: skip
+
+
+def scan_doubling(p: int) -> Schedule:
+    """In round k, reduce with what the rank 2**k to the left has so far.
+
+    Cost: ceil(lg p) rounds, up to n ceil(lg p) sent and reduced.
+    Source: Hillis and Steele 1986.
+    """
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        distance = 1 << k
+        yield send(r, r + distance, OUTPUT, 0, where=r + distance < p)
+        yield recv_reduce(r, r - distance, OUTPUT, 0, where=r >= distance)
+
+    return Schedule("scan", "recursive_doubling", p, ceil_log2(p), exchange)
+
+
+def exscan_doubling(p: int) -> Schedule:
+    """The scan, then everybody passes its result to the right.
+
+    Cost: ceil(lg p)+1 rounds, up to n(ceil(lg p)+1) sent, n ceil(lg p) reduced.
+    Source: Hillis and Steele 1986.
+    """
+    inclusive = scan_doubling(p)
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        if k < inclusive.rounds:
+            yield from inclusive.exchange(k, r)
+        else:
+            yield send(r, r + 1, OUTPUT, 0, where=r < p - 1)
+            yield recv(r, r - 1, OUTPUT, 0, where=r > 0)
+
+    rounds = inclusive.rounds + 1 if p > 1 else 0
+    return Schedule("exscan", "recursive_doubling", p, rounds, exchange)
+
+
+def _chain_rounds(p: int, m: int) -> int:
+    return p - 2 + m if p > 1 else 0
