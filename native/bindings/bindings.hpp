@@ -4,3 +4,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_store(nanobind::module_& m);
+void bind_store_link(nanobind::module_& m);

@@ -225,4 +225,5 @@ NB_MODULE(_engine, m) {
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
 
   bind_store(m);
+  bind_store_link(m);
 }

@@ -159,9 +159,11 @@ void Server::run() {
       if (events[i].events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) client.has_ended = true;
       serve(client);
     }
-    for (Connection* client : std::exchange(later_, {})) {
-      client->is_later = false;
-      serve(*client);
+    if (!later_.empty()) {
+      for (Connection* client : std::exchange(later_, {})) {
+        client->is_later = false;
+        serve(*client);
+      }
     }
     if (may_accept_) accept_some();
     tidy();
@@ -274,7 +276,7 @@ std::size_t Server::take(Connection& client, const char* data, std::size_t size)
       if (taken == 0 && client.phase < Connection::Phase::validating) break;
       continue;
     }
-    const Scanner::State state = client.scanner.scan(data + at, size - at);
+    const Scanner::State state = client.scanner.scan_request(data + at, size - at);
     if (state == Scanner::State::partial) break;
     if (state == Scanner::State::bad) {
       doom(client, client.scanner.error());

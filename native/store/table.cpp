@@ -55,15 +55,17 @@ void Table::append(std::string_view key, std::string_view value) {
 }
 
 bool Table::add(std::string_view key, int64_t amount, int64_t* total) {
-  const std::string* present = find(key);
-  if (present == nullptr) {
-    *total = amount;
-  } else if (!checked_sum(*present, amount, total)) {
+  auto found = values_.find(scratch(key));
+  *total = amount;
+  if (found == values_.end()) {
+    found = values_.try_emplace(scratch_).first;
+  } else if (!checked_sum(found->second, amount, total)) {
     return false;
   }
   char digits[24];
   const auto end = std::to_chars(digits, digits + sizeof digits, *total).ptr;
-  set(key, {digits, static_cast<std::size_t>(end - digits)});
+  found->second.assign(digits, end);
+  changed(key);
   return true;
 }
 

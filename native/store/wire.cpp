@@ -4,100 +4,111 @@ namespace unisono::store {
 
 namespace {
 
-// The fields of every request: k key, v value, i 64 bits, u 32 bits, K keys, P keys with values.
-constexpr const char* kLayouts[kOps] = {
+constexpr const char* kRequests[kOps] = {
   "u", "kv", "kvv", "k", "ki", "K", "K", "", "k", "kv", "K", "P", "", "u", "kv", "k", "k", "", "ki",
 };
-
-// Reads fields of bytes that are known to be whole.
-class Cursor {
- public:
-  explicit Cursor(const char* at) : at_(at) {}
-
-  template <typename T>
-  T number() {
-    T value = load<T>(at_);
-    at_ += sizeof value;
-    return value;
-  }
-  std::string_view sized() {
-    const auto size = static_cast<std::size_t>(number<uint64_t>());
-    at_ += size;
-    return {at_ - size, size};
-  }
-
- private:
-  const char* at_;
+constexpr const char* kReplies[kOps] = {
+  "", "", "v", "v", "i", "f", "f", "i", "i", "", "V", "", "f", "u", "", "q", "i", "K", "f",
 };
 
 }  // namespace
+
+const char* request_fields(Op op) { return kRequests[static_cast<int>(op)]; }
+const char* reply_fields(Op op) { return kReplies[static_cast<int>(op)]; }
+
+void Scanner::start(const char* fields, const Limits& limits, uint64_t values) {
+  fields_ = fields;
+  limits_ = &limits;
+  items_left_ = values;
+  at_ = 0;
+  announced_ = 0;
+  counted_ = key_taken_ = false;
+}
 
 Scanner::State Scanner::refuse(const char* error) {
   error_ = error;
   return State::bad;
 }
 
-bool Scanner::take_number(const char* data, std::size_t size, uint64_t* number) const {
-  if (size - at_ < sizeof *number) return false;
+Scanner::State Scanner::take_number(const char* data, std::size_t size, uint64_t* number) {
+  if (size - at_ < sizeof *number) return State::partial;
   *number = load<uint64_t>(data + at_);
-  return true;
+  at_ += sizeof *number;
+  return State::whole;
 }
 
 Scanner::State Scanner::take_sized(const char* data, std::size_t size, uint64_t limit) {
   uint64_t nbytes;
-  if (!take_number(data, size, &nbytes)) return State::partial;
+  if (size - at_ < sizeof nbytes) return State::partial;
+  nbytes = load<uint64_t>(data + at_);
   if (nbytes > limit) {
-    return refuse(limit == kMaxKeyBytes ? "a key beyond 8 KiB" : "a value beyond 64 MiB");
+    return refuse(limit == limits_->key_bytes ? "a key is too long" : "a value is too long");
   }
-  if (announced_ + nbytes > kMaxRequestBytes) return refuse("a request beyond 256 MiB");
+  if (announced_ + nbytes > limits_->total_bytes) return refuse("a message is too long");
   if (size - at_ - sizeof nbytes < nbytes) return State::partial;
   announced_ += nbytes;
   at_ += sizeof nbytes + static_cast<std::size_t>(nbytes);
   return State::whole;
 }
 
-Scanner::State Scanner::take_items(const char* data, std::size_t size, bool with_values) {
-  if (!counted_) {
-    if (!take_number(data, size, &items_left_)) return State::partial;
-    if (items_left_ > kMaxKeys) return refuse("a list beyond 131072 keys");
-    at_ += sizeof items_left_;
+// Keys (K), keys with values (P), or values alone (V, whose number is known).
+Scanner::State Scanner::take_items(const char* data, std::size_t size) {
+  const bool has_keys = *fields_ != 'V', has_values = *fields_ != 'K';
+  if (has_keys && !counted_) {
+    if (take_number(data, size, &items_left_) != State::whole) return State::partial;
+    if (items_left_ > limits_->keys) return refuse("a list is too long");
     counted_ = true;
   }
   for (; items_left_ > 0; --items_left_) {
-    if (!key_taken_) {
-      if (State state = take_sized(data, size, kMaxKeyBytes); state != State::whole) return state;
-      key_taken_ = with_values;
+    if (has_keys && !key_taken_) {
+      const State state = take_sized(data, size, limits_->key_bytes);
+      if (state != State::whole) return state;
+      key_taken_ = true;
     }
-    if (with_values) {
-      if (State state = take_sized(data, size, kMaxValueBytes); state != State::whole) return state;
-      key_taken_ = false;
+    if (has_values) {
+      const State state = take_sized(data, size, limits_->value_bytes);
+      if (state != State::whole) return state;
     }
+    key_taken_ = false;
   }
   return State::whole;
 }
 
-Scanner::State Scanner::scan(const char* data, std::size_t size) {
-  if (layout_ == nullptr) {
+Scanner::State Scanner::take_popped(const char* data, std::size_t size) {
+  uint64_t before = 1;
+  if (!counted_ && take_number(data, size, &before) != State::whole) return State::partial;
+  if (before == 0) return State::whole;
+  counted_ = true;
+  return take_sized(data, size, limits_->value_bytes);
+}
+
+Scanner::State Scanner::scan_request(const char* data, std::size_t size) {
+  if (fields_ == nullptr) {
     if (size == 0) return State::partial;
     const auto code = static_cast<unsigned char>(data[0]);
-    if (code >= kOps) return refuse("an unknown request");
-    layout_ = kLayouts[code];
+    if (code >= kOps) return refuse("the request is unknown");
+    start(kRequests[code], kRequestLimits);
     at_ = 1;
   }
-  for (; *layout_ != '\0'; ++layout_) {
+  return scan(data, size);
+}
+
+Scanner::State Scanner::scan(const char* data, std::size_t size) {
+  for (; *fields_ != '\0'; ++fields_) {
     State state = State::whole;
-    switch (*layout_) {
-      case 'k': state = take_sized(data, size, kMaxKeyBytes); break;
-      case 'v': state = take_sized(data, size, kMaxValueBytes); break;
-      case 'K': state = take_items(data, size, false); break;
-      case 'P': state = take_items(data, size, true); break;
-      default: {
-        const std::size_t nbytes = *layout_ == 'i' ? 8 : 4;
-        if (size - at_ < nbytes) return State::partial;
-        at_ += nbytes;
-      }
+    std::size_t nbytes = 0;
+    switch (*fields_) {
+      case 'k': state = take_sized(data, size, limits_->key_bytes); break;
+      case 'v': state = take_sized(data, size, limits_->value_bytes); break;
+      case 'i': nbytes = 8; break;
+      case 'u': nbytes = 4; break;
+      case 'f': nbytes = 1; break;
+      case 'q': state = take_popped(data, size); break;
+      default: state = take_items(data, size); break;
     }
     if (state != State::whole) return state;
+    if (size - at_ < nbytes) return State::partial;
+    at_ += nbytes;
   }
   return State::whole;
 }
@@ -109,7 +120,7 @@ void decode(const char* data, Request& request) {
   request.values.clear();
   Cursor cursor(data + 1);
   bool has_value = false;
-  for (const char* field = kLayouts[code]; *field != '\0'; ++field) {
+  for (const char* field = kRequests[code]; *field != '\0'; ++field) {
     switch (*field) {
       case 'k': request.key = cursor.sized(); break;
       case 'v': (has_value ? request.other : request.value) = cursor.sized(); has_value = true; break;

@@ -45,6 +45,13 @@ enum class Op : uint8_t {
 };
 constexpr int kOps = 19;
 
+template <typename T>
+T load(const char* at) {
+  T value;
+  __builtin_memcpy(&value, at, sizeof value);  // little-endian, as the machines we build for
+  return value;
+}
+
 // One request; the views point into the bytes that it was decoded from.
 struct Request {
   Op op{};
@@ -57,42 +64,74 @@ struct Request {
   std::vector<std::string_view> values;
 };
 
-// Finds the end of a request that may arrive in pieces, without looking at a piece twice, and
+// The fields of a request, and of its reply: k key, v value, i 64 bits, u 32 bits, f 8 bits, K
+// keys, P keys with values, V as many values as the request had keys, q length of a queue and,
+// unless that is 0, a value.
+const char* request_fields(Op op);
+const char* reply_fields(Op op);
+
+struct Limits {
+  uint64_t key_bytes, keys, value_bytes, total_bytes;
+};
+constexpr Limits kRequestLimits{kMaxKeyBytes, kMaxKeys, kMaxValueBytes, kMaxRequestBytes};
+// The server is trusted with totals (the keys of a large store), not with sizes.
+constexpr Limits kReplyLimits{1 << 16, 1 << 24, kMaxReplyBytes, 2 * kMaxReplyBytes};
+
+// Finds the end of a message that may arrive in pieces, without looking at a piece twice, and
 // refuses a size as soon as it is announced.
 class Scanner {
  public:
   enum class State { partial, whole, bad };
 
-  // `data` begins where the request does, and holds all of it that is there.
+  // Both take all of a message that is there.
+  State scan_request(const char* data, std::size_t size);
   State scan(const char* data, std::size_t size);
-  // Bytes of the whole request.
+  // Begins a message of these fields; `values` is the count of V.
+  void start(const char* fields, const Limits& limits, uint64_t values = 0);
+  // Bytes of the whole message.
   std::size_t length() const { return at_; }
   const char* error() const { return error_; }
-  void reset() { *this = Scanner(); }
+  void reset() { fields_ = nullptr; }
 
  private:
-  bool take_number(const char* data, std::size_t size, uint64_t* number) const;
+  State take_number(const char* data, std::size_t size, uint64_t* number);
   State take_sized(const char* data, std::size_t size, uint64_t limit);
-  State take_items(const char* data, std::size_t size, bool with_values);
+  State take_items(const char* data, std::size_t size);
+  State take_popped(const char* data, std::size_t size);
   State refuse(const char* error);
 
+  const char* fields_ = nullptr;  // those that are still to come
   std::size_t at_ = 0;
   uint64_t announced_ = 0;
   uint64_t items_left_ = 0;
-  const char* layout_ = nullptr;  // the fields that are still to come
+  const Limits* limits_ = nullptr;
   const char* error_ = "";
   bool counted_ = false;
   bool key_taken_ = false;
 };
 
+// Reads fields of bytes that are known to be whole.
+class Cursor {
+ public:
+  explicit Cursor(const char* at) : at_(at) {}
+
+  template <typename T>
+  T number() {
+    T value = load<T>(at_);
+    at_ += sizeof value;
+    return value;
+  }
+  std::string_view sized() {
+    const auto size = static_cast<std::size_t>(number<uint64_t>());
+    at_ += size;
+    return {at_ - size, size};
+  }
+
+ private:
+  const char* at_;
+};
+
 // Takes apart a request that a Scanner found whole.
 void decode(const char* data, Request& request);
-
-template <typename T>
-T load(const char* at) {
-  T value;
-  __builtin_memcpy(&value, at, sizeof value);  // little-endian, as the machines we build for
-  return value;
-}
 
 }  // namespace unisono::store

@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "link.hpp"
 #include "proof.hpp"
 #include "server.hpp"
 #include "table.hpp"
@@ -31,6 +32,7 @@ std::string sized(std::string_view text) {
 std::string frame(Op op, const std::string& fields = {}) {
   return std::string(1, static_cast<char>(op)) + fields;
 }
+constexpr int64_t kMinuteNs = 60'000'000'000;
 const std::string kValidate = frame(Op::validate, bytes_of(kMagic));
 
 void test_frames_in_pieces() {
@@ -46,9 +48,9 @@ void test_frames_in_pieces() {
   for (const std::string& whole : frames) {
     Scanner scanner;
     for (std::size_t size = 0; size < whole.size(); ++size) {
-      assert(scanner.scan(whole.data(), size) == Scanner::State::partial);
+      assert(scanner.scan_request(whole.data(), size) == Scanner::State::partial);
     }
-    assert(scanner.scan(whole.data(), whole.size()) == Scanner::State::whole);
+    assert(scanner.scan_request(whole.data(), whole.size()) == Scanner::State::whole);
     assert(scanner.length() == whole.size());
   }
   Request request;
@@ -71,7 +73,7 @@ void test_frames_out_of_bounds() {
   };
   for (const std::string& bytes : bad) {
     Scanner scanner;
-    assert(scanner.scan(bytes.data(), bytes.size()) == Scanner::State::bad);
+    assert(scanner.scan_request(bytes.data(), bytes.size()) == Scanner::State::bad);
     assert(*scanner.error() != '\0');
   }
 }
@@ -235,6 +237,35 @@ void test_clients() {
   assert(std::strstr(logged, "it is no client of a store") != nullptr);
 }
 
+// The client's end: several requests at once, long replies, a wait that ends in time or not.
+void test_link() {
+  Running running;
+  const int fd = running.connect_raw();
+  say(fd, kValidate);
+  Link link(fd);
+  const std::string large(500'000, 'y');
+  link.begin();
+  link.out().append(frame(Op::set, sized("k") + sized(large)) + frame(Op::get, sized("k")));
+  link.out().append(frame(Op::multi_get, bytes_of(uint64_t{2}) + sized("k") + sized("none")));
+  link.out().append(frame(Op::queue_pop, sized("q")) + frame(Op::list_keys));
+  link.expect(Op::get);
+  link.expect(Op::multi_get, 2);
+  link.expect(Op::queue_pop);
+  link.expect(Op::list_keys);
+  assert(link.exchange(kMinuteNs) == Link::End::ok);
+  assert(Cursor(link.reply(0)).sized() == large && Cursor(link.reply(1)).sized() == large);
+  assert(Cursor(link.reply(2)).number<int64_t>() == 0);
+  assert(Cursor(link.reply(3)).number<uint64_t>() == 1);
+  link.done();
+
+  link.out().append(frame(Op::wait, bytes_of(uint64_t{1}) + sized("late")));
+  link.expect(Op::wait);
+  assert(link.exchange(1'000'000) == Link::End::timeout);
+  running.server->stop();
+  assert(link.exchange(kMinuteNs) == Link::End::closed);
+  close(fd);
+}
+
 void test_tokens() {
   Running running("secret");
   const std::string nonce(kNonceBytes, 'n');
@@ -262,6 +293,7 @@ int main() {
   test_waiters();
   test_proofs();
   test_clients();
+  test_link();
   test_tokens();
   std::puts("store: ok");
   return 0;

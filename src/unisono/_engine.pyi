@@ -90,3 +90,11 @@ class StoreServer:
 
     @property
     def clients(self) -> int: ...
+
+class StoreLink:
+    def __init__(self, fd: int) -> None: ...
+    def exchange(self, timeout_s: float, requests: tuple[object, ...]) -> list[object]:
+        """Send requests, (op, argument, ...) each, and return their results."""
+
+    def cancel(self, timeout_s: float) -> bool:
+        """End a wait that timed out; return whether it was over by then."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.stores.native_server import is_native_built
+from unisono.stores.native_server import engine
 
 
 @pytest.fixture(params=["native", "python"])
 def server_kind(request, monkeypatch) -> str:
     """Make every store server of the test, also in processes it starts, one of that kind."""
-    if request.param == "native" and not is_native_built():
+    if request.param == "native" and engine() is None:
         pytest.skip("the C++ engine is not built")
     monkeypatch.setenv("UNISONO_ENGINE", "reference" if request.param == "python" else "native")
     return request.param

@@ -12,6 +12,7 @@ import threading
 from importlib import import_module
 from typing import Any
 
+from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.stores.wire import MAX_REPLY_BYTES
 
@@ -20,15 +21,15 @@ try:
 except ImportError:
     _engine = None
 
-__all__ = ["NativeServer", "is_native_built"]
+__all__ = ["NativeServer", "engine"]
 
 # The name of the module whose server this one replaces: one server, one logger.
 _LOG = get_logger("stores.tcp_server")
 
 
-def is_native_built() -> bool:
-    """Whether the C++ server is there."""
-    return _engine is not None
+def engine() -> Any:
+    """Return the extension module; None if it is not built, or not wanted (UNISONO_ENGINE)."""
+    return None if config.get("UNISONO_ENGINE") == "reference" else _engine
 
 
 class NativeServer:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
-from unisono.base import config
 from unisono.errors import InvalidArgumentError
-from unisono.stores.native_server import NativeServer, is_native_built
+from unisono.stores.native_server import NativeServer, engine
 from unisono.stores.tcp_server import PythonServer
 
 __all__ = ["StoreServer", "start_server"]
@@ -42,6 +41,6 @@ def start_server(listeners: list[socket.socket]) -> StoreServer:
     """
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
-    if is_native_built() and config.get("UNISONO_ENGINE") != "reference":
+    if engine() is not None:
         return NativeServer(listeners, serves_strangers=True)
     return PythonServer(listeners)

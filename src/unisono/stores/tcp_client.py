@@ -122,7 +122,12 @@ class TCPStore(Store):
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return the value of `key`, waiting until there is one."""
         wire_key = _wire_key(key)
-        value: bytes = self._fetch("get", (Op.GET, wire_key), [wire_key], timeout)
+        if timeout is None:
+            # Mostly it is there already. An empty reply may mean an empty value, or none.
+            value: bytes = self._call(Op.GET, wire_key)
+            if value:
+                return value
+        value = self._fetch("get", (Op.GET, wire_key), [wire_key], timeout)
         return value
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
@@ -188,10 +193,12 @@ class TCPStore(Store):
         deadline = self._deadline(timeout)
         while True:
             # On the connection that waited: the server keeps the value for that one.
-            with self._pool.lease(deadline) as connection:
-                if block and not connection.wait(deadline, Op.WAIT, [wire_key]):
+            with self._pool.lease(_patience(deadline.remaining())) as connection:
+                if block and not connection.wait(deadline.remaining(), Op.WAIT, [wire_key]):
                     break
-                before, value = connection.ask(self._limit(deadline), Op.QUEUE_POP, wire_key)
+                before, value = connection.ask(
+                    _patience(deadline.remaining()), ((Op.QUEUE_POP, wire_key),)
+                )[0]
             if before:
                 return bytes(value)
             if not block:
@@ -210,8 +217,9 @@ class TCPStore(Store):
         """Block until `world_size` callers are inside `barrier(key)`."""
         check_world_size(world_size)
         deadline = self._deadline(timeout)
-        with self._pool.lease(deadline) as connection:
-            passed = connection.wait(deadline, Op.BARRIER, _wire_key(key), world_size)
+        wire_key = _wire_key(key)
+        with self._pool.lease(_patience(deadline.remaining())) as connection:
+            passed = connection.wait(deadline.remaining(), Op.BARRIER, wire_key, world_size)
         if not passed:
             came = f"at most {world_size - 1}"
             raise barrier_timeout(self, key, came, world_size, deadline.timeout_s)
@@ -238,31 +246,25 @@ class TCPStore(Store):
 
     def _call(self, op: Op, *args: Any) -> Any:
         """Do one request that does not wait for others."""
-        deadline = self._deadline(None)
-        with self._pool.lease(deadline) as connection:
-            return connection.ask(self._limit(deadline), op, *args)
-
-    def _limit(self, deadline: Deadline) -> Deadline:
-        """Give a server that is alive the time to answer, even when no wait is wanted."""
-        return deadline if deadline.remaining() >= _POLL_S else Deadline(1.0)
+        self._check_open()
+        return self._pool.ask(_patience(self._timeout_s), (op, *args))[0]
 
     def _fetch(
         self, operation: str, request: tuple[Op, Any], keys: list[str], timeout: Timeout | None
     ) -> Any:
         deadline = self._deadline(timeout)
         while True:
-            with self._pool.lease(deadline) as connection:
-                # Both in one round trip: mostly the value is there already.
-                answers = connection.ask_all(self._limit(deadline), [(Op.CHECK, keys), request])
+            # Both in one round trip, so that nobody can delete the key in between.
+            answers = self._pool.ask(_patience(deadline.remaining()), (Op.CHECK, keys), request)
             if answers[0] == READY:
                 return answers[1]
             self._wait(operation, keys, deadline)
 
     def _wait(self, operation: str, keys: list[str], deadline: Deadline) -> None:
-        with self._pool.lease(deadline) as connection:
-            if connection.wait(deadline, Op.WAIT, keys):
+        with self._pool.lease(_patience(deadline.remaining())) as connection:
+            if connection.wait(deadline.remaining(), Op.WAIT, keys):
                 return
-            flags = connection.ask_all(Deadline(1.0), [(Op.CHECK, [key]) for key in keys[:1024]])
+            flags = connection.ask(1.0, tuple((Op.CHECK, [key]) for key in keys[:1024]))
         missing = [key for key, flag in zip(keys, flags, strict=False) if flag != READY]
         if missing:
             names = [key.removeprefix(_KEY_PREFIX) for key in missing]
@@ -346,6 +348,11 @@ def _release(pool: ConnectionPool, server: _SharedServer | None) -> None:
     pool.close()
     if server is not None:
         server.release()
+
+
+def _patience(timeout_s: float) -> float:
+    """Give a server that is alive the time to answer, even when no wait is wanted."""
+    return timeout_s if timeout_s >= _POLL_S else 1.0
 
 
 def _wire_key(key: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import socket
-import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,33 +15,21 @@ from unisono.base.deadline import Deadline
 from unisono.errors import (
     ClosedError,
     HandshakeError,
+    InvalidArgumentError,
     StoreConnectionError,
     StoreTimeoutError,
 )
 from unisono.stores.addresses import connect, format_address
-from unisono.stores.wire import (
-    MAGIC,
-    NO_REPLY,
-    STOP_WAITING,
-    WAIT_CANCELED,
-    Op,
-    ReplyDecoder,
-    WireError,
-    encode_request,
-)
+from unisono.stores.link import Request, open_link
+from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_request
 
 __all__ = ["Connection", "ConnectionPool"]
 
-_READ_BYTES = 256 * 1024
 _MAX_IDLE = 4
 _RETRY_S = 0.01
 # What a live server needs to answer a cancelled wait; a stopped one is not waited for longer.
 _CANCEL_GRACE_S = 0.2
-# settimeout() refuses infinity and anything beyond the C time type.
-_MAX_WAIT_S = 1e6
 _LOST_HINT = "the process that runs the store's server ended, or refused the request (see its log)"
-
-_Ask = tuple[Any, ...]
 
 
 class Connection:
@@ -53,81 +41,40 @@ class Connection:
     def __init__(self, sock: socket.socket, address: str) -> None:
         self._sock = sock
         self._address = address
-        self._decoder = ReplyDecoder()
-        self._replies: list[Any] = []
+        self._link = open_link(sock)
 
-    def handshake(self, deadline: Deadline) -> None:
-        """Introduce this client and make sure that a TCPStore server answers.
-
-        Raises:
-            HandshakeError: Something else answered.
-        """
-        nonce = random.getrandbits(32)
-        self._send(
-            encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.PING, nonce), deadline, "PING"
-        )
-        self._decoder.expect(Op.PING)
-        try:
-            answer = self._receive(deadline, "PING")
-        except StoreConnectionError as error:
-            if not isinstance(error.__cause__, WireError):
-                raise
-            answer = None
-        if answer != nonce:
-            raise HandshakeError(
-                f"what listens at {self._address} is not a TCPStore server",
-                hint="another program has the port; choose another one, or 0 for any free port",
-            )
-
-    def ask(self, deadline: Deadline, op: Op, *args: Any) -> Any:
-        """Do one request and return its result; None if it has none.
+    def ask(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+        """Do requests in one round trip and return their results; None where there is none.
 
         Raises:
             StoreConnectionError: The server went away.
             StoreTimeoutError: It does not answer.
         """
-        return self.ask_all(deadline, [(op, *args)])[0]
+        try:
+            return self._link.exchange(timeout_s, requests)
+        except (OSError, OverflowError, ValueError) as error:
+            raise self._failure(error, timeout_s, requests) from error
 
-    def ask_all(self, deadline: Deadline, requests: Sequence[_Ask]) -> list[Any]:
-        """Do several requests in one round trip and return their results."""
-        data = []
-        for op, *args in requests:
-            data.append(encode_request(op, *args))
-            if op in NO_REPLY:
-                # So that a write is done, and visible to every other connection, on return.
-                data.append(encode_request(Op.PING, 0))
-        operation = requests[0][0].name if requests else ""
-        for op, *args in requests:
-            self._decoder.expect(
-                Op.PING if op in NO_REPLY else op, len(args[0]) if op is Op.MULTI_GET else 0
-            )
-        self._send(b"".join(data), deadline, operation)
-        answers = [self._receive(deadline, operation) for _ in requests]
-        return [
-            None if request[0] in NO_REPLY else answer
-            for request, answer in zip(requests, answers, strict=True)
-        ]
-
-    def wait(self, deadline: Deadline, op: Op, *args: Any) -> bool:
+    def wait(self, timeout_s: float, op: Op, *args: Any) -> bool:
         """Do a WAIT or BARRIER; False if the time is over, and the server knows we left.
 
         Raises:
             StoreConnectionError: The server went away.
             StoreTimeoutError: It is connected, but does not answer.
         """
-        self._send(encode_request(op, *args), deadline, op.name)
-        self._decoder.expect(op)
+        requests = ((op, *args),)
         try:
-            return bool(self._receive(deadline, op.name) == STOP_WAITING)
-        except StoreTimeoutError:
-            grace = Deadline(_CANCEL_GRACE_S)
-            self._send(encode_request(Op.CANCEL_WAIT), grace, op.name)
-        # The reply expected above is either the late end of the wait or its cancellation.
-        if self._receive(grace, op.name) == WAIT_CANCELED:
-            return False
-        self._decoder.expect(Op.CANCEL_WAIT)
-        self._receive(grace, op.name)
-        return True
+            answer = self._link.exchange(max(timeout_s, 0.001), requests)[0]
+        except TimeoutError:
+            pass
+        except (OSError, OverflowError, ValueError) as error:
+            raise self._failure(error, timeout_s, requests) from error
+        else:
+            return bool(answer == STOP_WAITING)
+        try:
+            return self._link.cancel(_CANCEL_GRACE_S)
+        except (OSError, ValueError) as error:
+            raise self._failure(error, timeout_s + _CANCEL_GRACE_S, requests) from error
 
     def close(self) -> None:
         """Close the socket."""
@@ -140,45 +87,68 @@ class Connection:
         except OSError:
             return
 
-    def _send(self, data: bytes, deadline: Deadline, operation: str) -> None:
-        self._sock.settimeout(min(max(deadline.remaining(), 0.001), _MAX_WAIT_S))
-        try:
-            self._sock.sendall(data)
-        except TimeoutError:
-            raise self._silent(deadline, operation) from None
-        except OSError as error:
-            raise self._lost(operation, error) from error
-
-    def _receive(self, deadline: Deadline, operation: str) -> Any:
-        while not self._replies:
-            self._sock.settimeout(min(max(deadline.remaining(), 0.001), _MAX_WAIT_S))
-            try:
-                chunk = self._sock.recv(_READ_BYTES)
-                if not chunk:
-                    raise ConnectionResetError("the server closed the connection")
-                self._replies += self._decoder.feed(chunk)
-            except TimeoutError:
-                if deadline.expired():
-                    raise self._silent(deadline, operation) from None
-            except WireError as error:
-                raise StoreConnectionError(
-                    f"{operation} on the store at {self._address}: bad reply: {error.what}"
-                ) from error
-            except OSError as error:
-                raise self._lost(operation, error) from error
-        return self._replies.pop(0)
-
-    def _lost(self, operation: str, error: OSError) -> StoreConnectionError:
+    def _failure(
+        self, error: Exception, timeout_s: float, requests: tuple[Request, ...]
+    ) -> Exception:
+        """Return what a user is told of a link's exception."""
+        operation = Op(requests[0][0]).name
+        if isinstance(error, InvalidArgumentError):
+            return error
+        if isinstance(error, OverflowError):
+            # The native link only says that a request is too large; this one says which part.
+            for request in requests:
+                encode_request(*request)
+            return error
+        if isinstance(error, TimeoutError):
+            return StoreTimeoutError(
+                f"{operation} timed out: the store server at {self._address} is connected but "
+                f"did not answer within {timeout_s:g} s",
+                hint="the process that runs the server is stopped or overloaded",
+            )
+        if isinstance(error, OSError):
+            return StoreConnectionError(
+                f"{operation} failed: lost the connection to the store at {self._address} "
+                f"({error})",
+                hint=_LOST_HINT,
+            )
         return StoreConnectionError(
-            f"{operation} failed: lost the connection to the store at {self._address} ({error})",
-            hint=_LOST_HINT,
+            f"{operation} on the store at {self._address}: bad reply: {error}"
         )
 
-    def _silent(self, deadline: Deadline, operation: str) -> StoreTimeoutError:
-        return StoreTimeoutError(
-            f"{operation} timed out: the store server at {self._address} is connected but did "
-            f"not answer within {deadline.timeout_s:g} s",
+
+def _shake_hands(sock: socket.socket, address: str, deadline: Deadline) -> None:
+    """Introduce this client and make sure that a TCPStore server answers.
+
+    Raises:
+        HandshakeError: Something else answered.
+    """
+    nonce = random.getrandbits(32).to_bytes(4, "little")
+    hello = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING]) + nonce
+    answer = b""
+    try:
+        sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
+        sock.sendall(hello)
+        while len(answer) < len(nonce):
+            sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
+            chunk = sock.recv(len(nonce) - len(answer))
+            if not chunk:
+                raise ConnectionResetError("the server closed the connection")
+            answer += chunk
+    except TimeoutError as error:
+        raise StoreTimeoutError(
+            f"connecting timed out: the store server at {address} accepted the connection but "
+            f"did not answer within {deadline.timeout_s:g} s",
             hint="the process that runs the server is stopped or overloaded",
+        ) from error
+    except OSError as error:
+        raise StoreConnectionError(
+            f"connecting failed: lost the connection to the store at {address} ({error})",
+            hint=_LOST_HINT,
+        ) from error
+    if answer != nonce:
+        raise HandshakeError(
+            f"what listens at {address} is not a TCPStore server",
+            hint="another program has the port; choose another one, or 0 for any free port",
         )
 
 
@@ -189,14 +159,11 @@ class ConnectionPool:
         self._host = host
         self._port = port
         self._address = format_address(host, port)
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+        # No lock: each change of these is one call that threads cannot divide.
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
+        _POOLS.add(self)
 
     def open_first(self, deadline: Deadline) -> None:
         """Connect, waiting for a server that is not up yet."""
@@ -211,68 +178,98 @@ class ConnectionPool:
                 time.sleep(min(_RETRY_S, deadline.remaining()))
         self._idle.append(connection)
 
-    @contextmanager
-    def lease(self, deadline: Deadline) -> Iterator[Connection]:
-        """Lend a connection to this thread; it is kept for the next one unless the body fails."""
-        connection = self._take() or self._open(deadline, retry=False)
-        with self._lock:
-            self._busy.add(connection)
-            closed = self._closed
+    def ask(self, timeout_s: float, *requests: Request) -> list[Any]:
+        """Do requests on a connection that is free; see Connection.ask."""
+        connection = self._take(timeout_s)
         try:
-            if closed:
-                raise ClosedError(f"the store at {self._address} is closed")
+            results = connection.ask(timeout_s, requests)
+        except BaseException as error:
+            self._discard(connection, error)
+            raise
+        self._give_back(connection)
+        return results
+
+    @contextmanager
+    def lease(self, timeout_s: float) -> Iterator[Connection]:
+        """Lend a connection to this thread; it is kept for the next one unless the body fails."""
+        connection = self._take(timeout_s)
+        try:
             yield connection
         except BaseException as error:
-            connection.close()
-            if self._closed and isinstance(error, StoreConnectionError):
-                raise ClosedError(
-                    f"the store at {self._address} was closed while a thread waited on it"
-                ) from None
+            self._discard(connection, error)
             raise
-        else:
-            with self._lock:
-                keep = not self._closed and len(self._idle) < _MAX_IDLE
-                if keep:
-                    self._idle.append(connection)
-            if not keep:
-                connection.close()
-        finally:
-            self._busy.discard(connection)
+        self._give_back(connection)
 
     def close(self) -> None:
         """Close idle connections and wake the threads that wait on busy ones."""
-        if self._pid != os.getpid():
-            self._drop_parents()
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            busy = list(self._busy)
-        for connection in idle:
-            connection.close()
-        for connection in busy:
+        self._closed = True
+        self._close_idle()
+        for connection in list(self._busy):
             connection.interrupt()
 
-    def _take(self) -> Connection | None:
-        if self._pid != os.getpid():
-            self._drop_parents()
-        with self._lock:
-            return self._idle.pop() if self._idle else None
+    def _take(self, timeout_s: float) -> Connection:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._open(Deadline(timeout_s), retry=False)
+        self._busy.add(connection)
+        if self._closed:
+            self._busy.discard(connection)
+            connection.close()
+            raise ClosedError(f"the store at {self._address} is closed")
+        return connection
 
-    def _drop_parents(self) -> None:
+    def _give_back(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        # Another thread may have closed the pool since; asked last, so that none is missed.
+        if self._closed:
+            self._close_idle()
+
+    def _discard(self, connection: Connection, error: BaseException) -> None:
+        self._busy.discard(connection)
+        connection.close()
+        if self._closed and isinstance(error, StoreConnectionError):
+            raise ClosedError(
+                f"the store at {self._address} was closed while a thread waited on it"
+            ) from None
+
+    def _close_idle(self) -> None:
+        while True:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+    def drop_copies(self) -> None:
         """Close the copies that a fork made; two processes on one connection mix their bytes."""
-        # Close only: a shutdown would end the parent's connection, too. The lock is replaced
-        # because another thread of the parent may have held it at the fork.
+        # Close only: a shutdown would end the parent's connection, too.
         for connection in [*self._idle, *self._busy]:
             connection.close()
-        self._reset()
+        self._idle.clear()
+        self._busy.clear()
 
     def _open(self, deadline: Deadline, retry: bool) -> Connection:
         sock = connect(self._host, self._port, deadline, retry=retry)
-        connection = Connection(sock, self._address)
         try:
             # Some time also for a caller whose own is over: the server did accept.
-            connection.handshake(Deadline(max(deadline.remaining(), _CANCEL_GRACE_S)))
+            patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
+            _shake_hands(sock, self._address, patience)
+            return Connection(sock, self._address)
         except BaseException:
-            connection.close()
+            sock.close()
             raise
-        return connection
+
+
+_POOLS: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
+
+
+def _drop_copies_in_child() -> None:
+    for pool in list(_POOLS):
+        pool.drop_copies()
+
+
+os.register_at_fork(after_in_child=_drop_copies_in_child)

@@ -1,0 +1,115 @@
+#include "link.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <ctime>
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+
+namespace unisono::store {
+
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+constexpr std::size_t kReadBytes = 4096;
+constexpr std::size_t kMostReadBytes = 4 << 20;
+
+int64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return int64_t{now.tv_sec} * kSecond + now.tv_nsec;
+}
+
+}  // namespace
+
+Link::Link(int fd) : fd_(fd) {
+  // Blocking calls come back once a second to look at the deadline. That way the usual exchange
+  // is two system calls; a wait that ends sooner costs a third one.
+  const timeval second{1, 0};
+  setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
+  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
+}
+
+void Link::begin() { out_.drop_front(out_.size()); }
+
+Link::End Link::exchange(int64_t timeout_ns) {
+  const int64_t until_ns = now_ns() + timeout_ns;
+  End end = send_all(until_ns);
+  if (end == End::ok) end = take();
+  while (end == End::ok && !expected_.empty()) {
+    end = receive(until_ns);
+    if (end == End::ok) end = take();
+  }
+  return end;
+}
+
+Link::End Link::send_all(int64_t until_ns) {
+  while (!out_.is_empty()) {
+    const int flags = until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0;
+    const ssize_t count = send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
+    if (count >= 0) {
+      out_.drop_front(static_cast<std::size_t>(count));
+    } else if (End end = after_error(until_ns, POLLOUT); end != End::ok) {
+      return end;
+    }
+  }
+  return End::ok;
+}
+
+Link::End Link::receive(int64_t until_ns) {
+  // More for a reply that turns out to be long.
+  const std::size_t asked = std::clamp(in_.size(), kReadBytes, kMostReadBytes);
+  char* into = in_.space(asked);
+  while (true) {
+    const int flags = until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0;
+    const ssize_t count = recv(fd_, into, asked, flags);
+    if (count > 0) in_.added(static_cast<std::size_t>(count));
+    if (count >= 0) return count > 0 ? End::ok : End::closed;
+    if (End end = after_error(until_ns, POLLIN); end != End::ok) return end;
+  }
+}
+
+// Decides whether to try again, and waits until that makes sense.
+Link::End Link::after_error(int64_t until_ns, short events) {
+  if (errno == EINTR) return poll_ != nullptr && poll_() ? End::interrupted : End::ok;
+  if (errno != EAGAIN) return End::error;
+  const int64_t left_ns = until_ns - now_ns();
+  if (left_ns <= 0) return End::timeout;
+  if (left_ns > kSecond) return End::ok;
+  pollfd waiting{fd_, events, 0};
+  const int ready = poll(&waiting, 1, static_cast<int>(left_ns / 1'000'000) + 1);
+  if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return End::interrupted;
+  return End::ok;
+}
+
+// Finds the ends of the replies that are there.
+Link::End Link::take() {
+  while (!expected_.empty()) {
+    if (!is_scanning_) {
+      const Expected& next = expected_.front();
+      scanner_.start(reply_fields(next.op), kReplyLimits, next.values);
+      is_scanning_ = true;
+    }
+    switch (scanner_.scan(in_.data() + end_, in_.size() - end_)) {
+      case Scanner::State::partial: return End::ok;
+      case Scanner::State::bad: return End::bad;
+      case Scanner::State::whole: break;
+    }
+    is_scanning_ = false;
+    starts_.push_back(end_);
+    end_ += scanner_.length();
+    expected_.pop_front();
+  }
+  // More than was asked for.
+  return end_ == in_.size() ? End::ok : End::bad;
+}
+
+void Link::done() {
+  in_.drop_front(end_);
+  end_ = 0;
+  starts_.clear();
+}
+
+}  // namespace unisono::store
