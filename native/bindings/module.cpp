@@ -108,6 +108,19 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
   return group;
 }
 
+// The callback must not keep alive what keeps the group alive.
+void set_late(unisono::Group& group, const nb::typed<nb::callable, void()>& late, int64_t before_ns) {
+  auto call = [late] {
+    nb::gil_scoped_acquire locked;
+    try {
+      late();
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("unisono: asking the other ranks");
+    }
+  };
+  group.set_late(std::move(call), before_ns);
+}
+
 // A program copied out of Python's arrays once, for all calls that repeat it.
 struct OwnedProgram {
   std::vector<unisono::Step> steps;
@@ -221,6 +234,8 @@ NB_MODULE(_engine, m) {
          nb::arg("timeout_s"),
          "Agree on the fingerprint unless it is 0, run; return (code, peer).")
     .def("agree", &agree, "Agree only; return (code, peer, even).")
+    .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
+         "Call `late` once when a call nears its deadline.")
     .def("abort", &unisono::Group::abort, "End whatever waits.")
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
 

@@ -285,6 +285,10 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (line.flag.load(std::memory_order_acquire) >= value) return {};
     if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
+    if (late_ && late_told_ns_ != deadline_ns_ && deadline_ns_ - now_ns() < late_ns_) {
+      late_told_ns_ = deadline_ns_;
+      late_();
+    }
     if (poll_ && poll_()) return {Code::interrupted, peer, step};
     for (int other = 0; other < ranks_; ++other) {
       // A rank that ended inside this epoch may be what the awaited one waits for.

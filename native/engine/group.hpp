@@ -75,6 +75,12 @@ class Group {
   // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
   void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
 
+  // Called once by a call that still waits `before_ns` before its deadline.
+  void set_late(std::function<void()> late, int64_t before_ns) {
+    late_ = std::move(late);
+    late_ns_ = before_ns;
+  }
+
   // End whatever waits, from any thread; the group cannot be used afterwards.
   void abort() { aborted_.store(true, std::memory_order_relaxed); }
 
@@ -105,6 +111,9 @@ class Group {
   std::atomic<bool> aborted_{false};
   std::vector<int> pidfds_;
   std::function<bool()> poll_;
+  std::function<void()> late_;
+  int64_t late_ns_ = 0;
+  int64_t late_told_ns_ = 0;  // the deadline of the call that late_ was called for
   // Of the run in progress.
   const char* input_ = nullptr;
   char* output_ = nullptr;

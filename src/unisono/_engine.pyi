@@ -1,6 +1,6 @@
 """The native engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 def dtype_codes() -> dict[str, int]:
     """Return every element type's code, by Python's name of it."""
@@ -67,6 +67,9 @@ class Group:
 
     def agree(self, arg0: int, arg1: int, arg2: float, /) -> tuple[int, int, int]:
         """Agree only; return (code, peer, even)."""
+
+    def set_late(self, late: Callable[[], None], before_ns: int) -> None:
+        """Call `late` once when a call nears its deadline."""
 
     def abort(self) -> None:
         """End whatever waits."""

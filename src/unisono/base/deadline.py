@@ -49,6 +49,12 @@ class Deadline:
         self.timeout_s = to_seconds(timeout)
         self._at = time.monotonic() + self.timeout_s
 
+    def earlier(self, seconds: float) -> Deadline:
+        """Return a deadline that many seconds before this one, or half its time if that is less."""
+        other = Deadline(self.timeout_s)
+        other._at = self._at - min(seconds, self.timeout_s / 2)
+        return other
+
     def remaining(self) -> float:
         """Seconds left, never negative."""
         return max(0.0, self._at - time.monotonic())

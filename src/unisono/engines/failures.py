@@ -5,6 +5,7 @@ Engines and point-to-point calls end here, so that the same event reads the same
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from unisono.base.deadline import Deadline
@@ -19,9 +20,10 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Status
+from unisono.transports.api import Failure, Question, Status
 
 __all__ = [
+    "LATE_S",
     "Expired",
     "already_broken_error",
     "break_group",
@@ -30,10 +32,16 @@ __all__ = [
     "to_failure",
 ]
 
-# How long a rank that has given up asks the others how far they are. A busy but healthy process
-# must answer within it, or it is blamed for nothing: it may have to accept a connection first,
-# on a machine with more processes than cores.
-_ASK_S = 0.5
+# How long the others have to say how far they are, before one is said not to answer. A busy but
+# healthy process must answer within it, or it is blamed for nothing: it may have to accept a
+# connection first, on a machine with more processes than cores.
+_ANSWER_S = 0.45
+
+# How much of that is after the deadline, when the call has to end. So ranks are asked before it.
+_GRACE_S = 0.15
+
+LATE_S = _ANSWER_S - _GRACE_S
+"""How long before its deadline a call that still waits asks the others."""
 
 _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
@@ -49,7 +57,15 @@ _HINTS = {
 
 
 class Expired(Exception):
-    """A wait inside a collective reached the deadline of the call."""
+    """A wait inside a collective reached the deadline of the call.
+
+    Args:
+        asked: The question that was put to the others when the deadline came near.
+    """
+
+    def __init__(self, asked: Question | None = None) -> None:
+        super().__init__()
+        self.asked = asked
 
 
 def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: Deadline) -> Failure:
@@ -62,15 +78,23 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
             "lost", f"{name_ranks([error.peer])} was lost: {error.reason}", [error.peer], me
         )
     if isinstance(error, Expired):
-        return _who_is_late(comm, call, deadline)
+        return _who_is_late(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
     return Failure("failed", reason, [me], me)
 
 
-def _who_is_late(comm: Communicator, call: Call, deadline: Deadline) -> Failure:
-    """Ask every other rank how far it is; blame those that are behind or silent."""
+def _who_is_late(
+    comm: Communicator, call: Call, deadline: Deadline, asked: Question | None
+) -> Failure:
+    """Ask every other rank how far it is; blame those that are behind or silent.
+
+    A rank that answered the question before the deadline is there; where it is now, it says again.
+    """
     transport = comm.transport
-    answers = transport.ask(comm.context, call.seq, comm.others, Deadline(_ASK_S))
+    heard = {} if asked is None else asked.answers
+    waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
+    grace = Deadline(max(_GRACE_S, _ANSWER_S - waited_s))
+    answers = heard | transport.ask(comm.context, call.seq, comm.others, grace)
     if (known := transport.failure(comm.context)) is not None:
         # Somebody else found out while we asked; one story is better than two.
         return known

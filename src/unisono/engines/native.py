@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+import weakref
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from unisono.base.buffers import as_bytes
 from unisono.base.log import get_logger
 from unisono.base.types import DType, all_dtypes, dtype_named
 from unisono.engines.api import Communicator, Task
-from unisono.engines.failures import Expired
+from unisono.engines.failures import LATE_S, Expired
 from unisono.engines.order import OrderedEngine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
@@ -36,7 +37,7 @@ from unisono.schedules import (
     lower_shared,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure
+from unisono.transports.api import Failure, Question
 
 try:
     _engine: Any = import_module("unisono._engine")
@@ -110,6 +111,16 @@ class _NativeProgram(SharedProgram):
         object.__setattr__(self, "native", native)
 
 
+def _ask_others(engine: NativeEngine | None) -> None:
+    """Ask how far the others are in the call that this rank is in; C++ calls this."""
+    if engine is None:
+        return
+    comm = engine.comm
+    if engine._asked is not None:
+        comm.transport.close_question(engine._asked)
+    engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
+
+
 def _choose_isa(name: str) -> None:
     if name not in _engine.isas():
         raise InvalidArgumentError(
@@ -138,6 +149,7 @@ class NativeEngine(OrderedEngine):
         self._group: Any = None
         self._told = threading.Event()
         self._connected = False
+        self._asked: Question | None = None
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
         if layout.in_splits is None and layout.out_splits is None:
@@ -235,7 +247,7 @@ class NativeEngine(OrderedEngine):
         if code == _engine.LEFT:
             raise LinkDown(comm.ranks[peer], "it left: the group was closed", left=True)
         if code == _engine.TIMEOUT:
-            raise Expired
+            raise Expired(self._asked)
         failure = comm.transport.failure(comm.context)
         if code == _engine.ABORTED and failure is not None:
             raise failure
@@ -255,6 +267,9 @@ class NativeEngine(OrderedEngine):
             _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
             return
         self._group = group = _engine.Group(segment, comm.rank, pids, self._spin)
+        # Without a reference to the engine: nobody can see cycles through C++.
+        here = weakref.ref(self)
+        group.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
             self._told.set()

@@ -20,13 +20,13 @@ import numpy as np
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
-from unisono.engines.failures import Expired, mismatch_error
+from unisono.engines.failures import LATE_S, Expired, mismatch_error
 from unisono.engines.kernels import reduce_into
 from unisono.engines.order import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
-from unisono.transports.api import Failure, Kind
+from unisono.transports.api import Failure, Kind, Question
 
 __all__ = ["ReferenceEngine", "Run"]
 
@@ -55,6 +55,8 @@ class Run:
         self._comm = comm
         self._task = task
         self._key = Key(comm.context, Kind.COLLECTIVE, task.call.seq)
+        self._late = task.deadline.earlier(LATE_S)
+        self._asked: Question | None = None
         self._open: list[Transfer] = []
         # Sends whose memory is not free yet: (transfer, buffer, first, end).
         self._sends: list[tuple[Transfer, int, int, int]] = []
@@ -63,6 +65,8 @@ class Run:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if self._asked is not None:
+            self._comm.transport.close_question(self._asked)
         for transfer in self._open:
             if not transfer.done():
                 self._comm.transport.cancel(transfer)
@@ -215,7 +219,11 @@ class Run:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer; raise its error, or Expired at the deadline of the call."""
-        if not transfer.wait_until(self._task.deadline):
-            raise Expired
+        if not transfer.wait_until(self._late):
+            if self._asked is None:
+                comm = self._comm
+                self._asked = comm.transport.inquire(comm.context, 0, comm.others)
+            if not transfer.wait_until(self._task.deadline):
+                raise Expired(self._asked)
         if transfer.error is not None:
             raise transfer.error

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -32,6 +33,7 @@ __all__ = [
     "Kind",
     "LinkDown",
     "MessageMismatch",
+    "Question",
     "Status",
     "Transfer",
     "Transport",
@@ -87,7 +89,7 @@ class Transport(ABC):
         self._failures: dict[int, Failure] = {}
         self._on_failure: dict[int, Callable[[Failure], None]] = {}
         self._others = frozenset(range(world_size)) - {rank}
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, Question] = {}
         self._numbers = itertools.count(1)
         self._users = 1
         self._closed = False
@@ -191,21 +193,32 @@ class Transport(ABC):
         Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
         A peer that is stopped, gone or unreachable is missing from the result.
         """
+        question = self.inquire(context, seq, peers)
+        question.wait_until(deadline)
+        self.close_question(question)
+        return question.answers
+
+    def inquire(self, context: int, seq: int, peers: Iterable[int]) -> Question:
+        """Ask as `ask` does, but return at once; answers come in until `close_question`.
+
+        With `seq` 0 each answer holds the peer's last call.
+        """
         asked = sorted(set(peers) - {self.rank})
-        question = _Question(set(asked))
-        number = next(self._numbers)
+        question = Question(next(self._numbers), set(asked))
         with self._lock:
-            self._questions[number] = question
+            self._questions[question.number] = question
         for peer in asked:
             if self.mailbox.down(peer) is None:
-                self._control(peer, context, Kind.ASK, {"number": number, "seq": seq})
+                self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
             else:
                 question.drop(peer)
         question.drop(self.rank)
-        question.wait_until(deadline)
+        return question
+
+    def close_question(self, question: Question) -> None:
+        """Take no more answers."""
         with self._lock:
-            del self._questions[number]
-        return question.answers
+            self._questions.pop(question.number, None)
 
     def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
         """Break a context here and on every peer that can be reached."""
@@ -388,13 +401,22 @@ def _require_bytes(data: memoryview) -> None:
         )
 
 
-class _Question(Completion):
-    """Answers that are still to come."""
+class Question(Completion):
+    """How far are you? Done when all have answered, or cannot.
 
-    __slots__ = ("answers", "open")
+    Attributes:
+        number: Tells it from others.
+        asked_s: When it was put, on the monotonic clock.
+        open: Ranks that have not answered.
+        answers: By rank.
+    """
 
-    def __init__(self, peers: set[int]) -> None:
+    __slots__ = ("answers", "asked_s", "number", "open")
+
+    def __init__(self, number: int, peers: set[int]) -> None:
         super().__init__()
+        self.number = number
+        self.asked_s = time.monotonic()
         self.open = peers
         self.answers: dict[int, Status] = {}
 
