@@ -12,6 +12,7 @@ help:
 	@echo "make test    run every check, then every test"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
+	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -24,6 +25,14 @@ demo: $(STAMP)
 
 test: check
 	@$(BIN)/python -m pytest
+
+# Servers that tests of stores start and stop; without them these tests are skipped.
+servers:
+	@command -v redis-server >/dev/null && command -v etcd >/dev/null \
+		|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+			redis-server etcd-server >/dev/null; } \
+		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
 # What `make test` runs on the native engine, on the one that groups across hosts get.
 test-reference: $(STAMP)

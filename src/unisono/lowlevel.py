@@ -8,6 +8,8 @@ from unisono.base.types import DType
 from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
 from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
+from unisono.stores.etcd import EtcdStore
+from unisono.stores.redis import RedisStore
 from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Transport
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "DeviceBackend",
     "Dispatcher",
     "Engine",
+    "EtcdStore",
     "Exchange",
     "GroupSpec",
     "InprocTransport",
@@ -31,6 +34,7 @@ __all__ = [
     "OpSchema",
     "Pending",
     "Program",
+    "RedisStore",
     "ReferenceEngine",
     "Schedule",
     "TCPTransport",

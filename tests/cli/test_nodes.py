@@ -76,11 +76,33 @@ def test_c10d():
 
 
 @pytest.mark.parametrize(
+    ("flags", "url"),
+    [
+        (["--rdzv-backend=redis", "--rdzv-endpoint=a:5"], "redis://a:5/?"),
+        (["--rdzv-backend=etcd", "--rdzv-endpoint=a:5,b:6"], "etcd://a:5,b:6/?"),
+        (
+            [
+                "--rdzv-backend=etcd",
+                "--rdzv-endpoint=a",
+                "--rdzv-conf=protocol=https,cacert=/c,cert=/d,key=/e,etcd_prefix=/jobs",
+            ],
+            "etcds://a/jobs?ca_cert=/c&cert_cert=/d&cert_key=/e",
+        ),
+    ],
+)
+def test_services(flags, url):
+    assert parse("--nnodes=2", *flags)["meeting"].endpoint == url
+
+
+@pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rdzv-backend=etcd"], "etcd needs an etcd store, which unisono does not have yet"),
-        (["--rdzv-backend=etcd-v2"], "etcd-v2 needs an etcd store"),
-        (["--rdzv-backend=foo"], r"unknown --rdzv-backend 'foo' \(known: static, c10d\)"),
+        (["--rdzv-backend=etcd"], "--rdzv-backend etcd needs --rdzv-endpoint HOST:PORT"),
+        (["--rdzv-backend=etcd-v2"], "unknown --rdzv-backend 'etcd-v2'"),
+        (
+            ["--rdzv-backend=foo"],
+            r"unknown --rdzv-backend 'foo' \(known: static, c10d, etcd, redis\)",
+        ),
         (["--rdzv-backend=c10d"], "needs --rdzv-endpoint HOST:PORT"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=a:x"], "--rdzv-endpoint: .* is not host:port"),
         (["--nnodes=1:2"], "needs --rdzv-backend c10d: static is for a fixed number"),

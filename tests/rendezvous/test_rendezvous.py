@@ -158,8 +158,21 @@ def test_bad_variable_is_named(environment, change, text):
         ("file://?rank=0&world_size=1", "has no path"),
         ("file://dir/store?rank=0&world_size=1", "names the host 'dir'"),
         ("file:///x?world_size=1", "file:// rendezvous: rank is missing"),
-        ("foo://x", "no rendezvous handler for foo://.*env://, file://, tcp://"),
+        (
+            "foo://x",
+            "no rendezvous handler for foo://.*env://, etcd://, .*file://, redis://, .*tcp://",
+        ),
         ("nothing", "no rendezvous handler for ://"),
+        ("redis://h/p?world_size=1", "redis:// rendezvous: rank is missing"),
+        ("etcd://h/p?rank=0", "etcd:// rendezvous: world_size is missing"),
+        ("redis://h:x/p?rank=0&world_size=1", "bad host or port in the URL 'redis://h:x"),
+        ("redis://h,i/p?rank=0&world_size=1", "names several hosts, redis:// takes one"),
+        ("redis://h/p?rank=0&world_size=1&db=x", "db in the URL .* must be an integer, got 'x'"),
+        (
+            "redis://h/p?rank=0&world_size=1&bd=1",
+            r"unknown bd in the URL .*known: db, rank, run_id",
+        ),
+        ("etcd://me:pw@h/p?rank=0&world_size=1", "has a user, which etcd:// does not support"),
     ],
 )
 def test_bad_url(url, text):

@@ -18,7 +18,10 @@ from unisono.rendezvous.state import Limits
 
 __all__ = ["add_node_flags", "node_options", "workers_per_node"]
 
-_BACKENDS = ("static", "c10d")
+_SERVICES = ("etcd", "redis")
+_BACKENDS = ("static", "c10d", *_SERVICES)
+# Names that torchrun has for what a secured etcd wants to see.
+_SECRETS = {"cacert": "ca_cert", "ca_cert": "ca_cert", "cert": "cert_cert", "key": "cert_key"}
 _START_METHODS = ("spawn", "fork", "forkserver")
 _BEATS = 10
 
@@ -67,7 +70,8 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--rdzv-backend",
         default="static",
         metavar="NAME",
-        help="how nodes meet: static (fixed --node-rank) or c10d (whoever comes)",
+        help="how nodes meet: static (fixed --node-rank), c10d (whoever comes), etcd or redis "
+        "(whoever comes, in a service that outlives every node)",
     )
     add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
     add_flag(group, "--rdzv-id", default=None, metavar="NAME", help="name of the job")
@@ -181,11 +185,6 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
     backend, conf = options.rdzv_backend, options.rdzv_conf
-    if backend.startswith("etcd"):
-        raise InvalidArgumentError(
-            f"--rdzv-backend {backend} needs an etcd store, which unisono does not have yet",
-            hint="use --rdzv-backend c10d: an agent serves the store",
-        )
     if backend not in _BACKENDS:
         raise InvalidArgumentError(
             f"unknown --rdzv-backend {backend!r} (known: {', '.join(_BACKENDS)})"
@@ -195,15 +194,28 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
         return _static(options, low, high, common)
     if not options.rdzv_endpoint:
         raise InvalidArgumentError(
-            f"--nnodes {low}:{high} --rdzv-backend c10d needs --rdzv-endpoint HOST:PORT",
-            hint="name one of the job's hosts; the agent there serves the store",
+            f"--nnodes {low}:{high} --rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT",
+            hint="name the hosts of the service, HOST:PORT,HOST:PORT"
+            if backend in _SERVICES
+            else "name one of the job's hosts; the agent there serves the store",
         )
+    if backend in _SERVICES:
+        return Meeting(endpoint=_service(options), **common)
     if conf.get("store_type", "tcp") == "file":
         return Meeting(endpoint=options.rdzv_endpoint, **common)
     hosting = {"1": True, "true": True, "0": False, "false": False}.get(
         conf.get("is_host", "").lower()
     )
     return Meeting(endpoint=_endpoint(options.rdzv_endpoint), hosting=hosting, **common)
+
+
+def _service(options: argparse.Namespace) -> str:
+    """Return the URL of the service in which the nodes meet."""
+    conf, backend = options.rdzv_conf, options.rdzv_backend
+    secured = "s" if backend == "etcd" and conf.get("protocol") == "https" else ""
+    prefix = conf.get("etcd_prefix", "").strip("/")
+    secrets = [f"{_SECRETS[key]}={value}" for key, value in conf.items() if key in _SECRETS]
+    return f"{backend}{secured}://{options.rdzv_endpoint}/{prefix}?{'&'.join(secrets)}"
 
 
 def _static(options: argparse.Namespace, low: int, high: int, common: dict[str, Any]) -> Meeting:

@@ -30,6 +30,7 @@ from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
+from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
 from unisono.stores import FileStore, HashStore, Store
 
@@ -240,6 +241,10 @@ def _open_private(canceled: Callable[[], bool]) -> tuple[Store, str]:
 
 def _open_shared(meeting: Meeting, canceled: Callable[[], bool]) -> tuple[Store, str]:
     """Open the store that all agents share; return it and this node's own address."""
+    if isinstance(meeting.endpoint, str) and "://" in meeting.endpoint:
+        address = meeting.address or own_address(service_host(meeting.endpoint))
+        read_timeout_s = max(1.0, meeting.timing.dead_after_s)
+        return open_service(meeting.endpoint, "", timeout=read_timeout_s), address
     if isinstance(meeting.endpoint, str):
         return FileStore(meeting.endpoint), meeting.address or os.uname().nodename
     host, port = meeting.endpoint

@@ -27,7 +27,8 @@ class Meeting:
     """How the agents of several nodes find each other; unused with one node.
 
     Attributes:
-        endpoint: Host and port of the store, or the path of a file that all nodes share.
+        endpoint: Host and port of the store, the path of a file that all nodes share, or the URL of
+            a service (etcd:// or redis://).
         hosting: Whether the store must be served here; None: the first agent on that host.
         node_rank: Group rank that this node must get, or None.
         share_port: The workers' store is the rendezvous store (`--master-port`).

@@ -42,7 +42,7 @@ from unisono.rendezvous.state import (
     loads,
 )
 from unisono.rendezvous.transitions import apply
-from unisono.stores import PrefixStore, Store, TCPStore
+from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 
 __all__ = ["DynamicRendezvous", "Order", "World"]
 
@@ -241,6 +241,7 @@ class DynamicRendezvous:
                 self._turn(store)
                 self._take(store, self._pause_s())
             self._linger(store)
+            self._clean_up(store)
         except UnisonoError as error:
             self._say(End(False, self._lost_store(error)))
         except Exception as error:
@@ -393,6 +394,15 @@ class DynamicRendezvous:
                 self._inbox.get(timeout=_IDLE_POLL_S)
             except queue.Empty:
                 continue
+
+    def _clean_up(self, store: Store) -> None:
+        """Take the run out of a store that goes on, if this node is the last: its name is free."""
+        if self._base is None or isinstance(self._base, TCPStore | HashStore):
+            return
+        state = loads(store.get(_STATE))
+        if state.phase in (Phase.FINISHED, Phase.FAILED) and not state.present:
+            for key in store.list_keys():
+                store.delete_key(key)
 
     def _say(self, order: Order) -> None:
         self._outbox.put(order)

@@ -18,7 +18,7 @@ DEFAULT_PORT = 29400
 _SLICE_S = 1.0
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
+def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
     """Return host and port of "host", "host:port" or "[address]:port".
 
     Raises:
@@ -26,10 +26,10 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     if not colon or "]" in port:
-        host, port = text, str(DEFAULT_PORT)
+        host, port = text, str(default_port)
     elif ":" in host and not host.startswith("["):
         # An IPv6 address without brackets, so without a port.
-        host, port = text, str(DEFAULT_PORT)
+        host, port = text, str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal():
         raise RendezvousError(f"the rendezvous endpoint {text!r} is not host:port")

@@ -15,6 +15,7 @@ from unisono.rendezvous.url import (
     host_and_port,
     parse_integer,
     parse_query,
+    rank_and_size,
     ranks_of,
 )
 from unisono.stores import FileStore, HashStore, Store, TCPStore
@@ -61,7 +62,7 @@ def tcp_handler(url: str, timeout: Timeout) -> _Met:
     Source: torch.distributed.rendezvous, torch 2.13.
     """
     host, port = host_and_port(url)
-    rank, world_size = _from_query(url, "tcp://")
+    rank, world_size = rank_and_size(url, "tcp://")
     yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
     _only_once("tcp://")
 
@@ -85,7 +86,7 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
         )
     if not parts.path:
         raise RendezvousError(f"the URL {url!r} has no path; write file:///absolute/path")
-    rank, world_size = _from_query(url, "file://")
+    rank, world_size = rank_and_size(url, "file://")
     run_id = parse_query(url).get("run_id") or job_of(config.environ())
     yield FileStore(parts.path, world_size, timeout=timeout, run_id=run_id), rank, world_size
     _only_once("file://")
@@ -118,19 +119,6 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
         wait_for_workers=False,
         multi_tenant=not agent_has_store,
     )
-
-
-def _from_query(url: str, scheme: str) -> tuple[int, int]:
-    query = parse_query(url)
-    for name in ("rank", "world_size"):
-        if name not in query:
-            raise RendezvousError(
-                f"{scheme} rendezvous: {name} is missing; write it into the URL "
-                f"({scheme}...?rank=0&world_size=2) or pass it as an argument"
-            )
-    rank = parse_integer(query["rank"], f"{scheme} rendezvous: rank")
-    world_size = parse_integer(query["world_size"], f"{scheme} rendezvous: world_size")
-    return ranks_of(rank, world_size, f"{scheme} rendezvous")
 
 
 def _from_query_or_variable(query: dict[str, str], name: str, variable: str) -> int:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError, RendezvousError
-from unisono.rendezvous import handlers
+from unisono.rendezvous import handlers, services
 from unisono.rendezvous.url import parse_query
 from unisono.stores import Store
 
@@ -21,6 +21,7 @@ _HANDLERS: dict[str, Handler] = {
     "env": handlers.env_handler,
     "file": handlers.file_handler,
     "tcp": handlers.tcp_handler,
+    **dict.fromkeys(services.SCHEMES, services.service_handler),
 }
 
 
@@ -50,7 +51,8 @@ def rendezvous(
     """Return a generator that yields (store, rank, world_size) when the ranks have met.
 
     Args:
-        url: env://, tcp://host:port, file:///path, or a registered scheme.
+        url: env://, tcp://host:port, file:///path, redis://host:port/prefix,
+            etcd://host:port/prefix, or a registered scheme.
         rank: This rank; -1 if the URL or the environment has it.
         world_size: Number of ranks; -1 likewise.
         timeout: Default timeout of the store, connecting included; UNISONO_TIMEOUT if None.

@@ -6,7 +6,14 @@ from urllib.parse import urlsplit
 
 from unisono.errors import RendezvousError
 
-__all__ = ["check_port", "host_and_port", "parse_integer", "parse_query", "ranks_of"]
+__all__ = [
+    "check_port",
+    "host_and_port",
+    "parse_integer",
+    "parse_query",
+    "rank_and_size",
+    "ranks_of",
+]
 
 _MAX_PORT = 65535
 
@@ -51,6 +58,24 @@ def ranks_of(rank: int, world_size: int, where: str) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise RendezvousError(f"{where}: rank must be 0 to {world_size - 1}, got {rank}")
     return rank, world_size
+
+
+def rank_and_size(url: str, scheme: str) -> tuple[int, int]:
+    """Return what the query of a URL says about the ranks.
+
+    Raises:
+        RendezvousError: It is missing or bad.
+    """
+    query = parse_query(url)
+    for name in ("rank", "world_size"):
+        if name not in query:
+            raise RendezvousError(
+                f"{scheme} rendezvous: {name} is missing; write it into the URL "
+                f"({scheme}...?rank=0&world_size=2) or pass it as an argument"
+            )
+    rank = parse_integer(query["rank"], f"{scheme} rendezvous: rank")
+    world_size = parse_integer(query["world_size"], f"{scheme} rendezvous: world_size")
+    return ranks_of(rank, world_size, f"{scheme} rendezvous")
 
 
 def check_port(port: int, what: str) -> int:

@@ -1,0 +1,100 @@
+"""redis:// and etcd://: meeting in a service that runs anyway, and outlives every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from unisono.base import config
+from unisono.base.deadline import Timeout
+from unisono.errors import RendezvousError
+from unisono.rendezvous.endpoint import parse_endpoint
+from unisono.rendezvous.launchers import job_of
+from unisono.rendezvous.url import parse_integer, parse_query, rank_and_size
+from unisono.stores import Store
+
+__all__ = ["SCHEMES", "open_service", "service_handler", "service_host"]
+
+_PREFIX = "unisono"
+_OURS = {"rank", "world_size", "run_id"}
+_REDIS_PORT, _ETCD_PORT = 6379, 2379
+_OPTIONS = {
+    "redis": {"db"},
+    "rediss": {"db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"},
+    "etcd": set[str](),
+    "etcds": {"ca_cert", "cert_cert", "cert_key"},
+}
+SCHEMES = tuple(_OPTIONS)
+
+
+def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, int]]:
+    """Meet at redis://host:port/prefix or etcd://host:port,host:port/prefix?rank=&world_size=.
+
+    What a run writes is below prefix/run_id; under a launcher that names its jobs the run id is
+    known without being said. The last rank to leave deletes it. A run without an id that finds
+    what another one left waits for its end, and says so when the time is over.
+
+    Raises:
+        RendezvousError: A part of the URL is missing or bad.
+        StoreConnectionError: The service does not answer.
+    """
+    scheme = urlsplit(url).scheme
+    rank, world_size = rank_and_size(url, f"{scheme}://")
+    run_id = parse_query(url).get("run_id") or job_of(config.environ())
+    yield open_service(url, run_id, world_size=world_size, timeout=timeout), rank, world_size
+    raise RendezvousError(f"{scheme}:// rendezvous yields once; it cannot meet again")
+
+
+def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeout) -> Store:
+    """Open the store that a URL of one of `SCHEMES` leads to.
+
+    Raises:
+        RendezvousError: A part of the URL is bad; names it.
+        UnsupportedError: The service's client is not installed.
+        StoreConnectionError: The service does not answer.
+    """
+    parts = urlsplit(url)
+    options: dict[str, Any] = {"world_size": world_size, "timeout": timeout}
+    for name, text in parse_query(url).items():
+        if name in _OPTIONS[parts.scheme]:
+            options[name] = (
+                parse_integer(text, f"{name} in the URL {url!r}") if name == "db" else text
+            )
+        elif name not in _OURS:
+            known = ", ".join(sorted(_OURS | _OPTIONS[parts.scheme]))
+            raise RendezvousError(f"unknown {name} in the URL {url!r} (known: {known})")
+    prefix = "/".join(filter(None, (parts.path.strip("/") or _PREFIX, run_id)))
+    user, _, places = parts.netloc.rpartition("@")
+    if parts.scheme.startswith("etcd"):
+        # Only here: most programs need neither.
+        from unisono.stores.etcd import EtcdStore
+
+        if user:
+            raise RendezvousError(f"the URL {url!r} has a user, which etcd:// does not support")
+        if parts.scheme == "etcds":
+            options["protocol"] = "https"
+        return EtcdStore(_places(url, places, _ETCD_PORT), prefix, **options)
+    from unisono.stores.redis import RedisStore
+
+    name, _, password = map(unquote, user.partition(":"))
+    credentials = {"username": name or None, "password": password or None}
+    options |= {key: text for key, text in credentials.items() if text}
+    if parts.scheme == "rediss":
+        options["ssl"] = True
+    ((host, port), *others) = _places(url, places, _REDIS_PORT)
+    if others:
+        raise RendezvousError(f"the URL {url!r} names several hosts, redis:// takes one")
+    return RedisStore(host, port, prefix, **options)
+
+
+def service_host(url: str) -> str:
+    """Return the first host of a URL."""
+    return _places(url, urlsplit(url).netloc.rpartition("@")[2], 0)[0][0]
+
+
+def _places(url: str, text: str, default_port: int) -> list[tuple[str, int]]:
+    try:
+        return [parse_endpoint(each, default_port) for each in text.split(",")]
+    except RendezvousError as error:
+        raise RendezvousError(f"bad host or port in the URL {url!r}: {error.what}") from None

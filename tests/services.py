@@ -1,0 +1,116 @@
+"""Real servers of other projects, on free ports, for as long as a test needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import shutil
+import socket
+import subprocess
+import time
+
+LIMIT_S = 20.0
+_TRIES = 5
+
+
+@functools.cache
+def why_not(program, module):
+    """Return why a server cannot be used here, or None."""
+    if shutil.which(program) is None:
+        return f"{program} is not installed (Debian: apt-get install redis-server etcd-server)"
+    try:
+        __import__(module)
+    except ImportError as error:
+        return f"{error} (pip install -e '.[test]')"
+    return None
+
+
+def _free_ports(count):
+    """Return ports that nobody has now; somebody may be faster, so starting is tried again."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Server:
+    """A process that listens on a port of loopback."""
+
+    def __init__(self, words, port, folder):
+        self.port = port
+        self._process = subprocess.Popen(
+            words, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def wait_until_up(self):
+        """Return whether it listens, as opposed to having ended."""
+        give_up = time.monotonic() + LIMIT_S
+        while self._process.poll() is None and time.monotonic() < give_up:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return True
+            time.sleep(0.01)
+        return False
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def redis(folder):
+    """Run a Redis server that writes nothing to disk."""
+    for _ in range(_TRIES):
+        (port,) = _free_ports(1)
+        words = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        server = Server(words, port, folder)
+        try:
+            if server.wait_until_up():
+                yield server
+                return
+        finally:
+            server.kill()
+    raise OSError("redis-server does not start")
+
+
+@contextlib.contextmanager
+def etcd(folder, members=1):
+    """Run an etcd cluster; yields its members."""
+    for attempt in range(_TRIES):
+        servers = _etcd_members(folder, members, attempt)
+        try:
+            if all(server.wait_until_up() for server in servers):
+                yield servers
+                return
+        finally:
+            for server in servers:
+                server.kill()
+    raise OSError("etcd does not start")
+
+
+def _etcd_members(folder, members, attempt):
+    ports = _free_ports(2 * members)
+    clients, peers = ports[:members], ports[members:]
+    urls = [f"http://127.0.0.1:{port}" for port in peers]
+    cluster = ",".join(f"m{index}={url}" for index, url in enumerate(urls))
+    servers = []
+    for index, (port, url) in enumerate(zip(clients, urls, strict=True)):
+        options = {
+            "name": f"m{index}",
+            "data-dir": f"{folder}/etcd{attempt}.{index}",
+            "listen-client-urls": f"http://127.0.0.1:{port}",
+            "advertise-client-urls": f"http://127.0.0.1:{port}",
+            "listen-peer-urls": url,
+            "initial-advertise-peer-urls": url,
+            "initial-cluster": cluster,
+            "heartbeat-interval": "50",
+            "election-timeout": "500",
+            "log-level": "error",
+        }
+        words = ["etcd", *(word for name in options for word in (f"--{name}", options[name]))]
+        servers.append(Server(words, port, folder))
+    return servers
