@@ -19,9 +19,8 @@ help:
 	@echo "make docs    write what is generated under docs/reference"
 	@echo "make clean   remove .venv, caches and build output"
 
-# Folding would put a pipe between rank 0 and the terminal, and a pipe shows no progress bar.
 demo: $(STAMP)
-	@$(BIN)/unisono run --fold never --nproc-per-node 4 examples/train_digits.py
+	@$(BIN)/unisono run --nproc-per-node 4 examples/train_digits.py
 
 test: check
 	@$(BIN)/python -m pytest

@@ -152,9 +152,12 @@ class Job:
 
 
 def kills_in_a_row(
-    command: Sequence[str], folder: Path, count: int
+    command: Sequence[str], folder: Path, count: int, *, running_s: float = 0.0
 ) -> tuple[list[float], int, int]:
-    """Kill a worker `count` times; return the recovery times, memory and exit code."""
+    """Kill a worker `count` times; return the recovery times, memory and exit code.
+
+    Each time the workers have been running for `running_s`.
+    """
     job = Job(command, folder)
     times: list[float] = []
     memory = 0
@@ -163,6 +166,7 @@ def kills_in_a_row(
         if ups is None:
             break
         victim = next(pid for rank, pid, _ in ups if rank == 1)
+        time.sleep(running_s)
         start = time.time()
         os.kill(victim, signal.SIGKILL)
         ups = job.ups(2)
@@ -228,14 +232,18 @@ def restarting(
     done = f"{len(times)} of {kills}, exit code {code}"
     row("kill -9 of a worker in a row", done, "all, 0", len(times) == kills and code == 0)
     row("launcher memory", f"{memory / 2**20:.0f} MiB", "<= 60 MiB", memory <= 60 * 2**20)
-    torch_times, _, _ = kills_in_a_row(ours_torch, folder, options.trials)
+    early_times: list[float] = []
+    torch_times: list[float] = []
     their_times: list[float] = []
     for _ in range(options.trials):
-        their_times += kills_in_a_row(theirs, folder, 1)[0]
+        early_times += kills_in_a_row(ours_torch, folder, 1)[0]
+        torch_times += kills_in_a_row(ours_torch, folder, 1, running_s=options.running)[0]
+        their_times += kills_in_a_row(theirs, folder, 1, running_s=options.running)[0]
     worked = f"{len(their_times)} of {options.trials} restarts of torchrun worked"
     for what, ours_s in (
         ("NumPy script : torch script", times),
-        ("same torch script", torch_times),
+        (f"same torch script, after {options.running:g} s", torch_times),
+        ("same torch script, killed at its first collective", early_times),
     ):
         what = f"kill -9 -> next collective; {what}"
         if not (ours_s and their_times):
@@ -253,6 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--trials", type=int, default=5, help="restarts tried with torchrun")
+    parser.add_argument("--running", type=float, default=6.0, help="seconds before a kill")
     parser.add_argument("--launches", type=int, default=50)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -173,7 +174,8 @@ def on_a_terminal(*arguments, cwd, **env):
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
-        os.execvpe(sys.executable, command(*arguments), environment(TERM="xterm", **env))
+        termios.tcsetwinsize(1, (30, 100))
+        os.execvpe(sys.executable, command(*arguments), environment(**({"TERM": "xterm"} | env)))
     shown = b""
     with open(terminal, "rb", buffering=0) as screen:
         # Linux reports the last close of the other side as an error.
@@ -197,6 +199,37 @@ def test_terminal_shows_a_status_line_and_each_line_once(tmp_path):
         parts = [part.split("-") for part in ranks.split(",")]
         total += sum(int(part[-1]) - int(part[0]) + 1 for part in parts)
     assert total == 9
+
+
+PROGRESS = """
+import os, sys
+assert sys.stdout.isatty() and not sys.stderr.isatty()
+if os.environ["RANK"] == "0":
+    for i in range(100):
+        print(f"\\rbar {i} ", end="")
+    print()
+    print("width", os.get_terminal_size().columns)
+print("équal" * 2000)
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_script_shows_its_progress_bar_on_a_terminal(tmp_path, term):
+    (tmp_path / "s.py").write_text(PROGRESS)
+    code, shown = on_a_terminal("-n", 2, "s.py", cwd=tmp_path, TERM=term)
+    assert code == 0, shown
+    assert "bar 99" in shown
+    assert "width 88" in shown  # room for the prefix
+    # What is longer than the kernel keeps for a terminal arrives whole.
+    assert "équal" * 2000 in re.sub(r"[\r\n]", "", shown)
+
+
+def test_redirected_output_is_no_terminal_for_the_workers(tmp_path):
+    (tmp_path / "s.py").write_text("import sys; print(sys.stdout.isatty())")
+    code, shown = on_a_terminal("-n", 2, "--tee", 1, "--log-dir", "l", "s.py", cwd=tmp_path)
+    assert code == 0
+    assert "False" in shown
+    assert "True" not in shown
 
 
 def test_dumb_terminal_has_no_status_line(tmp_path):

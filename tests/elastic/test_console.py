@@ -126,3 +126,16 @@ def test_few_lines_are_held_at_a_time():
         fold.add(0, b"%d" % number, 0.0)
         taken += fold.take(0.0, 2)
     assert len(taken) >= 4000
+
+
+def test_tracebacks_are_shown_whole_and_folded_whole():
+    terminal = Terminal(range(3))
+    head = "Traceback (most recent call last):\n"
+    terminal.say(0, f"{head}  a\nKeyboardInterrupt\n")
+    terminal.say(1, f"{head}  b\nKeyboardInterrupt")
+    terminal.say(2, f"{head}  a\nKeyboardInterrupt\n")
+    terminal.wait()
+    assert terminal.shown == (
+        f"[0,2] {head}[0,2]   a\n[0,2] KeyboardInterrupt ×2\n"  # noqa: RUF001
+        f"[1] {head}[1]   b\n[1] KeyboardInterrupt\n"
+    )

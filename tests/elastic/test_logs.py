@@ -50,17 +50,18 @@ def test_where_the_streams_of_local_rank_0_go(options, files, console):
 
 
 @pytest.mark.parametrize(
-    ("options", "nprocs", "terminal", "piped"),
+    ("options", "nprocs", "terminal", "expected"),
     [
-        ({}, 1, True, False),
-        ({}, 1, False, False),
-        ({}, 2, True, True),
-        ({}, 2, False, True),
-        ({"fold": False}, 2, True, False),
-        ({"prefix": "{rank} "}, 1, True, True),
-        ({"log_dir": "x"}, 1, True, True),
-        ({"local_ranks": []}, 1, True, True),
+        ({}, 1, True, "inherited"),
+        ({}, 1, False, "inherited"),
+        ({}, 2, True, "terminal"),
+        ({}, 2, False, "pipe"),
+        ({"fold": False}, 2, True, "inherited"),
+        ({"prefix": "{rank} "}, 1, True, "terminal"),
+        ({"log_dir": "x"}, 1, True, "pipe"),
+        ({"local_ranks": []}, 1, True, "terminal"),
+        ({"local_ranks": []}, 1, False, "pipe"),
     ],
 )
-def test_when_a_worker_keeps_the_launchers_standard_output(options, nprocs, terminal, piped):
-    assert LogOptions(**options).pipes_stdout(nprocs, terminal) == piped
+def test_what_a_worker_has_for_standard_output(options, nprocs, terminal, expected):
+    assert LogOptions(**options).stdout(nprocs, terminal) == expected

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import unisono.elastic.tee
 from unisono.elastic.tee import Stream, Tee
 
 LIMIT_S = 10.0
@@ -143,3 +144,54 @@ def test_tick_is_called_when_it_asks_for_it():
         tee.add(source)
         assert all(called.acquire(timeout=LIMIT_S) for _ in range(3))
     tee.close(LIMIT_S)
+
+
+def test_tracebacks_of_several_workers_do_not_mix(monkeypatch):
+    monkeypatch.setattr(unisono.elastic.tee, "_IDLE_S", LIMIT_S)
+    sink, tee = Sink(), Tee()
+    head = b"Traceback (most recent call last):\n"
+    with contextlib.ExitStack() as stack:
+        pipes = [stack.enter_context(pipe()) for _ in range(2)]
+        streams = [tee.add(source, sink) for source, _ in pipes]
+        for _, writer in pipes:
+            writer.write(b"before\n[rank0]: " + head)
+        for line in range(20):
+            for number, (_, writer) in enumerate(pipes):
+                writer.write(b"%d %d\n" % (number, line))
+    assert all(stream.ended.wait(LIMIT_S) for stream in streams)
+    tee.close(LIMIT_S)
+    expected = [b"".join(b"%d %d\n" % (n, line) for line in range(20)) for n in range(2)]
+    assert (
+        sorted(sink.writes)
+        == [*(b"[rank0]: " + head + text for text in expected)] + [b"before\n"] * 2
+    )
+
+
+def test_traceback_is_passed_on_after_a_pause():
+    sink = Sink()
+    with pipe() as (source, writer):
+        stream = Stream(source, [sink])
+        writer.write(b"Traceback (most recent call last):\n  File\n")
+        stream.pump()
+        assert sink.writes == []
+        assert stream.flush_partial(idle_s=LIMIT_S) > 0
+        assert stream.flush_partial() is None
+        assert sink.writes == [b"Traceback (most recent call last):\n  File\n"]
+        writer.write(b"next\n")
+        stream.pump()
+        assert sink.writes[1:] == [b"next\n"]
+        stream.finish()
+
+
+def test_control_sequence_alone_is_kept_for_the_line_it_belongs_to():
+    sink = Sink()
+    with pipe() as (source, writer):
+        stream = Stream(source, [sink])
+        writer.write(b"\x1b[?25h\x1b[0m")
+        stream.pump()
+        assert stream.flush_partial(idle_s=1e-9) is None
+        writer.write(b"table\n\x1b[0m")
+        stream.pump()
+        assert sink.writes == [b"\x1b[?25h\x1b[0mtable\n"]
+        stream.finish()
+    assert sink.writes[1:] == [b"\x1b[0m"]

@@ -117,10 +117,11 @@ def _run(options: argparse.Namespace) -> int:
     several = options.nproc_per_node > 1 or ":" in options.command
     logs = log_options(options, None)
     # A terminal gets whole lines anyway; elsewhere unbuffered output is not lost with a crash.
-    unbuffered = not terminal or logs.pipes_stdout(1 + several, terminal)
+    unbuffered = not terminal or logs.stdout(1 + several, terminal) != "inherited"
     commands = worker_commands(options, options.parser, unbuffered=unbuffered)
     # Workers that have the terminal themselves would write into the status line.
-    shown = not options.dry_run and (not terminal or logs.pipes_stdout(len(commands), terminal))
+    through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
+    shown = through and not options.dry_run
     status = make_status_line(len(commands)) if shown else None
     spec = LaunchSpec(
         commands=commands,

@@ -13,6 +13,9 @@ from unisono.base.config import environ
 
 __all__ = ["StatusLine", "make_status_line"]
 
+_UPWARD = re.compile(r"\x1b\[\d*[AF]")
+"""Moves the cursor up, which would end in other ranks' lines."""
+
 
 def make_status_line(nprocs: int) -> StatusLine | None:
     """Return a status line if somebody looks and rich is installed."""
@@ -33,7 +36,7 @@ class StatusLine:
         self._nprocs = nprocs
         self._up = 0
         self._restarts = 0
-        self._progress = ""
+        self._progress: Any = None
         self._unfinished = False
         self._start_s = time.monotonic()
         self._live: Any = None
@@ -52,11 +55,11 @@ class StatusLine:
             text = text.removeprefix("\n")
         self._unfinished = bool(text) and text[-1] not in "\r\n"
         for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text):
-            if line.endswith("\r"):
-                # A progress bar: its next state is to overwrite this one.
-                self._progress = line.strip()
-            else:
-                self._live.console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
+            shown = Text.from_ansi(line.strip("\r\n"))
+            # A progress bar, which is to be overwritten by its next state, or part of one.
+            self._progress = shown if line.endswith("\r") or _UPWARD.search(line) else None
+            if self._progress is None:
+                self._live.console.print(shown, soft_wrap=True)
 
     def flush(self) -> None:
         """Do nothing: `write` keeps nothing back."""
@@ -101,6 +104,6 @@ class StatusLine:
             f"{self._up} of {self._nprocs} ranks up",
             f"{self._restarts} restarts",
             f"{minutes}:{seconds:02d}",
-            *filter(None, [self._progress]),
         ]
-        return Text(" | ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
+        text = Text(" | ".join(parts), style="bold", no_wrap=True, overflow="ellipsis")
+        return text if self._progress is None else text.append(" | ").append_text(self._progress)

@@ -165,7 +165,7 @@ class Attempt:
             self._place.first_rank + local_rank,
             self._spec.commands[local_rank],
             env,
-            pipe_stdout=self._output.pipes_stdout,
+            stdout=self._output.stdout,
             cpus=self._binding.cpus(local_rank),
             pass_fds=pass_fds,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.elastic.ranges import format_ranges
-from unisono.elastic.tee import Sink
+from unisono.elastic.tee import TRACEBACK, Sink
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["HOLD_S", "Console", "Fold", "WorkerName", "check_prefix"]
@@ -126,8 +126,11 @@ class Console:
         return _Voice(self, name.rank)
 
     def take(self, rank: int, data: bytes) -> None:
-        """Take whole lines, or an unfinished one, of a rank."""
-        for piece in _PIECES.findall(data):
+        """Take whole lines, a traceback, or an unfinished line, of a rank."""
+        pieces = _PIECES.findall(data)
+        if TRACEBACK in data:
+            pieces = [data if data.endswith(b"\n") else data + b"\n"]
+        for piece in pieces:
             finished = piece[-1:] in b"\r\n"
             if self._unfinished == rank:
                 self._sink.write(piece)
@@ -177,15 +180,11 @@ class Console:
             host=names[0].host,
             role=names[0].role,
         )
-        if len(ranks) == 1:
-            return prefix.encode() + line
         text = line.rstrip(b"\r\n")
-        return (
-            prefix.encode()
-            + text
-            + f" \N{MULTIPLICATION SIGN}{len(ranks)}".encode()
-            + line[len(text) :]
-        )
+        end = line[len(text) :]
+        if len(ranks) > 1:
+            end = f" \N{MULTIPLICATION SIGN}{len(ranks)}".encode() + end
+        return prefix.encode() + text.replace(b"\n", b"\n" + prefix.encode()) + end
 
 
 class _Voice:

@@ -20,7 +20,7 @@ from typing import IO, Protocol, TextIO
 
 from unisono.base.config import environ
 from unisono.elastic.console import Console, WorkerName, check_prefix
-from unisono.elastic.process import Worker
+from unisono.elastic.process import Stdout, Worker
 from unisono.elastic.tee import Sink, Stream, Tee
 from unisono.errors import InvalidArgumentError, LaunchError
 
@@ -141,13 +141,17 @@ class LogOptions:
         """Whether equal lines are joined."""
         return nprocs > 1 and (terminal if self.fold is None else self.fold)
 
-    def pipes_stdout(self, nprocs: int, terminal: bool) -> bool:
-        """Whether workers cannot have the launcher's own standard output."""
+    def stdout(self, nprocs: int, terminal: bool) -> Stdout:
+        """Return what workers have for standard output."""
         # Workers write whole lines to a terminal, but to a pipe or file in pieces, which
         # would mix the ranks' lines; so there they go through the launcher.
         several = nprocs > 1 and (not terminal or self.folds(nprocs, terminal))
         asked = self.redirects or self.tee or self.log_dir or self.prefix or self.stdout_filters
-        return several or bool(asked) or self.local_ranks is not None
+        if not several and not asked and self.local_ranks is None:
+            return "inherited"
+        # In a file, progress bars and colours would be noise.
+        files = self.redirects or self.tee or self.log_dir or self.stdout_filters
+        return "terminal" if terminal and not files else "pipe"
 
     def _redirected(self, local_rank: int) -> Std:
         return Std.NONE if self.redirects is None else self.redirects.of(local_rank)
@@ -166,7 +170,7 @@ class Output:
         self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
         self._tee = Tee(self._tick)
-        self.pipes_stdout = options.pipes_stdout(nprocs, sys.stdout.isatty())
+        self.stdout = options.stdout(nprocs, sys.stdout.isatty())
 
     def error_file(self, name: WorkerName) -> str:
         """Return where a worker may describe its exception, TORCHELASTIC_ERROR_FILE; "": nowhere.

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO
+from typing import IO, Literal
 
 from unisono.base.config import environ
 from unisono.base.log import get_logger
@@ -20,12 +20,15 @@ from unisono.elastic import reaper
 from unisono.elastic.environment import LAUNCH_VARIABLE
 from unisono.errors import LaunchError
 
-__all__ = ["Reaper", "Worker", "parent_death_hook"]
+__all__ = ["Reaper", "Stdout", "Worker", "parent_death_hook"]
+
+Stdout = Literal["inherited", "pipe", "terminal"]
 
 _log = get_logger("elastic")
 
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
+_PREFIX_COLUMNS = 12
 
 
 def parent_death_hook() -> Callable[[], bool]:
@@ -72,7 +75,9 @@ class Worker:
         rank: Its rank.
         command: Program and arguments.
         env: Its whole environment.
-        pipe_stdout: Standard output goes to `stdout` here; otherwise it is the launcher's own.
+        stdout: Where standard output goes: to `stdout` here through a pipe, or through a
+            terminal of its own, so that the program does what it does on a terminal; or it is
+            inherited from the launcher.
         cpus: CPUs that it may run on; all that the launcher may if empty.
         pass_fds: Descriptors that it inherits.
 
@@ -88,21 +93,29 @@ class Worker:
         command: Sequence[str],
         env: Mapping[str, str],
         *,
-        pipe_stdout: bool,
+        stdout: Stdout,
         cpus: Collection[int] = (),
         pass_fds: Sequence[int] = (),
     ) -> None:
+        self._terminal: IO[bytes] | None = None
         try:
-            self._popen = subprocess.Popen(
-                command,
-                env=env,
-                stdout=subprocess.PIPE if pipe_stdout else None,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                pass_fds=pass_fds,
-                preexec_fn=_before_exec(cpus),
-            )
+            with contextlib.ExitStack() as stack:
+                target: int | None = subprocess.PIPE if stdout == "pipe" else None
+                if stdout == "terminal":
+                    self._terminal, target = _open_terminal()
+                    stack.callback(os.close, target)
+                self._popen = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=target,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=pass_fds,
+                    preexec_fn=_before_exec(cpus),
+                )
         except (OSError, subprocess.SubprocessError) as error:
+            if self._terminal is not None:
+                self._terminal.close()
             raise LaunchError(f"cannot start rank {rank} ({command[0]}): {error}") from error
         self.rank = rank
         self.pid = self._popen.pid
@@ -112,8 +125,8 @@ class Worker:
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """The worker's standard output, if it is piped."""
-        return self._popen.stdout
+        """The worker's standard output, unless it is inherited."""
+        return self._terminal or self._popen.stdout
 
     @property
     def stderr(self) -> IO[bytes]:
@@ -171,6 +184,22 @@ class Worker:
                 self.exit_fd = None
         if self.exit_code is None:
             self.exit_code = self._popen.returncode
+
+
+def _open_terminal() -> tuple[IO[bytes], int]:
+    """Open a terminal of the launcher's size; return what to read, and its other side."""
+    import pty
+    import termios
+    import tty
+
+    ours, theirs = pty.openpty()
+    # Lines shall arrive as they were written.
+    tty.setraw(theirs)
+    with contextlib.suppress(OSError):
+        lines, columns = termios.tcgetwinsize(sys.stdout.fileno())
+        # The launcher puts a prefix before each line.
+        termios.tcsetwinsize(theirs, (lines, max(columns - _PREFIX_COLUMNS, 0)))
+    return open(ours, "rb", buffering=0), theirs
 
 
 def _open_exit_fd(pid: int) -> int | None:

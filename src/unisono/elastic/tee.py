@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import threading
 import time
@@ -17,8 +18,12 @@ from typing import IO, Protocol
 
 from unisono.base.deadline import Deadline
 
-__all__ = ["Sink", "Stream", "Tee"]
+__all__ = ["TRACEBACK", "Sink", "Stream", "Tee"]
 
+TRACEBACK = b"Traceback (most recent call last):"
+"""From here on, what comes without a pause is passed on together."""
+
+_CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _IDLE_S = 0.2
@@ -28,7 +33,7 @@ class Sink(Protocol):
     """Where lines go: a binary file, or a console that decorates them."""
 
     def write(self, data: bytes, /) -> object:
-        """Take whole lines, or the beginning of one that stays unfinished for long."""
+        """Take whole lines, a whole traceback, or a beginning that stays unfinished for long."""
 
     def flush(self) -> object:
         """See to it that what was written can be seen."""
@@ -64,12 +69,19 @@ class Stream:
 
     def pump(self) -> bool:
         """Read what there is and pass on the complete lines; False at the end of file."""
-        data = os.read(self.source.fileno(), _READ_BYTES)
+        try:
+            data = os.read(self.source.fileno(), _READ_BYTES)
+        except OSError:
+            # That is how Linux reports the end of a terminal.
+            data = b""
         if self._keep_tail:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
         pending = self._partial + data
         # A carriage return ends a line as well, or progress bars would never show.
         end = max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
+        # Several ranks often print one at the same time: after Ctrl-C, or all for the same reason.
+        if (traceback := pending.find(TRACEBACK)) >= 0:
+            end = pending.rfind(b"\n", 0, traceback) + 1
         if not data or len(pending) - end >= _READ_BYTES:
             end = len(pending)
         self._partial = pending[end:]
@@ -84,6 +96,9 @@ class Stream:
             In how many seconds to try again; None if nothing is left.
         """
         if not self._partial:
+            return None
+        if idle_s and not _CONTROL.sub(b"", self._partial):
+            # It shows nothing yet, such as the sequence that makes a cursor visible.
             return None
         left_s = self._partial_since_s + idle_s - time.monotonic()
         if left_s > 0:
