@@ -60,9 +60,9 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._description = "undefined"
         self._bound: torch.device | None = None
         self._devices: dict[str, Any] = {}
-        # How often a group of some name was made from this one: a name is used again once its
-        # group is destroyed, which another member may not have done yet.
-        self._made: Counter[str] = Counter()
+        # How many groups of these ranks were made from this one. torch's name would not do: with
+        # local synchronization it depends on all groups a rank has, which differ by rank.
+        self._made: Counter[tuple[int, ...]] = Counter()
         self._forget_exit: Callable[[], None] = lambda: None
 
     # ---- who ------------------------------------------------------------------------------
@@ -180,24 +180,21 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             return None
         name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
         ranks = tuple(self._group.ranks[rank] for rank in new_ranks)
-        group = self.child(ranks, self._store, name, timeout)
+        group = self.child(ranks, self._store, timeout)
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
         return group
 
-    def child(
-        self, ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta | None
-    ) -> ProcessGroup:
+    def child(self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None) -> ProcessGroup:
         """Return a group of some global ranks, this one among them, over this group's links."""
-        count = self._made[name]
-        self._made[name] += 1
-        key = f"{name}/{count}"
+        key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
+        self._made[ranks] += 1
         group = UnisonoGroup(
             PrefixStore(key, TorchStore(store)),
             ranks.index(self._group.ranks[self._group.rank()]),
             len(ranks),
             timeout=self._group.timeout_s if timeout is None else timeout,
-            name=name,
+            name=_name_of(ranks),
             _ranks=ranks,
             _parent=self._group,
             _key=key,
@@ -232,6 +229,12 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         raise TypeError("cannot pickle a process group: it belongs to this process")
 
 
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """Return what errors call a group that torch knows by a number or a hash."""
+    shown = ",".join(map(str, ranks[:8]))
+    return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown},... ({len(ranks)})"
+
+
 def create(options: Any, pg_options: Any) -> ProcessGroup:
     """Return this rank's process group for torch's description of a new group.
 
@@ -241,13 +244,13 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
     try:
         parent = c10d._get_default_group() if ranks else None
         if isinstance(parent, ProcessGroup):
-            return parent.child(ranks, options.store, options.group_id, options.timeout)
+            return parent.child(ranks, options.store, options.timeout)
         group = UnisonoGroup(
             TorchStore(options.store),
             options.group_rank,
             options.group_size,
             timeout=options.timeout,
-            name="default" if not ranks else options.group_id,
+            name=_name_of(ranks) if ranks else "default",
             options=pg_options,
         )
     except UnisonoError as error:

@@ -1,0 +1,235 @@
+"""The same calls on Gloo and on the plug-in: the backend is an argument."""
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch_world import torch_world
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+REDUCE_OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"]
+
+
+def made(dtype, rank, n=4):
+    """Small values that no reduce op rounds."""
+    values = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12][:n]) % 3 + rank % 2
+    return values.bool() if dtype is torch.bool else values.to(torch.float32).to(dtype)
+
+
+def shown(tensor):
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        tensor = tensor.to(torch.float32)
+    return (str(tensor.dtype), tensor.resolve_conj().tolist())
+
+
+def matrix(rank, size, group):
+    """Return {(operation, dtype): result or "refused"} of calls that are the same on all ranks."""
+    results = {}
+
+    def note(name, call, *tensors):
+        try:
+            call()
+        except (RuntimeError, ValueError, TypeError):
+            results[name] = "refused"
+        else:
+            results[name] = [shown(t) for t in tensors]
+
+    for dtype in DTYPES:
+        for op in REDUCE_OPS:
+            x = made(dtype, rank)
+            note(
+                f"all_reduce {dtype} {op}",
+                lambda x=x, op=op: dist.all_reduce(x, getattr(dist.ReduceOp, op), group=group),
+                x,
+            )
+        x = made(dtype, rank)
+        note(f"broadcast {dtype}", lambda x=x: dist.broadcast(x, 1, group=group), x)
+        outs = [torch.zeros_like(x) for _ in range(size)]
+        note(f"all_gather {dtype}", lambda o=outs, x=x: dist.all_gather(o, x, group=group), *outs)
+        whole = torch.zeros(4 * size).to(dtype)
+        note(
+            f"all_gather_single {dtype}",
+            lambda o=whole, x=x: dist.all_gather_single(o, x, group=group),
+            whole,
+        )
+        y = made(dtype, rank, 4 * size)
+        out = torch.zeros_like(y)
+        note(
+            f"all_to_all_single {dtype}",
+            lambda o=out, y=y: dist.all_to_all_single(o, y, group=group),
+            out,
+        )
+        outs = [torch.zeros_like(x) for _ in range(size)] if rank == 0 else None
+        note(f"gather {dtype}", lambda o=outs, x=x: dist.gather(x, o, group=group), *(outs or []))
+        ins = [made(dtype, r) for r in range(size)] if rank == 0 else None
+        out = torch.zeros_like(x)
+        note(f"scatter {dtype}", lambda o=out, i=ins: dist.scatter(o, i, group=group), out)
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            part = torch.zeros(4, dtype=dtype)
+            z = made(dtype, rank, 4 * size)
+            note(
+                f"reduce_scatter_single {dtype}",
+                lambda p=part, z=z: dist.reduce_scatter_single(p, z, group=group),
+                part,
+            )
+        z = made(dtype, rank)
+        note(f"reduce {dtype}", lambda z=z: dist.reduce(z, 1, group=group), *([z] * (rank == 1)))
+    return results
+
+
+def calls(rank, size, group):
+    """Return {name: result} of everything else that Gloo has."""
+    results = {}
+
+    def note(name, *tensors):
+        results[name] = [shown(t) for t in tensors]
+
+    def new(n=4, shift=0):
+        return torch.arange(n, dtype=torch.float32) + 10 * rank + shift
+
+    with dist._coalescing_manager(group=group):
+        pair = [new(), new(3)]
+        for x in pair:
+            dist.all_reduce(x, group=group)
+    note("coalesced all_reduce", *pair)
+    with dist._coalescing_manager(group=group, async_ops=True) as manager:
+        wholes = [torch.zeros(4 * size), torch.zeros(2 * size)]
+        dist.all_gather_single(wholes[0], new(), group=group)
+        dist.all_gather_single(wholes[1], new(2), group=group)
+    manager.wait()
+    note("coalesced all_gather", *wholes)
+    with dist._coalescing_manager(group=group):
+        parts = [torch.zeros(2), torch.zeros(3)]
+        dist.reduce_scatter_single(parts[0], new(2 * size), group=group)
+        dist.reduce_scatter_single(parts[1], new(3 * size), group=group)
+    note("coalesced reduce_scatter", *parts)
+    pair = [new(), new(3)]
+    dist.all_reduce_coalesced(pair, group=group)
+    note("all_reduce_coalesced", *pair)
+    outs = [[torch.zeros(4), torch.zeros(2)] for _ in range(size)]
+    dist.all_gather_coalesced(outs, [new(), new(2)], group=group)
+    note("all_gather_coalesced", *[t for row in outs for t in row])
+    results["objects"] = objects(rank, size, group)
+    sparse = torch.sparse_coo_tensor([[rank, size + 1]], [1.0 + rank, 2.0], (size + 3,))
+    dist.all_reduce(sparse, group=group)
+    note("sparse", sparse)
+    sparse = torch.sparse_coo_tensor([[rank], [0]], torch.full((1, 2), 3.0), (size, 1, 2))
+    work = dist.all_reduce(sparse, group=group, async_op=True)
+    work.wait()
+    note("sparse hybrid", sparse)
+    x = new()
+    value = dist.all_reduce(x, group=group, async_op=True).get_future().wait()
+    note("future", value[0] if isinstance(value[0], torch.Tensor) else value[0][0], x)
+    x = new()
+    x.requires_grad_()
+    dist.all_reduce(x, group=group)
+    note("requires grad", x.detach())
+    for name, t in (("empty", torch.zeros(0)), ("scalar", torch.tensor(2.0 + rank))):
+        dist.all_reduce(t, group=group)
+        note(name, t)
+    results["any"] = any_source(rank, size, group)
+    results |= functionals(rank, size, group)
+    dist.barrier(group=group)
+    return results
+
+
+def objects(rank, size, group):
+    gathered = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank}, group=group)
+    some = ["a", {"b": 1}] if rank == 0 else [None, None]
+    dist.broadcast_object_list(some, src=0, group=group)
+    mine = [None]
+    dist.scatter_object_list(mine, list("xyz")[:size] if rank == 0 else None, src=0, group=group)
+    at_root = [None] * size if rank == 1 else None
+    dist.gather_object(rank * 2, at_root, dst=1, group=group)
+    if rank == 0:
+        dist.send_object_list([{"from": 0}], dst=1, group=group)
+    heard = [None]
+    if rank == 1:
+        dist.recv_object_list(heard, src=0, group=group)
+    return [gathered, some, mine, at_root, heard]
+
+
+def any_source(rank, size, group):
+    if rank != 0:
+        dist.send(torch.tensor([float(rank)]), 0, group=group, tag=5)
+        return None
+    heard = []
+    for _ in range(size - 1):
+        x = torch.zeros(1)
+        source = dist.recv(x, group=group, tag=5)
+        heard.append([source, x.item()])
+    return sorted(heard)
+
+
+def functionals(rank, size, group):
+    results = {}
+    x = torch.arange(2 * size, dtype=torch.float32) + rank
+    for name, out in (
+        ("f all_reduce", functional.all_reduce(x, "sum", group)),
+        ("f max", functional.all_reduce(x, "max", group)),
+        ("f all_gather", functional.all_gather_tensor(x.reshape(2, -1), 1, group)),
+        ("f reduce_scatter", functional.reduce_scatter_tensor(x, "sum", 0, group)),
+        ("f all_to_all", functional.all_to_all_single(x, None, None, group)),
+        ("f broadcast", functional.broadcast(x, 1, group)),
+    ):
+        results[name] = shown(functional.wait_tensor(out))
+    for i, out in enumerate(functional.all_reduce_coalesced([x, x + 1], "sum", group)):
+        results[f"f coalesced {i}"] = shown(functional.wait_tensor(out))
+    return results
+
+
+def both(rank, path):
+    """Return the results of Gloo and ours, as (matrix, calls) each."""
+    found = []
+    for backend in ("gloo", "unisono"):
+        with torch_world(backend, path) as world:
+            size = dist.get_world_size()
+            whole = dist.group.WORLD
+            found.append((matrix(rank, size, whole), calls(rank, size, whole)))
+            assert world.name() == backend
+    return found
+
+
+def in_groups(rank, path):
+    """Return what sub-groups show; made of ranks in any order, of parts of parts."""
+    with torch_world("unisono", path):
+        size = dist.get_world_size()
+        results = {}
+        some = dist.new_group([size - 1, 0])
+        if rank in (0, size - 1):
+            x = torch.tensor([1.0 + rank])
+            dist.all_reduce(x, group=some)
+            results["some"] = [x.item(), dist.get_rank(some), dist.get_world_size(some)]
+            if rank == 0:
+                dist.send(torch.tensor([7.0]), dst=size - 1, group=some)
+            else:
+                y = torch.zeros(1)
+                results["source"] = [dist.recv(y, group=some), y.item()]
+        own = dist.new_group([rank], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(1), group=own)
+        again = []
+        for _ in range(3):
+            local = dist.new_group(list(range(size)), use_local_synchronization=True)
+            x = torch.ones(2)
+            dist.all_reduce(x, group=local)
+            again.append(x[0].item())
+            dist.destroy_process_group(local)
+        results["made again"] = again
+        gloo = dist.new_group(backend="gloo")
+        x = torch.ones(1)
+        dist.all_reduce(x, group=gloo)
+        results["gloo beside it"] = [x.item(), dist.get_backend(gloo)]
+        part = dist.group.WORLD.split_group([1, 0])
+        results["split"] = None
+        if part is not None:
+            x = torch.tensor([float(rank)])
+            part.allreduce([x]).wait()
+            results["split"] = [x.item(), part.rank(), part.size()]
+        dist.group.WORLD.monitored_barrier()
+        return results

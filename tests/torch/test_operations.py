@@ -1,0 +1,54 @@
+"""Every operation and dtype against Gloo, in real processes."""
+
+import pytest
+
+from unisono.testing import run
+
+pytest.importorskip("torch")
+
+import operation_bodies
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        path = str(tmp_path_factory.mktemp("store") / "store")
+        return run(operation_bodies.both, RANKS, ranks="processes", args=(path,))
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["dtypes", "calls"])
+def test_what_gloo_computes_the_plugin_computes(results, part):
+    for rank, (gloo, ours) in enumerate(results):
+        assert gloo[part].keys() == ours[part].keys()
+        for name, expected in gloo[part].items():
+            if expected != "refused":
+                assert ours[part][name] == expected, f"rank {rank}: {name}"
+
+
+def test_what_the_plugin_refuses_it_refuses_on_all_ranks(results):
+    refused = [
+        {name for name, value in ours[0].items() if value == "refused"} for _, ours in results
+    ]
+    assert refused[0] == refused[1] == refused[2]
+    assert {name for name in refused[0] if "AVG" in name} == {
+        "all_reduce torch.bool AVG",
+        "all_reduce torch.float8_e4m3fn AVG",
+        "all_reduce torch.float8_e5m2 AVG",
+    }
+
+
+def test_sub_groups(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    path = str(tmp_path / "store")
+    results = run(operation_bodies.in_groups, RANKS, ranks="processes", args=(path,))
+    first, _, last = results
+    assert first["some"] == [4.0, 0, 2]
+    assert last["some"] == [4.0, 1, 2]
+    assert last["source"] == [0, 7.0]
+    for rank, found in enumerate(results):
+        assert found["made again"] == [3.0, 3.0, 3.0]
+        assert found["gloo beside it"] == [3.0, "gloo"]
+        assert found["split"] == ([1.0, 1 - rank, 2] if rank < 2 else None)
