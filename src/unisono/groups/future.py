@@ -26,11 +26,13 @@ class Future:
 
     Args:
         calls: What the value comes from. Whoever waits watches their deadlines.
+        what: What it is the future of, for errors.
 
     Source: torch.futures.Future (2.13).
     """
 
-    def __init__(self, calls: Sequence[Pending] = ()) -> None:
+    def __init__(self, calls: Sequence[Pending] = (), what: str = "") -> None:
+        self._what = what
         self._completion = Completion()
         self._value: Any = None
         self._calls = tuple(calls)
@@ -70,7 +72,10 @@ class Future:
         done = self.done() or all(call.wait_or_expire(limit) for call in self._calls)
         if not done or not self._completion.wait_until(limit):
             assert limit is not None
-            raise CollectiveTimeoutError(f"the future had no value after {limit.timeout_s:g} s")
+            of = f" of {self._what}" if self._what else ""
+            raise CollectiveTimeoutError(
+                f"the future{of} had no value after {limit.timeout_s:g} s; it goes on"
+            )
         return self.value()
 
     def value(self) -> Any:
@@ -106,7 +111,7 @@ class Future:
 
     def then(self, callback: Callable[[Future], Any]) -> Future:
         """Return a future of `callback(self)`; an exception in it becomes that future's error."""
-        result = Future(self._calls)
+        result = Future(self._calls, self._what)
         context = copy_context()
 
         def run(completion: Completion) -> None:
@@ -137,7 +142,8 @@ def collect_all(futures: Sequence[Future]) -> Future:
     Source: torch.futures.collect_all (2.13).
     """
     waiting = list(futures)
-    result = Future([call for future in waiting for call in future._calls])
+    whats = dict.fromkeys(future._what for future in waiting if future._what)
+    result = Future([call for future in waiting for call in future._calls], ", ".join(whats))
     left = Completion()
 
     def ended(future: Future) -> None:

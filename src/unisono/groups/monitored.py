@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.streams import on_host
 from unisono.engines.api import name_ranks
 from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
@@ -62,6 +63,7 @@ def monitored_barrier(
 _HERE, _MISSING, _LOST = range(3)
 
 
+@on_host
 def _collect(
     pg: ProcessGroup, tag: int, deadline: Deadline, wait_all_ranks: bool
 ) -> np.ndarray[Any, Any]:
@@ -87,6 +89,7 @@ def _collect(
     return verdict
 
 
+@on_host
 def _report(pg: ProcessGroup, tag: int, deadline: Deadline) -> np.ndarray[Any, Any]:
     """Tell rank 0 that this one is here; return what it says of all."""
     verdict = np.empty(pg.size(), np.uint8)

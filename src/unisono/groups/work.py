@@ -89,7 +89,7 @@ class Work:
 
     def get_future(self) -> Future:
         """Return a future of the result arrays."""
-        future = Future((self._pending,))
+        future = Future((self._pending,), self._op)
 
         def ended(pending: Completion) -> None:
             if pending.error is not None:

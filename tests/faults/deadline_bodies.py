@@ -1,0 +1,209 @@
+"""Every public call that blocks, made while one rank does not come or is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from fault_calls import COLLECTIVES, attempt, groups_for, pids, store
+
+import unisono as dist
+from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
+
+# So many at the same time: one after another would take minutes, all at once a whole core.
+AT_ONCE = 6
+
+LARGE = 64 << 20
+
+OBJECTS = {
+    "all_gather_object": lambda g, t: dist.all_gather_object([None] * 3, {}, g, timeout=t),
+    "broadcast_object_list": lambda g, t: dist.broadcast_object_list([None], 2, g, timeout=t),
+    "gather_object": lambda g, t: dist.gather_object(
+        1, [None] * 3 if dist.get_rank() == 0 else None, 0, g, timeout=t
+    ),
+    "scatter_object_list": lambda g, t: dist.scatter_object_list([None], None, 2, g, timeout=t),
+}
+
+# What every rank can make alone: nobody takes part but the one that does not come.
+MESSAGES = {
+    "recv": lambda g, t: g.recv(np.zeros(2), 2, timeout=t),
+    "recv from any": lambda g, t: g.recv(np.zeros(2), None, 5, timeout=t),
+    "irecv, wait": lambda g, t: g.recv(np.zeros(2), 2, async_op=True, timeout=t).wait(),
+    "irecv, future": lambda g, t: (
+        g.recv(np.zeros(2), 2, async_op=True, timeout=t).get_future().wait()
+    ),
+    "recv_object_list": lambda g, t: dist.recv_object_list([None], 2, g, timeout=t),
+    "batch_isend_irecv": lambda g, t: g.recv(np.zeros(2), 2, async_op=True, timeout=t).wait(),
+}
+
+WAITS = {
+    "Work.wait": lambda work, t: work.wait(t),
+    "Future.wait": lambda work, t: work.get_future().wait(t),
+    "collect_all": lambda work, t: dist.collect_all([work.get_future()]).wait(t),
+    "then": lambda work, t: work.get_future().then(lambda f: None).wait(t),
+}
+
+
+class Lateness:
+    """How late threads of this process wake up: what the machine adds to every time-out."""
+
+    STEP_S = 0.005
+
+    def __init__(self):
+        self.most_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._measure)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._stop.set()
+        self._thread.join()
+
+    def _measure(self):
+        before_s = time.monotonic()
+        while not self._stop.wait(self.STEP_S):
+            now_s = time.monotonic()
+            self.most_s = max(self.most_s, now_s - before_s - self.STEP_S)
+            before_s = now_s
+
+
+def collective_calls(timeout_s):
+    """Return {name: call} of all collectives, each on a group of its own, and the groups."""
+    groups = groups_for([*COLLECTIVES, *OBJECTS, *WAITS, "ungathered", "monitored_barrier"])
+    calls = {n: lambda n=n: COLLECTIVES[n](groups[n], timeout=timeout_s) for n in COLLECTIVES}
+    calls |= {n: lambda n=n: OBJECTS[n](groups[n], timeout_s) for n in OBJECTS}
+    calls |= {
+        f"{n} of a collective": lambda n=n: WAITS[n](groups[n].barrier(async_op=True), timeout_s)
+        for n in WAITS
+    }
+    calls["async, wait"] = lambda: (
+        groups["ungathered"].all_reduce(np.ones(2), async_op=True, timeout=timeout_s).wait()
+    )
+    calls["monitored_barrier"] = lambda: dist.monitored_barrier(
+        groups["monitored_barrier"], timeout_s
+    )
+    return calls, groups
+
+
+def message_calls(timeout_s):
+    """Return {name: call} of point-to-point calls."""
+    group = dist.GroupMember.WORLD
+    calls = {n: lambda n=n: MESSAGES[n](group, timeout_s) for n in MESSAGES}
+    return calls
+
+
+def large_send(timeout_s):
+    """A send of more than anything between two processes can hold."""
+    return {"send": lambda: dist.send(np.zeros(LARGE, np.uint8), 2, timeout=timeout_s)}
+
+
+def stream_calls(timeout_s):
+    """Return {name: call} of what waits for a stream, which waits for a receive."""
+    with dist.stream(dist.Stream("compute")):
+        dist.irecv(np.zeros(2), 2, tag=9, timeout=60).wait()
+        event, stream = dist.current_stream().record_event(), dist.current_stream()
+    return {
+        "Event.synchronize": lambda: event.synchronize(timeout_s),
+        "Stream.synchronize": lambda: stream.synchronize(timeout_s),
+        "Event.wait": lambda: event.wait(timeout=timeout_s),
+    }
+
+
+def store_calls(timeout_s, stopped, folder):
+    """Return {name: call} of the stores, and of what is made with them."""
+    hashed, file = HashStore(), FileStore(str(Path(folder, f"store{dist.get_rank()}")), 1)
+    shared, rank = PrefixStore("shared", store()), dist.get_rank()
+    calls = {
+        "TCPStore.get": lambda: shared.get("absent", timeout_s),
+        "TCPStore.wait": lambda: shared.wait(["absent"], timeout_s),
+        "TCPStore.queue_pop": lambda: shared.queue_pop("absent", timeout=timeout_s),
+        "TCPStore.barrier": lambda: shared.barrier("absent", 3, timeout_s),
+        "HashStore.get": lambda: hashed.get("absent", timeout_s),
+        "HashStore.queue_pop": lambda: hashed.queue_pop("absent", timeout=timeout_s),
+        "HashStore.barrier": lambda: hashed.barrier("absent", 2, timeout_s),
+        "FileStore.get": lambda: file.get("absent", timeout_s),
+        "FileStore.wait": lambda: file.wait(["absent"], timeout_s),
+        "ProcessGroup": lambda: dist.ProcessGroup(
+            PrefixStore("late", store()), rank, 3, timeout=timeout_s
+        ),
+    }
+    if stopped is not None:
+        stopped.set_timeout(timeout_s)
+        calls["get of a stopped server"] = lambda: stopped.get("key", timeout_s)
+        calls["set of a stopped server"] = lambda: stopped.set("key", "value")
+    # A port that is taken and not listened at: everybody who calls it is refused.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        calls["TCPStore"] = lambda: TCPStore("127.0.0.1", port, timeout=timeout_s)
+        url = f"tcp://127.0.0.1:{port}?rank=1&world_size=2"
+        calls["rendezvous"] = lambda: next(iter(dist.rendezvous(url, timeout=timeout_s)))
+        results = attempts(calls)
+    hashed.close()
+    file.close()
+    return results
+
+
+def attempts(calls):
+    """Make calls, some at a time; return how each ended and how late the machine was."""
+    results = {}
+
+    def make(name, call):
+        with Lateness() as lateness:
+            caught = attempt(call)
+        results[name] = caught, lateness.most_s
+
+    items = list(calls.items())
+    for first in range(0, len(items), AT_ONCE):
+        threads = [threading.Thread(target=make, args=i) for i in items[first : first + AT_ONCE]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return results
+
+
+def time_outs(rank, timeout_s, stop, folder):
+    """Make every call without rank 2, which is stopped, or waits in its own code."""
+    calls, groups = collective_calls(timeout_s)
+    everybody = pids()
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 2 else None
+    if server is not None:
+        store().set("port", str(server.port))
+    client = None if rank == 2 else TCPStore("127.0.0.1", int(store().get("port")))
+    if stop:
+        # Connected: the memory that ranks share is made by a group's first call.
+        for group in groups.values():
+            group.barrier()
+    dist.barrier()
+    results = {}
+    if rank == 2:
+        if stop:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        try:
+            results |= attempts(calls)
+            results |= attempts(message_calls(timeout_s))
+            if stop:  # a process that runs takes in what arrives
+                results |= attempts(large_send(timeout_s))
+            results |= attempts(stream_calls(timeout_s))
+            results |= store_calls(timeout_s, client if stop else None, folder)
+        finally:
+            store().add("done", 1)
+            while stop and rank == 0 and store().add("done", 0) < 2:
+                store().wait(["done"])
+            if stop and rank == 0:
+                os.kill(everybody[2], signal.SIGCONT)
+        client.close()
+    store().barrier("end", 3, 120.0)
+    if server is not None:
+        server.close()
+    return results

@@ -1,0 +1,66 @@
+"""Every public call that blocks ends in time, and says whom it waited for."""
+
+from __future__ import annotations
+
+import deadline_bodies
+import pytest
+from fault_calls import COLLECTIVES
+
+from unisono.testing import run
+
+TIMEOUT_S = 0.5
+# The promise.
+SLACK_S = 0.2
+# A call that ends passes through some threads; each may be as late as one that only sleeps.
+HANDOVERS = 6
+
+# What says for whom or for what a call has waited, where it is not rank 2.
+NAMED = {
+    "recv from any": "no rank sent a message that fits",
+    "Event.synchronize": "stream 'compute' was not done",
+    "Stream.synchronize": "stream 'compute' was not done",
+    "Event.wait": "stream 'compute' was not done",
+    "TCPStore.get": "absent",
+    "TCPStore.wait": "absent",
+    "TCPStore.queue_pop": "absent",
+    "TCPStore.barrier": "absent",
+    "HashStore.get": "absent",
+    "HashStore.queue_pop": "absent",
+    "HashStore.barrier": "absent",
+    "FileStore.get": "absent",
+    "FileStore.wait": "absent",
+    "TCPStore": "127.0.0.1",
+    "rendezvous": "127.0.0.1",
+    "get of a stopped server": "127.0.0.1",
+    "set of a stopped server": "127.0.0.1",
+    "Work.wait of a collective": "barrier was not done",
+    "Future.wait of a collective": "barrier",
+    "collect_all of a collective": "barrier",
+    "then of a collective": "barrier",
+}
+
+
+@pytest.mark.parametrize("rank_2", ["stopped", "elsewhere"])
+@pytest.mark.parametrize("engine", [None, "reference"])
+def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
+    results = run(
+        deadline_bodies.time_outs,
+        3,
+        ranks="processes",
+        engine=engine,
+        args=(TIMEOUT_S, rank_2 == "stopped", str(tmp_path)),
+    )
+    wrong = []
+    for rank in (0, 1):
+        assert set(COLLECTIVES) < set(results[rank])
+        for name, (caught, late_s) in results[rank].items():
+            first = caught.text.partition("\n")[0]
+            # A rank that began a little earlier may end the call of all.
+            least = 0.0 if "(found by rank" in first else TIMEOUT_S - 0.01
+            most = TIMEOUT_S + SLACK_S + HANDOVERS * late_s
+            if not least <= caught.took_s <= most:
+                took = f"took {caught.took_s:.3f} s, at most {most:.3f} s: {first}"
+                wrong.append(f"{name} on rank {rank} {took}")
+            if NAMED.get(name, "rank 2") not in first and caught.peers != (2,):
+                wrong.append(f"{name} on rank {rank} does not say whom it waited for: {first}")
+    assert not wrong, "\n".join(wrong)
