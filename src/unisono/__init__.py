@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
     from unisono.groups.lifecycle import init_process_group as init_process_group
     from unisono.groups.monitored import monitored_barrier as monitored_barrier
+    from unisono.groups.object_reductions import all_reduce_object as all_reduce_object
+    from unisono.groups.object_reductions import reduce_object as reduce_object
     from unisono.groups.objects import all_gather_object as all_gather_object
     from unisono.groups.objects import broadcast_object_list as broadcast_object_list
     from unisono.groups.objects import gather_object as gather_object
@@ -102,6 +104,8 @@ if TYPE_CHECKING:
     )
     from unisono.groups.subgroups import shrink_group as shrink_group
     from unisono.groups.subgroups import split_group as split_group
+    from unisono.groups.waiting import wait_all as wait_all
+    from unisono.groups.waiting import wait_any as wait_any
     from unisono.groups.work import Work as Work
     from unisono.groups.world import GroupMember as GroupMember
     from unisono.groups.world import group as group
@@ -147,6 +151,7 @@ _HOMES = {
     ),
     "groups.future": "Future collect_all",
     "groups.monitored": "monitored_barrier",
+    "groups.object_reductions": "all_reduce_object reduce_object",
     "groups.objects": (
         "all_gather_object broadcast_object_list gather_object recv_object_list "
         "scatter_object_list send_object_list"
@@ -155,6 +160,7 @@ _HOMES = {
     "groups.process_group": "ProcessGroup",
     "groups.serializer": "PickleSerializer Serializer",
     "groups.stop": "should_stop",
+    "groups.waiting": "wait_all wait_any",
     "groups.work": "Work",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",

@@ -117,7 +117,7 @@ class Pending(Completion):
         """
         if self.done():
             return True
-        self._refuse_to_wait_for_itself()
+        self.require_other_thread()
         own = self.deadline
         if own is not None and (limit is None or own.remaining() <= limit.remaining()):
             if not self.wait_until(own):
@@ -125,7 +125,12 @@ class Pending(Completion):
             return True
         return self.wait_until(limit)
 
-    def _refuse_to_wait_for_itself(self) -> None:
+    def require_other_thread(self) -> None:
+        """Check that the calling thread is not the one that runs the call.
+
+        Raises:
+            UsageError: It is, and would wait for itself for ever.
+        """
         if self._runs_here():
             raise UsageError(
                 "wait() in a callback, on the thread that runs the operations of this group, "

@@ -399,7 +399,7 @@ class CPUBackend(DeviceBackend):
             asked.agreed,
             asked.splits,
         )
-        key = (shapes, asked.dtype.name, reduction, *rest)
+        key = (asked.collective, shapes, asked.dtype.name, reduction, *rest)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:

@@ -60,7 +60,7 @@ class StreamCall(Pending):
             self._real.expire()
 
     def wait_or_expire(self, limit: Deadline | None) -> bool:
-        self._refuse_to_wait_for_itself()
+        self.require_other_thread()
         if not self._begun.wait_until(limit):
             return False
         if self._real is not None and not self._real.wait_or_expire(limit):

@@ -73,7 +73,7 @@ def broadcast_object_list(
     if (pg := member_group(group, "broadcast_object_list")) is None:
         return
     root = group_rank_of(pg, src, group_src, default=0)
-    call = _Call(pg, f"broadcast_object_list[{_length(object_list)}]", timeout, serializer)
+    call = ObjectCall(pg, f"broadcast_object_list[{_length(object_list)}]", timeout, serializer)
     if pg.rank() == root:
         call.broadcast(call.pack(lambda: list(object_list)), root)
         call.end()
@@ -103,7 +103,7 @@ def all_gather_object(
     """
     if (pg := member_group(group, "all_gather_object")) is None:
         return
-    call = _Call(pg, "all_gather_object", timeout, serializer)
+    call = ObjectCall(pg, "all_gather_object", timeout, serializer)
 
     def mine() -> Any:
         one_each(pg, object_list, "object_list")
@@ -135,7 +135,7 @@ def gather_object(
     if (pg := member_group(group, "gather_object")) is None:
         return
     root = group_rank_of(pg, dst, group_dst, default=0)
-    call = _Call(pg, "gather_object", timeout, serializer)
+    call = ObjectCall(pg, "gather_object", timeout, serializer)
 
     def mine() -> Any:
         list_on_root(pg, object_gather_list, root, "object_gather_list")
@@ -169,7 +169,7 @@ def scatter_object_list(
     if (pg := member_group(group, "scatter_object_list")) is None:
         return
     root = group_rank_of(pg, src, group_src, default=0)
-    call = _Call(pg, "scatter_object_list", timeout, serializer)
+    call = ObjectCall(pg, "scatter_object_list", timeout, serializer)
     packets = call.pack_each(scatter_object_input_list) if pg.rank() == root else None
     packet = call.scatter(packets, root)
     call.end()
@@ -202,7 +202,7 @@ def send_object_list(
     peer = group_rank_of(pg, dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError("send_object_list to this rank itself would wait for ever")
-    call = _Call(pg, "send_object_list", timeout, serializer)
+    call = ObjectCall(pg, "send_object_list", timeout, serializer)
     packet = call.pack(lambda: list(object_list))
     call.wait([call.send(packet.first, peer, 0), *call.send_parts(packet, peer, 0)])
     call.end()
@@ -234,7 +234,7 @@ def recv_object_list(
     wanted = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
     if wanted == pg.rank():
         raise InvalidArgumentError("recv_object_list from this rank itself would wait for ever")
-    call = _Call(pg, "recv_object_list", timeout, serializer)
+    call = ObjectCall(pg, "recv_object_list", timeout, serializer)
     first = np.empty(FIRST_BYTES, np.uint8)
     source = pg.recv(first, wanted, 0, timeout=call.remaining_s).source_rank()
     peer = pg.group_rank(source)
@@ -251,7 +251,7 @@ def recv_object_list(
     return source
 
 
-class _Call:
+class ObjectCall:
     """One object call: a name, a deadline, and packets moved between the ranks of a group."""
 
     def __init__(
