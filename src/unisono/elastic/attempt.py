@@ -113,20 +113,21 @@ class Attempt:
         Raises:
             LaunchError: A worker could not be started; those that were have been ended.
         """
-        with contextlib.ExitStack() as stack:
-            reaper = Reaper(self._launch_id)
-            stack.callback(self._end, reaper)
-            for local_rank in range(self._spec.nprocs):
-                self._start(local_rank, reaper)
-            self._warm.begin(wanted=self._may_follow())
-            self._output.status(len(self._workers), self._place.restarts)
-            self._watch()
-        return Outcome(
-            failures=tuple(self._failures()),
-            stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
-            signum=self._signum,
-            succeeded=all(worker.exit_code == 0 for worker in self._workers),
-        )
+        with self._oom:
+            with contextlib.ExitStack() as stack:
+                reaper = Reaper(self._launch_id)
+                stack.callback(self._end, reaper)
+                for local_rank in range(self._spec.nprocs):
+                    self._start(local_rank, reaper)
+                self._warm.begin(wanted=self._may_follow())
+                self._output.status(len(self._workers), self._place.restarts)
+                self._watch()
+            return Outcome(
+                failures=tuple(self._failures()),
+                stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
+                signum=self._signum,
+                succeeded=all(worker.exit_code == 0 for worker in self._workers),
+            )
 
     def _may_follow(self) -> bool:
         """Whether there can be another attempt after this one."""

@@ -4,46 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Self
 
 __all__ = ["OomWatch"]
 
-_KMSG_BYTES = 8192
-_KMSG_RECORDS = 20_000
+_RECORD_BYTES = 8192
 
 
 class OomWatch:
-    """Remembers the kernel's counts of memory kills, to see later whether they have grown."""
+    """Remembers what the kernel says of memory kills now, to see later what is new.
 
-    def __init__(self) -> None:
-        self._cgroup = _cgroup_folder()
+    To be used as a context.
+    """
+
+    def __enter__(self) -> Self:
+        self._events, self._limit = _cgroup_files()
         self._before = self._counts()
+        self._log = _open_end_of_kernel_log()
+        self._told = ""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._log is not None:
+            os.close(self._log)
 
     def hint(self, pid: int) -> str:
         """Return what is known about the end of a process that SIGKILL ended, in brackets."""
-        if _in_kernel_log(pid):
+        self._read_log()
+        if any(f"Killed process {pid}{end}" in self._told for end in (" ", ",")):
             return "out of memory: the kernel's log names this process"
         cgroup, host = (
             now - before for now, before in zip(self._counts(), self._before, strict=True)
         )
         if cgroup > 0:
-            limit = _read(f"{self._cgroup}/memory.max").strip() or "unknown"
+            limit = _read(self._limit).strip() or "unknown"
             return f"out of memory: its cgroup's limit of {limit} bytes was reached"
         if host > 0:
             return "probably out of memory: the kernel killed a process on this host for that"
         return "out of memory? see dmesg"
 
     def _counts(self) -> tuple[int, int]:
-        return (
-            _field(f"{self._cgroup}/memory.events", "oom_kill"),
-            _field("/proc/vmstat", "oom_kill"),
-        )
+        return _field(self._events, "oom_kill"), _field("/proc/vmstat", "oom_kill")
+
+    def _read_log(self) -> None:
+        # A record per read; EAGAIN (an OSError) at the end.
+        with contextlib.suppress(OSError):
+            while self._log is not None:
+                self._told += os.read(self._log, _RECORD_BYTES).decode(errors="replace")
 
 
-def _cgroup_folder() -> str:
+def _open_end_of_kernel_log() -> int | None:
+    """Open the kernel's log where new records will come, if it may be read."""
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    # An older record may be about another process with the same number.
+    os.lseek(fd, 0, os.SEEK_END)
+    return fd
+
+
+def _cgroup_files() -> tuple[str, str]:
+    """Return the files with the number of kills and the limit of this process's cgroup."""
+    unified = "/sys/fs/cgroup"
     for line in _read("/proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            return f"/sys/fs/cgroup{line[3:].rstrip('/')}"
-    return "/sys/fs/cgroup"
+        _, controllers, path = line.split(":", 2)
+        path = path.rstrip("/")
+        if "memory" in controllers.split(","):
+            folder = f"/sys/fs/cgroup/memory{path}"
+            return f"{folder}/memory.oom_control", f"{folder}/memory.limit_in_bytes"
+        if not controllers:
+            unified = f"/sys/fs/cgroup{path}"
+    return f"{unified}/memory.events", f"{unified}/memory.max"
 
 
 def _field(path: str, name: str) -> int:
@@ -60,22 +92,3 @@ def _read(path: str) -> str:
             return file.read()
     except OSError:
         return ""
-
-
-def _in_kernel_log(pid: int) -> bool:
-    """Whether the kernel's log, where it may be read, says that it killed a process."""
-    try:
-        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    marks = (f"Killed process {pid} ", f"Killed process {pid},")
-    try:
-        # A record per read; EAGAIN (an OSError) at the end.
-        with contextlib.suppress(OSError):
-            for _ in range(_KMSG_RECORDS):
-                record = os.read(fd, _KMSG_BYTES).decode(errors="replace")
-                if any(mark in record for mark in marks):
-                    return True
-    finally:
-        os.close(fd)
-    return False
