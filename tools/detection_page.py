@@ -27,8 +27,9 @@ several variables, the first that is set is taken.
 
 TAIL = """
 SLURM_PROCID counts only beside a variable that begins with SLURM_STEP: a batch script outside of
-srun has it too. Nothing tells a pod of an Indexed Job how many there are, so WORLD_SIZE has to be
-set (to the job's `completions`).
+srun has it too. PMI's variables do not count where Slurm's say the same (`srun --mpi=pmi2`): those
+know about hosts too. Nothing tells a pod of an Indexed Job how many there are, so WORLD_SIZE has to
+be set (to the job's `completions`).
 
 ## Where the ranks meet
 

@@ -81,11 +81,7 @@ def environment(monkeypatch, tmp_path):
         # Hydra starts its helpers with srun: there, Slurm's numbers are those of the helpers.
         (SRUN | HYDRA, "mpiexec (MPICH, Intel MPI: PMI)", (1, 2, 1, True, "")),
         # srun --mpi=pmi2
-        (
-            SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"},
-            "mpiexec (MPICH, Intel MPI: PMI)",
-            (5, 8, 1, False, ""),
-        ),
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}, "srun (Slurm)", (5, 8, 1, False, "4711/0/")),
     ],
 )
 def test_place(env, name, expected):

@@ -32,6 +32,7 @@ class Launcher:
         nodes: Number of hosts.
         job: Together the name of the job. Without them it is named after the launcher's process.
         needs: Prefix of variables, one of which must be set, or `rank` is not to be believed.
+        same: Pairs of variables. If each pair is equal, a later row says the same and more.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Launcher:
     nodes: Names = ()
     job: Names = ()
     needs: str = ""
+    same: tuple[tuple[str, str], ...] = ()
 
 
 _SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
@@ -77,6 +79,8 @@ LAUNCHERS = (
         world_size=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
         local_size=("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
+        # srun --mpi=pmi2 sets PMI's variables too, but not those about the host.
+        same=(("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS")),
     ),
     Launcher(
         name="srun (Slurm)",
@@ -169,6 +173,8 @@ def is_alone(env: Mapping[str, str], rank: int = -1, world_size: int = -1) -> bo
 
 
 def _believable(launcher: Launcher, env: Mapping[str, str]) -> bool:
+    if launcher.same and all(env.get(one) == env.get(other) for one, other in launcher.same):
+        return False
     return not launcher.needs or any(name.startswith(launcher.needs) for name in env)
 
 
