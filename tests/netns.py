@@ -19,6 +19,8 @@ from pathlib import Path
 
 WIRE = str(Path(__file__).parent / "faults" / "wire.py")
 LIMIT_S = 10.0
+# Without it a store serves its own host only.
+TOKEN = "the token of the job on these hosts"
 
 
 @functools.cache
@@ -64,8 +66,9 @@ class Host:
             raise OSError(told)
 
     def inside(self, *words):
-        """Return the command that runs `words` on this host."""
-        return ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "--", *words]
+        """Return the command that runs `words` on this host, as a process of the one job."""
+        enter = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--uts", "--"]
+        return [*enter, "env", f"UNISONO_TOKEN={TOKEN}", *words]
 
     def run(self, *words, text=""):
         """Run a command on this host."""

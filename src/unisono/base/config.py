@@ -27,6 +27,12 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
+    "UNISONO_TOKEN": Variable(
+        "", "secret of the job: without it nobody reaches its store; `unisono run` makes one"
+    ),
+    "UNISONO_INSECURE": Variable(
+        "", "1 lets clients without a token (torch's) reach a store from other machines"
+    ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
     "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),

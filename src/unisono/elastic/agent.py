@@ -18,6 +18,7 @@ import select
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from unisono.base.config import get
 from unisono.elastic.attempt import Attempt, Outcome
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
@@ -54,6 +55,9 @@ class Agent:
         self._spec = spec
         self._notify = notify
         self._run_id = spec.run_id or new_launch_id()
+        # Agents on several nodes cannot agree on a secret by themselves: there the user gives it.
+        alone = spec.limits.max_nodes == 1
+        self._token = get("UNISONO_TOKEN") or (new_launch_id() if alone else "")
         self._binding = Binding.make(spec.bind, spec.nprocs)
         self._signals = Signals(spec.signals)
         self._warm = WarmWorkers(spec.commands, spec.warm)
@@ -101,6 +105,7 @@ class Agent:
             poll_s=spec.monitor_interval_s,
             beat_s=meeting.beat_s,
             worker_port=spec.master_port,
+            worker_token=self._token,
             share_port=meeting.share_port and not alone,
             close_s=meeting.close_s,
             wake=self._signals.knock,
@@ -170,6 +175,7 @@ class Agent:
             run_id=self._run_id,
             max_restarts=self._spec.limits.max_restarts,
             one_gpu_each=self._spec.one_gpu_each,
+            token=self._token,
         )
         attempt = Attempt(
             self._spec,

@@ -53,6 +53,7 @@ class Place:
         restarts: How often the job was restarted so far.
         max_restarts: How often it may be.
         one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0.
+        token: Secret of the job, by which the workers' store knows them; empty if there is none.
     """
 
     nprocs: int
@@ -69,9 +70,10 @@ class Place:
     restarts: int = 0
     max_restarts: int = 0
     one_gpu_each: bool = False
+    token: str = ""
 
     @classmethod
-    def alone(cls, nprocs: int, *, master_port: int, run_id: str) -> Place:
+    def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
         """Return the place of the only node."""
         return cls(
             nprocs=nprocs,
@@ -79,10 +81,18 @@ class Place:
             role_world_size=nprocs,
             master_port=master_port,
             run_id=run_id,
+            token=token,
         )
 
 
-def place_in(world: World, *, run_id: str, max_restarts: int, one_gpu_each: bool = False) -> Place:
+def place_in(
+    world: World,
+    *,
+    run_id: str,
+    max_restarts: int,
+    one_gpu_each: bool = False,
+    token: str = "",
+) -> Place:
     """Return the place of this node in a world; ranks follow the order of its nodes."""
     mine = world.members[world.group_rank]
     before = world.members[: world.group_rank]
@@ -102,6 +112,7 @@ def place_in(world: World, *, run_id: str, max_restarts: int, one_gpu_each: bool
         restarts=world.restarts,
         max_restarts=max_restarts,
         one_gpu_each=one_gpu_each,
+        token=token,
     )
 
 
@@ -141,6 +152,8 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if place.token:
+        variables["UNISONO_TOKEN"] = place.token
     defaults = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         # A worker that the kernel kills for a bad memory access prints its Python stack first.

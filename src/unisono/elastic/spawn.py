@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, overload
 
-from unisono.base.config import environ
+from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.elastic.agent import GRACE_S, SETTLE_S
 from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
@@ -162,8 +162,9 @@ class SpawnContext:
             with _importable_main():
                 for rank in range(nprocs):
                     self._start(fn, rank, args, daemon, start_method, use_death_signal)
-            self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
-            self._send_environment(self._store.port)
+            token = get("UNISONO_TOKEN") or new_launch_id()
+            self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token)
+            self._send_environment(self._store.port, token)
         except BaseException:
             self._running &= set(range(len(self.processes)))
             self._end(grace_s=0.0)
@@ -191,9 +192,9 @@ class SpawnContext:
             process.start()
         self.processes.append(process)
 
-    def _send_environment(self, port: int) -> None:
+    def _send_environment(self, port: int, token: str) -> None:
         launch_id = new_launch_id()
-        place = Place.alone(len(self.processes), master_port=port, run_id=launch_id)
+        place = Place.alone(len(self.processes), master_port=port, run_id=launch_id, token=token)
         for rank, link in self._links.items():
             env = worker_environment(rank, place, inherited=environ())
             with contextlib.suppress(OSError):  # that child has died; join() will tell

@@ -89,6 +89,7 @@ class DynamicRendezvous:
         poll_s: Pause between looks at the store while workers run.
         beat_s: Pause between heartbeats.
         worker_port: Port of the workers' store; 0 for any.
+        worker_token: Token of the workers' store.
         share_port: The workers use the rendezvous store's own server (`--master-port`);
             otherwise every world has a new one.
         close_s: How long the host of the store waits for the others in the end.
@@ -106,6 +107,7 @@ class DynamicRendezvous:
         poll_s: float = 0.1,
         beat_s: float = 1.0,
         worker_port: int = 0,
+        worker_token: str = "",
         share_port: bool = False,
         close_s: float = 30.0,
         wake: Callable[[], None],
@@ -116,6 +118,7 @@ class DynamicRendezvous:
         self._poll_s = poll_s
         self._beat_s = beat_s
         self._worker_port = worker_port
+        self._worker_token = worker_token
         self._share_port = share_port
         self._close_s = close_s
         self._wake = wake
@@ -347,7 +350,11 @@ class DynamicRendezvous:
         else:
             try:
                 self._worker_store = TCPStore(
-                    address, self._worker_port, is_master=True, wait_for_workers=False
+                    address,
+                    self._worker_port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    token=self._worker_token,
                 )
             except StoreError as error:
                 raise RendezvousError(f"cannot open the workers' store: {error.what}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
+from unisono.base import config
 from unisono.errors import InvalidArgumentError
 from unisono.stores.native_server import NativeServer, engine
 from unisono.stores.tcp_server import PythonServer
@@ -25,7 +26,7 @@ class StoreServer(Protocol):
         """Stop serving and close every socket; clients that wait see the connection end."""
 
 
-def start_server(listeners: list[socket.socket]) -> StoreServer:
+def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreServer:
     """Serve a new, empty store on listening sockets, which are taken over.
 
     Answers torch clients and unisono clients alike. Differences to torch's own server: a
@@ -33,14 +34,17 @@ def start_server(listeners: list[socket.socket]) -> StoreServer:
     caller that gives up a barrier is not counted; a woken queue waiter that dies passes its
     turn on; `barrier` leaves no key behind.
 
+    Clients prove that they know the token. Those that have none (torch's) are served if they are
+    on this machine, from elsewhere only with UNISONO_INSECURE=1.
+
     Args:
         listeners: All on the same port.
+        token: Of the job; empty if there is none.
 
     Raises:
         InvalidArgumentError: No listening socket was given.
     """
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
-    if engine() is not None:
-        return NativeServer(listeners, serves_strangers=True)
-    return PythonServer(listeners)
+    kind = PythonServer if engine() is None else NativeServer
+    return kind(listeners, token=token, serves_strangers=config.get("UNISONO_INSECURE") == "1")

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import (
     InvalidArgumentError,
@@ -62,10 +63,12 @@ class TCPStore(Store):
         master_listen_fd: Listening socket for the server, taken over; it avoids the race
             between choosing a free port and listening on it.
         use_libuv: Accepted for torch's sake; there is one server.
+        token: Secret that server and clients must share; UNISONO_TOKEN if None. Without one
+            (empty) the server serves clients of its own machine only, unless UNISONO_INSECURE=1.
 
     Raises:
         StoreConnectionError: Nobody answers at host_name:port, or the port is in use.
-        HandshakeError: Something else listens there.
+        HandshakeError: Something else listens there, or the token is missing or wrong.
         StoreTimeoutError: Not all workers came.
 
     Source: torch.distributed.TCPStore, torch 2.13.
@@ -82,6 +85,7 @@ class TCPStore(Store):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
+        token: str | None = None,
     ) -> None:
         super().__init__(timeout)
         deadline = Deadline(timeout)
@@ -90,13 +94,14 @@ class TCPStore(Store):
         if world_size is not None and (world_size == 0 or world_size < -1):
             raise InvalidArgumentError(f"world_size of a TCPStore cannot be {world_size}")
         self.host = host_name
+        self._token = (config.get("UNISONO_TOKEN") if token is None else token).encode()
         self._server = (
-            _SharedServer.start(host_name, port, multi_tenant, master_listen_fd)
+            _SharedServer.start(host_name, port, multi_tenant, master_listen_fd, self._token)
             if is_master
             else None
         )
         self.port = self._server.port if self._server else port
-        self._pool = ConnectionPool(host_name, self.port)
+        self._pool = ConnectionPool(host_name, self.port, self._token)
         self._finalizer = weakref.finalize(self, _release, self._pool, self._server)
         try:
             self._pool.open_first(deadline)
@@ -229,9 +234,9 @@ class TCPStore(Store):
         self._check_open()
         other = TCPStore.__new__(TCPStore)
         Store.__init__(other, self._timeout_s)
-        other.host, other.port = self.host, self.port
+        other.host, other.port, other._token = self.host, self.port, self._token
         other._server = self._server.share() if self._server else None
-        other._pool = ConnectionPool(self.host, self.port)
+        other._pool = ConnectionPool(self.host, self.port, self._token)
         other._finalizer = weakref.finalize(other, _release, other._pool, other._server)
         return other
 
@@ -312,7 +317,7 @@ class _SharedServer:
 
     @classmethod
     def start(
-        cls, host: str, port: int, multi_tenant: bool, listen_fd: int | None
+        cls, host: str, port: int, multi_tenant: bool, listen_fd: int | None, token: bytes
     ) -> _SharedServer:
         """Return the server of that port, if it may be shared and exists; else a new one."""
         with cls._lock:
@@ -321,7 +326,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            shared = cls(start_server(sockets))
+            shared = cls(start_server(sockets, token))
             if multi_tenant:
                 cls._by_port[shared.port] = shared
             return shared

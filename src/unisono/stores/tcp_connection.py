@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 import time
 import weakref
@@ -14,14 +13,14 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.errors import (
     ClosedError,
-    HandshakeError,
     InvalidArgumentError,
     StoreConnectionError,
     StoreTimeoutError,
 )
 from unisono.stores.addresses import connect, format_address
+from unisono.stores.handshake import shake_hands
 from unisono.stores.link import Request, open_link
-from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_request
+from unisono.stores.wire import STOP_WAITING, Op, encode_request
 
 __all__ = ["Connection", "ConnectionPool"]
 
@@ -116,48 +115,13 @@ class Connection:
         )
 
 
-def _shake_hands(sock: socket.socket, address: str, deadline: Deadline) -> None:
-    """Introduce this client and make sure that a TCPStore server answers.
-
-    Raises:
-        HandshakeError: Something else answered.
-    """
-    nonce = random.getrandbits(32).to_bytes(4, "little")
-    hello = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING]) + nonce
-    answer = b""
-    try:
-        sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
-        sock.sendall(hello)
-        while len(answer) < len(nonce):
-            sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
-            chunk = sock.recv(len(nonce) - len(answer))
-            if not chunk:
-                raise ConnectionResetError("the server closed the connection")
-            answer += chunk
-    except TimeoutError as error:
-        raise StoreTimeoutError(
-            f"connecting timed out: the store server at {address} accepted the connection but "
-            f"did not answer within {deadline.timeout_s:g} s",
-            hint="the process that runs the server is stopped or overloaded",
-        ) from error
-    except OSError as error:
-        raise StoreConnectionError(
-            f"connecting failed: lost the connection to the store at {address} ({error})",
-            hint=_LOST_HINT,
-        ) from error
-    if answer != nonce:
-        raise HandshakeError(
-            f"what listens at {address} is not a TCPStore server",
-            hint="another program has the port; choose another one, or 0 for any free port",
-        )
-
-
 class ConnectionPool:
     """Connections to one server: as many as requests are in flight, a few kept when idle."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, token: bytes) -> None:
         self._host = host
         self._port = port
+        self._token = token
         self._address = format_address(host, port)
         # No lock: each change of these is one call that threads cannot divide.
         self._idle: list[Connection] = []
@@ -257,7 +221,7 @@ class ConnectionPool:
         try:
             # Some time also for a caller whose own is over: the server did accept.
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
-            _shake_hands(sock, self._address, patience)
+            shake_hands(sock, self._address, self._token, patience)
             return Connection(sock, self._address)
         except BaseException:
             sock.close()

@@ -13,11 +13,15 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from typing import Any
 
+from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.stores.addresses import is_loopback
 from unisono.stores.table import Table, Watch
+from unisono.stores.token import Gate, Refused
 from unisono.stores.wire import (
     MAX_REPLY_BYTES,
     NOT_READY,
@@ -37,6 +41,8 @@ _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
 # A client that does not read its replies is not read from either once this much is queued.
 _UNSENT_BYTES = 1024 * 1024
+# How long a client may take to say what it is.
+_GREETING_S = 30.0
 
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
@@ -44,10 +50,21 @@ _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 class _Connection:
     """One client: what it sent in part, what it has not read yet, what it waits for."""
 
-    __slots__ = ("barrier", "decoder", "peer", "pending", "promised", "sock", "unsent", "watch")
+    __slots__ = (
+        "barrier",
+        "decoder",
+        "gate",
+        "peer",
+        "pending",
+        "promised",
+        "sock",
+        "unsent",
+        "watch",
+    )
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, gate: Gate) -> None:
         self.sock = sock
+        self.gate: Gate | None = gate
         self.peer = peer
         self.decoder = RequestDecoder()
         self.pending: list[Request] = []
@@ -62,13 +79,23 @@ class PythonServer:
 
     Args:
         listeners: Listening sockets, all on the same port.
+        token: See `start_server`.
+        serves_strangers: Likewise.
         max_reply_bytes: A larger multi_get is refused.
     """
 
     def __init__(
-        self, listeners: list[socket.socket], *, max_reply_bytes: int = MAX_REPLY_BYTES
+        self,
+        listeners: list[socket.socket],
+        *,
+        token: bytes = b"",
+        serves_strangers: bool = False,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
+        self._token = token
+        self._serves_strangers = serves_strangers
         self._max_reply_bytes = max_reply_bytes
+        self._greetings: deque[tuple[Deadline, _Connection]] = deque()
         self.port: int = listeners[0].getsockname()[1]
         self._listeners = listeners
         self._table = Table()
@@ -111,7 +138,7 @@ class PythonServer:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, events in self._selector.select():
+                for key, events in self._selector.select(self._patience_s()):
                     if key.data is None:
                         continue
                     if isinstance(key.data, _Connection):
@@ -142,7 +169,9 @@ class PythonServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(sock, f"{address[0]}:{address[1]}")
+        gate = Gate(self._token, self._serves_strangers, lambda: _is_local(sock))
+        connection = _Connection(sock, f"{address[0]}:{address[1]}", gate)
+        self._greetings.append((Deadline(_GREETING_S), connection))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -153,16 +182,41 @@ class PythonServer:
                 if not chunk:
                     self._drop(connection)
                     return
+                if connection.gate is not None:
+                    chunk = self._greet(connection, connection.gate, chunk)
                 connection.pending += connection.decoder.feed(chunk)
             self._answer(connection)
         except BlockingIOError:
             return
+        except Refused as error:
+            connection.unsent += error.answer
+            with contextlib.suppress(OSError):
+                self._flush(connection)
+            self._drop(connection, error.why)
         except (WireError, StoreKeyError, InvalidArgumentError) as error:
             # The protocol has no error reply; torch's server closes the connection as well.
-            _LOG.warning("port %d: closing %s: %s", self.port, connection.peer, error.what)
-            self._drop(connection)
+            self._drop(connection, error.what)
         except OSError:
             self._drop(connection)
+
+    def _greet(self, connection: _Connection, gate: Gate, chunk: bytes) -> bytes:
+        """Do what comes before the first request; return what came after that."""
+        answer, rest = gate.feed(chunk)
+        connection.unsent += answer
+        if gate.is_open:
+            connection.gate = None
+        return rest
+
+    def _patience_s(self) -> float | None:
+        """Drop who did not say in time what it is; return when to look again."""
+        while self._greetings:
+            deadline, connection = self._greetings[0]
+            if connection.gate is not None and connection in self._connections:
+                if not deadline.expired():
+                    return deadline.remaining()
+                self._drop(connection, "it did not say what it is")
+            self._greetings.popleft()
+        return None
 
     def _answer(self, connection: _Connection) -> None:
         """Handle what was received, as far as the client reads its replies."""
@@ -309,13 +363,29 @@ class PythonServer:
         if self._selector.get_key(connection.sock).events != events:
             self._selector.modify(connection.sock, events, connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _Connection, why: str = "") -> None:
+        if why:
+            _LOG.warning("port %d: closing %s: %s", self.port, connection.peer, why)
         self._connections.discard(connection)
         self._selector.unregister(connection.sock)
         connection.sock.close()
         self._forget_wait(connection)
         if connection.promised is not None:
             self._end_promise(connection.promised)
+
+
+def _is_local(sock: socket.socket) -> bool:
+    """Whether the other end is a process of this machine."""
+    try:
+        peer, own = (
+            str(name[0]).removeprefix("::ffff:")
+            for name in (sock.getpeername(), sock.getsockname())
+        )
+    except OSError:
+        return False
+    # A connection to one of this machine's own addresses comes from that address, too; nobody
+    # else can have it and still get our answers.
+    return is_loopback(peer) or peer == own
 
 
 def _forget_servers_in_child() -> None:

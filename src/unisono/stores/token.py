@@ -1,0 +1,136 @@
+"""Who may use a store server: proof by both ends that they know the job's token. No I/O.
+
+A client with a token shows it before its first request; the token itself is never sent.
+
+    client  HELLO, 32 random bytes
+    server  CHALLENGE, 32 random bytes, proof("server")
+    client  proof("client"), then requests
+    server  WELCOME, then replies
+
+    proof(end) = HMAC-SHA256(token, "unisono store " end, client's bytes, server's bytes)
+
+What was recorded is of no use later, for each end proves itself on bytes that the other one has
+just made up. A client without a token begins with its first request, as torch's does. It is
+served if it is on the server's machine, or if the server serves strangers. Whoever is refused
+gets one byte, an `Answer`, and the connection ends. Until then nothing but bytes of fixed number
+is read.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable
+
+__all__ = ["HELLO", "NONCE_BYTES", "PROOF_BYTES", "Answer", "Gate", "Refused", "is_proof", "proof"]
+
+HELLO = b"UNISONO\x01"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+
+# First byte of torch's VALIDATE.
+_REQUESTS = b"\x00"
+
+
+class Answer(enum.IntEnum):
+    """The first byte that a server sends to a client with a token, or to one that is refused."""
+
+    CHALLENGE = 1
+    WELCOME = 2
+    WRONG_TOKEN = 3
+    TOKEN_NEEDED = 4
+    NO_TOKEN_HERE = 5
+    LOCAL_ONLY = 6
+
+
+class Refused(Exception):
+    """A client is not let in.
+
+    Attributes:
+        answer: What it is told; ends with an Answer, or is empty.
+        why: For the server's log.
+    """
+
+    def __init__(self, answer: bytes, why: str) -> None:
+        super().__init__(why)
+        self.answer = answer
+        self.why = why
+
+
+def proof(token: bytes, end: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    """Return what `end` (b"server" or b"client") shows to prove that it knows the token."""
+    # Only here: it takes as long to load as the rest of a store's client.
+    import hmac
+
+    return hmac.digest(token, b"unisono store " + end + client_nonce + server_nonce, "sha256")
+
+
+def is_proof(shown: bytes, expected: bytes) -> bool:
+    """Whether two proofs are equal; takes equally long wherever they differ."""
+    import hmac
+
+    return hmac.compare_digest(shown, expected)
+
+
+def _said(answer: Answer) -> bytes:
+    return bytes([answer])
+
+
+class Gate:
+    """The server's side of one connection, until its first request.
+
+    Args:
+        token: Of the job; empty if there is none.
+        serves_strangers: Clients without a token may be on other machines too.
+        is_local: Says whether the client is on this machine.
+    """
+
+    def __init__(self, token: bytes, serves_strangers: bool, is_local: Callable[[], bool]) -> None:
+        self._token = token
+        self._serves_strangers = serves_strangers
+        self._is_local = is_local
+        self._data = b""
+        self._expected = b""
+        self.is_open = False
+
+    def feed(self, chunk: bytes) -> tuple[bytes, bytes]:
+        """Take bytes; return an answer and, once the gate is open, what came after the greeting.
+
+        Raises:
+            Refused: This client does not get in.
+        """
+        self._data += chunk
+        answer = b""
+        if not self._expected and self._data[:1] == _REQUESTS:
+            self._check_stranger()
+            self.is_open = True
+        elif not self._expected:
+            answer = self._challenge()
+        if self._expected and len(self._data) >= PROOF_BYTES:
+            shown, self._data = self._data[:PROOF_BYTES], self._data[PROOF_BYTES:]
+            if not is_proof(shown, self._expected):
+                raise Refused(answer + _said(Answer.WRONG_TOKEN), "it has another token")
+            answer += _said(Answer.WELCOME)
+            self.is_open = True
+        return answer, self._data if self.is_open else b""
+
+    def _check_stranger(self) -> None:
+        if self._serves_strangers or self._is_local():
+            return
+        if self._token:
+            raise Refused(_said(Answer.TOKEN_NEEDED), "it is on another machine and has no token")
+        raise Refused(_said(Answer.LOCAL_ONLY), "it is on another machine, and there is no token")
+
+    def _challenge(self) -> bytes:
+        """Answer a hello that is complete, with the proof that this is no false server."""
+        if not (self._data.startswith(HELLO) or HELLO.startswith(self._data)):
+            raise Refused(b"", "it is no client of a store")
+        if len(self._data) < len(HELLO) + NONCE_BYTES:
+            return b""
+        if not self._token:
+            raise Refused(_said(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
+        theirs = self._data[len(HELLO) : len(HELLO) + NONCE_BYTES]
+        self._data = self._data[len(HELLO) + NONCE_BYTES :]
+        mine = os.urandom(NONCE_BYTES)
+        self._expected = proof(self._token, b"client", theirs, mine)
+        return _said(Answer.CHALLENGE) + mine + proof(self._token, b"server", theirs, mine)

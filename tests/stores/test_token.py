@@ -1,0 +1,241 @@
+"""Who gets into a store server: tokens, replays, false servers, and other machines."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unisono.errors import HandshakeError
+from unisono.stores import TCPStore, start_server
+from unisono.stores.addresses import listen
+from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
+from unisono.stores.wire import MAGIC, Op, encode_request
+
+_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
+netns = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(netns)
+
+VALIDATE = encode_request(Op.VALIDATE, MAGIC)
+TOKEN = "right"
+
+
+@pytest.fixture
+def server(server_kind, monkeypatch):
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    monkeypatch.delenv("UNISONO_INSECURE", raising=False)
+    with contextlib.closing(start_server(listen("127.0.0.1", 0), TOKEN.encode())) as server:
+        yield server
+
+
+def received(sock: socket.socket) -> bytes:
+    """Everything until the other end closes."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := sock.recv(4096):
+            data += chunk
+    return data
+
+
+def log_of(caplog, server) -> list[str]:
+    """What the server logged in its life."""
+    server.close()
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_right_token(server):
+    with TCPStore("127.0.0.1", server.port, token=TOKEN) as store, store.clone() as clone:
+        store.set("k", "v")
+        assert clone.get("k") == b"v"
+
+
+def test_token_comes_from_the_environment(server, monkeypatch):
+    monkeypatch.setenv("UNISONO_TOKEN", TOKEN)
+    with TCPStore("127.0.0.1", server.port) as store:
+        assert store.add("n", 1) == 1
+
+
+def test_local_client_without_token(server):
+    # Torch's client, for one.
+    with TCPStore("127.0.0.1", server.port, token="") as store:
+        assert store.add("n", 1) == 1
+
+
+def test_wrong_token(server, caplog):
+    with caplog.at_level(logging.WARNING, "unisono"):
+        with pytest.raises(HandshakeError, match="another token than this client"):
+            TCPStore("127.0.0.1", server.port, token="guess", timeout=20)
+        with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+            assert store.num_keys() == 0
+        (line,) = log_of(caplog, server)
+    assert "it has another token" in line
+    assert "127.0.0.1:" in line
+
+
+def test_server_without_token(server_kind, monkeypatch):
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True) as master,
+        pytest.raises(HandshakeError, match="this client has a token, and the server has none"),
+    ):
+        TCPStore("127.0.0.1", master.port, token=TOKEN, timeout=20)
+
+
+def test_replay(server, caplog):
+    """What one client said is no use to another."""
+    nonce = bytes(NONCE_BYTES)
+    request = VALIDATE + encode_request(Op.SET, "/k", b"stolen")
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address, timeout=20) as sock:
+        sock.sendall(HELLO + nonce)
+        challenge = sock.recv(1 + NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+        theirs, shown = challenge[1 : 1 + NONCE_BYTES], challenge[1 + NONCE_BYTES :]
+        assert challenge[0] == Answer.CHALLENGE
+        assert shown == proof(TOKEN.encode(), b"server", nonce, theirs)
+        mine = proof(TOKEN.encode(), b"client", nonce, theirs)
+        sock.sendall(mine + VALIDATE)
+        assert sock.recv(1) == bytes([Answer.WELCOME])
+    with socket.create_connection(address, timeout=20) as sock:
+        sock.sendall(HELLO + nonce + mine + request)
+        answer = received(sock)
+    assert answer[1 : 1 + NONCE_BYTES] != theirs
+    assert answer[1 + NONCE_BYTES + PROOF_BYTES :] == bytes([Answer.WRONG_TOKEN])
+    with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+        assert store.num_keys() == 0
+    assert len(log_of(caplog, server)) == 1
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n", b"UNISONX" + bytes(64), b"\xff" * 4096])
+def test_strangers_are_hung_up_on(server, sent):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as sock:
+        sock.sendall(sent)
+        assert received(sock) == b""
+    with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+        assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (bytes([Answer.CHALLENGE]) + bytes(NONCE_BYTES + PROOF_BYTES), "another token"),
+        (bytes([Answer.CHALLENGE]) + bytes(5), "is not a TCPStore server"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "is not a TCPStore server"),
+        (b"", "knows no tokens"),
+    ],
+)
+def test_false_server(answer, match):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(len(HELLO) + NONCE_BYTES, socket.MSG_WAITALL)
+                sock.sendall(answer)
+                sock.shutdown(socket.SHUT_WR)
+                received(sock)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(HandshakeError, match=match):
+            TCPStore("127.0.0.1", listener.getsockname()[1], token=TOKEN, timeout=20)
+        thread.join()
+
+
+@given(st.lists(st.binary(max_size=60)), st.booleans(), st.booleans())
+def test_gate_lets_nobody_in_without_a_proof(chunks, local, starts_right):
+    gate = Gate(b"token", False, lambda: local)
+    said = b""
+    try:
+        for chunk in [HELLO, *chunks] if starts_right else chunks:
+            said += chunk
+            gate.feed(chunk)
+    except Refused:
+        pass
+    assert not gate.is_open or (local and said[:1] == b"\x00")
+
+
+def test_launcher_gives_its_workers_a_token(monkeypatch):
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+    script = (
+        "import os, unisono as dist\n"
+        "host, port = os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])\n"
+        "assert len(os.environ['UNISONO_TOKEN']) >= 32\n"
+        "dist.TCPStore(host, port).close()\n"
+        "try: dist.TCPStore(host, port, token='guess')\n"
+        "except ConnectionError as error: print(str(error).splitlines()[0])\n"
+    )
+    command = [sys.executable, "-m", "unisono", "run", "--no-python", sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "another token" in done.stdout, done.stderr
+
+
+SERVE = """
+import sys, unisono.stores as s
+from unisono.stores.addresses import listen
+servers = [s.start_server(listen("0.0.0.0", 0), token) for token in (b"", b"right")]
+print(*[server.port for server in servers], flush=True)
+sys.stdin.read()
+for server in servers: server.close()
+"""
+VISIT = """
+import sys
+from unisono.stores import TCPStore
+host, *ports = sys.argv[1:]
+for port in ports:
+    for token in ("", "right"):
+        try:
+            TCPStore(host, int(port), token=token, timeout=20).close()
+            print("in")
+        except ConnectionError as error:
+            print(str(error).splitlines()[0].partition(": ")[2])
+"""
+
+
+@pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
+@pytest.mark.parametrize("insecure", [False, True])
+def test_other_machines_need_the_token(server_kind, insecure):
+    variables = {**os.environ, "UNISONO_INSECURE": "1" if insecure else ""}
+    with netns.Network(2) as network:
+        first, second = network.hosts
+        with subprocess.Popen(
+            first.inside(sys.executable, "-c", SERVE),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=variables,
+            text=True,
+        ) as process:
+            ports = process.stdout.readline().split()
+            told = [
+                subprocess.run(
+                    host.inside(sys.executable, "-c", VISIT, first.v4, *ports),
+                    capture_output=True,
+                    check=True,
+                    text=True,
+                    timeout=60,
+                ).stdout.splitlines()
+                for host in (first, second)
+            ]
+            process.stdin.close()
+            process.wait(60)
+    no_token = "this client has a token, and the server has none"
+    # The server's own machine, by an address that is no loopback one.
+    assert told[0] == ["in", no_token, "in", "in"]
+    if insecure:
+        assert told[1] == ["in", no_token, "in", "in"]
+    else:
+        assert told[1] == [
+            "it has no token, and then serves only its own machine",
+            no_token,
+            "it needs the job's token, and this client has none",
+            "in",
+        ]
