@@ -18,7 +18,7 @@ def test_vanishing(make):
             transport.vanish("its process was killed")
             return
         # To its peers a killed process is a connection that ends without a good-bye.
-        transport._listener.close()
+        transport._close_listeners()
         for link in list(transport._links.values()):
             if link.sock is not None:
                 link.sock.shutdown(socket.SHUT_RDWR)

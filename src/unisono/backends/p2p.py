@@ -81,9 +81,12 @@ class _Message(Pending):
         assert self._transfer is not None
         assert self.deadline is not None
         comm, peer = self._comm, self._transfer.peer
-        whom = (
-            "no rank sent a message that fits" if peer is None else f"rank {peer} did not match it"
-        )
+        if peer is None:
+            whom = "no rank sent a message that fits"
+        elif rows := comm.transport.unreached().get(peer):
+            whom = f"rank {peer} could not be reached ({'; '.join(rows)})"
+        else:
+            whom = f"rank {peer} did not match it"
         return CollectiveTimeoutError(
             f"{self._text} in group '{comm.name}' timed out after "
             f"{self.deadline.timeout_s:.1f} s on {comm.here}: {whom}",

@@ -20,7 +20,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question, Status
+from unisono.transports.api import Failure, Question, Status, Unreached
 
 __all__ = [
     "LATE_S",
@@ -74,9 +74,8 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Failure):
         return error
     if isinstance(error, LinkDown):
-        return Failure(
-            "lost", f"{name_ranks([error.peer])} was lost: {error.reason}", [error.peer], me
-        )
+        reason = f"{name_ranks([error.peer])} was lost: {error.reason}"
+        return Failure("lost", reason, [error.peer], me, _table_of_lost(error.peer, comm, call))
     if isinstance(error, Expired):
         return _who_is_late(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
@@ -109,7 +108,29 @@ def _who_is_late(
     if not reasons:
         reasons.append("every rank entered it, but the data did not arrive in time")
     reason = f"timed out after {deadline.timeout_s:.1f} s: {', '.join(reasons)}"
-    return Failure("timeout", reason, sorted(behind + silent), transport.rank)
+    table = _table(transport.rank, transport.unreached(), answers) if silent else []
+    return Failure("timeout", reason, sorted(behind + silent), transport.rank, table)
+
+
+def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
+    """Return who could not reach whom, if that is why a rank is lost."""
+    transport = comm.transport
+    if peer not in (mine := transport.unreached()):
+        return []
+    others = [rank for rank in comm.others if rank != peer]
+    answers = transport.ask(comm.context, call.seq, others, Deadline(_GRACE_S))
+    return _table(transport.rank, mine, answers)
+
+
+def _table(me: int, mine: Unreached, answers: dict[int, Status]) -> list[str]:
+    """Return a line for each rank that could not reach another one at some address, and why."""
+    told = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
+    return [
+        f"rank {rank} -> rank {peer} at {row}"
+        for rank, unreached in sorted(told.items())
+        for peer, rows in sorted(unreached.items())
+        for row in rows
+    ]
 
 
 def break_group(comm: Communicator, failure: Failure) -> None:
@@ -136,6 +157,8 @@ def broken_group_error(
     else:
         verb = "was aborted" if failure.kind == "aborted" else "failed"
         text = f"{what_where} {verb} {on}: {failure.reason}{found}"
+    if failure.table:
+        text = "\n    ".join([text, "who could not reach whom:", *failure.table])
     return _of_class(failure, comm, text, op=what, seq=seq, nbytes=nbytes)
 
 

@@ -19,6 +19,7 @@ __all__ = ["connect", "format_address", "is_loopback", "listen", "listen_on_fd"]
 _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
 _BACKLOG = 4096
+_TRIES = 16
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
 _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # The host lacks this address family; another one will do.
@@ -29,6 +30,7 @@ _Address = tuple[Any, ...]
 
 def format_address(host: str, port: int) -> str:
     """Return host:port, with brackets around an IPv6 address."""
+    host = _bare(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -38,6 +40,7 @@ def is_loopback(host: str) -> bool:
     A machine's own name does not, even where /etc/hosts gives it 127.0.1.1: other machines
     know it by another address.
     """
+    host = _bare(host)
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
@@ -47,12 +50,15 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Return sockets that listen on `port` for those who connect to `host`; 0 = any free port.
 
-    Only loopback is opened if `host` is loopback; else every interface, in the address
-    families that `host` resolves to. All sockets have the same port.
+    An address is listened on alone, unless it is none of this machine's: then it leads here by
+    way of a router. A name means loopback if it is localhost; any other one may lead others to
+    another address than it does here (127.0.1.1 for example), so for a name it is every
+    interface, in the address families that it has here. All sockets have the same port.
 
     Raises:
         StoreConnectionError: The port is in use, or `host` is unknown.
     """
+    host = _bare(host)
     where = format_address(host, port)
     try:
         found = _resolve(host, port, passive=True)
@@ -60,21 +66,16 @@ def listen(host: str, port: int) -> list[socket.socket]:
         raise StoreConnectionError(
             f"the store server cannot listen on {where}: {error.strerror}"
         ) from error
-    sockets: list[socket.socket] = []
     failure: OSError | None = None
-    for family, address in found:
-        name = address[0] if is_loopback(host) else _WILDCARDS[family]
-        try:
-            sockets.append(_bind(family, name, port or _port_of(sockets)))
-        except OSError as error:
-            failure = error
-            if error.errno not in _NO_FAMILY and (port or not sockets):
-                break
-    else:
-        if sockets:
+    for _ in range(_TRIES):
+        sockets, failure = _listen_once(found, host, port)
+        if failure is None and sockets:
             return sockets
-    for sock in sockets:
-        sock.close()
+        for sock in sockets:
+            sock.close()
+        # A port that is free in one family may be in use in the other.
+        if port or not sockets:
+            break
     reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
     raise StoreConnectionError(
         f"the store server cannot listen on {where}: {reason}",
@@ -82,18 +83,53 @@ def listen(host: str, port: int) -> list[socket.socket]:
     ) from failure
 
 
+def _listen_once(
+    found: list[tuple[int, _Address]], host: str, port: int
+) -> tuple[list[socket.socket], OSError | None]:
+    """Listen in each family; return the sockets, and what was in the way of one."""
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    for family, address in found:
+        exact = is_loopback(host) or _is_numeric(host)
+        names = [address[0]] if exact else [_WILDCARDS[family]]
+        if exact and not is_loopback(host):
+            names.append(_WILDCARDS[family])
+        for name in names:
+            try:
+                sockets.append(_bind(family, name, port or _port_of(sockets), address[3:]))
+                break
+            except OSError as error:
+                if error.errno not in _NO_FAMILY:
+                    return sockets, error
+                missing = error
+    return sockets, None if sockets else missing
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _is_numeric(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
 def _port_of(sockets: list[socket.socket]) -> int:
     return int(sockets[0].getsockname()[1]) if sockets else 0
 
 
-def _bind(family: int, name: str, port: int) -> socket.socket:
+def _bind(family: int, name: str, port: int, scope: _Address) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             # IPv4 has a socket of its own, or was not asked for.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind((name, port))
+        # A link-local address means something only with its interface.
+        sock.bind((name, port, 0, *scope) if scope else (name, port))
         sock.listen(_BACKLOG)
     except OSError:
         sock.close()
@@ -182,7 +218,7 @@ def _reason(error: OSError) -> str:
 
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
     """Return (family, address) of `host`; for servers one of each family."""
-    name = host.removeprefix("[").removesuffix("]")
+    name = _bare(host)
     flags = socket.AI_PASSIVE if passive else 0
     found: list[tuple[int, _Address]] = []
     for family, _, _, _, address in socket.getaddrinfo(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -13,6 +14,9 @@ from unisono.errors import TransportError
 
 __all__ = ["TCPAddress", "listen", "local_hosts"]
 
+
+# How often another port is tried, if one is free on the first address only.
+_TRIES = 16
 
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
 _SIOCGIFADDR = 0x8915
@@ -115,30 +119,50 @@ def _source_addresses(host: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def listen(hosts: tuple[str, ...]) -> tuple[socket.socket, int]:
-    """Open a listening socket that these addresses lead to; return it with its port.
+def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
+    """Listen on each of these addresses, and on no other; return the sockets and their one port.
 
-    Only loopback among them: only loopback is opened. Several, or others: the wildcard address,
-    of both families where the system has both.
+    An address that this host does not have (anymore, or yet) is left out if there is another one.
+
+    Raises:
+        TransportError: None of them can be listened on.
     """
-    if len(hosts) == 1:
-        family = socket.AF_INET6 if ":" in hosts[0] else socket.AF_INET
-        host = hosts[0]
-    elif all(map(_is_loopback, hosts)) and not any(":" in host for host in hosts):
-        family, host = socket.AF_INET, "127.0.0.1"
-    elif socket.has_dualstack_ipv6():
-        family, host = socket.AF_INET6, "::"
-    else:
-        family, host = socket.AF_INET, "0.0.0.0"
+    for _ in range(_TRIES):
+        sockets: list[socket.socket] = []
+        failures: dict[str, OSError] = {}
+        port = 0
+        for host in hosts:
+            try:
+                sockets.append(_listen_on(host, port))
+                port = int(sockets[0].getsockname()[1])
+            except OSError as error:
+                failures[host] = error
+        # The port that the first address got may be in use on another one.
+        taken = any(error.errno == errno.EADDRINUSE for error in failures.values())
+        if sockets and not taken:
+            return sockets, port
+        for sock in sockets:
+            sock.close()
+        if not taken:
+            break
+    told = ", ".join(f"{host}: {error.strerror or error}" for host, error in failures.items())
+    raise TransportError(
+        f"cannot listen on any address of this rank ({told})",
+        hint="UNISONO_HOST must be an address of this host",
+    )
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if host == "::":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind((host, 0))
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind((host, port))
         # As many callers as there are ranks may come at once; the kernel caps the number.
         listener.listen(4096)
-    except OSError as error:
+        listener.setblocking(False)
+    except BaseException:
         listener.close()
-        raise TransportError(f"cannot listen on {host}: {error.strerror}") from error
-    listener.setblocking(False)
-    return listener, int(listener.getsockname()[1])
+        raise
+    return listener

@@ -50,26 +50,37 @@ _COPY_S = 5.0
 _NO_CONTEXT = -1
 
 
+Unreached = dict[int, list[str]]
+"""By rank, the addresses at which it could not be reached, each with the reason."""
+
+
 class Status(NamedTuple):
-    """A call that a rank has entered: its sequence number (0: none yet) and its text."""
+    """A call that a rank has entered: its sequence number (0: none yet) and its text.
+
+    `unreached` are the ranks that it could not reach.
+    """
 
     seq: int
     text: str
+    unreached: Unreached = {}  # noqa: RUF012  never changed
 
 
 class Failure(Exception):
     """A context is broken; the same on the rank that found out and on those it told.
 
     `kind` is "timeout", "lost", "failed" or "aborted"; `peers` are the ranks to blame;
-    `by` is the rank that found out.
+    `by` is the rank that found out; `table` says who could not reach whom, line by line.
     """
 
-    def __init__(self, kind: str, reason: str, peers: Iterable[int], by: int) -> None:
-        super().__init__(kind, reason, tuple(peers), by)
+    def __init__(
+        self, kind: str, reason: str, peers: Iterable[int], by: int, table: Iterable[str] = ()
+    ) -> None:
+        super().__init__(kind, reason, tuple(peers), by, tuple(table))
         self.kind = kind
         self.reason = reason
         self.peers = tuple(peers)
         self.by = by
+        self.table = tuple(table)
 
 
 class Transport(ABC):
@@ -228,6 +239,7 @@ class Transport(ABC):
                 "reason": failure.reason,
                 "peers": failure.peers,
                 "by": failure.by,
+                "table": failure.table,
             }
             for peer in peers:
                 if peer != self.rank and self.mailbox.down(peer) is None:
@@ -270,9 +282,10 @@ class Transport(ABC):
             # Under the lock, so that nothing is added to the answers once `ask` returned them.
             with self._lock:
                 if (question := self._questions.get(words["number"])) is not None:
-                    question.answer(peer, Status(words["at"], words["text"]))
+                    unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
+                    question.answer(peer, Status(words["at"], words["text"], unreached))
         elif kind is Kind.FAIL:
-            told = Failure(words["kind"], words["reason"], words["peers"], words["by"])
+            told = Failure(*(words[name] for name in ("kind", "reason", "peers", "by", "table")))
             self._break(context, told)
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
@@ -352,6 +365,10 @@ class Transport(ABC):
         `key` may be a control message's; its transfer then belongs to no context.
         """
 
+    def unreached(self) -> Unreached:
+        """Return which ranks could not be reached, so far."""
+        return {}
+
     def _linked(self) -> list[int]:
         """Return the ranks there is a working link to."""
         return []
@@ -378,7 +395,12 @@ class Transport(ABC):
         calls = list(self._calls.get(context, ()))
         asked = [status for status in calls if status.seq == words["seq"]]
         status = (asked or calls or [Status(0, "")])[-1]
-        return {"number": words["number"], "at": status.seq, "text": status.text}
+        return {
+            "number": words["number"],
+            "at": status.seq,
+            "text": status.text,
+            "unreached": self.unreached(),
+        }
 
     def _break(self, context: int, failure: Failure) -> bool:
         with self._lock:

@@ -69,18 +69,20 @@ class TCPTransport(Transport):
         super().__init__(rank, world_size)
         self._find = find
         self._token = os.urandom(16)
-        self._listener, port = listen(hosts)
+        self._listeners, port = listen(hosts)
         self.address = TCPAddress(hosts, port, self._token).pack()
         self._links: dict[int, Link] = {}
         self._links_lock = threading.Lock()
         self._released = False
         # These belong to the I/O thread.
         self._outgoing: dict[int, Call] = {}
+        self._failed_calls: dict[int, Call] = {}
         self._parting: set[Link] = set()
         self._linger_until: float | None = None
         self._chunk = memoryview(bytearray(CHUNK_BYTES))
         self._loop = Loop()
-        self._loop.watch(self._listener, READ, self._accept)
+        for listener in self._listeners:
+            self._accept_from(listener)
         self._thread = threading.Thread(target=self._run, name=f"unisono-tcp-{rank}", daemon=True)
         _transports.add(self)
         self._thread.start()
@@ -109,6 +111,10 @@ class TCPTransport(Transport):
     def _linked(self) -> list[int]:
         with self._links_lock:
             return [peer for peer, link in self._links.items() if link.ready]
+
+    def unreached(self) -> dict[int, list[str]]:
+        calls = {**self._failed_calls, **self._outgoing}
+        return {peer: told for peer, call in calls.items() if (told := call.unreached())}
 
     def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
@@ -172,28 +178,32 @@ class TCPTransport(Transport):
             link.close(_own_end(link.peer))
         for call in self._outgoing.values():
             call.cancel()
-        self._listener.close()
+        self._close_listeners()
         self._loop.close()
 
-    def _accept(self, events: int) -> None:
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        self._loop.watch(listener, READ, lambda events: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
                 # Out of file descriptors, most likely. The caller waits in the backlog.
                 _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
-                self._loop.unwatch(self._listener)
-                self._loop.start_timer(self._accept_again, _ACCEPT_PAUSE_S)
+                self._loop.unwatch(listener)
+                self._loop.start_timer(lambda: self._accept_from(listener), _ACCEPT_PAUSE_S)
                 return
             sock.setblocking(False)
             with contextlib.suppress(OSError):  # the caller may be gone already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             Greeting(self._loop, sock, self._greeted)
-
-    def _accept_again(self) -> None:
-        self._loop.watch(self._listener, READ, self._accept)
 
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a caller; the connection becomes the link to its rank, waits, or ends."""
@@ -240,6 +250,7 @@ class TCPTransport(Transport):
 
         def done(sock: socket.socket | None, reason: str) -> None:
             if sock is None:
+                self._failed_calls[peer] = call
                 # Nothing was ever heard of it: it may have left in peace.
                 self._drop(link, reason, left=True)
             elif reason:
@@ -253,7 +264,7 @@ class TCPTransport(Transport):
             self._drop(link, f"its address is of no use: {reason_of(error)}")
             return
         hello = Hello(self.world_size, self.rank, peer, address.token)
-        self._outgoing[peer] = call = Call(self._loop, hello, address, done)
+        call = self._outgoing[peer] = Call(self._loop, hello, address, done)
         call.start()
 
     def _establish(self, link: Link, sock: socket.socket) -> None:
@@ -324,7 +335,7 @@ class TCPTransport(Transport):
         self._closed = True
         for call in self._outgoing.values():
             call.close_spare()
-        self._listener.close()
+        self._close_listeners()
         self._loop.close()
 
 

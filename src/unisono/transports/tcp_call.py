@@ -57,6 +57,7 @@ class Call:
         self._at = ""
         self._errors: list[str] = []
         self._sock: socket.socket | None = None
+        self._connecting = False
         self._spare: socket.socket | None = None
 
     def start(self) -> None:
@@ -68,6 +69,7 @@ class Call:
         host = self._hosts.popleft()
         self._at = f"{host}:{self._port}"
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._connecting = True
         try:
             self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
             sock.setblocking(False)
@@ -80,6 +82,11 @@ class Call:
         self._loop.watch(sock, WRITE, self._connected)
         if self._hosts:
             self._loop.start_timer(self._too_slow, _CONNECT_S)
+
+    def unreached(self) -> list[str]:
+        """Return the addresses that did not take the call so far, each with the reason."""
+        waiting = [f"{self._at}: no answer yet"] if self._connecting else []
+        return [*self._errors, *waiting]
 
     def park(self, sock: socket.socket) -> None:
         """Keep the peer's own call, unanswered, in case that this one fails.
@@ -112,6 +119,7 @@ class Call:
         except OSError as error:
             self._failed(reason_of(error))
             return
+        self._connecting = False
         self._loop.unwatch(sock)
         self._loop.watch(sock, READ, self._answered)
 
@@ -137,6 +145,7 @@ class Call:
         self._failed(f"no connection after {_CONNECT_S:g} s")
 
     def _failed(self, reason: str) -> None:
+        self._connecting = False
         self._errors.append(f"{self._at}: {reason}")
         self._hang_up()
         self.start()
