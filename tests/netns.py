@@ -137,6 +137,8 @@ class Network:
         )
         host.run("hostname", host.name)
         names = [f"{other.v4} {other.name}" for other in self.hosts if other is not host]
+        # A name with an address in each family.
+        names += [f"{self.hosts[0].v4} first", f"{self.hosts[0].v6} first"]
         hosts = "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names])
         host.put(hosts + "\n", "/etc/hosts")
         # Or its processes could tell that they may share memory with those of the other hosts.

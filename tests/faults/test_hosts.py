@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,10 +85,77 @@ def test_host_whose_own_name_is_at_127_0_1_1(network):
     compute(network.hosts, MASTER_ADDR=network.hosts[0].name)
 
 
+def test_name_with_an_address_in_each_family(network):
+    compute(network.hosts, MASTER_ADDR="first")
+
+
 def test_store_on_another_host_than_rank_0(network):
     # Rank 0 serves the store under a name that only the others see at a real address.
     hosts = network.hosts
     compute([hosts[1], hosts[0], hosts[2]], MASTER_ADDR=hosts[1].name)
+
+
+APART = """
+os.environ["UNISONO_HOST"] = f"10.77.0.{rank + 1}"
+dist.init_process_group(timeout=20)
+x = np.ones(3)
+caught = attempt(dist.all_reduce, x, timeout=TIMEOUT)
+tell(caught)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
+    """The store is reached over IPv6; of the links over IPv4 one host is cut off by its peers."""
+    script = APART.replace("TIMEOUT", repr(TIMEOUT_S))
+    with netns.Network(3) as network:
+        first, second, third = network.hosts
+        first.ip(f"route add unreachable {third.v4}/32")
+        second.ip(f"route add prohibit {third.v4}/32")
+        variables = {
+            "MASTER_ADDR": first.v6,
+            "MASTER_PORT": str(PORT),
+            "TORCHELASTIC_USE_AGENT_STORE": "",
+        }
+        with started([host.inside() for host in network.hosts], script, variables) as processes:
+            told = [json.loads(process.stdout.readline()) for process in processes]
+            for process in processes:
+                process.stdin.write("leave\n")
+                process.stdin.flush()
+                process.wait(20.0)
+    for rank, caught in enumerate(told):
+        first_line, head, *rest = caught["text"].splitlines()
+        table = [line.strip() for line in rest if line.startswith("    rank ")]
+        assert head.strip() == "who could not reach whom:", caught
+        assert caught["peers"] == ([2] if rank < 2 else [0, 1]), caught
+        assert f"on rank {rank} of 3" in first_line
+        for line in table:
+            assert re.fullmatch(r"rank \d -> rank \d at 10\.77\.0\.\d:\d+: .+", line), table
+        pairs = {line.partition(" at ")[0] for line in table}
+        if rank < 2:
+            assert {"rank 0 -> rank 2", "rank 1 -> rank 2"} <= pairs, table
+            assert any("No route to host" in line for line in table), table
+            assert any("Permission denied" in line for line in table), table
+        else:
+            assert "rank 2 -> rank 0" in pairs, table
+
+
+def test_store_that_cannot_be_reached_is_told_with_every_address(network):
+    script = (
+        "from unisono.stores import TCPStore; import sys; TCPStore(sys.argv[1], 29501, timeout=1)"
+    )
+    host = network.hosts[1]
+    process = subprocess.run(
+        host.inside(sys.executable, "-c", script, "first"),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    line = next(line for line in process.stderr.splitlines() if "StoreConnectionError:" in line)
+    assert "from host2" in line
+    for address in ("10.77.0.1", "fd77::1"):
+        assert f"{address}: connection refused" in line
 
 
 CUT = """
@@ -125,8 +196,6 @@ def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
 
 def tell_and_ask(processes):
     """Let all go on, and return what each says; none leaves before all have."""
-    import json
-
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()

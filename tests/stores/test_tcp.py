@@ -24,7 +24,7 @@ from unisono.errors import (
     StoreConnectionError,
     StoreTimeoutError,
 )
-from unisono.stores import TCPStore, start_server, wire
+from unisono.stores import TCPStore, addresses, start_server, wire
 from unisono.stores.addresses import is_loopback, listen
 from unisono.stores.native_server import NativeServer
 from unisono.stores.tcp_server import PythonServer
@@ -120,13 +120,60 @@ def test_loopback_server_is_not_reachable_from_outside():
     assert is_loopback("127.0.1.1")
 
 
-def test_other_hosts_bind_every_interface():
-    listeners = listen("0.0.0.0", 0)
+@pytest.mark.parametrize(
+    ("host", "known_as", "listening"),
+    [
+        ("0.0.0.0", {}, {"0.0.0.0"}),
+        ("127.0.0.2", {}, {"127.0.0.2"}),
+        ("[::1]", {}, {"::1"}),
+        ("::", {}, {"::"}),
+        # A name is listened for in its families, but what it means here it may not mean elsewhere.
+        ("node1", {"node1": ["127.0.1.1"]}, {"0.0.0.0"}),
+        ("node1", {"node1": ["127.0.1.1", "::1"]}, {"0.0.0.0", "::"}),
+        ("localhost", {"localhost": ["127.0.0.1", "::1"]}, {"127.0.0.1", "::1"}),
+        # Of another machine, as it seems: a router may lead from there to here.
+        ("192.0.2.1", {}, {"0.0.0.0"}),
+    ],
+)
+def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, monkeypatch):
+    if any(":" in name for name in listening) and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    real = socket.getaddrinfo
+
+    def look_up(name, *args, **options):
+        names = known_as.get(name, [name])
+        return [info for each in names for info in real(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    listeners = listen(host, 0)
     try:
-        assert [sock.getsockname()[0] for sock in listeners] == ["0.0.0.0"]
+        assert {sock.getsockname()[0] for sock in listeners} == listening
+        assert len({sock.getsockname()[1] for sock in listeners}) == 1
     finally:
         for sock in listeners:
             sock.close()
+
+
+def test_port_that_is_free_in_one_family_only_is_not_taken(monkeypatch):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    infos = [info for name in ("127.0.0.1", "::1") for info in socket.getaddrinfo(name, 0)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: infos)
+    real, refused = addresses._bind, []
+
+    def bind(family, name, port, scope):
+        if family == socket.AF_INET6 and len(refused) < 3:
+            refused.append(port)
+            raise OSError(errno.EADDRINUSE, "in use")
+        return real(family, name, port, scope)
+
+    monkeypatch.setattr(addresses, "_bind", bind)
+    listeners = listen("localhost", 0)
+    families = {sock.family for sock in listeners}
+    for sock in listeners:
+        sock.close()
+    assert families == {socket.AF_INET, socket.AF_INET6}
+    assert len(refused) == 3
 
 
 def test_refused_connection_names_the_address_within_the_timeout():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import threading
 from importlib import import_module
 
@@ -9,8 +10,8 @@ from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
-from unisono.transports import Key, connect
-from unisono.transports.address import TCPAddress
+from unisono.transports import Key, address, connect
+from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Kind
 
 KEY = Key(1, Kind.P2P, 0)
@@ -98,8 +99,47 @@ def test_rank_that_hosts_the_store_gives_up_first():
 
 
 def test_address_survives_the_store():
-    address = TCPAddress(("10.0.0.1", "fe80::1"), 4567, b"0123456789abcdef")
-    assert TCPAddress.unpack(address.pack()) == address
+    there = TCPAddress(("10.0.0.1", "fe80::1"), 4567, b"0123456789abcdef")
+    assert TCPAddress.unpack(there.pack()) == there
     with pytest.raises(TransportError) as caught:
         TCPAddress.unpack("inproc:abc")
     assert caught.value.what == "a peer published 'inproc', this rank uses tcp"
+
+
+@pytest.mark.parametrize(
+    "hosts", [("127.0.0.1",), ("127.0.0.1", "::1"), ("127.0.0.2", "127.0.0.1"), ("::1",)]
+)
+def test_listens_on_what_is_published_and_on_nothing_else(hosts):
+    sockets, port = listen(hosts)
+    there = [sock.getsockname()[:2] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    assert there == [(host, port) for host in hosts]
+
+
+def test_address_that_this_host_lost_is_left_out_if_there_is_another():
+    sockets, port = listen(("192.0.2.1", "127.0.0.1"))
+    there = [sock.getsockname() for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    assert there == [("127.0.0.1", port)]
+    with pytest.raises(TransportError, match=r"cannot listen on any .*192.0.2.1: Cannot assign"):
+        listen(("192.0.2.1",))
+
+
+def test_port_that_is_free_on_one_address_only_is_not_taken(monkeypatch):
+    real, refused = address._listen_on, []
+
+    def refuse(host, port):
+        if host == "127.0.0.2" and len(refused) < 3:
+            refused.append(port)
+            raise OSError(errno.EADDRINUSE, "in use")
+        return real(host, port)
+
+    monkeypatch.setattr(address, "_listen_on", refuse)
+    sockets, port = listen(("127.0.0.1", "127.0.0.2"))
+    ports = {sock.getsockname()[1] for sock in sockets}
+    for sock in sockets:
+        sock.close()
+    assert ports == {port}
+    assert len(sockets) == 2

@@ -189,7 +189,8 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
         backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
     waited = f" within {deadline.timeout_s:g} s" if retry else ""
     raise StoreConnectionError(
-        f"cannot connect to the store at {format_address(host, port)}{waited} "
+        f"cannot connect from {socket.gethostname()} to the store at "
+        f"{format_address(host, port)}{waited} "
         f"({'; '.join(failures)})",
         hint="is rank 0 (or the launcher) running there, and is the port open?",
     )
