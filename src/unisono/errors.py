@@ -143,7 +143,13 @@ def _rebuild(
 
 
 class UsageError(UnisonoError):
-    """This process asked for something impossible; the group is untouched."""
+    """This process asked for something impossible; the group is untouched.
+
+    Attributes:
+        told: Whether the other ranks of a collective call have heard of it.
+    """
+
+    told = False
 
 
 class InvalidArgumentError(UsageError, ValueError):

@@ -10,6 +10,7 @@ import unisono as dist
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
 )
@@ -202,6 +203,29 @@ def bad_argument(rank):
         dist.all_reduce(x)
         compute.synchronize(60)
     assert (x == dist.get_world_size()).all()
+
+
+def refused_behind_another(rank):
+    """A call that is found wrong while it queues behind one in a stream is refused once."""
+    compute, x = dist.Stream("compute"), np.ones(2)
+    gate = Gate(compute)
+    with dist.stream(compute):
+        first = dist.all_reduce(x, async_op=True)
+    opener = threading.Timer(0.02, gate.open)
+    opener.start()
+    if rank == 1:
+        frozen = np.ones(2)
+        frozen.flags.writeable = False
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            dist.all_reduce(frozen)
+    else:
+        with pytest.raises(CollectiveMismatchError, match="rank 1 called all_reduce, but refused"):
+            dist.all_reduce(np.ones(2))
+    opener.join()
+    first.wait()
+    assert (x == dist.get_world_size()).all()
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size() ** 2).all()
 
 
 def failure_before_the_call(rank):

@@ -20,6 +20,7 @@ def test_calls_in_streams(world, size):
                 stream_bodies.objects,
                 stream_bodies.futures,
                 stream_bodies.bad_argument,
+                stream_bodies.refused_behind_another,
             ],
         ),
     )

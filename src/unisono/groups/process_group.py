@@ -312,8 +312,9 @@ class ProcessGroup:
             arguments: What it was called with; decides which backend is meant.
             **how: As in any call.
         """
-        if self._closed or self.size() == 1 or not isinstance(error, _REFUSED):
+        if self._closed or self.size() == 1 or not isinstance(error, _REFUSED) or error.told:
             return
+        error.told = True
         devices = [device_of(_leaf(argument)) for argument in arguments]
         device = next((d for d in devices if d in self.backends), next(iter(self.backends)))
         why = str(error).partition("\n")[0]
