@@ -16,18 +16,15 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "calls.hpp"
 #include "group.hpp"
 #include "kernels.hpp"
+#include "program.hpp"
 #include "segment.hpp"
 
 namespace nb = nanobind;
 
 namespace {
-
-int64_t nanoseconds(double seconds) {
-  // Longer than a century is for ever, and does not fit.
-  return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};
-}
 
 void reduce(std::uintptr_t into, std::uintptr_t other, std::size_t count, int dtype, int op) {
   unisono::ReduceFn fn =
@@ -121,21 +118,6 @@ void set_late(unisono::Group& group, const nb::typed<nb::callable, void()>& late
   group.set_late(std::move(call), before_ns);
 }
 
-// A program copied out of Python's arrays once, for all calls that repeat it.
-struct OwnedProgram {
-  std::vector<unisono::Step> steps;
-  std::vector<unisono::Loop> loops;
-  int64_t scratch_count;
-
-  OwnedProgram(std::uintptr_t steps_at, std::size_t step_count, std::uintptr_t loops_at,
-               std::size_t loop_count, int64_t scratch)
-      : steps(reinterpret_cast<const unisono::Step*>(steps_at),
-              reinterpret_cast<const unisono::Step*>(steps_at) + step_count),
-        loops(reinterpret_cast<const unisono::Loop*>(loops_at),
-              reinterpret_cast<const unisono::Loop*>(loops_at) + loop_count),
-        scratch_count(scratch) {}
-};
-
 // The memory of an array for the time of a call; nothing for None.
 class Memory {
  public:
@@ -159,11 +141,12 @@ class Memory {
   bool held_ = false;
 };
 
-std::pair<int, int> run(unisono::Group& group, const OwnedProgram& owned, nb::handle source,
+// `calls`: where to note this call, so that it can be repeated; None: nowhere.
+std::pair<int, int> run(unisono::Group& group, nb::object program, nb::handle source,
                         nb::handle target, int64_t itemsize, int dtype, int op,
-                        uint64_t fingerprint, double timeout_s) {
-  const unisono::Program program{owned.steps.data(), owned.steps.size(), owned.loops.data(),
-                                 owned.loops.size()};
+                        uint64_t fingerprint, uint64_t even, double timeout_s,
+                        unisono::Calls* calls, nb::object call) {
+  const auto& owned = nb::cast<const unisono::OwnedProgram&>(program);
   const Memory input(source);
   const Memory output(target);
   std::vector<char> scratch(static_cast<std::size_t>(owned.scratch_count * itemsize));
@@ -175,9 +158,14 @@ std::pair<int, int> run(unisono::Group& group, const OwnedProgram& owned, nb::ha
   unisono::Status status;
   {
     nb::gil_scoped_release unlocked;
-    status = group.run(program, buffers, reduce, fingerprint, nanoseconds(timeout_s));
+    status =
+      group.run(owned.view(), buffers, reduce, {fingerprint, even}, unisono::nanoseconds(timeout_s));
   }
   if (status.code == unisono::Code::interrupted) throw nb::python_error();
+  if (status.is_ok() && calls != nullptr) {
+    calls->note(std::move(program), {&owned, itemsize, dtype, op, fingerprint, even},
+                {input.data(), input.nbytes()}, {output.data(), output.nbytes()}, std::move(call));
+  }
   return {static_cast<int>(status.code), status.peer};
 }
 
@@ -186,7 +174,7 @@ std::tuple<int, int, uint64_t> agree(unisono::Group& group, uint64_t fingerprint
   unisono::Status status;
   {
     nb::gil_scoped_release unlocked;
-    status = group.agree(fingerprint, &even, nanoseconds(timeout_s));
+    status = group.agree(fingerprint, &even, unisono::nanoseconds(timeout_s));
   }
   if (status.code == unisono::Code::interrupted) throw nb::python_error();
   return {static_cast<int>(status.code), status.peer, even};
@@ -211,6 +199,8 @@ NB_MODULE(_engine, m) {
   m.attr("LOST") = static_cast<int>(Code::lost);
   m.attr("LEFT") = static_cast<int>(Code::left);
   m.attr("ABORTED") = static_cast<int>(Code::aborted);
+  m.attr("UNEVEN") = static_cast<int>(Code::uneven);
+  m.attr("INTERRUPTED") = static_cast<int>(Code::interrupted);
 
   nb::class_<unisono::Segment>(m, "Segment")
     .def_static("create", &create, nb::arg("ranks"), nb::arg("slot_bytes"), nb::arg("nonce"),
@@ -221,7 +211,7 @@ NB_MODULE(_engine, m) {
     .def("close_fd", &unisono::Segment::close_fd)
     .def_prop_ro("nbytes", &unisono::Segment::bytes);
 
-  nb::class_<OwnedProgram>(m, "Program")
+  nb::class_<unisono::OwnedProgram>(m, "Program")
     .def(nb::init<std::uintptr_t, std::size_t, std::uintptr_t, std::size_t, int64_t>(),
          nb::arg("steps"), nb::arg("step_count"), nb::arg("loops"), nb::arg("loop_count"),
          nb::arg("scratch_count"));
@@ -231,7 +221,7 @@ NB_MODULE(_engine, m) {
          nb::arg("spin"))
     .def("run", &run, nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
          nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
-         nb::arg("timeout_s"),
+         nb::arg("even"), nb::arg("timeout_s"), nb::arg("calls").none(), nb::arg("call").none(),
          "Agree on the fingerprint unless it is 0, run; return (code, peer).")
     .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
@@ -241,4 +231,5 @@ NB_MODULE(_engine, m) {
 
   bind_store(m);
   bind_store_link(m);
+  bind_quick(m);
 }

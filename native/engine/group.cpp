@@ -70,17 +70,23 @@ void Group::leave() {
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
-  deadline_ns_ = now_ns() + timeout_ns;
+  timeout_ns_ = timeout_ns;
+  deadline_ns_ = 0;
+  idler_ = nullptr;
   Status status = enter({fingerprint, *even}, false);
   if (status.is_ok()) status = compare(fingerprint, even);
   ++epoch_;
   return status;
 }
 
-Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
-                  uint64_t fingerprint, int64_t timeout_ns) {
+Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+                  int64_t timeout_ns, Idler* idler) {
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
-  deadline_ns_ = now_ns() + timeout_ns;
+  timeout_ns_ = timeout_ns;
+  // A call of one piece learns the time when a wait gets long; see wait_slowly().
+  const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
+  deadline_ns_ = is_short ? 0 : now_ns() + timeout_ns;
+  idler_ = idler;
   input_ = buffers.input;
   output_ = buffers.output;
   scratch_ = buffers.scratch;
@@ -89,10 +95,9 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   for (size_t i = 0; i < program.loop_count; ++i) {
     const Loop& loop = program.loops[i];
     for (int64_t k = 0; k < loop.repeats; ++k) {
-      Status status =
-        run_piece(program.steps + loop.first, program.steps + loop.end, fingerprint);
+      Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
       if (!status.is_ok()) return status;
-      fingerprint = 0;
+      words.fingerprint = 0;
       if (input_ != nullptr) input_ += loop.input_shift * itemsize_;
       if (output_ != nullptr) output_ += loop.output_shift * itemsize_;
     }
@@ -178,18 +183,19 @@ Status Group::compare(uint64_t fingerprint, uint64_t* even) {
   return verdict;
 }
 
-Status Group::run_piece(const Step* first, const Step* end, uint64_t fingerprint) {
+Status Group::run_piece(const Step* first, const Step* end, const Words& words) {
   const bool posts_first = first != end && sends(first->op);
-  Status status = enter({fingerprint, 1}, posts_first);
+  Status status = enter(words, posts_first);
   const Step* step = first;
   if (status.is_ok() && posts_first) {
     // Posts touch no buffer of the user, so they need not wait for the agreement.
     for (; step != end && sends(step->op); ++step) post(*step);
     raise(static_cast<uint64_t>(first->stage));
   }
-  if (status.is_ok() && fingerprint != 0) {
-    uint64_t even = 1;
-    status = compare(fingerprint, &even);
+  if (status.is_ok() && words.fingerprint != 0) {
+    uint64_t even = words.even;
+    status = compare(words.fingerprint, &even);
+    if (status.is_ok() && even == 0) status = {Code::uneven, rank_, -1};
   }
   for (; status.is_ok() && step != end; ++step) {
     status = run_step(*step, static_cast<int>(step - first));
@@ -268,6 +274,10 @@ Status Group::wait_for(int peer, uint64_t value, int step) {
       if (flag.load(std::memory_order_acquire) >= value) return {};
       relax();
     }
+    if (idler_ != nullptr) {
+      idler_->idle();
+      idler_ = nullptr;
+    }
     sched_yield();
   }
   return wait_slowly(peer, value, step);
@@ -275,6 +285,8 @@ Status Group::wait_for(int peer, uint64_t value, int step) {
 
 Status Group::wait_slowly(int peer, uint64_t value, int step) {
   Line& line = segment_->line(peer);
+  // Not before: asking for the time would be a tenth of a small call.
+  if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
   while (true) {
     line.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t seen = line.flag.load(std::memory_order_seq_cst);

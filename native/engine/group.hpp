@@ -55,6 +55,15 @@ struct Buffers {
   int64_t itemsize;
 };
 
+// Told once by a run that is going to wait for longer than a moment; may give up a lock, say.
+class Idler {
+ public:
+  virtual void idle() = 0;
+
+ protected:
+  ~Idler() = default;
+};
+
 class Group {
  public:
   // `pids` has one process id per rank, in this host's numbering. `spin` is how often a wait looks
@@ -67,10 +76,11 @@ class Group {
   // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
   Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
 
-  // Agree on `fingerprint` (0: agreed already), then run a program. No buffer is written before.
-  // Every rank's program must have the same loops, as far as repeats go.
-  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, uint64_t fingerprint,
-             int64_t timeout_ns);
+  // Agree on `words` (fingerprint 0: agreed already), then run a program. No buffer is written
+  // before; nor is any if the ranks' `even` differ, which ends with that code. Every rank's program
+  // must have the same loops, as far as repeats go.
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+             int64_t timeout_ns, Idler* idler = nullptr);
 
   // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
   void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
@@ -83,6 +93,7 @@ class Group {
 
   // End whatever waits, from any thread; the group cannot be used afterwards.
   void abort() { aborted_.store(true, std::memory_order_relaxed); }
+  bool is_aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   // Tell the others that this rank takes part in nothing any more.
   void leave();
@@ -92,7 +103,7 @@ class Group {
   bool fits(const Step& step, int64_t input_end, int64_t output_end, const Buffers& buffers) const;
   Status enter(const Words& words, bool publishes_at_once);
   Status compare(uint64_t fingerprint, uint64_t* even);
-  Status run_piece(const Step* first, const Step* end, uint64_t fingerprint);
+  Status run_piece(const Step* first, const Step* end, const Words& words);
   Status run_step(const Step& step, int index);
   void reduce_swapped(char* into, const char* from, int64_t count);
   const char* source(const Step& step) const;
@@ -107,7 +118,9 @@ class Group {
   int ranks_;
   int spin_;
   uint64_t epoch_ = 1;
-  int64_t deadline_ns_ = 0;
+  int64_t timeout_ns_ = 0;
+  int64_t deadline_ns_ = 0;  // 0: not worked out yet, because no wait was long
+  Idler* idler_ = nullptr;
   std::atomic<bool> aborted_{false};
   std::vector<int> pidfds_;
   std::function<bool()> poll_;

@@ -11,6 +11,7 @@ enum class Code : int {
   left = 7,         // the peer closed the group
   aborted = 4,      // abort() was called, here or by another rank
   interrupted = 6,  // the caller's poll function said so
+  uneven = 8,       // the ranks' second words differ; nothing was written
   bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist
 };
 

@@ -50,7 +50,8 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
   auto* data = reinterpret_cast<char*>(output.data());
   const Buffers buffers{data, static_cast<int64_t>(output.size()), data,
                         static_cast<int64_t>(output.size()), false, nullptr, 0, 8};
-  return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), fingerprint, timeout_ns);
+  return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
+                   timeout_ns);
 }
 
 void test_all_reduce_in_pieces(int ranks, int spin) {

@@ -31,6 +31,10 @@ LEFT: int = 7
 
 ABORTED: int = 4
 
+UNEVEN: int = 8
+
+INTERRUPTED: int = 6
+
 class Segment:
     @staticmethod
     def create(ranks: int, slot_bytes: int, nonce: bytes) -> tuple[int, Segment]:
@@ -54,14 +58,17 @@ class Group:
     def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
     def run(
         self,
-        program: Program,
+        program: object,
         input: object | None,
         output: object | None,
         itemsize: int,
         dtype: int,
         op: int,
         fingerprint: int,
+        even: int,
         timeout_s: float,
+        calls: Calls | None,
+        call: object | None,
     ) -> tuple[int, int]:
         """Agree on the fingerprint unless it is 0, run; return (code, peer)."""
 
@@ -101,3 +108,47 @@ class StoreLink:
 
     def cancel(self, timeout_s: float) -> bool:
         """End a wait that timed out; return whether it was over by then."""
+
+class Turn:
+    def __init__(self) -> None: ...
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def wanted(self) -> bool: ...
+    @wanted.setter
+    def wanted(self, arg: bool, /) -> None: ...
+    def count(self) -> int:
+        """Return the next number."""
+
+    def take(self) -> int:
+        """Take the turn and return the next number; 0 if not free."""
+
+    def seize(self) -> bool:
+        """Take the turn if it is free, wanted or not."""
+
+    def give(self) -> None:
+        """Give the turn back."""
+
+class Calls:
+    def __init__(self, turn: object, failed: object, waiting: object) -> None: ...
+    def open(self, group: object, timeout_s: float) -> None: ...
+    def close(self) -> None:
+        """Leave every call to Python from now on."""
+
+    def set_timeout(self, timeout_s: float) -> None: ...
+    def last(self) -> object:
+        """Return (seq, call) of the last call that was repeated, or None."""
+
+def quick(function: object, names: Sequence[str], kinds: str) -> object:
+    """Return a callable that repeats calls, and leaves others to `function`."""
+
+def set_world(context_variable: object, group_type: object) -> None: ...
+def set_default(group: object | None) -> None: ...
+def suspend_quick() -> None:
+    """Leave every call to Python."""
+
+def resume_quick() -> None:
+    """Undo one suspend_quick()."""
+
+def forked() -> None:
+    """Forget the groups of this process, a child."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 from unisono.base.completion import Completion
@@ -151,6 +151,9 @@ class DeviceBackend(ABC):
     name: str = ""
     device: str = ""
 
+    calls: Any = None
+    """What repeats calls on NumPy arrays without Python code; see `engines.quick`."""
+
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
 
@@ -281,6 +284,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release threads and links."""
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Take a new default time-out, in seconds; calls bring their own deadline with them."""
+        self.spec = replace(self.spec, timeout_s=timeout_s)
 
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""

@@ -98,6 +98,8 @@ class CPUBackend(DeviceBackend):
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm
         self._engine: Engine = make_engine(comm, options.engine)
+        self._engine.set_timeout(spec.timeout_s)
+        self.calls = self._engine.calls
         self._topology = Topology(spec.size, self._engine.shares_memory)
         # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
@@ -300,6 +302,10 @@ class CPUBackend(DeviceBackend):
         failure = Failure("failed" if failed else "aborted", reason, [me], me)
         self._comm.transport.fail(self._comm.context, failure, self._comm.others)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self._engine.set_timeout(timeout_s)
+
     def close(self) -> None:
         self._engine.close()
 
@@ -363,9 +369,11 @@ class CPUBackend(DeviceBackend):
             _Asked(collective, called, algorithm, count, dtype, root, op, agreed, exchange),
         )
 
+        average = op is not None and op.op is RedOpType.AVG
+
         def finish() -> None:
             if result and output is not None:
-                if op is not None and op.op is RedOpType.AVG:
+                if average:
                     divide(output.array, dtype, self.spec.size)
                 output.write_back()
 
@@ -379,7 +387,7 @@ class CPUBackend(DeviceBackend):
             op=op or ReduceOp.SUM,
             deadline=options.deadline,
             exchange=plan.exchange,
-            finish=finish,
+            finish=finish if average or not (output is None or output.in_place) else None,
         )
         self._engine.submit(task, pending, inline=not options.async_op)
         if not options.async_op:

@@ -43,6 +43,11 @@ class Flat:
         """Shapes of the arrays."""
         return tuple([view.shape for view in self._views])
 
+    @property
+    def in_place(self) -> bool:
+        """Whether `array` is the memory of the user's array, so that nothing is to write back."""
+        return not self._private and not any(view.packed for view in self._views)
+
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
         at = 0

@@ -38,6 +38,7 @@ __all__ = [
     "explicit_stream",
     "on_host",
     "stream",
+    "stream_variable",
 ]
 
 P = ParamSpec("P")
@@ -256,9 +257,11 @@ def _wait_for(mark: _Mark, limit: Deadline | None) -> None:
 
 
 _default = _DefaultStream("default")
-_explicit: ContextVar[Stream | None] = ContextVar("unisono_stream", default=None)
+stream_variable: ContextVar[Stream | None] = ContextVar("unisono_stream", default=None)
 
-explicit_stream = _explicit.get
+"""Holds the stream of the innermost `with stream(...)`, or None."""
+
+explicit_stream = stream_variable.get
 """Return the stream of the innermost `with stream(...)`, or None: on the path of every call."""
 
 
@@ -269,7 +272,7 @@ def default_stream() -> Stream:
 
 def current_stream() -> Stream:
     """Return the stream that calls made here belong to."""
-    return _explicit.get() or _default
+    return stream_variable.get() or _default
 
 
 @contextlib.contextmanager
@@ -278,11 +281,11 @@ def stream(stream: Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    token = _explicit.set(None if stream is _default else stream)
+    token = stream_variable.set(None if stream is _default else stream)
     try:
         yield
     finally:
-        _explicit.reset(token)
+        stream_variable.reset(token)
 
 
 def on_host(call: Callable[P, R]) -> Callable[P, R]:
@@ -290,7 +293,7 @@ def on_host(call: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _explicit.get() is None:
+        if stream_variable.get() is None:
             return call(*args, **kwargs)
         with stream(_default):
             return call(*args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -153,7 +153,8 @@ class Task:
         op: Reduce op of recv_reduce and reduce steps.
         deadline: Of the whole call.
         exchange: Numbers to compare after the agreement.
-        finish: Runs after success, before the completion: unpacks, scales.
+        finish: Runs after success, before the completion: unpacks, scales. None if the result
+            is where it belongs.
     """
 
     call: Call
@@ -164,7 +165,7 @@ class Task:
     op: ReduceOp
     deadline: Deadline
     exchange: Exchange | None = None
-    finish: Callable[[], None] = field(default=lambda: None)
+    finish: Callable[[], None] | None = None
 
 
 class Engine(ABC):
@@ -179,8 +180,16 @@ class Engine(ABC):
     shares_memory = False
     """Whether programs of `post` and `read` steps are the fast ones."""
 
+    calls: Any = None
+    """What repeats calls without Python code, if the engine can; see `engines.quick`."""
+
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.timeout_s = 0.0
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """Say what time-out a call has that is repeated, in seconds; tasks bring their own."""
+        self.timeout_s = timeout_s
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
         """Return this rank's program in the form that this engine executes best."""

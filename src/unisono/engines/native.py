@@ -12,19 +12,20 @@ import os
 import struct
 import threading
 import weakref
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from unisono.base import config
 from unisono.base.buffers import as_bytes
+from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
-from unisono.base.types import DType, all_dtypes, dtype_named
-from unisono.engines.api import Communicator, Task
+from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
+from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.failures import LATE_S, Expired
 from unisono.engines.order import OrderedEngine
+from unisono.engines.quick import native as _engine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (
@@ -37,12 +38,7 @@ from unisono.schedules import (
     lower_shared,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question
-
-try:
-    _engine: Any = import_module("unisono._engine")
-except ImportError:
-    _engine = None
+from unisono.transports.api import Failure, Question, Status
 
 __all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
 
@@ -90,6 +86,16 @@ def host_word() -> str:
     except OSError:
         return ""
     return f"{boot}/{_engine.ABI}"
+
+
+class _Repeated(NamedTuple):
+    """What a call that is repeated without Python code comes back with if it goes wrong."""
+
+    call: Call
+    program: Program
+    dtype: DType
+    op: ReduceOp
+    exchange: Exchange | None
 
 
 class _NativeProgram(SharedProgram):
@@ -142,7 +148,7 @@ class NativeEngine(OrderedEngine):
     shares_memory = True
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
-        super().__init__(comm)
+        super().__init__(comm, _engine.Turn())
         if isa := config.get("UNISONO_CPU"):
             _choose_isa(isa)
         self._spin = _SPIN_CROWDED if crowded else _SPIN
@@ -150,6 +156,12 @@ class NativeEngine(OrderedEngine):
         self._told = threading.Event()
         self._connected = False
         self._asked: Question | None = None
+        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._wake)
+        comm.transport.watch_calls(comm.context, self._last_repeated)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self.calls.set_timeout(timeout_s)
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
         if layout.in_splits is None and layout.out_splits is None:
@@ -160,13 +172,17 @@ class NativeEngine(OrderedEngine):
         return super().lower(schedule, layout, itemsize)
 
     def perform(self, task: Task) -> None:
-        program = task.program
-        if self._group is None or task.exchange or not isinstance(program, _NativeProgram):
+        program, exchange = task.program, task.exchange
+        even = exchange.even if exchange is not None else 1
+        if self._group is not None and even and isinstance(program, _NativeProgram):
+            word = task.call.fingerprint
+            if self._execute(task, program, task.dtype, task.input, task.output, word, even):
+                return
             with Run(self.comm, task) as run:
-                self._perform_in_steps(task, run)
+                self._exchange(task, run)
             return
-        word = task.call.fingerprint
-        self._execute(task, program, task.dtype, task.input, task.output, word)
+        with Run(self.comm, task) as run:
+            self._perform_in_steps(task, run)
 
     def _perform_in_steps(self, task: Task, run: Run) -> None:
         """Perform a task that needs more than one call of the C++ engine."""
@@ -175,20 +191,62 @@ class NativeEngine(OrderedEngine):
         if self._group is None:
             run.execute(run.agree() if self.comm.size > 1 else task.program)
             return
-        program = task.program
         even = self._agree(task, task.exchange.even if task.exchange else 1)
         if task.exchange is not None and not even:
-            task.exchange.check(task.call, self._gather(task, task.exchange.mine))
-            program = task.exchange.program
-        if isinstance(program, _NativeProgram):
-            self._execute(task, program, task.dtype, task.input, task.output)
+            self._exchange(task, run)
+        elif isinstance(task.program, _NativeProgram):
+            self._execute(task, task.program, task.dtype, task.input, task.output)
         else:
-            run.execute(program)
+            run.execute(task.program)
+
+    def _exchange(self, task: Task, run: Run) -> None:
+        """Compare the numbers that may differ by rank, and run the program for such."""
+        exchange = task.exchange
+        assert exchange is not None
+        exchange.check(task.call, self._gather(task, exchange.mine))
+        if isinstance(exchange.program, _NativeProgram):
+            self._execute(task, exchange.program, task.dtype, task.input, task.output)
+        else:
+            run.execute(exchange.program)
 
     def close(self) -> None:
+        self.calls.close()
         if self._group is not None:
             self._group.leave()
         super().close()
+
+    # ---- repeated calls -------------------------------------------------------------------
+
+    def _last_repeated(self) -> Status | None:
+        last = self.calls.last()
+        return None if last is None else Status(last[0], last[1].call.text)
+
+    def _repeated_badly(
+        self,
+        what: _Repeated,
+        seq: int,
+        status: tuple[int, int],
+        raised: BaseException | None,
+        buffers: tuple[Array | None, Array | None],
+    ) -> None:
+        """Do what remains of a repeated call that did not end well; it has the turn still."""
+        if raised is not None:
+            self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
+            raise raised
+        call, program, dtype, op, exchange = what
+        source, target = (None if each is None else each.reshape(-1) for each in buffers)
+        deadline = Deadline(self.timeout_s)
+        call = call._replace(seq=seq)
+        task = Task(call, program, source, target, dtype, op, deadline, exchange)
+        error = self._run(task, lambda task: self._perform_rest(task, *status))
+        if error is not None:
+            raise error
+
+    def _perform_rest(self, task: Task, code: int, peer: int) -> None:
+        if code != _engine.UNEVEN:
+            self._raise(task, code, peer)
+        with Run(self.comm, task) as run:
+            self._exchange(task, run)
 
     # ---- the C++ engine -------------------------------------------------------------------
 
@@ -208,8 +266,16 @@ class NativeEngine(OrderedEngine):
         source: Array | None,
         target: Array | None,
         fingerprint: int = 0,
-    ) -> None:
-        """Run a program, after an agreement on `fingerprint` unless it is 0: agreed already."""
+        even: int = 1,
+    ) -> bool:
+        """Run a program, after an agreement on `fingerprint` unless it is 0: agreed already.
+
+        Returns False, and has written nothing, if the ranks' words `even` differ.
+        """
+        calls = repeated = None
+        if fingerprint and task.finish is None:
+            calls = self.calls
+            repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
         code, peer = self._group.run(
             program.native,
             source,
@@ -218,10 +284,14 @@ class NativeEngine(OrderedEngine):
             _CODES[dtype.name],
             task.op.op.value,
             fingerprint,
+            even,
             task.deadline.remaining(),
+            calls,
+            repeated,
         )
-        if code:
+        if code and code != _engine.UNEVEN:
             self._raise(task, code, peer)
+        return not code
 
     def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
@@ -276,6 +346,7 @@ class NativeEngine(OrderedEngine):
             group.abort()
 
         comm.transport.on_failure(comm.context, end)
+        self.calls.open(group, self.timeout_s)
 
     def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
         size, nonce = self.comm.size, os.urandom(16)

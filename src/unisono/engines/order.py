@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from unisono.base.completion import Completion
 from unisono.engines.api import Communicator, Engine, Task
@@ -28,16 +30,55 @@ __all__ = ["OrderedEngine"]
 _CLOSE_S = 10.0
 
 
-class OrderedEngine(Engine):
-    """Runs tasks on the caller's thread, or on a progress thread made when first needed."""
+class Turn:
+    """Whose turn it is: calls run one after another, and are counted.
 
-    def __init__(self, comm: Communicator) -> None:
+    The C++ engine has its own, for calls that are repeated without Python code; `wanted` keeps
+    those from jumping the queue. Here everything happens under the engine's lock.
+    """
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.wanted = False
+        self._seq = 0
+
+    def count(self) -> int:
+        """Return the next number."""
+        self._seq += 1
+        return self._seq
+
+    def take(self) -> int:
+        """Take the turn and return the next number; 0 if it is not free, or wanted."""
+        if self.wanted or not self.seize():
+            return 0
+        return self.count()
+
+    def seize(self) -> bool:
+        """Take the turn if it is free, wanted or not."""
+        if self.busy:
+            return False
+        self.busy = True
+        return True
+
+    def give(self) -> None:
+        """Give the turn back."""
+        self.busy = False
+
+
+class OrderedEngine(Engine):
+    """Runs tasks on the caller's thread, or on a progress thread made when first needed.
+
+    Args:
+        comm: The group.
+        turn: A `Turn`, or the C++ engine's.
+    """
+
+    def __init__(self, comm: Communicator, turn: Any = None) -> None:
         super().__init__(comm)
+        self._turn = turn or Turn()
         self._changed = threading.Condition()
         self._queue: deque[tuple[Task, Completion]] = deque()
-        self._busy = False
         self._closed = False
-        self._seq = 0
         self._thread: threading.Thread | None = None
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
@@ -45,21 +86,23 @@ class OrderedEngine(Engine):
         self._require_open(task)
         with self._changed:
             self._require_open(task)
-            free = not self._busy and not self._queue
+            free = not self._turn.busy and not self._queue
             if inline and self.runs_here() and not (free and self.comm.transport.may_wait()):
                 raise UsageError(
                     f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
                     hint="in a callback of a future, call it with async_op=True",
                 )
-            self._seq += 1
-            task.call = task.call._replace(seq=self._seq)
-            if inline and free:
-                self._busy = True
-            else:
+            seq = self._turn.take() if inline else 0
+            now = seq > 0
+            if not now:
+                self._turn.wanted = True
+                seq = self._turn.count()
+            task.call = task.call._replace(seq=seq)
+            if not now:
                 self._queue.append((task, completion))
                 self._start_thread()
                 self._changed.notify_all()
-        if inline and free:
+        if now:
             self._run_and_finish(task, completion)
 
     def runs_here(self) -> bool:
@@ -78,7 +121,8 @@ class OrderedEngine(Engine):
                 return
             self._closed = True
             dropped, self._queue = self._queue, deque()
-            busy, thread = self._busy, self._thread
+            self._turn.wanted = True
+            busy, thread = self._turn.busy, self._thread
             self._changed.notify_all()
         for task, completion in dropped:
             told = f"group '{self.comm.name}' was destroyed before {task.call.text} ran"
@@ -87,7 +131,7 @@ class OrderedEngine(Engine):
             # Its peers are in this call too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
             with self._changed:
-                self._changed.wait_for(lambda: not self._busy, _CLOSE_S)
+                self._changed.wait_for(lambda: not self._turn.busy, _CLOSE_S)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
         self.comm.close()
@@ -108,12 +152,12 @@ class OrderedEngine(Engine):
     def _progress(self) -> None:
         while True:
             with self._changed:
-                while not self._closed and (self._busy or not self._queue):
+                while not self._closed and not (self._queue and self._turn.seize()):
                     self._changed.wait()
                 if self._closed:
                     return
                 task, completion = self._queue.popleft()
-                self._busy = True
+                self._turn.wanted = bool(self._queue)
             self._run_and_finish(task, completion)
             # A waiting thread must not keep the buffers of a finished task alive.
             del task, completion
@@ -121,28 +165,33 @@ class OrderedEngine(Engine):
     def _run_and_finish(self, task: Task, completion: Completion) -> None:
         error: BaseException | None = None
         try:
-            error = self._run(task)
+            error = self._run(task, self.perform)
         except BaseException as interrupt:
             # Ctrl-C in the middle of a collective: the other ranks cannot finish it any more.
             error = interrupt
             self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
             raise
         finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
+            self._turn.give()
+            self._wake()
             # Not before: a callback may make the next call, which must find the engine free.
             completion.finish(error)
 
+    def _wake(self) -> None:
+        """Look again whose turn it is."""
+        with self._changed:
+            self._changed.notify_all()
+
     # ---- one task -------------------------------------------------------------------------
 
-    def _run(self, task: Task) -> BaseException | None:
+    def _run(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
         """Run a task; return its error."""
         comm, call = self.comm, task.call
         comm.transport.enter(comm.context, call.seq, call.text)
         try:
-            self.perform(task)
-            task.finish()
+            perform(task)
+            if task.finish is not None:
+                task.finish()
         except CollectiveMismatchError as error:
             return error
         except Exception as error:

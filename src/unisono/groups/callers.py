@@ -44,9 +44,16 @@ def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> Us
 
 def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
     """Return "file:line" of the code that called the group, and the function it called."""
+    top = frame
     while frame is not None and frame.f_locals.get("self") is not group:
         frame = frame.f_back
     called = "a call"
+    if frame is None:
+        # A call that is repeated in C++, straight from the code of the user.
+        frame = top
+        last = None if group.calls is None else group.calls.last()
+        if last is not None:
+            called = last[1].call.op
     while frame is not None and _is_ours(frame):
         called = frame.f_code.co_name
         frame = frame.f_back

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
+from unisono.engines.quick import quick
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
@@ -77,6 +78,7 @@ def _handed(work: Work, async_op: bool) -> Work | None:
     return work if async_op else None
 
 
+@quick(tensor="writes", src="root", group="group", async_op="async_op")
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -107,6 +109,7 @@ def broadcast(
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
+@quick(tensor="writes", op="op", group="group", async_op="async_op")
 def all_reduce(
     tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
 ) -> Work | None:
@@ -152,6 +155,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
+@quick(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -192,6 +196,7 @@ def all_gather(
     return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
 
 
+@quick(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
 def all_gather_into_tensor(
     output_tensor: Any,
     input_tensor: Any,
@@ -286,6 +291,7 @@ def reduce_scatter(
     return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
 
 
+@quick(output="writes", input="reads", op="op", group="group", async_op="async_op")
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -329,6 +335,7 @@ def all_to_all(
     return _handed(work, async_op)
 
 
+@quick(output="writes", input="reads", group="group", async_op="async_op")
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -361,6 +368,7 @@ def all_to_all_single(
     return _handed(work, async_op)
 
 
+@quick(group="group", async_op="async_op")
 def barrier(
     group: Any = None,
     async_op: bool = False,

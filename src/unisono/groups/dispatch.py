@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from unisono.backends import Pending
+from unisono.engines import quick
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -131,12 +132,12 @@ class Dispatcher:
         if (name, device) in self._kernels:
             raise InvalidArgumentError(f"{name} has a kernel for device {device!r} already")
         self._kernels[name, device] = kernel
-        self._composed.clear()
+        self._changed(suspended=True)
 
     def unregister_kernel(self, op: str, device: str) -> None:
         """Go back to the group's backend for this operation and device type."""
-        self._kernels.pop((schema_of(op).name, device), None)
-        self._composed.clear()
+        if self._kernels.pop((schema_of(op).name, device), None) is not None:
+            self._changed(suspended=False)
 
     def register_wrapper(self, wrapper: Wrapper) -> Callable[[], None]:
         """Compose `wrapper(schema, device, kernel) -> kernel` around every kernel.
@@ -144,13 +145,21 @@ class Dispatcher:
         The wrapper registered last is the outermost. Returns a function that removes it again.
         """
         self._wrappers.append(wrapper)
-        self._composed.clear()
+        self._changed(suspended=True)
 
         def remove() -> None:
             self._wrappers.remove(wrapper)
-            self._composed.clear()
+            self._changed(suspended=False)
 
         return remove
+
+    def _changed(self, *, suspended: bool) -> None:
+        self._composed.clear()
+        # A repeated call knows nothing of wrappers and other kernels.
+        if suspended:
+            quick.suspend()
+        else:
+            quick.resume()
 
     def kernel(self, op: str, device: str) -> Kernel:
         """Return what runs `op` on arrays of `device`, wrappers included."""

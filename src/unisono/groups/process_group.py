@@ -96,9 +96,13 @@ class ProcessGroup:
         self._caller = 0
         # Made by the first call in a stream.
         self._communication: Communication | None = None
+        # Read by the C++ engine, see engines/quick.py.
+        self.calls: Any = None
         try:
             for device, backend_name in self.config.device_backend_map.items():
                 self.backends[device] = self._make(backend_name, device, options, _parent)
+            if "cpu" in self.backends:
+                self.calls = self.backends["cpu"].calls
         except BaseException:
             self.close()
             raise
@@ -138,6 +142,8 @@ class ProcessGroup:
     def set_timeout(self, timeout: Timeout) -> None:
         """Change the default time-out of later calls."""
         self._timeout_s = to_seconds(timeout)
+        for backend in self.backends.values():
+            backend.set_timeout(self._timeout_s)
 
     def group_rank(self, global_rank: int) -> int:
         """Return the rank in this group of a global rank.
@@ -327,8 +333,9 @@ class ProcessGroup:
         me = get_ident()
         # No call between the look and the mark, so that no other thread can run in between.
         caller = self._caller
-        if caller != 0 and caller != me:
-            raise concurrent_call_error(self, op, caller)
+        other = caller or (0 if self.calls is None else self.calls.caller)
+        if other != 0 and other != me:
+            raise concurrent_call_error(self, op, other)
         self._caller = me
         try:
             return self._start(op, arguments, how)
@@ -359,6 +366,9 @@ class ProcessGroup:
         """Make a call that begins when the current stream gets to it."""
         if self._communication is None:
             self._communication = Communication(self)
+            if self.calls is not None:
+                # From now on every call has to look whether one waits in a stream.
+                self.calls.close()
         work = Work(self._communication.call(op, device, begin, options), op)
         if not options.async_op:
             # As in torch; a receive's result is whom it came from.

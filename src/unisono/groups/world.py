@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from unisono.base.streams import stream_variable
+from unisono.engines import quick
 from unisono.errors import ArgumentTypeError, NotInitializedError
 from unisono.groups.process_group import ProcessGroup
 
@@ -34,11 +36,22 @@ class World:
     """One default group, and the groups made from it, by key."""
 
     def __init__(self) -> None:
-        self.default: ProcessGroup | None = None
+        self._default: ProcessGroup | None = None
         self.groups: dict[str, ProcessGroup] = {}
         self.made = 0
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
+
+    @property
+    def default(self) -> ProcessGroup | None:
+        """The group that calls without one mean."""
+        return self._default
+
+    @default.setter
+    def default(self, group: ProcessGroup | None) -> None:
+        self._default = group
+        if self is process_world:
+            quick.set_default(group)
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
         """Close one sub-group, or everything, newest group first."""
@@ -89,6 +102,7 @@ process_world = World()
 """The world of this process, unless `use` says otherwise."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
+quick.set_world(_context_world, stream_variable, ProcessGroup)
 
 
 def current() -> World:

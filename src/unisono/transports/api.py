@@ -97,6 +97,7 @@ class Transport(ABC):
         self.mailbox = Mailbox()
         self._lock = threading.Lock()
         self._calls: dict[int, deque[Status]] = {}
+        self._last_calls: dict[int, Callable[[], Status | None]] = {}
         self._failures: dict[int, Failure] = {}
         self._on_failure: dict[int, Callable[[Failure], None]] = {}
         self._others = frozenset(range(world_size)) - {rank}
@@ -196,6 +197,10 @@ class Transport(ABC):
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
         calls.append(Status(seq, text))
 
+    def watch_calls(self, context: int, last: Callable[[], Status | None]) -> None:
+        """Ask `last()` for the last call of a context as well, of those that never `enter`."""
+        self._last_calls[context] = last
+
     def ask(
         self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
     ) -> dict[int, Status]:
@@ -260,7 +265,7 @@ class Transport(ABC):
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything a destroyed context holds; `error` ends the receives in it."""
         with self._lock:
-            for table in (self._calls, self._failures, self._on_failure):
+            for table in (self._calls, self._last_calls, self._failures, self._on_failure):
                 table.pop(context, None)
         self.mailbox.forget_context(context, error)
 
@@ -392,9 +397,12 @@ class Transport(ABC):
         self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
-        calls = list(self._calls.get(context, ()))
+        calls = [Status(0, ""), *self._calls.get(context, ())]
+        last = self._last_calls.get(context)
+        if last is not None and (call := last()) is not None:
+            calls.append(call)
         asked = [status for status in calls if status.seq == words["seq"]]
-        status = (asked or calls or [Status(0, "")])[-1]
+        status = asked[-1] if asked else max(calls, key=lambda status: status.seq)
         return {
             "number": words["number"],
             "at": status.seq,

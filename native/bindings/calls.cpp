@@ -1,0 +1,187 @@
+#include "calls.hpp"
+
+#include <cstring>
+#include <utility>
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+ProcessState process;
+
+namespace {
+
+// Above this a call copies for longer than other threads should wait for the interpreter lock.
+constexpr int64_t kHoldBytes = 16 * 1024;
+
+// Gives up the interpreter lock when a run waits; the destructor takes it back.
+class Unlocker final : public Idler {
+ public:
+  ~Unlocker() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  void idle() override {
+    if (state_ == nullptr) state_ = PyEval_SaveThread();
+  }
+
+ private:
+  PyThreadState* state_ = nullptr;
+};
+
+}  // namespace
+
+int64_t nanoseconds(double seconds) {
+  // Longer than a century is for ever, and does not fit.
+  return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};
+}
+
+bool Key::operator==(const Key& other) const {
+  return count == other.count &&
+         std::memcmp(words.data(), other.words.data(), sizeof(int64_t) * static_cast<size_t>(count)) == 0;
+}
+
+size_t Key::hash() const {
+  uint64_t hash = 0;
+  for (int i = 0; i < count; ++i) {
+    hash = (hash ^ static_cast<uint64_t>(words[static_cast<size_t>(i)])) * 0x9e3779b97f4a7c15u;
+    hash ^= hash >> 29;
+  }
+  return static_cast<size_t>(hash);
+}
+
+Calls::Calls(nb::object turn, nb::object failed, nb::object waiting)
+    : turn_ref_(std::move(turn)),
+      turn_(nb::cast<Turn*>(turn_ref_)),
+      failed_(std::move(failed)),
+      waiting_(std::move(waiting)),
+      forks_(process.forks) {}
+
+void Calls::open(nb::object group, double timeout_s) {
+  group_ref_ = std::move(group);
+  group_ = nb::cast<Group*>(group_ref_);
+  set_timeout(timeout_s);
+}
+
+void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
+
+void Calls::note(nb::object program, const Known& known, Span input, Span output, nb::object call) {
+  noted_ = std::make_unique<Note>();
+  noted_->what.known = known;
+  noted_->what.program = std::move(program);
+  noted_->what.call = std::move(call);
+  noted_->input = input;
+  noted_->output = output;
+  noted_->thread = PyThread_get_thread_ident();
+}
+
+int Calls::visit(visitproc visit, void* arg) const {
+  for (const nb::object* each : {&turn_ref_, &failed_, &waiting_, &group_ref_, &last_call_}) {
+    Py_VISIT(each->ptr());
+  }
+  for (const auto& what : table_) {
+    if (what == nullptr) continue;
+    Py_VISIT(what->program.ptr());
+    Py_VISIT(what->call.ptr());
+    Py_VISIT(what->op.ptr());
+  }
+  if (noted_ != nullptr) {
+    Py_VISIT(noted_->what.program.ptr());
+    Py_VISIT(noted_->what.call.ptr());
+  }
+  return 0;
+}
+
+void Calls::clear() {
+  close();
+  noted_.reset();
+  for (auto& what : table_) what.reset();
+  last_seq_ = 0;
+  last_call_.reset();
+  failed_.reset();
+  waiting_.reset();
+}
+
+nb::object Calls::last() const {
+  if (last_seq_ == 0) return nb::none();
+  return nb::make_tuple(last_seq_, last_call_);
+}
+
+const Remembered* Calls::find(const Key& key) const {
+  if (group_ == nullptr || closed_ || process.suspended > 0 || forks_ != process.forks || group_->is_aborted()) {
+    return nullptr;
+  }
+  const auto& place = table_[key.hash() % table_.size()];
+  return place != nullptr && place->key == key ? place.get() : nullptr;
+}
+
+void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
+  const Span &input = arrays.input, &output = arrays.output;
+  // Another thread may have called something else in the meantime: only what ran on this thread
+  // and on this very memory is the call that the key stands for.
+  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || turn_->busy ||
+      noted_->input.data != input.data || noted_->input.nbytes != input.nbytes ||
+      noted_->output.data != output.data || noted_->output.nbytes != output.nbytes) {
+    return;
+  }
+  auto what = std::make_unique<Remembered>(std::move(noted_->what));
+  noted_.reset();
+  what->key = key;
+  what->op = nb::borrow(op);
+  what->scratch.resize(static_cast<size_t>(what->known.program->scratch_count * what->known.itemsize));
+  table_[key.hash() % table_.size()] = std::move(what);
+}
+
+bool Calls::run(const Remembered& what, const Arrays& arrays, bool* failed) {
+  const Span &input = arrays.input, &output = arrays.output;
+  const uint64_t seq = turn_->take();
+  if (seq == 0) return false;
+  last_seq_ = seq;
+  caller_ = PyThread_get_thread_ident();
+  if (!last_call_.is(what.call)) last_call_ = what.call;
+  const Known& known = what.known;
+  const Buffers buffers{input.data,  input.nbytes / known.itemsize,
+                        output.data, output.nbytes / known.itemsize,
+                        false,       const_cast<char*>(what.scratch.data()),
+                        known.program->scratch_count, known.itemsize};
+  const ReduceFn reduce =
+    reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op));
+  Status status;
+  {
+    Unlocker unlocker;
+    if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
+    status = group_->run(known.program->view(), buffers, reduce, {known.fingerprint, known.even},
+                         timeout_ns_, &unlocker);
+  }
+  *failed = !status.is_ok() && !end(what, seq, status, arrays);
+  caller_ = 0;
+  turn_->give();
+  if (turn_->wanted) {
+    nb::error_scope keep;
+    nb::object done = nb::steal(PyObject_CallNoArgs(waiting_.ptr()));
+    if (!done.is_valid()) PyErr_WriteUnraisable(waiting_.ptr());
+  }
+  return true;
+}
+
+// Let Python do what remains; false: an error is set, as there mostly will be.
+bool Calls::end(const Remembered& what, uint64_t seq, Status status, const Arrays& arrays) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);  // of a signal handler, if that ended the wait
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
+  nb::object raised = nb::steal(value);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  auto owner = [](PyObject* array) { return array == nullptr ? nb::none() : nb::borrow(array); };
+  try {
+    failed_(what.call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
+            raised.is_valid() ? raised : nb::none(),
+            nb::make_tuple(owner(arrays.input_owner), owner(arrays.output_owner)));
+    return true;
+  } catch (nb::python_error& error) {
+    error.restore();
+    return false;
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,136 @@
+// The calls of a group that can be repeated, and whose turn it is to make one.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "group.hpp"
+#include "program.hpp"
+
+namespace unisono {
+
+// Under the interpreter lock.
+struct ProcessState {
+  int suspended = 0;   // > 0: every call has to go through Python
+  uint64_t forks = 0;  // a child must not go on with its parent's groups
+};
+extern ProcessState process;
+
+int64_t nanoseconds(double seconds);
+
+// Whose turn it is in a group: calls run one after another. All methods need the interpreter
+// lock, which makes each of them atomic.
+struct Turn {
+  bool busy = false;
+  bool wanted = false;  // something is queued, or waits for the turn to be given back
+  uint64_t seq = 0;
+
+  uint64_t count() { return ++seq; }
+  uint64_t take() {
+    if (busy || wanted) return 0;
+    busy = true;
+    return ++seq;
+  }
+  bool seize() {
+    if (busy) return false;
+    return busy = true;
+  }
+  void give() { busy = false; }
+};
+
+// What identifies a call among those of one group.
+struct Key {
+  static constexpr int kWords = 24;
+  int count = 0;
+  std::array<int64_t, kWords> words;
+
+  bool add(int64_t word) {
+    if (count == kWords) return false;
+    words[static_cast<size_t>(count++)] = word;
+    return true;
+  }
+  bool operator==(const Key& other) const;
+  size_t hash() const;
+};
+
+// The memory of an array argument.
+struct Span {
+  char* data = nullptr;
+  int64_t nbytes = 0;
+};
+
+// The array arguments of a call, with their owners; nullptr: there is none.
+struct Arrays {
+  Span input, output;
+  PyObject* input_owner = nullptr;
+  PyObject* output_owner = nullptr;
+};
+
+struct Remembered {
+  Key key;
+  Known known;
+  std::vector<char> scratch;
+  nanobind::object program;  // keeps known.program alive
+  nanobind::object call;     // for errors: the Call of Python
+  nanobind::object op;       // keeps the address in the key from being used again
+};
+
+// The calls of one group that can be repeated.
+class Calls {
+ public:
+  Calls(nanobind::object turn, nanobind::object failed, nanobind::object waiting);
+
+  void open(nanobind::object group, double timeout_s);
+  void close() { closed_ = true; }
+  // The thread whose call is being repeated; 0 if none is.
+  unsigned long caller() const { return caller_; }
+  void set_timeout(double timeout_s);
+
+  // Python has run a call on these buffers, to which nothing had to be done before or after.
+  void note(nanobind::object program, const Known& known, Span input, Span output,
+            nanobind::object call);
+  void forget_note() { noted_.reset(); }
+
+  // For Python's garbage collector: what is noted refers back to the engine that owns this.
+  int visit(visitproc visit, void* arg) const;
+  void clear();
+
+  // Number and Call of the last call that was repeated; for ranks that ask.
+  nanobind::object last() const;
+
+  const Remembered* find(const Key& key) const;
+  void remember(const Key& key, nanobind::handle op, const Arrays& arrays);
+  // Run it, if it is nobody else's turn; false: leave it to Python.
+  bool run(const Remembered& what, const Arrays& arrays, bool* failed);
+
+ private:
+  struct Note {
+    Remembered what;
+    Span input;
+    Span output;
+    unsigned long thread;
+  };
+  bool end(const Remembered& what, uint64_t seq, Status status, const Arrays& arrays);
+
+  nanobind::object turn_ref_;
+  Turn* turn_;
+  nanobind::object failed_;
+  nanobind::object waiting_;
+  nanobind::object group_ref_;
+  Group* group_ = nullptr;
+  bool closed_ = false;
+  unsigned long caller_ = 0;
+  uint64_t forks_;
+  int64_t timeout_ns_ = 0;
+  std::unique_ptr<Note> noted_;
+  uint64_t last_seq_ = 0;
+  nanobind::object last_call_;
+  std::array<std::unique_ptr<Remembered>, 256> table_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,90 @@
+"""Repeating a call without Python code: what the C++ engine remembers of public functions.
+
+A small collective takes half a microsecond between two processes, and the way through the
+groups, the dispatcher, the backend and the engine ten times that. So a public function that is
+decorated with `quick` looks, in C++, whether the same call was made before: same function, group,
+dtypes, shapes, root and op, on contiguous NumPy arrays, synchronous. If so it runs again what that
+call has run; if not, or if anything is unusual, the Python function runs, as it does without the
+C++ engine. What makes a call's meaning depend on more than its arguments (a wrapper in the
+dispatcher) suspends this; with an explicit stream Python has every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+__all__ = ["native", "quick", "resume", "set_default", "set_world", "suspend"]
+
+try:
+    native: Any = import_module("unisono._engine")
+    """The extension module, or None."""
+except ImportError:
+    native = None
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_KINDS = {"reads": "r", "writes": "w", "op": "o", "root": "n", "group": "g", "async_op": "f"}
+
+
+def quick(**kinds: str) -> Callable[[F], F]:
+    """Return a decorator for a function whose calls can be repeated.
+
+    Args:
+        **kinds: For each parameter that may be given: "reads" or "writes" for an array, "op",
+            "root", "group" or "async_op". A call that gives another one runs in Python.
+    """
+
+    def decorate(function: F) -> F:
+        if native is None:
+            return function
+        names = [
+            name
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
+        made: Any = native.quick(function, names, letters)
+        functools.update_wrapper(made, function)
+        return cast(F, made)
+
+    return decorate
+
+
+def suspend() -> None:
+    """Run every call in Python until `resume`; both count."""
+    if native is not None:
+        native.suspend_quick()
+
+
+def resume() -> None:
+    """Undo one `suspend`."""
+    if native is not None:
+        native.resume_quick()
+
+
+def set_world(world: ContextVar[Any], stream: ContextVar[Any], group_type: type) -> None:
+    """Say where a call without a group finds its world, and what a group is.
+
+    Args:
+        world: Holds an object whose `default` is a group; None: see `set_default`.
+        stream: Holds the stream that orders calls; None: they run at once.
+        group_type: Its objects have an attribute `calls`: that of their engine, or None.
+    """
+    if native is not None:
+        native.set_world(world, stream, group_type)
+
+
+def set_default(group: Any) -> None:
+    """Use `group`, or none, in calls without one, where the context variable is None."""
+    if native is not None:
+        native.set_default(group)
+
+
+if native is not None and hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=native.forked)

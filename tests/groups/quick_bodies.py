@@ -1,0 +1,284 @@
+"""Calls that repeat an earlier one, which C++ answers without Python code, in every company."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+import unisono as dist
+from unisono.errors import CollectiveAbortedError, CollectiveMismatchError, CollectiveTimeoutError
+from unisono.groups.dispatch import dispatcher
+
+
+def repeats():
+    """Return how many calls of the default group were repeated so far, at least."""
+    last = dist.group.WORLD.calls.last()
+    return 0 if last is None else last[0]
+
+
+def every_function(rank):
+    """Each function with three fillings of two sizes and dtypes; results of all rounds."""
+    p, seen, wrong = dist.get_world_size(), [], []
+    for n in (1, 40_000):
+        for dtype in (np.float32, np.int64):
+            x, y = np.empty(n, dtype), np.empty((n, 2), dtype)
+            big, part = np.empty(n * p, dtype), np.empty(n, dtype)
+            swapped = np.empty(n * p, dtype)
+            for k in range(1, 4):
+                before = repeats()
+                ours = [np.full(n, r + k, dtype) for r in range(p)]
+                x[:], y[:] = rank + k, rank * k
+                dist.all_reduce(x)
+                dist.all_reduce(y, dist.ReduceOp.MAX)
+                wrong.append((x != sum(ours)).sum() + (y != (p - 1) * k).sum())
+                x[:] = rank + k
+                dist.all_gather_into_tensor(big, x)
+                wrong.append((big != np.concatenate(ours)).sum())
+                dist.reduce_scatter_tensor(part, big, op=dist.ReduceOp.SUM)
+                wrong.append((part != ours[rank] * p).sum())
+                big[:] = np.repeat(np.arange(p) + rank * 100 + k, n)
+                dist.all_to_all_single(swapped, big)
+                wrong.append((swapped != np.repeat(np.arange(p) * 100 + rank + k, n)).sum())
+                dist.broadcast(x, p - 1)
+                wrong.append((x != ours[p - 1]).sum())
+                x[:] = rank + k
+                dist.reduce(x, 0)
+                wrong.append((x != (sum(ours) if rank == 0 else ours[rank])).sum())
+                dist.barrier()
+                seen.append(repeats() > before)
+    return int(sum(wrong)), seen
+
+
+def other_arguments(rank):
+    """Repeat a call, then change one thing about it."""
+    p, results = dist.get_world_size(), []
+
+    def both(x, **how):
+        for _ in range(2):
+            mine = x.copy()
+            dist.all_reduce(mine, **how)
+        results.append(mine.tolist())
+
+    both(np.full(4, rank + 1.0))
+    both(np.full((2, 2), rank + 1.0))
+    both(np.full(4, rank + 1))
+    both(np.full(4, rank + 1.0), op=dist.ReduceOp.MAX)
+    both(np.full(4, rank + 1.0), op=dist.ReduceOp.AVG)
+    both(np.full(4, rank + 1.0), op=dist.ReduceOp.PREMUL_SUM(2.0))
+    both(np.full(4, rank + 1.0), algorithm="ring")
+    both(np.full(4, rank + 1.0).astype(">f8"))
+    strided = np.full(8, rank + 1.0)
+    dist.all_reduce(strided[::2])
+    dist.all_reduce(strided[::2])
+    results.append(strided.tolist())
+    overlapping = np.zeros(2 * p)
+    overlapping[2 * rank : 2 * rank + 2] = rank
+    for _ in range(2):
+        dist.all_gather_into_tensor(overlapping, overlapping[2 * rank : 2 * rank + 2])
+    results.append(overlapping.tolist())
+    return results
+
+
+def other_groups(rank):
+    """The same array in two groups of opposite order, in turn."""
+    p = dist.get_world_size()
+    front, all_of_us = dist.new_group([0, 1]), dist.new_group(list(range(p)))
+    sums = []
+    for k in range(3):
+        x = np.full(3, float(rank + k))
+        dist.all_reduce(x, group=all_of_us)
+        if rank < 2:
+            dist.all_reduce(x, group=front)
+        sums.append(float(x[0]))
+    return sums
+
+
+def odd_one(rank):
+    """One rank makes another call than the one that all have repeated; then all the same again."""
+    x, texts = np.ones(3, np.float32), []
+    for k in range(4):
+        x[:] = 1
+        dist.all_reduce(x)
+        try:
+            if rank == 1:
+                dist.broadcast(x, 0)
+            else:
+                dist.all_reduce(x)
+        except CollectiveMismatchError as error:
+            texts.append((k, str(error)))
+    dist.all_reduce(x)
+    return texts, x.tolist()
+
+
+def one_uneven(rank):
+    """Rank 0 repeats an even exchange, which the others turn out to be part of an uneven one."""
+    out, x = np.full(3, -1), np.arange(3) + 10 * rank
+    rounds = []
+    for k in range(4):
+        if k % 2 == 0 or rank == 0:
+            dist.all_to_all_single(out, x)
+        else:
+            # Ranks 1 and 2 swap two rows, and keep none.
+            splits = [1, 0, 2] if rank == 1 else [1, 2, 0]
+            dist.all_to_all_single(out, x, splits, splits)
+        rounds.append(out.tolist())
+    return rounds
+
+
+def missing(rank, timeout_s):
+    """Repeat a call that rank 1 does not make any more."""
+    pg = dist.group.WORLD
+    x = np.ones(2)
+    for _ in range(3):
+        dist.all_reduce(x)
+    pg.set_timeout(timeout_s)
+    told = None
+    if rank != 1:
+        try:
+            dist.all_reduce(x)
+        except CollectiveTimeoutError as error:
+            told = str(error)
+        try:
+            dist.all_reduce(x)
+        except CollectiveTimeoutError as error:
+            told += str(error)
+    pg.store.barrier("end", dist.get_world_size(), 60.0)
+    return told, "broken" in repr(pg)
+
+
+def aborted(rank):
+    """Repeat a call; rank 0 aborts the group while the others are in it."""
+    x = np.ones(2)
+    for _ in range(3):
+        dist.all_reduce(x)
+    pg = dist.group.WORLD
+    if rank == 0:
+        pg.store.wait(["here"], 30.0)
+        pg.abort("enough")
+        return "aborted"
+    if rank == 1:
+        pg.store.set("here", b"")
+    try:
+        dist.all_reduce(x)
+    except CollectiveAbortedError as error:
+        return str(error)
+    return None
+
+
+def between_async(rank):
+    """Repeated calls and asynchronous ones on one array, in one order."""
+    p, x, y = dist.get_world_size(), np.ones(1), np.ones(1)
+    for _ in range(2):
+        dist.all_reduce(y)
+    y[:] = 1
+    for _ in range(50):
+        work = dist.all_reduce(x, async_op=True)
+        dist.all_reduce(y)
+        y /= p
+        assert work.is_completed()  # it came first
+        x /= p
+    return float(x[0]), float(y[0])
+
+
+def wrapped(rank):
+    """A wrapper sees calls although they were made before, and no more once it is removed."""
+    seen, x = [], np.zeros(2)
+    for _ in range(2):
+        dist.all_reduce(x)
+
+    def wrapper(schema, device, kernel):
+        def run(group, *arguments):
+            if group is mine:
+                seen.append(schema.name)
+            return kernel(group, *arguments)
+
+        return run
+
+    mine = dist.group.WORLD
+    remove = dispatcher.register_wrapper(wrapper)
+    try:
+        dist.all_reduce(x)
+        dist.barrier()
+    finally:
+        dist.group.WORLD.store.barrier("wrapped", dist.get_world_size(), 30.0)
+        remove()
+    dist.all_reduce(x)
+    return seen
+
+
+def own_group_per_thread(rank):
+    """Two threads repeat calls on a group each, at the same time."""
+    p = dist.get_world_size()
+    groups = [dist.new_group(list(range(p))) for _ in range(2)]
+    sums = [0.0, 0.0]
+
+    def body(which):
+        x = np.empty(100)
+        for k in range(200):
+            x[:] = k * (which + 1)
+            dist.all_reduce(x, group=groups[which])
+            sums[which] += x[7]
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def destroyed(rank):
+    """A group that was destroyed, and the next one, with the same call."""
+    x = np.ones(2)
+    group = dist.new_group(list(range(dist.get_world_size())))
+    for _ in range(3):
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    try:
+        dist.all_reduce(x, group=group)
+    except dist.errors.ClosedError as error:
+        return str(error)
+    return None
+
+
+def overlapping(rank):
+    """A second thread calls while the first one repeats a call, and waits for the other rank."""
+    group, x = dist.group.WORLD, np.ones(3)
+    for _ in range(2):
+        dist.all_reduce(x)
+    told = None
+    if rank == 0:
+        first = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": group})
+        first.start()
+        while group.calls.caller == 0 and first.is_alive():
+            first.join(0.001)
+        try:
+            dist.all_reduce(np.ones(2))
+        except dist.errors.UsageError as error:
+            told = str(error)
+        group.send(np.zeros(1), 1)
+        first.join()
+    else:
+        group.recv(np.zeros(1), 0)
+        dist.all_reduce(x)
+    dist.barrier()
+    return told, x.tolist()
+
+
+def in_stream(rank):
+    """A repeated call in a stream belongs to the stream's order."""
+    x, seen = np.full(2, rank + 1.0), []
+    for _ in range(2):
+        dist.all_reduce(x)
+    gate = threading.Event()
+    with dist.stream(dist.Stream()):
+        dist.current_stream().submit(gate.wait)
+        dist.all_reduce(x)
+        seen.append(x.tolist())
+        gate.set()
+        dist.current_stream().synchronize()
+    seen.append(x.tolist())
+    dist.all_reduce(x)
+    seen.append(x.tolist())
+    return seen
