@@ -310,41 +310,41 @@ void set_default(nb::object group) {
 
 }  // namespace
 
+}  // namespace unisono
+
 void bind_quick(nb::module_& m) {
   if (_import_array() < 0) throw nb::python_error();
-  global.attribute = PyUnicode_InternFromString("calls");
-  global.default_attribute = PyUnicode_InternFromString("default");
-  function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (function_type == nullptr) throw nb::python_error();
+  unisono::global.attribute = PyUnicode_InternFromString("calls");
+  unisono::global.default_attribute = PyUnicode_InternFromString("default");
+  unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));
+  if (unisono::function_type == nullptr) throw nb::python_error();
 
   // A script may end without destroying its groups; what threads hold then is no news to anybody.
   nb::set_leak_warnings(false);
 
-  nb::class_<Turn>(m, "Turn")
+  nb::class_<unisono::Turn>(m, "Turn")
     .def(nb::init<>())
-    .def_ro("busy", &Turn::busy)
-    .def_rw("wanted", &Turn::wanted)
-    .def("count", &Turn::count, "Return the next number.")
-    .def("take", &Turn::take, "Take the turn and return the next number; 0 if not free.")
-    .def("seize", &Turn::seize, "Take the turn if it is free, wanted or not.")
-    .def("give", &Turn::give, "Give the turn back.");
+    .def_ro("busy", &unisono::Turn::busy)
+    .def_rw("wanted", &unisono::Turn::wanted)
+    .def("count", &unisono::Turn::count, "Return the next number.")
+    .def("take", &unisono::Turn::take, "Take the turn and return the next number; 0 if not free.")
+    .def("seize", &unisono::Turn::seize, "Take the turn if it is free, wanted or not.")
+    .def("give", &unisono::Turn::give, "Give the turn back.");
 
-  nb::class_<Calls>(m, "Calls", nb::type_slots(calls_slots))
+  nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
     .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
          nb::arg("waiting"))
-    .def("open", &Calls::open, nb::arg("group"), nb::arg("timeout_s"))
-    .def("close", &Calls::close, "Leave every call to Python from now on.")
-    .def_prop_ro("caller", &Calls::caller, "The thread whose call is repeated now, or 0.")
-    .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
-    .def("last", &Calls::last, "Return (seq, call) of the last call that was repeated, or None.");
+    .def("open", &unisono::Calls::open, nb::arg("group"), nb::arg("timeout_s"))
+    .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
+    .def_prop_ro("caller", &unisono::Calls::caller, "The thread whose call is repeated now, or 0.")
+    .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
+    .def("last", &unisono::Calls::last, "Return (seq, call) of the last call that was repeated, or None.");
 
-  m.def("quick", &quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
+  m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
         "Return a callable that repeats calls, and leaves others to `function`.");
-  m.def("set_world", &set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"));
-  m.def("set_default", &set_default, nb::arg("group").none());
-  m.def("suspend_quick", [] { ++process.suspended; }, "Leave every call to Python.");
-  m.def("resume_quick", [] { --process.suspended; }, "Undo one suspend_quick().");
-  m.def("forked", [] { ++process.forks; }, "Forget the groups of this process, a child.");
+  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"));
+  m.def("set_default", &unisono::set_default, nb::arg("group").none());
+  m.def("suspend_quick", [] { ++unisono::process.suspended; }, "Leave every call to Python.");
+  m.def("resume_quick", [] { --unisono::process.suspended; }, "Undo one suspend_quick().");
+  m.def("forked", [] { ++unisono::process.forks; }, "Forget the groups of this process, a child.");
 }
-
-}  // namespace unisono

@@ -135,6 +135,10 @@ class Calls:
     def close(self) -> None:
         """Leave every call to Python from now on."""
 
+    @property
+    def caller(self) -> int:
+        """The thread whose call is repeated now, or 0."""
+
     def set_timeout(self, timeout_s: float) -> None: ...
     def last(self) -> object:
         """Return (seq, call) of the last call that was repeated, or None."""
@@ -142,7 +146,7 @@ class Calls:
 def quick(function: object, names: Sequence[str], kinds: str) -> object:
     """Return a callable that repeats calls, and leaves others to `function`."""
 
-def set_world(context_variable: object, group_type: object) -> None: ...
+def set_world(world: object, stream: object, group_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
 def suspend_quick() -> None:
     """Leave every call to Python."""

@@ -8,70 +8,33 @@ one flat buffer, so that a schedule needs to know one input and one output only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from unisono.backends import p2p
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.plans import Asked, Planner
 from unisono.backends.refusal import refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
-from unisono.backends.splits import Splits, check_splits, split_sizes
+from unisono.backends.splits import Splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one, striped
-from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
+from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (
-    Call,
     Communicator,
     Engine,
-    Exchange,
     Task,
     host_word,
     make_engine,
 )
-from unisono.engines.api import fingerprint_of
 from unisono.engines.failures import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
-from unisono.schedules import Program, Topology, build, layout_for, select
 from unisono.transports import connect
 from unisono.transports.api import Failure
 
 __all__ = ["CPUBackend"]
 
 _NOTHING = dtype_named("uint8")
-
-# Collectives whose count is that of one block, of which there is one per rank.
-_BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
-
-_ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
-
-# A training loop repeats some dozens of calls; a program whose sizes never repeat must not
-# collect plans for ever.
-_MAX_PLANS = 1024
-
-
-class _Asked(NamedTuple):
-    """What a plan is made from: a call without its memory."""
-
-    collective: str
-    called: str
-    algorithm: str | None
-    elements: int  # the count; a tuple has a method of that name
-    dtype: DType
-    root: int
-    op: ReduceOp | None
-    agreed: tuple[object, ...]
-    splits: Splits | None
-
-
-class _Plan(NamedTuple):
-    """What is the same whenever a call is repeated."""
-
-    call: Call
-    program: Program
-    exchange: Exchange | None
 
 
 class CPUBackend(DeviceBackend):
@@ -100,10 +63,7 @@ class CPUBackend(DeviceBackend):
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
-        self._topology = Topology(spec.size, self._engine.shares_memory)
-        # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
-        self._override = config.get("UNISONO_ALGO")
-        self._plans: dict[tuple[object, ...], _Plan] = {}
+        self._planner = Planner(comm, self._engine)
 
     # ---- collectives ----------------------------------------------------------------------
 
@@ -364,9 +324,9 @@ class CPUBackend(DeviceBackend):
             if op.factor is not None:
                 scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
         algorithm = options.algorithm
-        plan = self._plan_for(
+        plan = self._planner.plan(
             subject,
-            _Asked(collective, called, algorithm, count, dtype, root, op, agreed, exchange),
+            Asked(collective, called, algorithm, count, dtype, root, op, agreed, exchange),
         )
 
         average = op is not None and op.op is RedOpType.AVG
@@ -393,74 +353,6 @@ class CPUBackend(DeviceBackend):
         if not options.async_op:
             pending.wait_until(None)
         return pending
-
-    def _plan_for(self, subject: Flat | None, asked: _Asked) -> _Plan:
-        """Return the plan of a call, made when the call is new."""
-        # Of dtype and op what identifies them: hashing the objects would cost a microsecond.
-        op, shapes = asked.op, None if subject is None else subject.shapes
-        reduction = None if op is None else (op.op.value, op.factor)
-        rest = (
-            asked.called,
-            asked.algorithm,
-            asked.elements,
-            asked.root,
-            asked.agreed,
-            asked.splits,
-        )
-        key = (asked.collective, shapes, asked.dtype.name, reduction, *rest)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            plan = self._plans[key] = self._plan(subject, asked)
-        return plan
-
-    def _plan(self, subject: Flat | None, asked: _Asked) -> _Plan:
-        """Work out everything about a call that does not depend on the memory it gets."""
-        collective, called, wish, count, dtype, root, op, agreed, splits = asked
-        size, itemsize = self.spec.size, dtype.itemsize
-        nbytes = count * itemsize
-        whole = nbytes * (size if collective in _BLOCKS else 1)
-        algorithm, pipeline = select(collective, whole, self._topology, wish, self._override)
-        words = [] if subject is None else [str(subject)]
-        if splits is not None and not splits.even:
-            words.append(f"send {list(splits.sent)}, receive {list(splits.received)}")
-        if op is not None:
-            words.append(repr(op).removeprefix("ReduceOp."))
-        if root >= 0:
-            words.append(f"{_ROLES[collective]}={self._comm.ranks[root]}")
-        if wish or self._override:
-            words.append(f"algorithm={wish or self._override}")
-        text = f"{called}({', '.join(words)})"
-        if splits is None:
-            schedule = build(collective, algorithm, size, root, pipeline)
-            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
-            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
-            return _Plan(Call.of(called, text, agreed, nbytes), program, None)
-        exchange, program = self._exchange_plan(algorithm, count, itemsize, splits)
-        call = Call.of(called, text, (collective, dtype.name, wish), nbytes)
-        return _Plan(call, program, exchange)
-
-    def _exchange_plan(
-        self, algorithm: str, count: int, itemsize: int, splits: Splits
-    ) -> tuple[Exchange, Program]:
-        rank, size = self.spec.rank, self.spec.size
-        pairwise = build("all_to_all", "pairwise", size)
-        # A rank whose own block does not fit must take part too: the check tells everybody.
-        sent, received = splits
-        fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
-        layout = layout_for(pairwise, 0, sent, fitting)
-        program = uneven = self._engine.lower(pairwise, layout, itemsize)
-        if splits.even:
-            schedule = build("all_to_all", algorithm, size)
-            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
-        exchange = Exchange(
-            fingerprint_of(count, algorithm) if splits.even else 0,
-            np.array([*sent, *received], np.int64),
-            lambda call, table: check_splits(self._comm, call, table),
-            uneven,
-        )
-        return exchange, program
 
     def _exchange(
         self,
