@@ -72,7 +72,7 @@ nb::typed<nb::dict, nb::str, nb::int_> dtype_codes() {
 }
 
 // Shared words laid out otherwise must not meet; bump with line.hpp.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
   if (nonce.size() != sizeof(unisono::Header::nonce)) throw nb::value_error("nonce: 16 bytes");

@@ -65,8 +65,15 @@ Group::~Group() {
 
 void Group::leave() {
   Line& line = segment_->line(rank_);
-  line.left.store(1, std::memory_order_release);  // acquire: end_of()
+  uint32_t takes_part = kTakesPart;
+  // acquire: end_of()
+  line.end.compare_exchange_strong(takes_part, kLeft, std::memory_order_release);
   futex_wake_all(line.flag);
+}
+
+void Group::abort() {
+  aborted_.store(true, std::memory_order_relaxed);
+  segment_->line(rank_).end.store(kAborted, std::memory_order_release);  // acquire: end_of()
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -174,7 +181,10 @@ Status Group::compare(uint64_t fingerprint, uint64_t* even) {
     const int peer = (rank_ + i) % ranks_;
     Status status = wait_for(peer, entered, -1);
     if (!status.is_ok()) return status;
-    const Words& words = segment_->line(peer).words[epoch_ & 1];
+    const Line& line = segment_->line(peer);
+    // It came here and gave up: its other calls, and errors, are those of a broken group.
+    if (line.end.load(std::memory_order_relaxed) == kAborted) return {Code::aborted, peer, -1};
+    const Words& words = line.words[epoch_ & 1];
     if (words.fingerprint != fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
     }
@@ -317,8 +327,9 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
 
 // How a peer ended; ok if it has not.
 Code Group::end_of(int peer) const {
-  // acquire: pairs with the store in leave()
-  if (segment_->line(peer).left.load(std::memory_order_acquire) != 0) return Code::left;
+  // acquire: pairs with the stores in leave() and abort()
+  const uint32_t end_word = segment_->line(peer).end.load(std::memory_order_acquire);
+  if (end_word != kTakesPart) return end_word == kLeft ? Code::left : Code::aborted;
   pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
   return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
 }

@@ -92,7 +92,7 @@ class Group {
   }
 
   // End whatever waits, from any thread; the group cannot be used afterwards.
-  void abort() { aborted_.store(true, std::memory_order_relaxed); }
+  void abort();
   bool is_aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   // Tell the others that this rank takes part in nothing any more.

@@ -28,14 +28,17 @@ struct Words {
   uint64_t even;
 };
 
+enum End : uint32_t { kTakesPart = 0, kLeft = 1, kAborted = 2 };
+
 struct alignas(kLineBytes) Line {
   // Written by the owner only (release); read by every rank (acquire).
   std::atomic<uint64_t> flag;
   // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
   // epoch before the last; read after seeing that flag.
   Words words[2];
-  // Set by the owner when it closes the group; never cleared.
-  std::atomic<uint32_t> left;
+  // Why the owner takes part in nothing any more, an End; set once, in the line of the flag, so
+  // that looking at it costs nothing.
+  std::atomic<uint32_t> end;
 
   // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
   alignas(kLineBytes) std::atomic<uint32_t> sleepers;

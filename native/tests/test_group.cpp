@@ -171,8 +171,8 @@ void test_attach_proves_the_memory() {
   assert(made.create(2, 4096, kNonce) == 0);
   Segment seen;
   assert(seen.attach(getpid(), made.fd(), kNonce) == 0);
-  seen.line(1).left.store(1);
-  assert(made.line(1).left.load() == 1);
+  seen.line(1).end.store(1);
+  assert(made.line(1).end.load() == 1);
   const unsigned char other[16] = {9};
   Segment wrong, absent;
   assert(wrong.attach(getpid(), made.fd(), other) == EXDEV);

@@ -17,7 +17,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 1
+ABI: int = 2
 
 OK: int = 0
 

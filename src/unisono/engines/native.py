@@ -66,6 +66,9 @@ if _engine is not None:
 # at once; for this long its reason may be still on the way.
 _LAST_WORDS_S = 0.1
 
+# A rank that has aborted lives, so its reason will come.
+_ABORT_WORDS_S = 1.0
+
 _INT64 = dtype_named("int64")
 
 
@@ -310,7 +313,8 @@ class NativeEngine(OrderedEngine):
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        if code in (_engine.LOST, _engine.LEFT) and self._told.wait(_LAST_WORDS_S):
+        patience_s = _ABORT_WORDS_S if code == _engine.ABORTED else _LAST_WORDS_S
+        if code in (_engine.LOST, _engine.LEFT, _engine.ABORTED) and self._told.wait(patience_s):
             code = _engine.ABORTED
         if code == _engine.LOST:
             raise LinkDown(comm.ranks[peer], "its process ended")
@@ -319,8 +323,9 @@ class NativeEngine(OrderedEngine):
         if code == _engine.TIMEOUT:
             raise Expired(self._asked)
         failure = comm.transport.failure(comm.context)
-        if code == _engine.ABORTED and failure is not None:
-            raise failure
+        if code == _engine.ABORTED:
+            blamed = comm.ranks[peer]
+            raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
         raise InternalError(f"the native engine ended with status {code}, peer {peer}")
 
     # ---- setting up -----------------------------------------------------------------------
