@@ -1,6 +1,7 @@
 // One client of the server: what it sent in part, what it has not read yet, what it waits for.
 #pragma once
 
+#include "address.hpp"
 #include "server.hpp"
 
 namespace unisono::store {
@@ -9,8 +10,8 @@ struct Server::Connection final : Waiter {
   enum class Phase : char { greeting, proving, validating, open };
   using Nonce = std::array<char, kNonceBytes>;
 
-  Connection(Server* server, int socket, uint64_t number)
-      : owner(server), fd(socket), id(number) {}
+  Connection(Server* server, int socket, uint64_t number, const sockaddr_storage& from)
+      : owner(server), fd(socket), id(number), peer(from) {}
 
   void wake() override {
     // STOP_WAITING, the answer to WAIT and to BARRIER alike.
@@ -22,6 +23,7 @@ struct Server::Connection final : Waiter {
   Server* owner;
   const int fd;
   const uint64_t id;
+  const Address peer;
   Buffer in;
   Buffer out;
   Scanner scanner;
@@ -36,9 +38,6 @@ struct Server::Connection final : Waiter {
   bool is_doomed = false;
 };
 
-std::string peer_of(int fd);
-// Whether the other end is a process of this machine.
-bool is_local(int fd);
 // Text that is safe in a log line, in quotes and cut.
 std::string quoted(std::string_view text);
 

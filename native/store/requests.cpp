@@ -3,8 +3,6 @@
 #include <cstdio>
 #include <optional>
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include "connection.hpp"
@@ -19,61 +17,7 @@ std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
 
-// An address without its port; an IPv4 one in its IPv6 form becomes plain again.
-struct Address {
-  int family = AF_UNSPEC;
-  unsigned char bytes[16] = {};
-  uint16_t port = 0;
-
-  explicit Address(const sockaddr_storage& from) {
-    if (from.ss_family == AF_INET) {
-      const auto& v4 = reinterpret_cast<const sockaddr_in&>(from);
-      family = AF_INET;
-      __builtin_memcpy(bytes, &v4.sin_addr, 4);
-      port = ntohs(v4.sin_port);
-    } else if (from.ss_family == AF_INET6) {
-      const auto& v6 = reinterpret_cast<const sockaddr_in6&>(from);
-      const bool is_v4 = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) != 0;
-      family = is_v4 ? AF_INET : AF_INET6;
-      __builtin_memcpy(bytes, v6.sin6_addr.s6_addr + (is_v4 ? 12 : 0), is_v4 ? 4 : 16);
-      port = ntohs(v6.sin6_port);
-    }
-  }
-  bool is_loopback() const {
-    if (family == AF_INET) return bytes[0] == 127;
-    in6_addr v6;
-    __builtin_memcpy(&v6, bytes, sizeof v6);
-    return family == AF_INET6 && IN6_IS_ADDR_LOOPBACK(&v6);
-  }
-  bool is_same_host(const Address& other) const {
-    return family == other.family && __builtin_memcmp(bytes, other.bytes, sizeof bytes) == 0;
-  }
-};
-
-Address address_of(int fd, decltype(&getpeername) ask) {
-  sockaddr_storage found{};
-  socklen_t size = sizeof found;
-  if (ask(fd, reinterpret_cast<sockaddr*>(&found), &size) != 0) found.ss_family = AF_UNSPEC;
-  return Address(found);
-}
-
 }  // namespace
-
-std::string peer_of(int fd) {
-  const Address peer = address_of(fd, &getpeername);
-  char text[INET6_ADDRSTRLEN] = "a client that is gone";
-  if (inet_ntop(peer.family, peer.bytes, text, sizeof text) == nullptr) return text;
-  return (peer.family == AF_INET6 ? "[" + std::string(text) + "]" : std::string(text)) + ":" +
-         std::to_string(peer.port);
-}
-
-bool is_local(int fd) {
-  const Address peer = address_of(fd, &getpeername);
-  // A connection to one of this machine's own addresses comes from that address, too; nobody
-  // else can have it and still get our answers.
-  return peer.is_loopback() || (peer.family != AF_UNSPEC &&
-                                peer.is_same_host(address_of(fd, &getsockname)));
-}
 
 std::string quoted(std::string_view text) {
   std::string shown = "'";
@@ -107,7 +51,7 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     return expected.size();
   }
   if (data[0] == static_cast<char>(Op::validate)) {
-    if (options_.serves_strangers || is_local(client.fd)) {
+    if (options_.serves_strangers || client.peer.is_local(client.fd)) {
       client.phase = Connection::Phase::validating;
     } else if (options_.token.empty()) {
       refuse(client, kLocalOnly, "it is on another machine, and there is no token");
@@ -148,7 +92,9 @@ void Server::admit(Connection& client, std::string_view client_nonce) {
 
 void Server::refuse(Connection& client, Answer answer, const char* why) {
   client.out.append_number(static_cast<char>(answer));
-  flush(client);
+  // Not with flush: if the client has gone, it shall be logged all the same.
+  const ssize_t sent = send(client.fd, client.out.data(), client.out.size(), MSG_NOSIGNAL);
+  static_cast<void>(sent);
   doom(client, why);
 }
 

@@ -191,7 +191,10 @@ void Server::accept_some() {
 }
 
 bool Server::accept_from(int listener) {
-  const int fd = accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+  sockaddr_storage from{};
+  socklen_t size = sizeof from;
+  const int fd =
+    accept4(listener, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (fd < 0) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
       // The connection stays queued; some descriptor may have been closed by then.
@@ -200,7 +203,7 @@ bool Server::accept_from(int listener) {
     }
     return errno == ECONNABORTED || errno == EINTR;
   }
-  auto client = std::make_unique<Connection>(this, fd, next_id_++);
+  auto client = std::make_unique<Connection>(this, fd, next_id_++, from);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.ptr = client.get();
@@ -308,7 +311,7 @@ void Server::doom(Connection& client, const std::string& why) {
   if (client.is_doomed) return;
   client.is_doomed = true;
   doomed_.push_back(&client);
-  if (!why.empty()) log("closing " + peer_of(client.fd) + ": " + why);
+  if (!why.empty()) log("closing " + client.peer.text() + ": " + why);
 }
 
 // Sends to those who were woken, closes what is to be closed; either may cause more of both.
