@@ -70,14 +70,14 @@ def environment(**extra):
 class Agent:
     """One `unisono run`."""
 
-    def __init__(self, arguments, cwd, inside=lambda *words: list(words)):
+    def __init__(self, arguments, cwd, variables, inside=lambda *words: list(words)):
         self.popen = subprocess.Popen(
             inside(sys.executable, "-m", "unisono", "run", *map(str, arguments)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=cwd,
-            env=environment(),
+            env=environment(**variables),
             # pytest may run as a shell's background job, which ignores SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
@@ -145,27 +145,32 @@ class Agent:
 class Job:
     """The agents of one job, and the file that ends its workers."""
 
-    def __init__(self, folder, script=WORKER):
+    def __init__(self, folder, script=WORKER, hosts=(), variables=None):
         self.folder = folder
+        self._variables = variables or {}
         self.port = free_port()
+        # The first agent is on the first host.
+        self._hosts = list(hosts)
+        self.endpoint = f"{hosts[0].name if hosts else 'localhost'}:{self.port}"
         (folder / "worker.py").write_text(script)
         self.agents = []
 
-    def node(self, *flags, nnodes="2", nproc=1, conf=CONF, endpoint=None, inside=None):
-        """Start one more agent."""
+    def node(self, *flags, nnodes="2", nproc=1, conf=CONF, endpoint=None):
+        """Start one more agent, on the next host."""
         options = [
             f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint or f'localhost:{self.port}'}",
+            f"--rdzv-endpoint={endpoint or self.endpoint}",
             f"--rdzv-conf={conf}",
         ]
-        return self.start(*options, *flags, inside=inside)
+        return self.start(*options, *flags)
 
-    def start(self, *flags, inside=None):
-        """Start an agent with these flags only."""
-        extra = {} if inside is None else {"inside": inside}
-        agent = Agent([*flags, self.folder / "worker.py"], self.folder, **extra)
+    def start(self, *flags):
+        """Start an agent with these flags only, on the next host."""
+        extra = {"inside": self._hosts.pop(0).inside} if self._hosts else {}
+        words = [*flags, self.folder / "worker.py"]
+        agent = Agent(words, self.folder, variables=self._variables, **extra)
         self.agents.append(agent)
         return agent
 

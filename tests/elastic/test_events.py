@@ -1,5 +1,9 @@
-"""Every row of docs/reference/launcher-events.md, with real agents and workers."""
+"""Every row of docs/reference/launcher-events.md, with real agents and workers.
 
+Each agent is on a host of its own, a network namespace, where these can be made.
+"""
+
+import importlib.util
 import json
 import os
 import re
@@ -13,24 +17,39 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from nodes import CONF, WORKER, Job, gone, kill
 
+_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
+netns = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(netns)
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
 
 
+@pytest.fixture(scope="module")
+def hosts():
+    """As many hosts as a test has agents; none where there can be only this one."""
+    if netns.why_not() is not None:
+        yield []
+        return
+    with netns.Network(3) as network:
+        yield network.hosts
+
+
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, hosts):
     """A job whose workers reduce until the file `stop` appears."""
-    job = Job(tmp_path)
+    job = Job(tmp_path, hosts=hosts)
     yield job
     job.close()
 
 
 @pytest.fixture
-def job_of(tmp_path):
+def job_of(tmp_path, hosts):
     """A job with a worker script of its own."""
     jobs = []
 
-    def make(script):
-        jobs.append(Job(tmp_path, script))
+    def make(script, **if_on_hosts):
+        variables = if_on_hosts if hosts else {}
+        jobs.append(Job(tmp_path, script, hosts=hosts, variables=variables))
         return jobs[-1]
 
     yield make
@@ -101,7 +120,7 @@ def test_worker_dies_and_no_restart_is_left(job_of):
     )
     job = job_of(script)
     reports = []
-    agents = [job.node(f"--error-json=e{i}.json") for i in range(2)]
+    agents = [job.node(f"--error-json={job.folder}/e{i}.json") for i in range(2)]
     for number, agent in enumerate(agents):
         assert agent.finish() == 1
         assert agent.err.splitlines()[-1] == "AssertionError"
@@ -118,7 +137,7 @@ def test_worker_dies_and_no_restart_is_left(job_of):
 
 def test_crash_in_native_code_shows_the_python_stack(job_of):
     job = job_of("import ctypes\ndef crash():\n    ctypes.string_at(0)\ncrash()\n")
-    agent = job.start("--standalone", "--error-json=e.json")
+    agent = job.start("--standalone", f"--error-json={job.folder}/e.json")
     assert agent.finish() == 128 + signal.SIGSEGV
     assert "was killed by SIGSEGV" in agent.err
     assert agent.err.splitlines()[-1].endswith('worker.py", line 4 in <module>')
@@ -221,7 +240,8 @@ def test_nodes_that_are_done_wait_for_the_others(job_of):
     job = job_of(
         "import os, select, sys\n"
         "print('up', os.environ['RANK'], 2, 0, 0, os.getpid(), 0, flush=True)\n"
-        "if os.environ['RANK'] == '1':\n    open('fifo').read()\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    open(os.path.join(os.path.dirname(__file__), 'fifo')).read()\n"
     )
     fifo = job.folder / "fifo"
     os.mkfifo(fifo)
@@ -310,7 +330,7 @@ def test_host_of_the_store_dies(job):
     first.popen.kill()
     assert second.finish() == 1
     assert "the rendezvous store is gone" in second.err
-    assert f"localhost:{job.port}" in second.err
+    assert job.endpoint in second.err
     assert gone([up.pid for up in ups + others])
 
 
@@ -339,16 +359,18 @@ def test_nobody_comes(job):
 def test_no_rendezvous_at_the_endpoint(job):
     agent = job.node(conf=f"{CONF},join_timeout=0.5,is_host=0")
     assert agent.finish() == 1
-    assert f"no rendezvous at localhost:{job.port} within 0.5 s" in agent.err
+    assert f"no rendezvous at {job.endpoint} within 0.5 s" in agent.err
 
 
 # --- static rendezvous
 
 
 def test_static_nodes_restart_on_the_same_port(job):
-    flags = ["--nnodes=2", f"--master-port={job.port}", f"--rdzv-conf={CONF}", "--max-restarts=1"]
-    second = job.start(*flags, "--node-rank=1")
+    host, port = job.endpoint.split(":")
+    where = (f"--master-addr={host}", f"--master-port={port}")
+    flags = ["--nnodes=2", *where, f"--rdzv-conf={CONF}", "--max-restarts=1"]
     first = job.start(*flags, "--node-rank=0")
+    second = job.start(*flags, "--node-rank=1")
     [up], [other] = first.next_ups(1), second.next_ups(1)
     assert (up.rank, other.rank) == (0, 1)
     kill(up.pid)
@@ -376,7 +398,7 @@ dist.destroy_process_group()
 
 def test_torch_script_restarts_on_several_nodes(job_of):
     pytest.importorskip("torch")
-    job = job_of(TORCH)
+    job = job_of(TORCH, GLOO_SOCKET_IFNAME="eth0")
     first, second, _, _ = pair(job, "--max-restarts=1")
     ups = sorted(first.next_ups(1) + second.next_ups(1), key=lambda up: up.rank)
     assert places(ups) == [(0, 2, 1, 2), (1, 2, 1, 2)]

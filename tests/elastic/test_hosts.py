@@ -26,22 +26,19 @@ def network():
 
 
 @pytest.fixture
-def job(tmp_path):
-    job = Job(tmp_path)
+def job(tmp_path, network):
+    job = Job(tmp_path, hosts=network.hosts)
     yield job
     job.close()
 
 
-def on_both(job, network, *flags, nnodes="2"):
-    """An agent on each host; the first host is the endpoint, by name."""
-    return [
-        job.node(*flags, nnodes=nnodes, nproc=2, endpoint="host1", inside=host.inside)
-        for host in network.hosts
-    ]
+def on_both(job, *flags, nnodes="2"):
+    """An agent on each host; the first host is the endpoint, by name alone."""
+    return [job.node(*flags, nnodes=nnodes, nproc=2, endpoint="host1") for _ in range(2)]
 
 
-def test_nodes_meet_by_name_and_restart(job, network):
-    agents = on_both(job, network, "--max-restarts=1", f"--rdzv-conf={CONF}")
+def test_nodes_meet_by_name_and_restart(job):
+    agents = on_both(job, "--max-restarts=1", f"--rdzv-conf={CONF}")
     ups = [up for agent in agents for up in agent.next_ups(2)]
     assert sorted((up.rank, up.world_size, up.total) for up in ups) == [
         (rank, 4, 4) for rank in range(4)
@@ -55,7 +52,7 @@ def test_nodes_meet_by_name_and_restart(job, network):
 
 
 def test_host_that_is_cut_off_is_done_without(job, network):
-    first, second = on_both(job, network, nnodes="1:2")
+    first, second = on_both(job, nnodes="1:2")
     ups, others = first.next_ups(2), second.next_ups(2)
     network.cut(network.hosts[1])
     alone = first.next_ups(2)
