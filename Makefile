@@ -55,6 +55,7 @@ docs: $(STAMP)
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/detection_page.py
 	@$(BIN)/python tools/environment_page.py
+	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 
 setup: $(STAMP)

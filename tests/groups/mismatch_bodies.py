@@ -55,6 +55,16 @@ CASES = {
         lambda **h: dist.all_reduce(f32(), **h),
         "all_reduce(float32[5], SUM)", "all_reduce(float32[4], SUM)",
     ),
+    "shape": (
+        lambda **h: dist.all_reduce(f32(6).reshape(2, 3), **h),
+        lambda **h: dist.all_reduce(f32(6).reshape(3, 2), **h),
+        "all_reduce(float32[2, 3], SUM)", "all_reduce(float32[3, 2], SUM)",
+    ),
+    "shape of reduce": (
+        lambda **h: dist.reduce(f32(1).reshape(()), 0, **h),
+        lambda **h: dist.reduce(f32(1), 0, **h),
+        "reduce(float32[], SUM, dst=0)", "reduce(float32[1], SUM, dst=0)",
+    ),
     "count of blocks": (
         lambda **h: gathered(5)(**h), lambda **h: gathered(4)(**h),
         "all_gather(float32[5])", "all_gather(float32[4])",
@@ -138,6 +148,21 @@ def every_case(rank, odd, async_op):
         assert set(error.context.peers) <= set(range(p)), (name, error.context)
         usable(p)
     return told
+
+
+def layouts_meet(rank):
+    """Elements are matched by index: layouts may differ from rank to rank."""
+    p, values = dist.get_world_size(), np.arange(6.0).reshape(2, 3)
+    base = np.zeros((4, 6))
+    layouts = [np.zeros((2, 3)), np.zeros((2, 3), order="F"), base[::2, ::2], base[1::-1, 2::-1]]
+    for turn in range(4):
+        mine = layouts[(rank + turn) % 4]
+        mine[:] = values * (rank + 1)
+        dist.all_reduce(mine)
+        assert (mine == values * p * (p + 1) / 2).all()
+        mine[:] = values * (rank == turn)
+        dist.broadcast(mine, turn)
+        assert (mine == values).all()
 
 
 def keeps_buffers(rank):

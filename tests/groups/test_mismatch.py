@@ -44,6 +44,10 @@ def test_the_whole_line():
     )
 
 
+def test_layouts_may_differ(world):
+    world(mismatch_bodies.layouts_meet, 4)
+
+
 def test_no_array_is_changed(world):
     world(mismatch_bodies.keeps_buffers, 3)
 

@@ -19,6 +19,10 @@ __all__ = ["Asked", "Plan", "Planner"]
 # Collectives whose count is that of one block, of which there is one per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
 
+# Collectives in which equal counts are not enough: [2, 3] and [3, 2] have no elements that belong
+# together.
+_ELEMENTWISE = {"all_reduce", "reduce"}
+
 _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 # A training loop repeats some dozens of calls; a program whose sizes never repeat must not
@@ -105,7 +109,8 @@ class Planner:
         if splits is None:
             schedule = build(collective, algorithm, size, root, pipeline)
             program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
-            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *agreed)
+            same = words[:1] if collective in _ELEMENTWISE else []
+            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *same, *agreed)
             return Plan(Call.of(called, text, agreed, nbytes), program, None)
         exchange, program = self._exchange_plan(algorithm, count, itemsize, splits)
         call = Call.of(called, text, (collective, dtype.name, wish), nbytes)

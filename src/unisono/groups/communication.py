@@ -141,11 +141,15 @@ class Communication:
         """Wait for the gate; if the call cannot begin, tell the ranks that wait for it."""
         group = self._group
         if not call.gate.wait_until(deadline):
-            told = f"{op} waited {deadline.timeout_s:g} s for the stream that it was called in"
+            waited = f"waited {deadline.timeout_s:g} s for the stream that it was called in"
             if op not in _P2P:
-                group.abort(told)
+                group.abort(f"{op} {waited}")
             context = Context(rank=group.ranks[group.rank()], group=group.name, op=op)
-            raise CollectiveTimeoutError(f"{told}, in group '{group.name}'", context=context)
+            raise CollectiveTimeoutError(
+                f"{op} in group '{group.name}' did not begin: it waited {deadline.timeout_s:g} s "
+                "for the stream that it was called in",
+                context=context,
+            )
         if self._closed:
             raise ClosedError(f"group '{group.name}' was destroyed before this {op} began")
         if (error := call.gate.error) is not None:
