@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.unisono-setup
 TORCH := torch==2.13.0
 
-.PHONY: help demo test test-reference test-torch check setup native test-native docs clean
+.PHONY: help demo test test-reference test-torch check setup native test-native fuzz docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
+	@echo "make fuzz    ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write what is generated under docs/reference"
 	@echo "make clean   remove .venv, caches and build output"
 
@@ -89,6 +90,9 @@ build/native-asan build/native-tsan: FORCE
 	@ctest --test-dir $@ --output-on-failure >$@.log 2>&1 || { cat $@.log; exit 1; }
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
+
+fuzz: $(STAMP)
+	@$(BIN)/python tests/stores/fuzz.py 600
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -360,6 +360,52 @@ def test_dead_client_leaves_the_barrier(master):
         master.barrier("b", 2, 0.1)
 
 
+VICTIM = """
+import sys, threading
+from unisono.stores import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+calls = {
+    "get": lambda: store.get("never"),
+    "barrier": lambda: store.barrier("shared", 3),
+    "queue_pop": lambda: store.queue_pop("shared"),
+    "set": lambda: store.set("large", bytes(60_000_000)),
+    "add": lambda: store.add("victims", 1),
+}
+def again(call):
+    while True: call()
+for name in sys.argv[2:]:
+    threading.Thread(target=again, args=(calls[name],)).start()
+print("ready", flush=True)
+"""
+
+
+def test_killed_clients_do_no_harm(master):
+    """SIGKILL in the middle of whatever they do; the others neither block nor see half a write."""
+    states = [["get"], ["barrier"], ["queue_pop"], ["set"], ["add"], ["set", "add", "barrier"]]
+    with contextlib.ExitStack() as stack:
+        victims = []
+        for state in states:
+            command = [sys.executable, "-c", VICTIM, str(master.port), *state]
+            victim = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(victim.kill)
+            victims.append(victim)
+        for victim in victims:
+            assert victim.stdout.readline() == b"ready\n"
+        for victim in victims:
+            victim.kill()
+            victim.wait()
+            assert master.add("mine", 1) > 0
+    server = master._server._server
+    wait_until(lambda: server.clients == len(master._pool._idle))
+    if master.check(["large"]):
+        assert len(master.get("large")) == 60_000_000
+    with pytest.raises(StoreTimeoutError):
+        master.barrier("shared", 2, 0.05)
+    master.queue_push("shared", "job")
+    assert master.queue_pop("shared", timeout=10) == b"job"
+    assert master.get("mine") == b"6"
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -387,11 +433,12 @@ def test_client_that_reads_nothing_does_not_fill_the_server(master):
         assert resident_bytes() - before < 64 << 20
 
 
-def test_large_values_and_many_keys(master):
+def test_large_values_and_many_keys(master, server_kind):
     large = os.urandom(1 << 20) * 64
     master.set("large", large)
     assert master.get("large") == large
-    names = [f"key{number:06d}" for number in range(20_000)]
+    count = 100_000 if server_kind == "native" else 20_000
+    names = [f"key{number:06d}" for number in range(count)]
     master.multi_set(names, [b""] * len(names))
     assert master.check(names)
     master.delete_key("large")
