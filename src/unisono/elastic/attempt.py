@@ -179,6 +179,9 @@ class Attempt:
                 if worker.exit_fd is not None:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
             while running:
+                # Before any wait: an order to stop may have come with the one to start.
+                if not self._stopping and self._must_stop():
+                    self._stop(signal.SIGTERM)
                 selector.select(self._timeout(running))
                 for signum in self._signals.read():
                     self._on_signal(signum)
@@ -189,8 +192,6 @@ class Attempt:
                     self._on_exit(worker)
                     self._output.status(len(running), self._place.restarts)
                 self._on_clock()
-                if not self._stopping and self._must_stop():
-                    self._stop(signal.SIGTERM)
                 if not self._stopping:
                     self._warm.look(self._workers, self._environment, self._new_worker)
 

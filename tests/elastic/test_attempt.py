@@ -1,0 +1,60 @@
+"""One attempt alone: what it does when an order, a signal and a worker's end come together."""
+
+import sys
+
+import pytest
+
+from unisono.elastic.attempt import Attempt
+from unisono.elastic.bind import Binding
+from unisono.elastic.environment import Place
+from unisono.elastic.logs import LogOptions, Output
+from unisono.elastic.signals import Signals
+from unisono.elastic.spec import LaunchSpec
+from unisono.elastic.warm import WarmWorkers
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches pidfds")
+
+FOREVER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+
+
+@pytest.fixture
+def attempt_of():
+    """Return a function that runs an attempt of two workers to its end."""
+    output = Output(LogOptions(), run_id="test", nprocs=2)
+    failures = []
+
+    def run(command, must_stop, **fields):
+        spec = LaunchSpec(commands=[command] * 2, **fields)
+        with Signals() as signals:
+            attempt = Attempt(
+                spec,
+                Place.alone(2, master_port=1, run_id="test"),
+                0,
+                binding=Binding(),
+                output=output,
+                signals=signals,
+                warm=WarmWorkers(spec.commands, 0),
+                must_stop=must_stop,
+                on_failure=failures.append,
+            )
+            return attempt.run(), failures
+
+    yield run
+    output.close(1.0)
+
+
+def test_order_to_stop_that_came_before_the_start_is_not_missed(attempt_of):
+    # No knock will come for it, so an attempt that waits first would wait for ever.
+    outcome, failures = attempt_of(FOREVER, lambda: True)
+    assert (outcome.stopped, outcome.failures, outcome.succeeded) == ((0, 1), (), False)
+    assert outcome.signum is None
+    assert failures == []
+
+
+def test_end_of_a_worker_is_noticed_without_a_time_limit(attempt_of):
+    fail = [sys.executable, "-S", "-c", "import os, signal; os.environ['RANK'] == '1' or "
+            "signal.pause(); raise SystemExit(3)"]  # fmt: skip
+    outcome, failures = attempt_of(fail, lambda: False)
+    assert [(f.rank, f.exit_code) for f in outcome.failures] == [(1, 3)]
+    assert [f.rank for f in failures] == [1]
+    assert outcome.stopped == (0,)
