@@ -23,7 +23,7 @@ CPP_FILE = 400
 
 # (path, what) -> (limit, reason); what is "lines" or "definitions". A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
-    ("src/unisono/errors.py", "definitions"): (32, "one class per kind of error, in one place"),
+    ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
 }
 
 NO_CODE = {

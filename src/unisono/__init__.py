@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unisono.base.types import ReduceOp as ReduceOp
     from unisono.elastic import launch as launch
     from unisono.elastic import spawn as spawn
+    from unisono.errors import QueueEmptyError as QueueEmptyError
     from unisono.groups.availability import (
         get_default_backend_for_device as get_default_backend_for_device,
     )
@@ -62,11 +63,30 @@ if TYPE_CHECKING:
     from unisono.groups.collectives import reduce_scatter as reduce_scatter
     from unisono.groups.collectives import reduce_scatter_tensor as reduce_scatter_tensor
     from unisono.groups.collectives import scatter as scatter
+    from unisono.groups.debug import DebugLevel as DebugLevel
+    from unisono.groups.debug import breakpoint as breakpoint
+    from unisono.groups.debug import get_debug_level as get_debug_level
+    from unisono.groups.debug import record_comm as record_comm
+    from unisono.groups.debug import set_debug_level as set_debug_level
+    from unisono.groups.debug import set_debug_level_from_env as set_debug_level_from_env
     from unisono.groups.future import Future as Future
     from unisono.groups.future import collect_all as collect_all
     from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
     from unisono.groups.lifecycle import init_process_group as init_process_group
     from unisono.groups.monitored import monitored_barrier as monitored_barrier
+    from unisono.groups.names import DistBackendError as DistBackendError
+    from unisono.groups.names import DistError as DistError
+    from unisono.groups.names import DistNetworkError as DistNetworkError
+    from unisono.groups.names import DistStoreError as DistStoreError
+    from unisono.groups.names import GroupName as GroupName
+    from unisono.groups.names import RankType as RankType
+    from unisono.groups.names import _all_gather_base as _all_gather_base
+    from unisono.groups.names import _coalescing_manager as _coalescing_manager
+    from unisono.groups.names import _reduce_scatter_base as _reduce_scatter_base
+    from unisono.groups.names import all_gather_single as all_gather_single
+    from unisono.groups.names import default_pg_timeout as default_pg_timeout
+    from unisono.groups.names import reduce_op as reduce_op
+    from unisono.groups.names import reduce_scatter_single as reduce_scatter_single
     from unisono.groups.object_reductions import all_reduce_object as all_reduce_object
     from unisono.groups.object_reductions import reduce_object as reduce_object
     from unisono.groups.objects import all_gather_object as all_gather_object
@@ -149,6 +169,15 @@ _HOMES = {
         "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
         "reduce_scatter_tensor scatter"
     ),
+    "errors": "QueueEmptyError",
+    "groups.debug": (
+        "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
+    ),
+    "groups.names": (
+        "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
+        "_all_gather_base _coalescing_manager _reduce_scatter_base all_gather_single "
+        "default_pg_timeout reduce_op reduce_scatter_single"
+    ),
     "groups.future": "Future collect_all",
     "groups.monitored": "monitored_barrier",
     "groups.object_reductions": "all_reduce_object reduce_object",
@@ -168,12 +197,15 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)
+__all__ = sorted(name for name in _HOME_OF if not name.startswith("_"))
 
 
 def __getattr__(name: str) -> object:
     module = _HOME_OF.get(name)
     if module is None:
+        refused = import_module("unisono.refused")
+        if name in refused.REFUSED:
+            raise refused.refuse(name)
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     home = import_module(f"unisono.{module}")
     value = globals()[name] = getattr(home, name)

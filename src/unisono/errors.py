@@ -9,21 +9,24 @@
     │   ├── NotInGroupError(ValueError)
     │   ├── ClosedError                 you (or a fork) closed it
     │   └── UnsupportedError            the backend lacks an op, dtype or device
-    ├── CollectiveError                 the ranks together
-    │   ├── CollectiveMismatchError     ranks made different calls; shows both sides
-    │   ├── CollectiveTimeoutError(TimeoutError)
-    │   └── CollectiveAbortedError      somebody called abort()
-    ├── PeerError                       another process, or the network to it
-    │   ├── PeerLostError(ConnectionError)
-    │   └── PeerFailedError             the peer said why before it went
+    │       └── RefusedNameError(AttributeError)
+    ├── CommunicationError
+    │   ├── CollectiveError             the ranks together
+    │   │   ├── CollectiveMismatchError ranks made different calls; shows both sides
+    │   │   ├── CollectiveTimeoutError(TimeoutError)
+    │   │   └── CollectiveAbortedError  somebody called abort()
+    │   └── PeerError                   another process, or the network to it
+    │       ├── PeerLostError(ConnectionError)
+    │       └── PeerFailedError         the peer said why before it went
+    ├── NetworkError(ConnectionError)
+    │   ├── StoreConnectionError        a StoreError as well
+    │   └── TransportError
+    │       └── HandshakeError
     ├── StoreError
     │   ├── StoreTimeoutError(TimeoutError)
-    │   ├── StoreConnectionError(ConnectionError)
     │   ├── StoreKeyError(KeyError)
     │   └── QueueEmptyError
     ├── RendezvousError(ValueError)
-    ├── TransportError(ConnectionError)
-    │   └── HandshakeError
     ├── ScheduleError                   the verifier found a wrong schedule
     ├── LaunchError
     │   └── WorkerFailedError
@@ -48,17 +51,20 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "CommunicationError",
     "Context",
     "HandshakeError",
     "InternalError",
     "InvalidArgumentError",
     "LaunchError",
+    "NetworkError",
     "NotInGroupError",
     "NotInitializedError",
     "PeerError",
     "PeerFailedError",
     "PeerLostError",
     "QueueEmptyError",
+    "RefusedNameError",
     "RendezvousError",
     "ScheduleError",
     "StoreConnectionError",
@@ -182,7 +188,18 @@ class UnsupportedError(UsageError, NotImplementedError):
     """The backend has no such op, dtype, reduce op or device; the text lists what it has."""
 
 
-class CollectiveError(UnisonoError):
+class RefusedNameError(UnsupportedError, AttributeError):
+    """A name of torch.distributed that unisono does not have; the text says why.
+
+    An AttributeError as well, so that hasattr() is False.
+    """
+
+
+class CommunicationError(UnisonoError):
+    """Ranks could not do something together: torch's DistBackendError."""
+
+
+class CollectiveError(CommunicationError):
     """A collective failed for a reason that concerns several ranks."""
 
 
@@ -198,7 +215,7 @@ class CollectiveAbortedError(CollectiveError):
     """The group was aborted, here or on another rank."""
 
 
-class PeerError(UnisonoError):
+class PeerError(CommunicationError):
     """Another rank, or the network to it, failed."""
 
 
@@ -210,6 +227,10 @@ class PeerFailedError(PeerError):
     """A rank reported an exception of its own before it went away."""
 
 
+class NetworkError(UnisonoError, ConnectionError):
+    """A connection cannot be made or was lost: torch's DistNetworkError."""
+
+
 class StoreError(UnisonoError):
     """A key-value store refused or failed a request."""
 
@@ -218,7 +239,7 @@ class StoreTimeoutError(StoreError, TimeoutError):
     """A key did not appear in time."""
 
 
-class StoreConnectionError(StoreError, ConnectionError):
+class StoreConnectionError(StoreError, NetworkError):
     """The store's server cannot be reached, or went away."""
 
 
@@ -237,7 +258,7 @@ class RendezvousError(UnisonoError, ValueError):
     """The ranks could not agree on who takes part."""
 
 
-class TransportError(UnisonoError, ConnectionError):
+class TransportError(NetworkError):
     """Bytes could not be moved between two ranks."""
 
 

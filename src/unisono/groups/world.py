@@ -41,6 +41,7 @@ class World:
         self.made = 0
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
+        self.passed: Counter[str] = Counter()  # how often each `breakpoint` was come by
 
     @property
     def default(self) -> ProcessGroup | None:

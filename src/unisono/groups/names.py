@@ -1,0 +1,49 @@
+"""Names of torch that are another word for something here.
+
+torch's deprecated names give no warning: they are kept for scripts that nobody will change.
+
+Source: torch.distributed (2.13).
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import NewType
+
+from unisono.base.types import ReduceOp
+from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
+from unisono.groups.coalescing import coalescing_manager
+from unisono.groups.collectives import all_gather_into_tensor, reduce_scatter_tensor
+
+__all__ = [
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "GroupName",
+    "RankType",
+    "_all_gather_base",
+    "_coalescing_manager",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "default_pg_timeout",
+    "reduce_op",
+    "reduce_scatter_single",
+]
+
+all_gather_single = _all_gather_base = all_gather_into_tensor
+reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
+_coalescing_manager = coalescing_manager
+
+reduce_op = ReduceOp
+
+DistError = UnisonoError
+DistBackendError = CommunicationError
+DistNetworkError = NetworkError
+DistStoreError = StoreError
+
+default_pg_timeout = timedelta(minutes=30)
+"""Time-out of a group when neither the script nor UNISONO_TIMEOUT gives one."""
+
+GroupName = NewType("GroupName", str)
+RankType = int
