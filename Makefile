@@ -54,6 +54,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	@$(BIN)/python tools/algorithms_page.py
+	@$(BIN)/python tools/compatibility_page.py
 	@$(BIN)/python tools/detection_page.py
 	@$(BIN)/python tools/environment_page.py
 	@$(BIN)/python tools/errors_page.py

@@ -69,6 +69,8 @@ if TYPE_CHECKING:
     from unisono.groups.debug import record_comm as record_comm
     from unisono.groups.debug import set_debug_level as set_debug_level
     from unisono.groups.debug import set_debug_level_from_env as set_debug_level_from_env
+    from unisono.groups.device_mesh import DeviceMesh as DeviceMesh
+    from unisono.groups.device_mesh import init_device_mesh as init_device_mesh
     from unisono.groups.future import Future as Future
     from unisono.groups.future import collect_all as collect_all
     from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
@@ -178,6 +180,7 @@ _HOMES = {
         "_all_gather_base _coalescing_manager _reduce_scatter_base all_gather_single "
         "default_pg_timeout reduce_op reduce_scatter_single"
     ),
+    "groups.device_mesh": "DeviceMesh init_device_mesh",
     "groups.future": "Future collect_all",
     "groups.monitored": "monitored_barrier",
     "groups.object_reductions": "all_reduce_object reduce_object",

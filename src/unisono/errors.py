@@ -3,6 +3,7 @@
     UnisonoError(RuntimeError)
     ├── UsageError                      this process asked for something impossible
     │   ├── InvalidArgumentError(ValueError)
+    │   │   └── UnknownNameError(KeyError)
     │   ├── ArgumentTypeError(TypeError)
     │   ├── NotInitializedError(ValueError)
     │   ├── AlreadyInitializedError(ValueError)
@@ -73,6 +74,7 @@ __all__ = [
     "StoreTimeoutError",
     "TransportError",
     "UnisonoError",
+    "UnknownNameError",
     "UnsupportedError",
     "UsageError",
     "WorkerFailedError",
@@ -160,6 +162,13 @@ class UsageError(UnisonoError):
 
 class InvalidArgumentError(UsageError, ValueError):
     """An argument has a value that the call cannot accept."""
+
+
+class UnknownNameError(InvalidArgumentError, KeyError):
+    """An argument names something that does not exist; the text lists what does."""
+
+    # KeyError prints repr(args[0]); our text is meant to be read.
+    __str__ = UnisonoError.__str__
 
 
 class ArgumentTypeError(UsageError, TypeError):

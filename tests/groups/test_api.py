@@ -1,7 +1,5 @@
 """The functions of the module, against torch.distributed's signatures and rules."""
 
-import inspect
-
 import api_bodies
 import pytest
 import several
@@ -9,46 +7,6 @@ import several
 import unisono as dist
 from unisono.errors import NotInitializedError
 from unisono.testing import run
-
-# What a signature may have beyond torch 2.13's: it can be passed by keyword only.
-EXTRA = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
-# Where a signature differs on purpose: parameter -> why.
-DIFFERENT = {
-    "init_process_group": {"_ranks": "private to torch"},
-    "get_process_group_ranks": {"group": "optional here, as in the other functions"},
-}
-NO_SIGNATURE = {
-    # So are the classes of options, whose fields test_devices.py compares.
-    "FileStore", "HashStore", "PrefixStore", "Store", "TCPStore",  # C++ classes in torch
-    "ReduceOp", "ProcessGroup", "Work", "GroupMember", "group", "RedOpType",
-    "rendezvous",  # see the test below
-}  # fmt: skip
-
-
-def functions():
-    torch_dist = pytest.importorskip("torch.distributed")
-    for name in dist.__all__:
-        ours, theirs = getattr(dist, name), getattr(torch_dist, name, None)
-        if name not in NO_SIGNATURE and not name.endswith("Options") and theirs is not None:
-            yield name, inspect.signature(ours), inspect.signature(theirs)
-
-
-def test_signatures_are_those_of_torch():
-    compared = 0
-    for name, ours, theirs in functions():
-        expected = [p for p in theirs.parameters.values() if p.name not in DIFFERENT.get(name, {})]
-        got = [p for p in ours.parameters.values() if p.kind not in EXTRA]
-        got = [p for p in got if p.name not in DIFFERENT.get(name, {})]
-        assert [p.name for p in got] == [p.name for p in expected], name
-        for mine, other in zip(got, expected, strict=True):
-            assert mine.kind == other.kind, (name, mine)
-            if isinstance(other.default, (int, str, bool, type(None))):
-                if repr(other.default).startswith("<RedOpType"):
-                    assert mine.default is dist.ReduceOp.SUM, (name, mine)
-                else:
-                    assert mine.default == other.default, (name, mine)
-        compared += 1
-    assert compared >= 30
 
 
 def test_every_name_of_the_module_can_be_loaded():

@@ -135,6 +135,25 @@ class ProcessGroup:
         return len(self.ranks)
 
     @property
+    def group_name(self) -> str:
+        """c10d's name of `key`: no other group of the same world has it."""
+        return self.key
+
+    @property
+    def group_desc(self) -> str:
+        """c10d's name of `name`: for people."""
+        return self.name
+
+    @property
+    def bound_device_id(self) -> None:
+        """The device that c10d binds a group to; here none is."""
+        return None
+
+    def get_group_store(self) -> Store:
+        """Return the store that the members share."""
+        return self.store
+
+    @property
     def timeout_s(self) -> float:
         """Default time-out of a call, in seconds."""
         return self._timeout_s
@@ -291,6 +310,10 @@ class ProcessGroup:
         """End every call of the group with CollectiveAbortedError, on all ranks."""
         for backend in self.backends.values():
             backend.abort(f"{reason} on rank {self.ranks[self._rank]}")
+
+    def shutdown(self) -> None:
+        """c10d's name of `close`."""
+        self.close()
 
     def report_failure(self, text: str) -> None:
         """Tell the other ranks that this one goes down with an error of its own."""

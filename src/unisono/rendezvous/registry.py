@@ -45,6 +45,7 @@ def rendezvous(
     url: str,
     rank: int = -1,
     world_size: int = -1,
+    *,
     timeout: Timeout | None = None,
     **options: object,
 ) -> Iterator[tuple[Store, int, int]]:

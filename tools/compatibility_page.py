@@ -1,0 +1,252 @@
+"""Write docs/reference/compatibility.md: what became of each public name of torch.distributed.
+
+Run from the repository root: `make docs`. It compares with the installed torch (2.13), so it does
+nothing where there is none. A test fails when the page is out of date, or when a signature differs
+without a reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import unisono
+from unisono.refused import INCIDENTAL, REFUSED
+
+PAGE = Path("docs/reference/compatibility.md")
+
+HEAD = """\
+# Compatibility with torch.distributed
+
+Written by `tools/compatibility_page.py` from a comparison with the installed torch (2.13); do not
+edit.
+
+A script that has `import torch.distributed as dist` runs after changing that line to
+`import unisono as dist`, on NumPy arrays as well as on torch tensors. This page has every public
+name of `torch.distributed` and `torch.distributed.distributed_c10d`, and the private ones that
+libraries use.
+
+| status | meaning |
+|---|---|
+| same | takes the same arguments, in the same order, with the same defaults |
+| extended | the same, and more: what else it takes or has |
+| refused | `unisono.NAME` raises `UnsupportedError` with this reason; `hasattr` is False |
+
+Wherever a function takes **how**, that is `timeout` (seconds or timedelta) and `algorithm`, by
+keyword. Errors are those of `unisono.errors`: RuntimeError all of them, and ValueError, TypeError,
+TimeoutError, ... besides where torch raises that.
+
+"""
+
+TAIL = f"""
+Left out are names that torch only imports for itself: {", ".join(sorted(INCIDENTAL))}.
+"""
+
+# Private names that are in use outside of torch.
+PRIVATE = (
+    "_all_gather_base",
+    "_coalescing_manager",
+    "_reduce_scatter_base",
+    "_StoreCollectives",
+    "_time_estimator",
+)
+
+EXTRA = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+
+# What a name does otherwise than torch's, beyond its arguments.
+NOTES = {
+    "DeviceMesh": "`mesh` is a NumPy array; a group has the grid's order; slices in any order",
+    "P2POp": "`op` is unisono's isend or irecv",
+    "ProcessGroup": "can be made directly, without a default group",
+    "ReduceOp": "members are ReduceOp objects, equal and hashed by value",
+    "Work": "may be dropped; can be awaited; `wait(timeout)` leaves the group usable",
+    "all_gather_object": "arrays are not copied into the message",
+    "all_reduce": "the same bits on every rank",
+    "barrier": "`device_ids` is ignored",
+    "breakpoint": "counts `skip` by place in the source",
+    "broadcast_object_list": "`device` is ignored",
+    "gather": "any dtype",
+    "get_backend": '"unisono" unless another one was named',
+    "get_node_local_rank": "knows the variables of mpiexec, srun and others, too",
+    "init_process_group": "without any launcher the world has one rank",
+    "is_gloo_available": "True: the CPU engine serves that name",
+    "monitored_barrier": "on every backend; tells all ranks, late ones too; the group stays usable",
+    "new_subgroups": "`group_size` is by default the number of ranks of a host",
+    "record_comm": "errors raised inside carry the name",
+    "recv_object_list": "receives from any source, as torch's text promises",
+    "reduce": "the other ranks' tensors keep their values",
+    "rendezvous": "`timeout` in seconds or timedelta",
+    "set_debug_level": "sets the level of the logger; checks are always on",
+    "shrink_group": "on the CPU; after a rank was lost, too",
+    "split_group": "on the CPU; no bound device needed",
+    "supports_complex": "PRODUCT is defined, too",
+}
+
+# Members of torch's classes that ours lack, with the reason.
+_BOXES = "for torch's compiler"
+_ENUM = "there is no enumeration of C++ backends"
+LACKING = {
+    "Backend": {"backend_type_map": _ENUM},
+    "ProcessGroup": {
+        **dict.fromkeys(
+            ("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"), _ENUM
+        ),
+        **dict.fromkeys(("boxed", "unbox"), _BOXES),
+        "merge_remote_group": "no CPU backend of torch has it either",
+        "monitored_barrier": "a function of the module",
+        "name": "here the group's name, an attribute; the backend's is get_backend(group)",
+        "split_group": "a function of the module",
+        "use_pg_for_symm_mem_rendezvous": "symmetric memory is for GPUs",
+    },
+    "ReduceOp": {"RedOpType": "unisono.RedOpType"},
+    "TCPStore": {"libuvBackend": "the server is unisono's own"},
+    "Work": {**dict.fromkeys(("boxed", "unbox"), _BOXES), "get_future_result": "NCCL only"},
+}
+
+
+class Entry(NamedTuple):
+    """One row of the page."""
+
+    name: str
+    status: str
+    text: str
+
+
+def main() -> None:
+    """Write the page, if torch is installed."""
+    try:
+        text = page()
+    except ImportError:
+        print(f"{PAGE} left as it is: torch is not installed")
+        return
+    PAGE.write_text(text, encoding="utf-8")
+
+
+def page() -> str:
+    """Return the page's text."""
+    rows = [("name", "status", "what is more, or why not"), ("---", "---", "---")]
+    rows += [(f"`{name}`", status, text) for name, status, text in entries()]
+    table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
+    return f"{HEAD}{table.replace('|  |', '| |')}{TAIL}"
+
+
+def entries() -> Iterator[Entry]:
+    """Yield what became of each public name.
+
+    Raises:
+        ValueError: A name of torch is neither there nor refused, or differs without a reason.
+    """
+    for name, theirs in sorted(names_of_torch().items()):
+        if name == "reduce_op":
+            yield Entry(name, "same", "deprecated in torch; here another name of ReduceOp")
+            continue
+        if name in REFUSED:
+            yield Entry(name, "refused", REFUSED[name])
+            continue
+        if name not in unisono._HOME_OF:
+            raise ValueError(f"torch.distributed.{name} is neither in unisono nor refused")
+        more = [*extensions(name, getattr(unisono, name), theirs)]
+        lacks = LACKING.get(name, {})
+        if lacks:
+            grouped: dict[str, list[str]] = {}
+            for member, why in lacks.items():
+                grouped.setdefault(why, []).append(f"`{member}`")
+            more.append("without " + "; ".join(f"{', '.join(m)} ({w})" for w, m in grouped.items()))
+        if name in NOTES:
+            more.append(NOTES[name])
+        yield Entry(name, "extended" if more else "same", "; ".join(more))
+
+
+def names_of_torch() -> dict[str, Any]:
+    """Return the public names of torch.distributed, without what it imports for itself."""
+    import torch.distributed
+    from torch.distributed import distributed_c10d
+
+    names = {name for name in dir(torch.distributed) if not name.startswith("_")}
+    names |= {*distributed_c10d.__all__, *PRIVATE}
+    found = {
+        name: getattr(torch.distributed, name, None) or getattr(distributed_c10d, name)
+        for name in names - INCIDENTAL
+    }
+    return {name: value for name, value in found.items() if not _is_foreign(name, value)}
+
+
+def _is_foreign(name: str, value: Any) -> bool:
+    """Whether a name is a module that somebody imported as a sub-module of torch.distributed."""
+    # Not isinstance, which looks at an attribute: torch's deprecated names warn of that.
+    return issubclass(type(value), ModuleType) and name not in REFUSED
+
+
+def extensions(name: str, ours: Any, theirs: Any) -> Iterator[str]:
+    """Yield what ours takes beyond torch's.
+
+    Raises:
+        ValueError: Something else differs.
+    """
+    if inspect.isclass(theirs):
+        lacks = missing_members(name, ours, theirs)
+        if lacks != set(LACKING.get(name, {})):
+            raise ValueError(f"{name} lacks {sorted(lacks)}, LACKING says otherwise")
+    signatures = signature(ours), signature(theirs)
+    if None in signatures:
+        return
+    mine, other = ({n: p for n, p in s.parameters.items() if n[0] != "_"} for s in signatures)
+    for name, parameter in [*other.items()]:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            del other[name]
+    common = [n for n, p in mine.items() if n in other or p.kind not in EXTRA]
+    if common != [*other]:
+        raise ValueError(f"{name}: parameters are {common}, torch has {[*other]}")
+    for parameter, expected in other.items():
+        got = mine[parameter]
+        if got.kind != expected.kind:
+            raise ValueError(f"{name}: {got} is {got.kind}, torch has {expected.kind}")
+        if got.default is not got.empty and expected.default is expected.empty:
+            yield f"`{parameter}` may be left out"
+        elif not same_default(got.default, expected.default):
+            raise ValueError(f"{name}: {parameter}={got.default!r}, torch has {expected.default!r}")
+    added = [f"**{n}**" if p.kind is p.VAR_KEYWORD else f"`{n}`" for n, p in mine.items()
+             if n not in other]  # fmt: skip
+    if added:
+        yield f"takes {', '.join(added)}"
+
+
+def signature(value: Any) -> inspect.Signature | None:
+    """Return a signature; None of what is not callable, and of C++ without one."""
+    if issubclass(type(value), ModuleType):
+        value = value.rendezvous  # a package that can be called like the function
+    if value is unisono.GroupMember or not callable(value):
+        return None
+    try:
+        return inspect.signature(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def same_default(ours: Any, theirs: Any) -> bool:
+    """Whether two defaults mean the same; the reduce ops of the two are different objects."""
+    if isinstance(ours, unisono.ReduceOp):
+        return ours.name == str(theirs).rpartition(".")[2]
+    return bool(ours == theirs)
+
+
+def missing_members(name: str, ours: Any, theirs: Any) -> set[str]:
+    """Return the public members that only torch's class has."""
+    public = {member for member in dir(theirs) if not member.startswith("_")}
+    missing = {member for member in public if not hasattr(ours, member)}
+    return missing - {*getattr(ours, "__annotations__", {})} - ATTRIBUTES.get(name, set())
+
+
+# Attributes that our objects get when they are made, so that the class does not have them.
+ATTRIBUTES = {
+    "DebugLevel": {"name", "value"},
+    "FileStore": {"path"},
+    "ReduceOp": {"op"},
+    "TCPStore": {"host", "port"},
+}
+
+if __name__ == "__main__":
+    main()
