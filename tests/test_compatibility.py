@@ -109,7 +109,7 @@ def test_every_function_of_a_group_takes_one():
     talking = [
         name
         for name in unisono.__all__
-        if inspect.isfunction(function := getattr(unisono, name))
+        if inspect.isfunction(inspect.unwrap(function := getattr(unisono, name)))
         and function.__module__.startswith("unisono.groups.")
         and "async_op" in inspect.signature(function).parameters
     ]

@@ -48,6 +48,20 @@ def reduces(rank):
             assert (x == sum(r + n for r in range(p))).all()
 
 
+def calls_made_before(rank):
+    """A call that was made before is recorded too, though the C++ engine could repeat it."""
+    x = np.ones(4)
+    for _ in range(8):
+        dist.all_reduce(x)
+    x[:] = 1
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        assert (x == 1).all()
+    assert (x == dist.get_world_size()).all()
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size() ** 2).all()
+
+
 def operations_stay_apart(rank):
     """torch takes the reduce op of the first call for all of them."""
     a, b, c = np.ones(3), np.full(3, rank + 1.0), np.full(2, rank + 1.0)

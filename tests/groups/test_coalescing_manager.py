@@ -7,6 +7,7 @@ import several
 from unisono.testing import run
 
 BODIES = [
+    bodies.calls_made_before,
     bodies.operations_stay_apart,
     bodies.gathers_and_scatters,
     bodies.rules,

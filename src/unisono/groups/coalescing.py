@@ -69,12 +69,14 @@ def coalescing_manager(
     if any(name in vars(pg) for name in _KINDS):
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     # An attribute of the object goes before the method of its class: outside of blocks, nobody
-    # has to ask whether there is one.
+    # has to ask whether there is one. Without `calls` the C++ engine repeats none by itself.
     vars(pg).update({name: getattr(recorder, name) for name in _KINDS})
+    calls, pg.calls = pg.calls, None
     manager = CoalescingManager()
     try:
         yield manager
     finally:
+        pg.calls = calls
         for name in _KINDS:
             del vars(pg)[name]
     for kind, arguments, how in recorder.batches():
