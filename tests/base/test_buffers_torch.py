@@ -98,3 +98,19 @@ def test_refused(make, text):
     with pytest.raises(UnsupportedError) as caught:
         view(tensor, write=False, name="x")
     assert caught.value.what == text
+
+
+def test_torch_can_still_resize_the_memory():
+    # FSDP frees and allocates it in each step; tensor.numpy() would forbid that for ever.
+    x = torch.ones(4)
+    view(x, write=True).array[:] = 2
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(16)
+    assert x.numel() == 4
+
+
+def test_a_tensor_without_memory_is_an_error():
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgumentError, match="no memory of its own"):
+        view(x, write=False)

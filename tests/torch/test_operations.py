@@ -1,12 +1,13 @@
 """Every operation and dtype against Gloo, in real processes."""
 
+import importlib.util
+
 import pytest
+from entries import run_body
 
-from unisono.testing import run
-
-pytest.importorskip("torch")
-
-import operation_bodies
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed"
+)
 
 RANKS = 3
 
@@ -16,7 +17,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         path = str(tmp_path_factory.mktemp("store") / "store")
-        return run(operation_bodies.both, RANKS, ranks="processes", args=(path,))
+        return run_body("operation_bodies", "both", RANKS, path)
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["dtypes", "calls"])
@@ -43,7 +44,7 @@ def test_what_the_plugin_refuses_it_refuses_on_all_ranks(results):
 def test_sub_groups(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     path = str(tmp_path / "store")
-    results = run(operation_bodies.in_groups, RANKS, ranks="processes", args=(path,))
+    results = run_body("operation_bodies", "in_groups", RANKS, path)
     first, _, last = results
     assert first["some"] == [4.0, 0, 2]
     assert last["some"] == [4.0, 1, 2]

@@ -10,6 +10,7 @@ is how it gets strided tensors wrong.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -211,17 +212,31 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
             f"{name} has layout {tensor.layout}; only dense tensors are supported"
         )
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
-    data = tensor.detach()
-    if data.is_conj() or data.is_neg():
+    if tensor.is_conj() or tensor.is_neg():
         # A lazy conjugate shares its base's memory but not its values.
+        data = tensor.detach()
         flat = data.resolve_conj().resolve_neg().contiguous().numpy().reshape(-1)
 
         def write_back(values: Array) -> None:
             data.copy_(torch.from_numpy(values).reshape(data.shape))
 
         return BufferView(flat, dtype, tuple(data.shape), tensor, write_back if write else _discard)
-    if dtype.name == "bfloat16":
-        data = data.view(torch.int16)
-    elif dtype.kind == "x":
-        data = data.view(torch.uint8)
-    return _view_numpy(data.numpy().view(dtype.storage), dtype, tensor, write, name)
+    return _view_numpy(_alias_torch(tensor, dtype, name), dtype, tensor, write, name)
+
+
+def _alias_torch(tensor: Any, dtype: DType, name: str) -> Array:
+    """Return the memory of a dense CPU tensor as an array of its storage type.
+
+    Not by `tensor.numpy()`, which for ever forbids torch to resize the memory: FSDP frees and
+    allocates it again in each step. The caller keeps the tensor.
+    """
+    shape, itemsize = tuple(tensor.shape), dtype.itemsize
+    if not tensor.numel():
+        return np.empty(shape, dtype.storage)
+    strides = [itemsize * stride for stride in tensor.stride()]
+    # torch has no negative strides, so the first element has the lowest address.
+    nbytes = itemsize + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if (address := tensor.data_ptr()) == 0:
+        raise InvalidArgumentError(f"{name} has no memory of its own ({type(tensor).__name__})")
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return np.ndarray(shape, dtype.storage, memory, 0, strides)

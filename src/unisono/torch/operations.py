@@ -24,6 +24,7 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
+from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
@@ -41,12 +42,14 @@ def operation(method: Method) -> Method:
     A tensor of another device ends in an error too; it goes to the backend of its device.
     """
     name = method.__name__
+    title = f"unisono:{name}"
 
     @functools.wraps(method)
     def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
+        keep_out()
         try:
             if _profiled():
-                with torch.profiler.record_function(f"unisono:{name}"):
+                with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
             return method(self, *args, **kwargs)
         except UnisonoError as error:
@@ -91,7 +94,9 @@ class Operations:
             work = all_reduce_sparse(self._group, tensor, op, **how)
         else:
             work = self._group.all_reduce(tensor, op, **how)
-        return self._as_torch(work) if how["async_op"] else None
+        if not how["async_op"]:
+            return None
+        return self._as_torch(work, tensors, typed=tensor.dtype is torch.float16)
 
     @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -102,10 +107,10 @@ class Operations:
         """Make one call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
         work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
-        return self._as_torch(work) if how["async_op"] else None
+        return self._as_torch(work, work.result()) if how["async_op"] else None
 
-    def _as_torch(self, work: Work) -> TorchWork:
-        return TorchWork(work, self._callbacks, self._group.ranks)
+    def _as_torch(self, work: Work, outputs: list[Tensor], *, typed: bool = False) -> TorchWork:
+        return TorchWork(work, outputs, self._callbacks, self._group.ranks, typed=typed)
 
 
 def _method(schema: OpSchema, name: str) -> Method:

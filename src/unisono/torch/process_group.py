@@ -16,6 +16,7 @@ from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
+from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
 from unisono.torch.operations import Operations
 from unisono.torch.registration import NAME
@@ -51,6 +52,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     """
 
     def __init__(self, group: UnisonoGroup, store: Any) -> None:
+        keep_out()
         # The form with a store makes no object of a subclass in torch 2.13.
         super().__init__(group.rank(), group.size())
         self.unisono = self._group = group

@@ -14,6 +14,7 @@ from unisono.groups.future import Future
 from unisono.groups.work import Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
+from unisono.torch.futures import listed, opened
 
 __all__ = ["TorchWork"]
 
@@ -25,15 +26,27 @@ class TorchWork(torch_dist.Work):
 
     Args:
         work: unisono's.
+        outputs: The tensors that hold the result.
         callbacks: Run what users chain to a future.
         ranks: Global ranks of the group, for a receive from any rank.
+        typed: Whether C++ needs the future's value to be a list of tensors.
 
     Source: torch.distributed.Work (2.13).
     """
 
-    def __init__(self, work: Work, callbacks: CallbackThreads, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        work: Work,
+        outputs: list[Any],
+        callbacks: CallbackThreads,
+        ranks: Sequence[int],
+        *,
+        typed: bool = False,
+    ) -> None:
         super().__init__()
         self._work = work
+        self._outputs = outputs
+        self._typed = typed
         self._callbacks = callbacks
         self._ranks = ranks
         self._future: torch.futures.Future[list[Any]] | None = None
@@ -70,7 +83,7 @@ class TorchWork(torch_dist.Work):
 
     def result(self) -> list[Any]:
         """Return the tensors that hold the result."""
-        return self._work.result()
+        return self._outputs
 
     def source_rank(self) -> int:
         """Return the rank in the group that a receive got its message from, -1 if not known."""
@@ -87,17 +100,16 @@ class TorchWork(torch_dist.Work):
         """
         if self._future is None:
             gate: torch.futures.Future[None] = torch.futures.Future()
-
-            # Raised inside C++, an error becomes one of the C++ future. With set_exception it would
-            # stay a Python value, on which torch's DDP ends with a segmentation fault.
-            def unwrap(_: Any) -> list[Any]:
-                if (error := self.exception()) is not None:
-                    raise error
-                return self._work.result()
+            future = opened(gate, self._outcome)
+            self._future = listed(future, self._outputs) if self._typed else future
 
             def ended(_: Future) -> None:
                 self._callbacks.run(lambda: gate.set_result(None))
 
-            self._future = gate.then(unwrap)
             self._work.get_future().add_done_callback(ended)
         return self._future
+
+    def _outcome(self) -> list[Any]:
+        if (error := self.exception()) is not None:
+            raise error
+        return self._outputs
