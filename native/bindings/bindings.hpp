@@ -5,6 +5,7 @@
 
 void bind_store(nanobind::module_& m);
 void bind_store_link(nanobind::module_& m);
+void bind_p2p(nanobind::module_& m);
 
 // Calls that repeat an earlier one, from Python's arguments to the engine without Python code.
 //

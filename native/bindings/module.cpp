@@ -232,4 +232,5 @@ NB_MODULE(_engine, m) {
   bind_store(m);
   bind_store_link(m);
   bind_quick(m);
+  bind_p2p(m);
 }

@@ -27,4 +27,20 @@ inline void futex_wake_all(std::atomic<uint64_t>& word) {
   syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
+// Between a write and a read of another word, of which one side must see the other's.
+inline void full_fence() {
+#pragma GCC diagnostic push
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wtsan"  // no race is ruled out by this fence alone
+#endif
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#pragma GCC diagnostic pop
+}
+
+// Change a word on which others sleep, and wake them.
+inline void change_and_wake(std::atomic<uint64_t>& word) {
+  word.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(word);
+}
+
 }  // namespace unisono

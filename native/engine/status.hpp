@@ -13,6 +13,10 @@ enum class Code : int {
   interrupted = 6,  // the caller's poll function said so
   uneven = 8,       // the ranks' second words differ; nothing was written
   bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist
+  closed = 12,      // this rank closed its end
+  cancelled = 13,   // the caller gave it up
+  unreachable = 14, // the peer's memory cannot be opened; nothing has happened
+  unknown = 15,     // there is no such operation (any more)
 };
 
 struct Status {

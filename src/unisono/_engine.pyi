@@ -1,6 +1,6 @@
 """The native engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 def dtype_codes() -> dict[str, int]:
     """Return every element type's code, by Python's name of it."""
@@ -156,3 +156,57 @@ def resume_quick() -> None:
 
 def forked() -> None:
     """Forget the groups of this process, a child."""
+
+CLOSED: int = 12
+
+CANCELLED: int = 13
+
+UNREACHABLE: int = 14
+
+UNKNOWN: int = 15
+
+class Rings:
+    def __init__(self, rank: int, ranks: int) -> None: ...
+    def create(self, nonce: bytes) -> int:
+        """Make the inbox; return an errno or 0."""
+
+    def fd(self) -> int: ...
+    def introduce(self, addresses: Sequence[tuple[int, int, bytes]], spin: int) -> None:
+        """Say where every rank's inbox is: (pid, fd, nonce); pid 0: nowhere."""
+
+    def reaches(self, peer: int) -> bool: ...
+    def has_left(self, peer: int) -> bool: ...
+    def set_stuck(self, stuck: Callable[[Sequence[int], bool], None]) -> None: ...
+    def start_send(
+        self, to: int, context: int, tag: int, info: int, data: object
+    ) -> tuple[int, int, int, int, int]:
+        """Return (number, code, source, nbytes, info)."""
+
+    def start_recv(
+        self, from_: int, context: int, tag: int, info: int, into: object, among: Sequence[int]
+    ) -> tuple[int, int, int, int, int]: ...
+    def wait(self, number: int, timeout_s: float) -> tuple[int, int, int, int, int]: ...
+    def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
+    def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
+        """Return (outcomes, ranks that make no room); nothing after close()."""
+
+    def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...
+    def peer_down(self, peer: int, left: bool) -> None: ...
+    def fail_context(self, context: int) -> None: ...
+    def forget_context(self, context: int) -> None: ...
+    def close(self, timeout_s: float) -> None: ...
+
+class Port:
+    def __init__(
+        self,
+        rings: Rings,
+        context: int,
+        ranks: Sequence[int],
+        type: object,
+        words: Mapping[str, int],
+    ) -> None: ...
+    def send(self, array: object, to: object | None, tag: object, timeout_s: float) -> object:
+        """Return True, a failure as from Rings.wait, or None: not for here."""
+
+    def recv(self, array: object, from_: object | None, tag: object, timeout_s: float) -> object:
+        """Return the source, a failure, or None: not for here."""

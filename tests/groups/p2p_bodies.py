@@ -1,5 +1,7 @@
 """Point-to-point calls."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -203,4 +205,80 @@ def destroyed_under_a_receive(rank):
             work.wait(30)
         told = type(caught.value).__name__, caught.value.what
     dist.barrier()
+    return told
+
+
+def both_send_first(rank):
+    """Two ranks that both send first come to their receives, whatever the size."""
+    for size in (1, 1000, 1_000_000):
+        x, y = np.full(size, rank + 1.0), np.zeros(size)
+        dist.send(x, 1 - rank)
+        assert dist.recv(y, 1 - rank) == 1 - rank
+        assert (y == 2 - rank).all()
+
+
+def far_ahead(rank):
+    """A sender far ahead of its receiver, who is busy elsewhere and then asks in another order."""
+    sizes = [(i * 37) % 5000 for i in range(150)]
+    if rank == 0:
+        for tag, size in enumerate(sizes):
+            dist.send(np.full(size, tag, np.int32), 1, tag=tag)
+    dist.barrier()
+    if rank == 1:
+        for tag, size in reversed(list(enumerate(sizes))):
+            got = np.zeros(size, np.int32)
+            dist.recv(got, None, tag=tag)
+            assert (got == tag).all()
+
+
+def without_waiting(rank):
+    """What was started goes on while the caller does something else, dropped works too."""
+    size = 700_000
+    x, y, z = np.full(size, rank + 1.0), np.zeros(size), np.zeros(size)
+    dist.isend(x, 1 - rank)
+    works = [
+        dist.irecv(y, 1 - rank),
+        dist.isend(x, 1 - rank, tag=1),
+        dist.irecv(z, 1 - rank, tag=1),
+    ]
+    ends = [work.get_future() for work in works]
+    give_up = time.monotonic() + 60
+    while not all(end.done() for end in ends) and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert [end.exception() for end in ends] == [None] * 3
+    assert (y == 2 - rank).all()
+    assert (z == 2 - rank).all()
+
+
+def plain_mistakes(rank):
+    """Mistakes in calls of the plainest kind, which take the short way."""
+    told = []
+    if rank == 0:
+        dist.send(np.ones(4), 1)
+        dist.send(np.ones(2, np.float32), 1)
+        with pytest.raises(InvalidArgumentError, match="global rank 7 is not in group"):
+            dist.send(np.ones(2), 7)
+    else:
+        for into in (np.zeros(3), np.zeros(1)):
+            with pytest.raises(CollectiveMismatchError) as caught:
+                dist.recv(into, 0)
+            assert (into == 0).all()
+            told.append(caught.value.what)
+    dist.barrier()
+    group = dist.group.WORLD
+    usual = group.timeout_s
+    group.set_timeout(0.05)
+    if rank == 1:
+        x = np.zeros(2)
+        for source in (0, None):
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.recv(x, source)
+            told.append(caught.value.what)
+    group.set_timeout(usual)
+    dist.barrier()
+    if rank == 0:
+        dist.send(np.full(2, 8.0), 1)
+    else:
+        dist.recv(x, 0)
+        assert (x == 8).all()
     return told

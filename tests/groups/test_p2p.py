@@ -14,6 +14,9 @@ BODIES = [
     (p2p_bodies.failed_batch, 2),
     (p2p_bodies.layouts_and_sizes, 2),
     (p2p_bodies.bad_arguments, 2),
+    (p2p_bodies.both_send_first, 2),
+    (p2p_bodies.far_ahead, 2),
+    (p2p_bodies.without_waiting, 2),
 ]
 
 
@@ -39,6 +42,18 @@ def test_mistakes(world):
         f"recv(float64[2], src=0, tag=0) {late} rank 0 did not match it",
         f"recv(float64[2], src=any, tag=0) {late} no rank sent a message that fits",
         f"recv(float64[2], src=0, tag=9) {late} rank 0 did not match it",
+    ]
+
+
+def test_plain_mistakes(world):
+    told = world(p2p_bodies.plain_mistakes, 2)[1]
+    on = "in group 'default' does not match on rank 1 of 2: rank 0 sent"
+    late = "in group 'default' timed out after 0.1 s on rank 1 of 2:"
+    assert told == [
+        f"recv(float64[3], src=0, tag=0) {on} float64[4]",
+        f"recv(float64[1], src=0, tag=0) {on} float32[2]",
+        f"recv(float64[2], src=0, tag=0) {late} rank 0 did not match it",
+        f"recv(float64[2], src=any, tag=0) {late} no rank sent a message that fits",
     ]
 
 

@@ -2,18 +2,36 @@ from __future__ import annotations
 
 import pytest
 
+from unisono.engines import is_native_built
 from unisono.transports import InprocTransport, TCPTransport
+from unisono.transports.rings import Rings
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
+WITH_RINGS = ["inproc+rings", "tcp+rings", "inproc+some", "tcp+some"]
 
 
-@pytest.fixture(params=list(KINDS))
+@pytest.fixture(params=[*KINDS, *(WITH_RINGS if is_native_built() else [])])
 def make(request):
+    kind, _, rings = request.param.partition("+")
+
     def build(size):
         addresses = {}
-        world = [KINDS[request.param](r, size, lambda p: addresses[p]) for r in range(size)]
+        world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
         addresses.update(enumerate(transport.address for transport in world))
+        if rings:
+            # With "some", ranks 0 and 2 cannot open the memory of one another, nor 1 and 3.
+            share_memory(world, lambda rank, peer: rings == "rings" or (rank + peer) % 2 == 1)
         return world
 
-    build.kind = request.param
+    build.kind = kind
     return build
+
+
+def share_memory(world, reaches):
+    """Give transports rings, between the pairs of ranks for which `reaches(rank, peer)`."""
+    all_rings = [Rings.make(transport) for transport in world]
+    words = [rings.word for rings in all_rings]
+    for rank, rings in enumerate(all_rings):
+        known = [word if reaches(rank, peer) else "" for peer, word in enumerate(words)]
+        rings.introduce(known, crowded=True)
+        world[rank].use_rings(rings)

@@ -153,6 +153,8 @@ class DeviceBackend(ABC):
 
     calls: Any = None
     """What repeats calls on NumPy arrays without Python code; see `engines.quick`."""
+    port: Any = None
+    """What sends and receives plain arrays without Python code; see `backends.p2p.Port`."""
 
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec

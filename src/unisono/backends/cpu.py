@@ -55,15 +55,16 @@ class CPUBackend(DeviceBackend):
             raise ArgumentTypeError(f"pg_options must be CPUOptions, got {options!r}")
         if comm is None:
             deadline = Deadline(spec.timeout_s)
-            transport = connect(
-                spec.store, spec.rank, spec.size, deadline, options.transport, host_word()
-            )
+            host = "" if options.engine == "reference" else host_word()
+            transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._planner = Planner(comm, self._engine)
+        if comm.transport.rings is not None:
+            self.port = p2p.Port(comm, comm.transport.rings)
 
     # ---- collectives ----------------------------------------------------------------------
 

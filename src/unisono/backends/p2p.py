@@ -1,14 +1,20 @@
-"""Point-to-point calls of the CPU backend: one message each, matched by source and tag."""
+"""Point-to-point calls of the CPU backend: one message each, matched by source and tag.
+
+A plain synchronous call does not come by here: `Port` takes it from the public function to the
+rings of the host, and only its failure is explained here.
+"""
 
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from unisono.backends.api import CallOptions, Pending
 from unisono.base.buffers import BufferView, as_bytes, view
 from unisono.base.deadline import Deadline
-from unisono.base.types import all_dtypes
+from unisono.base.types import DType, all_dtypes, dtype_of_numpy
 from unisono.engines import Communicator
 from unisono.engines.failures import broken_group_error
 from unisono.errors import (
@@ -21,49 +27,70 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
 from unisono.transports.api import Failure, Kind
+from unisono.transports.rings import Rings, Told
 
-__all__ = ["recv", "send"]
+__all__ = ["Port", "recv", "send"]
+
+
+class _Said(NamedTuple):
+    """A call, in the words of its errors."""
+
+    op: str
+    data: BufferView
+    peer: int | None
+    tag: int
+
+    def __str__(self) -> str:
+        whom = "any" if self.peer is None else self.peer
+        role = "dst" if self.op == "send" else "src"
+        shape = ", ".join(map(str, self.data.shape))
+        return f"{self.op}({self.data.dtype}[{shape}], {role}={whom}, tag={self.tag})"
 
 
 class _Message(Pending):
     """A send or receive under way; knows how to explain its failure."""
 
-    __slots__ = ("_comm", "_text", "_transfer", "_view")
+    __slots__ = ("_comm", "_said", "_transfer")
 
-    def __init__(self, comm: Communicator, data: BufferView, text: str, deadline: Deadline) -> None:
-        super().__init__([data.owner], deadline, lambda: not comm.transport.may_wait())
+    def __init__(self, comm: Communicator, said: _Said, deadline: Deadline) -> None:
+        super().__init__([said.data.owner], deadline, lambda: not comm.transport.may_wait())
         self._comm = comm
-        self._view = data
-        self._text = text
+        self._said = said
         self._transfer: Transfer | None = None
 
-    def follow(self, transfer: Transfer, *, receive: bool) -> None:
+    def follow(self, transfer: Transfer) -> None:
         """End when the transfer ends."""
         self._transfer = transfer
 
         def ended(transfer: Transfer) -> None:
-            if receive and transfer.error is None:
+            if transfer.error is None and self._said.op == "recv":
                 self.source = transfer.peer
-                self._view.unpack()
-            self.finish(self._explain(transfer.error))
+                self._said.data.unpack()
+            self.finish(self.explain(transfer.error))
 
         transfer.add_callback(ended)
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        # Whoever waits for a transfer may be the one who moves its bytes.
+        if self._transfer is not None:
+            self._transfer.wait_until(deadline)
+        return super().wait_until(deadline)
 
     def expire(self) -> None:
         """Give up; the group stays usable, and the memory is not touched any more."""
         if self._transfer is not None:
             self._comm.transport.cancel(self._transfer)
 
-    def _explain(self, error: BaseException | None) -> BaseException | None:
-        comm = self._comm
-        op = self._text.partition("(")[0]
+    def explain(self, error: BaseException | None) -> BaseException | None:
+        """Return the error that a user reads."""
+        comm, op, nbytes = self._comm, self._said.op, self._said.data.nbytes
         if isinstance(error, Failure):
             return broken_group_error(error, comm, op)
         if isinstance(error, LinkDown):
             return PeerLostError(
-                f"{self._text} in group '{comm.name}' failed on {comm.here}: "
+                f"{self._said} in group '{comm.name}' failed on {comm.here}: "
                 f"rank {error.peer} was lost: {error.reason}",
-                context=comm.where(op=op, peers=(error.peer,), nbytes=self._view.nbytes),
+                context=comm.where(op=op, peers=(error.peer,), nbytes=nbytes),
             )
         if isinstance(error, MessageMismatch):
             return self._mismatch(error)
@@ -71,16 +98,15 @@ class _Message(Pending):
             return self._late()
         if isinstance(error, ClosedError):
             return ClosedError(
-                f"{self._text} in group '{comm.name}' ended on {comm.here}: the group "
+                f"{self._said} in group '{comm.name}' ended on {comm.here}: the group "
                 "was destroyed here",
-                context=comm.where(op=op, nbytes=self._view.nbytes),
+                context=comm.where(op=op, nbytes=nbytes),
             )
         return error
 
     def _late(self) -> UnisonoError:
-        assert self._transfer is not None
         assert self.deadline is not None
-        comm, peer = self._comm, self._transfer.peer
+        comm, peer = self._comm, self._said.peer
         if peer is None:
             whom = "no rank sent a message that fits"
         elif rows := comm.transport.unreached().get(peer):
@@ -88,12 +114,12 @@ class _Message(Pending):
         else:
             whom = f"rank {peer} did not match it"
         return CollectiveTimeoutError(
-            f"{self._text} in group '{comm.name}' timed out after "
+            f"{self._said} in group '{comm.name}' timed out after "
             f"{self.deadline.timeout_s:.1f} s on {comm.here}: {whom}",
             context=comm.where(
-                op=self._text.partition("(")[0],
+                op=self._said.op,
                 peers=() if peer is None else (peer,),
-                nbytes=self._view.nbytes,
+                nbytes=self._said.data.nbytes,
                 usable=True,
             ),
         )
@@ -106,10 +132,10 @@ class _Message(Pending):
         else:
             got = f"{dtype.name}[{error.nbytes // dtype.itemsize}]"
         return CollectiveMismatchError(
-            f"{self._text} in group '{comm.name}' does not match on {comm.here}: "
+            f"{self._said} in group '{comm.name}' does not match on {comm.here}: "
             f"rank {error.source} sent {got}",
             context=comm.where(
-                op="recv", peers=(error.source,), nbytes=self._view.nbytes, usable=True
+                op="recv", peers=(error.source,), nbytes=self._said.data.nbytes, usable=True
             ),
             hint="the message was dropped; the receiver's array is unchanged",
         )
@@ -119,10 +145,9 @@ def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOpti
     """Start sending `tensor` to a rank of the group."""
     data = view(tensor, write=False)
     to = comm.ranks[peer]
-    message = _open(comm, data, f"send({_text(data)}, dst={to}, tag={tag})", options)
+    message = _open(comm, _Said("send", data, to, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
-    transfer = comm.transport.send(to, key, as_bytes(data.array), _word(data))
-    message.follow(transfer, receive=False)
+    message.follow(comm.transport.send(to, key, as_bytes(data.array), _word(data.dtype)))
     return _settle(message, options)
 
 
@@ -132,23 +157,49 @@ def recv(
     """Start receiving into `tensor`, from a rank of the group or from any."""
     data = view(tensor, write=True)
     source = None if peer is None else comm.ranks[peer]
-    shown = "any" if source is None else source
-    message = _open(comm, data, f"recv({_text(data)}, src={shown}, tag={tag})", options)
+    message = _open(comm, _Said("recv", data, source, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
-    transfer = comm.transport.recv(source, key, as_bytes(data.array), _word(data), comm.others)
-    message.follow(transfer, receive=True)
+    into, word = as_bytes(data.array), _word(data.dtype)
+    message.follow(comm.transport.recv(source, key, into, word, comm.others))
     return _settle(message, options)
 
 
-def _open(comm: Communicator, data: BufferView, text: str, options: CallOptions) -> _Message:
+class Port:
+    """Plain synchronous messages of one group, without Python code on their way.
+
+    `send` and `recv` take an array, a global rank (None: any source), a tag and a time-out in
+    seconds. They return None if the call is not of the plain kind: the array is not a contiguous
+    NumPy array of a common dtype, an argument may be wrong, the rank is this one or on another
+    host. Otherwise True or the source's rank, and a tuple for `failure`.
+    """
+
+    def __init__(self, comm: Communicator, rings: Rings) -> None:
+        self._comm = comm
+        self._rings = rings
+        self._native = rings.port(comm.context, comm.ranks, _FORMATS)
+        self.send = self._native.send
+        self.recv = self._native.recv
+
+    def failure(
+        self, op: str, told: Told, array: Any, peer: int | None, tag: int, timeout_s: float
+    ) -> BaseException:
+        """Return the error of a call that returned `told`."""
+        said = _Said(op, view(array, write=False), peer, tag)
+        message = _Message(self._comm, said, Deadline(timeout_s))
+        error = message.explain(self._rings.error(told, self._comm.context))
+        assert error is not None
+        return error
+
+
+def _open(comm: Communicator, said: _Said, options: CallOptions) -> _Message:
     if comm.closed():
-        raise ClosedError(f"{text} on group '{comm.name}', which {comm.closed()}")
+        raise ClosedError(f"{said} on group '{comm.name}', which {comm.closed()}")
     if not options.async_op and not comm.transport.may_wait():
         raise UsageError(
-            f"{text} on group '{comm.name}' waits for the thread it runs on",
+            f"{said} on group '{comm.name}' waits for the thread it runs on",
             hint="in a callback of a future, call isend or irecv",
         )
-    return _Message(comm, data, text, options.deadline)
+    return _Message(comm, said, options.deadline)
 
 
 def _settle(message: _Message, options: CallOptions) -> _Message:
@@ -164,12 +215,14 @@ def _settle(message: _Message, options: CallOptions) -> _Message:
     return message
 
 
-def _text(data: BufferView) -> str:
-    return f"{data.dtype}[{', '.join(map(str, data.shape))}]"
+def _word(dtype: DType) -> int:
+    return zlib.crc32(dtype.name.encode())
 
 
-def _word(data: BufferView) -> int:
-    return zlib.crc32(data.dtype.name.encode())
+_NAMES = {_word(dtype): dtype for dtype in all_dtypes()}
 
-
-_NAMES = {zlib.crc32(dtype.name.encode()): dtype for dtype in all_dtypes()}
+# What NumPy says in the buffer protocol -> what a message says.
+_FORMATS = {
+    np.empty(0, letter).data.format: _word(dtype_of_numpy(np.dtype(letter)))
+    for letter in "?bBhHiIlLqQefdFD"
+}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from unisono.base import config
+from unisono.base.host import usable_cores
 from unisono.base.log import get_logger
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.native import NativeEngine, is_native_built
@@ -34,7 +33,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     words = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(words) and len(set(words)) == 1:
         neighbours = comm.transport.hosts.count(words[0])
-        return NativeEngine(comm, crowded=neighbours > _cores())
+        return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
         why = "its extension module is not built (it needs a C++ compiler at installation)"
     else:
@@ -45,8 +44,3 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         )
     _log.warning("group '%s' uses the reference engine: %s", comm.name, why)
     return ReferenceEngine(comm)
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

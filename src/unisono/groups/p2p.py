@@ -69,6 +69,13 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
+    port = pg.plain_port
+    if port is not None and group_dst is None and not how:
+        sent = port.send(tensor, dst, tag, pg.timeout_s)
+        if sent is True:
+            return
+        if sent is not None:
+            raise port.failure("send", sent, tensor, dst, tag, pg.timeout_s)
     peer = group_rank_of(pg, dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError(
@@ -95,6 +102,13 @@ def recv(
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
+    port = pg.plain_port
+    if port is not None and group_src is None and not how:
+        got = port.recv(tensor, src, tag, pg.timeout_s)
+        if type(got) is int:
+            return got
+        if got is not None:
+            raise port.failure("recv", got, tensor, src, tag, pg.timeout_s)
     peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
     return pg.recv(tensor, peer, tag, **how).source_rank()
 

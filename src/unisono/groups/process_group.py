@@ -98,11 +98,14 @@ class ProcessGroup:
         self._communication: Communication | None = None
         # Read by the C++ engine, see engines/quick.py.
         self.calls: Any = None
+        # Takes plain messages of CPU arrays; see `backends.p2p.Port`.
+        self.port: Any = None
         try:
             for device, backend_name in self.config.device_backend_map.items():
                 self.backends[device] = self._make(backend_name, device, options, _parent)
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
+                self.port = self.backends["cpu"].port
         except BaseException:
             self.close()
             raise
@@ -323,6 +326,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Release links and threads; no collective. Closing twice is fine."""
         self._closed = True
+        self.port = None
         if self._communication is not None:
             self._communication.close()
         backends, self.backends = self.backends, {}
@@ -368,6 +372,11 @@ class ProcessGroup:
         finally:
             self._caller = caller
 
+    @property
+    def plain_port(self) -> Any:
+        """What takes a plain message; None if a stream has a say in it."""
+        return self.port if explicit_stream() is None else None
+
     def _start(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         if self._closed:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
@@ -392,6 +401,7 @@ class ProcessGroup:
             if self.calls is not None:
                 # From now on every call has to look whether one waits in a stream.
                 self.calls.close()
+            self.port = None
         work = Work(self._communication.call(op, device, begin, options), op)
         if not options.async_op:
             # As in torch; a receive's result is whom it came from.

@@ -18,13 +18,22 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError, InvalidArgumentError
-from unisono.transports.matching import Cancelled, LinkDown, Mailbox, MessageMismatch, Transfer
+from unisono.transports.matching import (
+    LEFT,
+    Cancelled,
+    LinkDown,
+    Mailbox,
+    MessageMismatch,
+    Transfer,
+)
 from unisono.transports.message import Key, Kind
+from unisono.transports.rings import Rings, RingTransfer
+from unisono.transports.status import Failure, Status, Unreached
 
 __all__ = [
     "Cancelled",
@@ -37,6 +46,7 @@ __all__ = [
     "Status",
     "Transfer",
     "Transport",
+    "Unreached",
 ]
 
 # How many past calls a rank remembers per context, so that a slower rank can still ask about
@@ -48,39 +58,6 @@ _HISTORY = 8
 _COPY_S = 5.0
 
 _NO_CONTEXT = -1
-
-
-Unreached = dict[int, list[str]]
-"""By rank, the addresses at which it could not be reached, each with the reason."""
-
-
-class Status(NamedTuple):
-    """A call that a rank has entered: its sequence number (0: none yet) and its text.
-
-    `unreached` are the ranks that it could not reach.
-    """
-
-    seq: int
-    text: str
-    unreached: Unreached = {}  # noqa: RUF012  never changed
-
-
-class Failure(Exception):
-    """A context is broken; the same on the rank that found out and on those it told.
-
-    `kind` is "timeout", "lost", "failed" or "aborted"; `peers` are the ranks to blame;
-    `by` is the rank that found out; `table` says who could not reach whom, line by line.
-    """
-
-    def __init__(
-        self, kind: str, reason: str, peers: Iterable[int], by: int, table: Iterable[str] = ()
-    ) -> None:
-        super().__init__(kind, reason, tuple(peers), by, tuple(table))
-        self.kind = kind
-        self.reason = reason
-        self.peers = tuple(peers)
-        self.by = by
-        self.table = tuple(table)
 
 
 class Transport(ABC):
@@ -95,6 +72,8 @@ class Transport(ABC):
         # What each rank said about its host when it connected; "" if nothing.
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
+        # What carries point-to-point messages inside a host; None: this transport does.
+        self.rings: Rings | None = None
         self._lock = threading.Lock()
         self._calls: dict[int, deque[Status]] = {}
         self._last_calls: dict[int, Callable[[], Status | None]] = {}
@@ -118,6 +97,10 @@ class Transport(ABC):
             info: A word that the receiver compares with its own (a dtype code, say).
         """
         _require_bytes(data)
+        if self.rings is not None and key.kind is Kind.P2P:
+            sent = self.rings.send(peer, key, data, info)
+            if sent is not None:
+                return sent
         transfer = Transfer(peer, key.context, key[1:], data, info)
         failure = self._failures.get(key.context)
         if self._closed:
@@ -161,6 +144,8 @@ class Transport(ABC):
         if into.readonly:
             raise InvalidArgumentError("cannot receive into read-only memory")
         sources = self._others if among is None else frozenset(among) - {self.rank}
+        if self.rings is not None and key.kind is Kind.P2P:
+            return self.rings.recv(peer, key, into, info, sources)
         transfer = Transfer(
             peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
         )
@@ -178,7 +163,10 @@ class Transport(ABC):
 
         Its memory is not touched any more once this returns.
         """
-        if self.mailbox.cancel(transfer):
+        if isinstance(transfer, RingTransfer):
+            if not transfer.done() and self.rings is not None:
+                self.rings.cancel(transfer)
+        elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():
             self._withdraw(lambda other: other is transfer, Cancelled())
@@ -186,7 +174,21 @@ class Transport(ABC):
 
     def may_wait(self) -> bool:
         """Whether this thread may wait for a transfer; not if it is the one that moves them."""
-        return True
+        return self.rings is None or not self.rings.is_server()
+
+    def use_rings(self, rings: Rings) -> None:
+        """Leave point-to-point messages to rings from now on; nothing has been sent yet."""
+        self.rings = self.mailbox.rings = rings
+
+    def notice_end(self, peer: int) -> None:
+        """Make sure that the end of a rank is noticed although nothing is sent to it."""
+        if peer != self.rank:
+            self._watch(peer)
+
+    def knock(self, peer: int) -> None:
+        """Have a rank take in messages that nobody there waits for."""
+        if peer != self.rank and self.mailbox.down(peer) is None:
+            self._control(peer, 0, Kind.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
 
@@ -293,7 +295,9 @@ class Transport(ABC):
             told = Failure(*(words[name] for name in ("kind", "reason", "peers", "by", "table")))
             self._break(context, told)
         elif kind is Kind.GOODBYE:
-            self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+            self.mark_down(LinkDown(peer, LEFT, left=True))
+        elif kind is Kind.KNOCK and self.rings is not None:
+            self.rings.ensure_server()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # With a link of our own we would see the end ourselves.
             self.spread(LinkDown(words["peer"], words["reason"]))
@@ -313,6 +317,16 @@ class Transport(ABC):
         for question in questions:
             question.drop(error.peer)
         return True
+
+    def end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
+        """Return what a broken link means; a rank may have said good-bye in shared memory."""
+        return (
+            LinkDown(peer, LEFT, left=True) if self.has_left(peer) else LinkDown(peer, reason, left)
+        )
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a rank has said good-bye in shared memory; False if nothing is known."""
+        return self.rings is not None and self.rings.has_left(peer)
 
     def spread(self, error: LinkDown) -> None:
         """Note that a rank crashed and tell all ranks there is a link to, which do the same.
@@ -416,10 +430,10 @@ class Transport(ABC):
                 return False
             self._failures[context] = failure
             callback = self._on_failure.get(context)
-        self.mailbox.fail_context(context, failure)
-        self._withdraw(lambda transfer: transfer.context == context, failure)
         if callback is not None:
             callback(failure)
+        self.mailbox.fail_context(context, failure)
+        self._withdraw(lambda transfer: transfer.context == context, failure)
         return True
 
 

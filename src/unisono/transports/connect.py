@@ -6,6 +6,7 @@ import contextlib
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
+from unisono.base.host import usable_cores
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -17,6 +18,7 @@ from unisono.stores import HashStore, PrefixStore, Store
 from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
+from unisono.transports.rings import Rings
 from unisono.transports.tcp import TCPTransport
 
 __all__ = ["connect"]
@@ -42,7 +44,8 @@ def connect(
         world_size: Number of ranks.
         deadline: For the slowest rank to come.
         kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
-        host: A word about this rank's host; `Transport.hosts` has those of all ranks.
+        host: A word about this rank's host, equal on ranks that may share memory, "" if this one
+            must not; `Transport.hosts` has those of all ranks.
 
     Raises:
         RendezvousError: Some ranks never came; names them.
@@ -59,10 +62,16 @@ def connect(
     else:
         raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
     try:
-        store.set(f"address/{rank}", f"{host} {transport.address}")
-        published = _gather(store, rank, world_size, deadline)
-        addresses += [text.partition(" ")[2] for text in published]
-        transport.hosts = tuple(text.partition(" ")[0] for text in published)
+        rings = Rings.make(transport) if host and world_size > 1 else None
+        inbox = "" if rings is None else rings.word
+        store.set(f"address/{rank}", f"{host} {inbox} {transport.address}")
+        published = [text.split(" ", 2) for text in _gather(store, rank, world_size, deadline)]
+        addresses += [address for _, _, address in published]
+        transport.hosts = tuple(word for word, _, _ in published)
+        if rings is not None:
+            inboxes = [word if there == host else "" for there, word, _ in published]
+            rings.introduce(inboxes, crowded=transport.hosts.count(host) > usable_cores())
+            transport.use_rings(rings)
         transport.watch_neighbours()
     except BaseException:
         transport.close()

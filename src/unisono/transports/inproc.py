@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from unisono.errors import ClosedError
 from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
+from unisono.transports.matching import LEFT
 
 __all__ = ["InprocTransport"]
 
@@ -63,7 +64,7 @@ class InprocTransport(Transport):
         for peer in set(self._peers) | self._watchers:
             link = self._peers.get(peer) or self._lookup(peer)
             if link is not None and not link.closed:
-                link.mark_down(LinkDown(self.rank, "it left: its transport was closed", left=True))
+                link.mark_down(LinkDown(self.rank, LEFT, left=True))
         self._peers.clear()
 
     def vanish(self, reason: str) -> None:
@@ -83,11 +84,11 @@ class InprocTransport(Transport):
         if link is None:
             link = self._lookup(peer)
             if link is None or link.closed:
-                self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+                self.mark_down(LinkDown(peer, LEFT, left=True))
                 return None
             self._peers[peer] = link
             link._watchers.add(self.rank)
         if link.closed:
-            self.mark_down(LinkDown(peer, "it left: its transport was closed", left=True))
+            self.mark_down(LinkDown(peer, LEFT, left=True))
             return None
         return link

@@ -13,11 +13,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from unisono.base.completion import Completion
+from unisono.transports.message import Kind
 
 __all__ = ["Arrival", "Cancelled", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
+
+
+LEFT = "it left: its transport was closed"
+"""Reason of a `LinkDown` of a rank that said good-bye."""
 
 
 class Cancelled(Exception):
@@ -93,6 +98,16 @@ class _Slot:
         self.arrivals: deque[Arrival] = deque()
 
 
+class PointToPoint(Protocol):
+    """What matches point-to-point messages instead of the mailbox."""
+
+    def deliver(self, context: int, tag: int, arrival: Arrival) -> None: ...
+    def peer_down(self, error: LinkDown) -> None: ...
+    def fail_context(self, context: int) -> None: ...
+    def forget_context(self, context: int, error: BaseException) -> None: ...
+    def close(self) -> None: ...
+
+
 class Mailbox:
     """Posted receives and unexpected messages of one rank; safe to use from any thread."""
 
@@ -102,6 +117,8 @@ class Mailbox:
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
+        # If set, it has the point-to-point messages, and hears of what ends them.
+        self.rings: PointToPoint | None = None
 
     def post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with the message that is already here."""
@@ -140,6 +157,9 @@ class Mailbox:
 
         A receive posted since `claim` said no takes it at once.
         """
+        if self.rings is not None and isinstance(tag, tuple) and tag[0] is Kind.P2P:
+            self.rings.deliver(context, tag[1], arrival)
+            return
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
             if transfer is None:
@@ -176,6 +196,8 @@ class Mailbox:
             )
         for transfer in failed:
             transfer.finish(error)
+        if self.rings is not None:
+            self.rings.peer_down(error)
 
     def fail_context(self, context: int, error: BaseException) -> None:
         """Fail every receive of one context, now and later, and drop its messages."""
@@ -184,6 +206,8 @@ class Mailbox:
             failed = self._clear_context(context)
         for transfer in failed:
             transfer.finish(error)
+        if self.rings is not None:
+            self.rings.fail_context(context)
 
     def forget_context(self, context: int, error: BaseException) -> None:
         """Release what a destroyed context still holds; `error` ends what waits."""
@@ -192,6 +216,8 @@ class Mailbox:
             failed = self._clear_context(context)
         for transfer in failed:
             transfer.finish(error)
+        if self.rings is not None:
+            self.rings.forget_context(context, error)
 
     def close(self, error: BaseException) -> None:
         """Fail every receive, now and later, and drop all messages."""
@@ -201,6 +227,8 @@ class Mailbox:
             self._slots.clear()
         for transfer in failed:
             transfer.finish(error)
+        if self.rings is not None:
+            self.rings.close()
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why there is no link to `peer`, or None."""

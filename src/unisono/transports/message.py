@@ -18,6 +18,7 @@ class Kind(IntEnum):
     FAIL = 4
     GOODBYE = 5
     LOST = 6
+    KNOCK = 7
 
 
 class Key(NamedTuple):

@@ -92,7 +92,7 @@ class TCPTransport(Transport):
         return "tcp"
 
     def may_wait(self) -> bool:
-        return threading.current_thread() is not self._thread
+        return threading.current_thread() is not self._thread and super().may_wait()
 
     # ---- called from any thread -----------------------------------------------------------
 
@@ -124,7 +124,7 @@ class TCPTransport(Transport):
 
     def _shut(self) -> None:
         self._loop.later(self._leave)
-        if self.may_wait():
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _link(self, peer: int) -> Link:
@@ -250,7 +250,8 @@ class TCPTransport(Transport):
 
         def done(sock: socket.socket | None, reason: str) -> None:
             if sock is None:
-                self._failed_calls[peer] = call
+                if not self.has_left(peer):
+                    self._failed_calls[peer] = call
                 # Nothing was ever heard of it: it may have left in peace.
                 self._drop(link, reason, left=True)
             elif reason:
@@ -312,7 +313,7 @@ class TCPTransport(Transport):
         if link.sock is not None:
             self._loop.unwatch(link.sock)
         established = link.sock is not None
-        error = self.mailbox.down(link.peer) or LinkDown(link.peer, reason, left)
+        error = self.mailbox.down(link.peer) or self.end_of(link.peer, reason, left)
         link.close(error)
         if established and not error.left:
             self.spread(error)

@@ -1,0 +1,306 @@
+// The part of unisono._engine that sends messages between two ranks.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "calls.hpp"
+#include "rings.hpp"
+
+namespace nb = nanobind;
+using unisono::Code;
+using unisono::Envelope;
+using unisono::Outcome;
+using unisono::Rings;
+using unisono::nanoseconds;
+
+namespace {
+
+// (number, code, source, nbytes, info)
+using Told = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
+
+// Below this size a message is copied without giving up the interpreter lock, which costs as much.
+constexpr uint64_t kSmallBytes = 16 * 1024;
+
+Told told(const Outcome& outcome) {
+  if (outcome.code == Code::interrupted) throw nb::python_error();
+  return {outcome.number, static_cast<int>(outcome.code), outcome.source, outcome.nbytes,
+          outcome.info};
+}
+
+// The memory of an array for the time of a call.
+class View {
+ public:
+  View(nb::handle array, int flags) : held_(PyObject_GetBuffer(array.ptr(), &view_, flags) == 0) {}
+  ~View() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  // Whether there is contiguous memory, writable if that was asked for.
+  bool is_held() const { return held_; }
+  char* data() const { return static_cast<char*>(view_.buf); }
+  uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
+  const char* format() const { return view_.format == nullptr ? "B" : view_.format; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// `View` for what Python has checked.
+class Bytes : public View {
+ public:
+  Bytes(nb::handle array, int flags) : View(array, flags) {
+    if (!is_held()) throw nb::python_error();
+  }
+};
+
+unisono::Ranks shared_ranks(std::vector<int> ranks) {
+  return std::make_shared<const std::vector<int>>(std::move(ranks));
+}
+
+// Whether a signal handler raised, Ctrl-C above all; it ends the wait with that exception.
+bool signal_raised() {
+  nb::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+std::shared_ptr<Rings> make_rings(int rank, int ranks) {
+  auto rings = std::make_shared<Rings>(rank, ranks);
+  rings->set_poll(&signal_raised);
+  return rings;
+}
+
+int create(Rings& rings, const nb::bytes& nonce) {
+  if (nonce.size() != sizeof(unisono::Address::nonce)) throw nb::value_error("nonce: 16 bytes");
+  return rings.create(static_cast<const unsigned char*>(nonce.data()));
+}
+
+void introduce(Rings& rings, const std::vector<std::tuple<int, int, nb::bytes>>& all, int spin) {
+  std::vector<unisono::Address> addresses(all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    const auto& [pid, fd, nonce] = all[i];
+    addresses[i].pid = pid;
+    addresses[i].fd = fd;
+    std::memcpy(addresses[i].nonce, nonce.data(),
+                std::min(nonce.size(), sizeof(addresses[i].nonce)));
+  }
+  rings.introduce(std::move(addresses), spin);
+}
+
+Told start_send(Rings& rings, int to, uint64_t context, int64_t tag, uint32_t info,
+                nb::handle data) {
+  const Bytes bytes(data, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  return told(rings.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
+}
+
+Told start_recv(Rings& rings, int from, uint64_t context, int64_t tag, uint32_t info,
+                nb::handle into, std::vector<int> among) {
+  const Bytes bytes(into, PyBUF_WRITABLE);
+  unisono::Ranks ranks = shared_ranks(std::move(among));
+  nb::gil_scoped_release unlocked;
+  return told(rings.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
+                               std::move(ranks)));
+}
+
+Told wait(Rings& rings, uint64_t number, double timeout_s) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = rings.wait(number, nanoseconds(timeout_s));
+  }
+  return told(outcome);
+}
+
+std::pair<std::vector<Told>, std::vector<int>> serve(Rings& rings) {
+  std::vector<Outcome> outcomes;
+  std::vector<int> stuck;
+  {
+    nb::gil_scoped_release unlocked;
+    outcomes = rings.serve(&stuck);
+  }
+  std::vector<Told> all;
+  for (const Outcome& outcome : outcomes) all.push_back(told(outcome));
+  return {all, stuck};
+}
+
+void deliver(Rings& rings, int source, uint64_t context, int64_t tag, uint32_t info,
+             nb::handle data) {
+  const Bytes bytes(data, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  rings.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
+}
+
+void set_stuck(Rings& rings, std::function<void(std::vector<int>, bool)> stuck) {
+  rings.set_stuck([stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends) {
+    nb::gil_scoped_acquire locked;
+    try {
+      stuck(ranks, sends);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a wait for a message");
+    }
+  });
+}
+
+// Synchronous messages of one group: arrays in, without Python code in between. Whatever is unusual
+// is left to Python (None): memory that is not contiguous, arguments that may be wrong, ...
+class Port {
+ public:
+  // `type`: of the arrays that are taken; `words`: buffer format of a dtype -> what goes into a
+  // message's `info`.
+  Port(std::shared_ptr<Rings> rings, uint64_t context, std::vector<int> ranks, nb::handle type,
+       const std::map<std::string, uint32_t>& words)
+      : rings_(std::move(rings)),
+        context_(context),
+        ranks_(shared_ranks(std::move(ranks))),
+        type_(type.ptr()) {
+    for (const auto& [format, word] : words) word_of(format.c_str()) = word;
+  }
+
+  // Done: True. Failed: what `Rings.wait` returns.
+  nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) {
+    Envelope envelope{};
+    int peer = -1;
+    if (!understand(array, to, tag, &peer, &envelope)) return nb::none();
+    if (peer < 0 || peer == rings_->rank()) return nb::none();
+    const View view(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
+    if (!fill_in(view, &envelope)) return nb::none();
+    if (envelope.nbytes <= kSmallBytes && rings_->try_send(peer, envelope, view.data())) {
+      return nb::bool_(true);
+    }
+    Outcome outcome;
+    {
+      nb::gil_scoped_release unlocked;
+      outcome = rings_->send(peer, envelope, view.data(), nanoseconds(timeout_s));
+    }
+    if (outcome.code == Code::ok) return nb::bool_(true);
+    return outcome.code == Code::unreachable ? nb::none() : nb::cast(told(outcome));
+  }
+
+  // Done: the source, a number. Failed: what `Rings.wait` returns.
+  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) {
+    Envelope envelope{};
+    int peer = -1;
+    if (!understand(array, from, tag, &peer, &envelope)) return nb::none();
+    const View view(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE);
+    if (!fill_in(view, &envelope)) return nb::none();
+    Outcome outcome;
+    {
+      nb::gil_scoped_release unlocked;
+      outcome = rings_->recv(peer, envelope, view.data(), ranks_, nanoseconds(timeout_s));
+    }
+    return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(told(outcome));
+  }
+
+ private:
+  uint32_t& word_of(const char* format) {
+    const bool complex = format[0] == 'Z' && format[1] != 0;
+    const char letter = complex ? format[1] : format[0];
+    const bool simple = letter != 0 && format[complex ? 2 : 1] == 0;
+    return words_[complex ? 1 : 0][simple ? static_cast<unsigned char>(letter) : 0];
+  }
+
+  bool understand(nb::handle array, nb::handle rank, nb::handle tag, int* peer,
+                  Envelope* envelope) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
+    if (unisono::process.suspended != 0 || rings_->is_forked()) return false;
+    if (!PyLong_CheckExact(tag.ptr())) return false;
+    envelope->context = context_;
+    envelope->tag = PyLong_AsLongLong(tag.ptr());
+    if (envelope->tag < 0) {
+      PyErr_Clear();
+      return false;
+    }
+    if (rank.is_none()) return true;
+    if (!PyLong_CheckExact(rank.ptr())) return false;
+    const long number = PyLong_AsLong(rank.ptr());
+    if (number == -1) PyErr_Clear();
+    *peer = static_cast<int>(number);
+    return number >= 0 && std::find(ranks_->begin(), ranks_->end(), number) != ranks_->end();
+  }
+
+  bool fill_in(const View& view, Envelope* envelope) {
+    if (!view.is_held()) {
+      PyErr_Clear();
+      return false;
+    }
+    envelope->nbytes = view.nbytes();
+    envelope->info = word_of(view.format());
+    return envelope->info != 0;
+  }
+
+  std::shared_ptr<Rings> rings_;
+  uint64_t context_;
+  unisono::Ranks ranks_;
+  PyObject* type_;  // lives as long as its module, hence longer
+  std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: of complex formats
+};
+
+}  // namespace
+
+void bind_p2p(nb::module_& m) {
+  m.attr("CLOSED") = static_cast<int>(Code::closed);
+  m.attr("CANCELLED") = static_cast<int>(Code::cancelled);
+  m.attr("UNREACHABLE") = static_cast<int>(Code::unreachable);
+  m.attr("UNKNOWN") = static_cast<int>(Code::unknown);
+
+  nb::class_<Rings>(m, "Rings")
+    .def(nb::new_(&make_rings), nb::arg("rank"), nb::arg("ranks"))
+    .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
+    .def("fd", &Rings::fd)
+    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
+         "Say where every rank's inbox is: (pid, fd, nonce); pid 0: nowhere.")
+    .def("reaches", &Rings::reaches, nb::arg("peer"))
+    .def("has_left", &Rings::has_left, nb::arg("peer"))
+    .def("set_stuck", &set_stuck, nb::arg("stuck"))
+    .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
+    .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("into"), nb::arg("among"))
+    .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"))
+    .def("cancel", [](Rings& rings, uint64_t number) { return told(rings.cancel(number)); },
+         nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+    .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
+    .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("data"))
+    .def("peer_down",
+         [](Rings& rings, int peer, bool left) {
+           rings.peer_down(peer, left ? Code::left : Code::lost);
+         },
+         nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
+    .def("fail_context", &Rings::fail_context, nb::arg("context"),
+         nb::call_guard<nb::gil_scoped_release>())
+    .def("forget_context", &Rings::forget_context, nb::arg("context"),
+         nb::call_guard<nb::gil_scoped_release>())
+    .def("close", [](Rings& rings, double timeout_s) { rings.close(nanoseconds(timeout_s)); },
+         nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Port>(m, "Port")
+    .def(nb::init<std::shared_ptr<Rings>, uint64_t, std::vector<int>, nb::handle,
+                  const std::map<std::string, uint32_t>&>(),
+         nb::arg("rings"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
+         nb::arg("words"))
+    .def("send", &Port::send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
+         nb::arg("timeout_s"), "Return True, a failure as from Rings.wait, or None: not for here.")
+    .def("recv", &Port::recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
+         nb::arg("timeout_s"), "Return the source, a failure, or None: not for here.");
+}

@@ -1,0 +1,65 @@
+#include "matching.hpp"
+
+#include <algorithm>
+#include <new>
+
+namespace unisono {
+
+namespace {
+
+bool same_address(const Envelope& a, const Envelope& b) {
+  return a.context == b.context && a.tag == b.tag;
+}
+
+}  // namespace
+
+bool Op::takes_from(int rank) const {
+  if (peer >= 0) return peer == rank;
+  return std::find(among->begin(), among->end(), rank) != among->end();
+}
+
+Op* Matching::take_posted(int source, const Envelope& envelope) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    Op* op = *it;
+    if (same_address(op->envelope, envelope) && (op->peer == -1 || op->peer == source)) {
+      posted_.erase(it);
+      return op;
+    }
+  }
+  return nullptr;
+}
+
+std::list<Arrival>::iterator Matching::find_arrival(const Op& op) {
+  return std::find_if(arrivals_.begin(), arrivals_.end(), [&](const Arrival& arrival) {
+    return same_address(op.envelope, arrival.envelope) &&
+           (op.peer == -1 || op.peer == arrival.source);
+  });
+}
+
+Arrival* Matching::keep(int source, const Envelope& envelope) {
+  // new[] of plain chars leaves them uninitialised, as it should: they are about to be written.
+  std::unique_ptr<char[]> data(new (std::nothrow) char[envelope.nbytes]);
+  if (data == nullptr) return nullptr;
+  kept_bytes_ += envelope.nbytes;
+  arrivals_.push_back({source, envelope, std::move(data)});
+  return &arrivals_.back();
+}
+
+void Matching::drop(std::list<Arrival>::iterator arrival) {
+  kept_bytes_ -= arrival->envelope.nbytes;
+  arrivals_.erase(arrival);
+}
+
+bool Matching::unpost(const Op* op) {
+  auto found = std::find(posted_.begin(), posted_.end(), op);
+  if (found == posted_.end()) return false;
+  posted_.erase(found);
+  return true;
+}
+
+bool Matching::anybody_wants(int source) const {
+  return std::any_of(posted_.begin(), posted_.end(),
+                     [&](const Op* op) { return op->takes_from(source); });
+}
+
+}  // namespace unisono

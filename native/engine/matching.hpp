@@ -1,0 +1,88 @@
+// Which message goes to which receive, as transports/matching.py has it: the k-th message from a
+// rank under a context and tag meets the k-th receive for them; a receive from any source takes the
+// oldest message.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "status.hpp"
+
+namespace unisono {
+
+using Ranks = std::shared_ptr<const std::vector<int>>;
+
+struct Envelope {
+  uint64_t context;
+  int64_t tag;
+  uint64_t nbytes;
+  uint32_t info;  // a word about the payload that both ends must agree on
+};
+
+// A send or a receive. Its memory belongs to the caller until it is done.
+struct Op {
+  Envelope envelope{};
+  int peer = -1;  // -1: a receive from any source
+  char* data = nullptr;
+  Ranks among;             // of a receive from any source: who may send
+  bool is_send = false;
+  uint64_t number = 0;     // 0: its caller waits for it, on whose stack it lies
+  bool awaited = false;    // somebody waits for it, who will find out by itself
+  size_t moved = 0;        // of a send: bytes of the payload that are written
+  bool started = false;    // its message is in part in the ring, or taken out of it
+  std::unique_ptr<char[]> rest;  // of a send that was given up: what is left to write
+
+  // The outcome; `done` is set last.
+  std::atomic<bool> done{false};
+  Code code = Code::ok;
+  int source = -1;
+  uint64_t got_nbytes = 0;
+  uint32_t got_info = 0;
+
+  bool takes_from(int rank) const;
+  bool is_leftover() const { return rest != nullptr; }
+};
+
+// A message that came before its receive.
+struct Arrival {
+  int source;
+  Envelope envelope;
+  std::unique_ptr<char[]> data;
+  size_t filled = 0;
+};
+
+class Matching {
+ public:
+  // The receive that the next message of this kind goes to, taken out; nullptr: none.
+  Op* take_posted(int source, const Envelope& envelope);
+
+  // The oldest message for this receive; end() if there is none.
+  std::list<Arrival>::iterator find_arrival(const Op& op);
+
+  // Room for a message without receive; nullptr if memory is short.
+  Arrival* keep(int source, const Envelope& envelope);
+  void drop(std::list<Arrival>::iterator arrival);
+  bool has_room(uint64_t nbytes) const { return kept_bytes_ + nbytes <= kKeptBytes; }
+
+  void post(Op* op) { posted_.push_back(op); }
+  bool unpost(const Op* op);  // whether it was there
+  bool anybody_wants(int source) const;
+
+  std::vector<Op*>& posted() { return posted_; }
+  std::list<Arrival>& arrivals() { return arrivals_; }
+
+ private:
+  // Beyond this many bytes of unexpected messages, further ones stay in their rings and their
+  // senders wait, unless a receive waits for something behind them.
+  static constexpr uint64_t kKeptBytes = uint64_t{256} << 20;
+
+  std::vector<Op*> posted_;
+  std::list<Arrival> arrivals_;
+  uint64_t kept_bytes_ = 0;
+};
+
+}  // namespace unisono

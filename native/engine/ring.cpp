@@ -1,0 +1,114 @@
+#include "ring.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <new>
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace unisono {
+
+namespace {
+
+constexpr uint64_t kMagic = 0x786f626e6f73696e;  // "nisonbox"
+
+size_t inbox_bytes(uint64_t ranks) { return kPageBytes + ranks * kRingStride; }
+
+}  // namespace
+
+size_t Ring::room() {
+  if (at_ - other_ > kRingBytes - kStepBytes) {
+    other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
+  }
+  // The padding of a frame is not written, and may reach beyond what the receiver has released.
+  const uint64_t used = at_ - other_;
+  return used < kRingBytes ? kRingBytes - used : 0;
+}
+
+void Ring::write(const void* from, size_t nbytes) {
+  const size_t at = at_ % kRingBytes;
+  const size_t first = std::min(nbytes, kRingBytes - at);
+  copy_bytes(data_ + at, from, first);
+  if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
+  at_ += nbytes;
+}
+
+size_t Ring::available() {
+  other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
+  return other_ - at_;
+}
+
+void Ring::read(void* into, size_t nbytes) {
+  const size_t at = at_ % kRingBytes;
+  const size_t first = std::min(nbytes, kRingBytes - at);
+  copy_bytes(into, data_ + at, first);
+  if (first < nbytes) copy_bytes(static_cast<char*>(into) + first, data_, nbytes - first);
+  at_ += nbytes;
+}
+
+Mapping::~Mapping() {
+  if (base_ != nullptr) munmap(base_, bytes_);
+}
+
+int Mapping::map(int fd, size_t offset, size_t nbytes) {
+  void* base =
+    mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset));
+  if (base == MAP_FAILED) return errno;
+  base_ = static_cast<char*>(base);
+  bytes_ = nbytes;
+  return 0;
+}
+
+int Inbox::create(int ranks, const unsigned char* nonce) {
+  fd_ = memfd_create("unisono-inbox", MFD_CLOEXEC);
+  if (fd_ < 0) return errno;
+  const size_t nbytes = inbox_bytes(static_cast<uint64_t>(ranks));
+  if (ftruncate(fd_, static_cast<off_t>(nbytes)) != 0) return errno;
+  if (int error = memory_.map(fd_, 0, nbytes)) return error;
+  // The rings are all zeros, as they must begin; writing that would allocate their pages.
+  auto* head = new (memory_.base()) InboxHead{};
+  head->magic = kMagic;
+  head->ranks = static_cast<uint64_t>(ranks);
+  std::memcpy(head->nonce, nonce, sizeof(head->nonce));
+  return 0;
+}
+
+void Inbox::close_fd() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+int Outbox::attach(int pid, int fd, const unsigned char* nonce, int me) {
+  char path[64];
+  std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", pid, fd);
+  const int opened = open(path, O_RDWR | O_CLOEXEC);
+  if (opened < 0) return errno;
+  struct stat info;
+  int error = 0;
+  if (fstat(opened, &info) != 0) {
+    error = errno;
+  } else if (!S_ISREG(info.st_mode) || static_cast<size_t>(info.st_size) < kPageBytes) {
+    error = EXDEV;
+  } else {
+    error = head_.map(opened, 0, kPageBytes);
+  }
+  if (error == 0) {
+    const InboxHead& found = head();
+    const bool same = found.magic == kMagic &&
+                      std::memcmp(found.nonce, nonce, sizeof(found.nonce)) == 0 &&
+                      static_cast<uint64_t>(me) < found.ranks &&
+                      static_cast<size_t>(info.st_size) == inbox_bytes(found.ranks);
+    const size_t offset = kPageBytes + static_cast<size_t>(me) * kRingStride;
+    error = same ? ring_.map(opened, offset, kRingStride) : EXDEV;
+  }
+  close(opened);
+  if (error == 0) ring = Ring(ring_.base());
+  return error;
+}
+
+}  // namespace unisono

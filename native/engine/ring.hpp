@@ -1,0 +1,164 @@
+// Memory for messages between two ranks of a host: one ring of bytes per direction.
+//
+// Every rank makes one inbox, a memory file:
+//
+//     InboxHead | ring from rank 0 | ring from rank 1 | ... | ring from rank p-1
+//
+// A sender maps the head and its own ring. Pages that nobody touches take no memory, so a rank pays
+// for those that write to it. In a ring, frames follow one another: a FrameHead, the payload,
+// and padding up to the next multiple of kFrameAlign.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+
+#include "line.hpp"
+
+namespace unisono {
+
+// A ring takes this much of a message before its receiver has to read. Larger: writer and reader
+// use more of their caches, 64 ranks more memory. Smaller: they wait for one another more often.
+constexpr size_t kRingBytes = 128 * 1024;
+
+// How much is copied before the other side may see it: the pipeline's step.
+constexpr size_t kStepBytes = 16 * 1024;
+
+// A head never wraps around, and with a payload of 32 bytes it is one cache line.
+constexpr size_t kFrameAlign = 64;
+
+struct FrameHead {
+  uint64_t context;
+  int64_t tag;
+  uint64_t nbytes;
+  uint32_t info;
+  uint32_t unused;
+};
+static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0, "heads fit");
+
+constexpr uint64_t frame_bytes(uint64_t nbytes) {
+  return (sizeof(FrameHead) + nbytes + kFrameAlign - 1) / kFrameAlign * kFrameAlign;
+}
+
+// memcpy, for which memory of no bytes may have no address.
+inline void copy_bytes(void* into, const void* from, size_t nbytes) {
+  if (nbytes != 0) std::memcpy(into, from, nbytes);
+}
+
+struct RingWords {
+  // Bytes ever written. Written by the sender (release), read by the receiver (acquire).
+  alignas(kLineBytes) std::atomic<uint64_t> tail;
+  // Bytes ever read. Written by the receiver (release), read by the sender (acquire).
+  alignas(kLineBytes) std::atomic<uint64_t> head;
+  // Set by a sender that waits for room, taken back by the receiver that rings its bell.
+  alignas(kLineBytes) std::atomic<uint32_t> wants_room;
+  // Set by the sender once, before it writes for the first time.
+  std::atomic<uint32_t> joined;
+  // Set by the sender when it has written its last byte and leaves.
+  std::atomic<uint32_t> left;
+};
+
+// Whom a rank that has written or read something must wake.
+struct Bells {
+  // Threads that wait for a message of their own; `sleepers` of them sleep on `waiters`.
+  alignas(kLineBytes) std::atomic<uint64_t> waiters;
+  std::atomic<uint32_t> sleepers;
+  // The thread that serves what nobody waits for. It sleeps on `server`; `server_wants` says what
+  // it is to be woken for.
+  alignas(kLineBytes) std::atomic<uint64_t> server;
+  std::atomic<uint32_t> server_wants;
+};
+enum Wants : uint32_t { kNothing, kFullRings, kEverything };
+
+struct InboxHead {
+  uint64_t magic;
+  uint64_t ranks;
+  unsigned char nonce[16];
+  // How many senders have joined; the owner then looks which.
+  alignas(kLineBytes) std::atomic<uint32_t> joined;
+  Bells bells;
+};
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kRingStride = kPageBytes + kRingBytes;
+static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes, "layout");
+
+// One ring, seen by either end. Each end uses its own half of the methods.
+class Ring {
+ public:
+  Ring() = default;
+  explicit Ring(char* base)
+      : words(reinterpret_cast<RingWords*>(base)), data_(base + kPageBytes) {}
+
+  // --- the sender's ---
+  size_t room();  // bytes that may be written
+  void write(const void* from, size_t nbytes);
+  // Also of the receiver: go on to where the next frame begins.
+  void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
+  void publish() { words->tail.store(at_, std::memory_order_release); }
+
+  // --- the receiver's ---
+  size_t available();  // bytes that may be read
+  void read(void* into, size_t nbytes);
+  void skip(size_t nbytes) { at_ += nbytes; }
+  void unread(size_t nbytes) { at_ -= nbytes; }
+  void release() { words->head.store(at_, std::memory_order_release); }
+
+  RingWords* words = nullptr;
+
+ private:
+  char* data_ = nullptr;
+  uint64_t at_ = 0;     // this end's position
+  uint64_t other_ = 0;  // the other end's, as last seen
+};
+
+// A mapping of part of a file.
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping();
+  int map(int fd, size_t offset, size_t nbytes);  // 0 or an errno
+  char* base() const { return base_; }
+
+ private:
+  char* base_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// A rank's own inbox.
+class Inbox {
+ public:
+  ~Inbox() { close_fd(); }
+  int create(int ranks, const unsigned char* nonce);  // 0 or an errno
+  // After this nobody can open it any more; who has, goes on.
+  void close_fd();
+  int fd() const { return fd_; }
+  InboxHead& head() const { return *reinterpret_cast<InboxHead*>(memory_.base()); }
+  Ring ring(int sender) const {
+    return Ring(memory_.base() + kPageBytes + static_cast<size_t>(sender) * kRingStride);
+  }
+
+ private:
+  int fd_ = -1;
+  Mapping memory_;
+};
+
+// Another rank's inbox, as far as this rank writes to it.
+class Outbox {
+ public:
+  // Map what process `pid` holds open as `fd`; 0 or an errno. EXDEV: it is not the inbox with this
+  // nonce, so `pid` is not a process of this host's view.
+  int attach(int pid, int fd, const unsigned char* nonce, int me);
+  InboxHead& head() const { return *reinterpret_cast<InboxHead*>(head_.base()); }
+  Ring ring;
+
+ private:
+  Mapping head_;
+  Mapping ring_;
+};
+
+}  // namespace unisono

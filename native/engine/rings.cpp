@@ -1,0 +1,372 @@
+// The life of a send or a receive: its beginning and its end. Waits are in rings_wait.cpp.
+#include "rings.hpp"
+
+#include <algorithm>
+
+#include <pthread.h>
+
+#include "clock.hpp"
+#include "futex.hpp"
+
+namespace unisono {
+
+namespace {
+
+// In the child of a fork a lock may be held for ever by a thread that is not there.
+std::atomic<int> forks{0};
+
+int count_forks() {
+  static const int registered =
+    pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+  return forks.load(std::memory_order_relaxed);
+}
+
+Outcome outcome_of(const Op& op) {
+  return {op.number, op.code, op.source, op.got_nbytes, op.got_info};
+}
+
+}  // namespace
+
+Rings::Rings(int rank, int ranks)
+    : rank_(rank),
+      ranks_(ranks),
+      forks_(count_forks()),
+      addresses_(static_cast<size_t>(ranks)),
+      peers_(static_cast<size_t>(ranks)) {}
+
+void Rings::introduce(std::vector<Address> addresses, int spin) {
+  addresses_ = std::move(addresses);
+  addresses_.resize(static_cast<size_t>(ranks_));
+  spin_ = std::max(spin, 1);
+}
+
+bool Rings::is_forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
+
+bool Rings::reaches(int peer) {
+  const Lock lock(lock_);
+  return peer == rank_ || attach(peer);
+}
+
+bool Rings::has_left(int rank) {
+  const Lock lock(lock_);
+  look_for_senders();
+  const Peer& from = peer(rank);
+  return from.active && from.ring.words->left.load(std::memory_order_acquire) != 0;
+}
+
+// Open a rank's inbox, once.
+bool Rings::attach(int rank) {
+  Peer& to = peer(rank);
+  if (to.outbox != nullptr) return true;
+  const Address& address = addresses_[static_cast<size_t>(rank)];
+  if (to.unreachable || address.pid == 0) return false;
+  auto outbox = std::make_unique<Outbox>();
+  if (outbox->attach(address.pid, address.fd, address.nonce, rank_) != 0) {
+    to.unreachable = true;
+    return false;
+  }
+  to.outbox = std::move(outbox);
+  return true;
+}
+
+// ---- the synchronous calls ----------------------------------------------------------------
+
+bool Rings::try_send(int to, const Envelope& envelope, const char* data) {
+  const Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock() || closed_ || !failed_.empty() || to == rank_) return false;
+  Peer& there = peer(to);
+  if (there.outbox == nullptr || there.down != Code::ok || !there.sends.empty() ||
+      there.outbox->ring.room() < frame_bytes(envelope.nbytes)) {
+    return false;
+  }
+  Op op;
+  op.envelope = envelope;
+  op.data = const_cast<char*>(data);  // only read
+  push_some(there, op);
+  ring_bell(*there.outbox, false);
+  return true;
+}
+
+Outcome Rings::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
+  Op op;
+  op.envelope = envelope;
+  op.peer = to;
+  op.data = const_cast<char*>(data);  // only read
+  op.is_send = true;
+  Lock lock(lock_);
+  begin_send(op);
+  if (!op.done) await(op, timeout_ns, lock);
+  settle();
+  return outcome_of(op);
+}
+
+Outcome Rings::recv(int from, const Envelope& envelope, char* data, Ranks among,
+                    int64_t timeout_ns) {
+  Op op;
+  op.envelope = envelope;
+  op.peer = from;
+  op.data = data;
+  op.among = std::move(among);
+  Lock lock(lock_);
+  begin_recv(op);
+  if (!op.done) await(op, timeout_ns, lock);
+  settle();
+  return outcome_of(op);
+}
+
+// ---- those that go on by themselves -------------------------------------------------------
+
+Outcome Rings::start_send(int to, const Envelope& envelope, const char* data) {
+  auto op = std::make_unique<Op>();
+  op->envelope = envelope;
+  op->peer = to;
+  op->data = const_cast<char*>(data);  // only read
+  op->is_send = true;
+  const Lock lock(lock_);
+  begin_send(*op);
+  return started(std::move(op));
+}
+
+Outcome Rings::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
+  auto op = std::make_unique<Op>();
+  op->envelope = envelope;
+  op->peer = from;
+  op->data = data;
+  op->among = std::move(among);
+  const Lock lock(lock_);
+  begin_recv(*op);
+  return started(std::move(op));
+}
+
+Outcome Rings::started(std::unique_ptr<Op> op) {
+  Outcome outcome = outcome_of(*op);
+  if (!op->done) {
+    outcome.number = op->number = ++last_number_;
+    open_.emplace(op->number, std::move(op));
+    hand_over();
+  }
+  settle();
+  return outcome;
+}
+
+// The outcome of an operation that has ended, which is forgotten with this.
+Outcome Rings::taken(uint64_t number) {
+  const auto found = open_.find(number);
+  const Outcome outcome = outcome_of(*found->second);
+  open_.erase(found);
+  ended_.erase(std::remove(ended_.begin(), ended_.end(), number), ended_.end());
+  return outcome;
+}
+
+Outcome Rings::cancel(uint64_t number) {
+  const Lock lock(lock_);
+  const auto found = open_.find(number);
+  if (found == open_.end()) return {number, Code::unknown};
+  Op& op = *found->second;
+  if (!op.done) withdraw(op, Code::cancelled);
+  settle();
+  // Whoever waits for it right now takes it himself.
+  return op.awaited ? Outcome{number, Code::unknown} : taken(number);
+}
+
+// ---- beginning and ending -----------------------------------------------------------------
+
+void Rings::begin_send(Op& op) {
+  if (closed_) return finish(op, Code::closed);
+  if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
+  if (op.peer == rank_) {
+    take_in(rank_, op.envelope, op.data);
+    return finish(op, Code::ok);
+  }
+  Peer& to = peer(op.peer);
+  if (to.down != Code::ok) {
+    op.source = op.peer;
+    return finish(op, to.down);
+  }
+  if (!attach(op.peer)) return finish(op, Code::unreachable);
+  to.sends.push_back(&op);
+  ++queued_sends_;
+  if (to.sends.size() == 1) push(to);
+}
+
+void Rings::begin_recv(Op& op) {
+  if (closed_) return finish(op, Code::closed);
+  auto arrival = matching_.find_arrival(op);
+  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
+  if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
+  matching_.post(&op);
+  progress();
+  const Code down = op.done || op.started ? Code::ok : down_for(op);
+  if (down != Code::ok && matching_.unpost(&op)) finish(op, down);
+}
+
+void Rings::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
+  const Envelope& got = arrival->envelope;
+  Peer& from = peer(arrival->source);
+  const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
+  op.source = arrival->source;
+  op.got_nbytes = got.nbytes;
+  op.got_info = got.info;
+  if (fits) copy_bytes(op.data, arrival->data.get(), arrival->filled);
+  if (from.kept == &*arrival) {  // the rest of it is still to come
+    from.kept = nullptr;
+    from.into = fits ? &op : nullptr;
+    op.started = fits;
+  }
+  if (!op.started) finish(op, fits ? Code::ok : Code::mismatch);
+  matching_.drop(arrival);
+}
+
+void Rings::finish(Op& op, Code code) {
+  op.code = code;
+  anything_ended_ = true;
+  if (op.number != 0 && !op.awaited) ended_.push_back(op.number);
+  op.done.store(true, std::memory_order_release);  // acquire: wait_for
+}
+
+bool Rings::is_failed(uint64_t context) const {
+  return std::find(failed_.begin(), failed_.end(), context) != failed_.end();
+}
+
+// Why a receive cannot be served any more; its `source` is then the rank to blame.
+Code Rings::down_for(Op& op) {
+  if (op.peer >= 0) {
+    op.source = op.peer;
+    return peer(op.peer).down;
+  }
+  Code left = Code::left;
+  for (int rank : *op.among) {
+    if (rank == rank_) continue;
+    const Code down = peer(rank).down;
+    if (down != Code::ok) op.source = rank;
+    if (down == Code::lost) return down;
+    if (down == Code::ok) left = Code::ok;
+  }
+  return left;
+}
+
+// End an operation that is not done; its memory is not touched any more.
+void Rings::withdraw(Op& op, Code code) {
+  if (!op.is_send) {
+    matching_.unpost(&op);
+    for (Peer& from : peers_) {
+      if (from.into == &op) from.into = nullptr;  // the rest of the message is dropped
+    }
+    return finish(op, code);
+  }
+  Peer& to = peer(op.peer);
+  const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
+  if (op.started && to.down == Code::ok) {
+    // The receiver has the head of this frame and will have the rest.
+    auto rest = std::make_unique<Op>();
+    const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;
+    rest->rest.reset(new char[left]);
+    copy_bytes(rest->rest.get(), op.data + op.moved, left);
+    rest->data = rest->rest.get();
+    rest->envelope.nbytes = left;
+    rest->is_send = rest->started = true;
+    rest->peer = op.peer;
+    *place = rest.get();
+    leftovers_.push_back(std::move(rest));
+  } else {
+    to.sends.erase(place);
+    --queued_sends_;
+  }
+  finish(op, code);
+}
+
+// End everything for which `code_of` says how.
+void Rings::end_all(const std::function<Code(Op&)>& code_of) {
+  std::vector<Op*> candidates(matching_.posted());
+  for (Peer& other : peers_) {
+    candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
+    if (other.into != nullptr) candidates.push_back(other.into);
+  }
+  for (Op* op : candidates) {
+    const Code code = op->is_leftover() ? Code::ok : code_of(*op);
+    if (code != Code::ok) withdraw(*op, code);
+  }
+  settle();
+}
+
+// ---- what ends from outside ---------------------------------------------------------------
+
+void Rings::deliver(int source, const Envelope& envelope, const char* data) {
+  const Lock lock(lock_);
+  take_in(source, envelope, data);
+  settle();
+}
+
+void Rings::peer_down(int rank, Code code) {
+  const Lock lock(lock_);
+  Peer& gone = peer(rank);
+  look_for_senders();
+  // What it has sent is there to be received.
+  while (gone.active && pull(rank)) continue;
+  if (gone.kept != nullptr) {  // and what it has sent half of, never will be
+    auto& arrivals = matching_.arrivals();
+    matching_.drop(std::find_if(arrivals.begin(), arrivals.end(),
+                                [&](const Arrival& each) { return &each == gone.kept; }));
+    gone.kept = nullptr;
+  }
+  gone.down = code;
+  Op* const half_received = gone.into;
+  end_all([&](Op& op) {
+    if (op.is_send) {
+      op.source = rank;
+      return op.peer == rank ? code : Code::ok;
+    }
+    if (&op == half_received) return code;
+    return op.started || !op.takes_from(rank) ? Code::ok : down_for(op);
+  });
+  // What is left of sends that were given up has nobody to go to.
+  queued_sends_ -= static_cast<int>(gone.sends.size());
+  leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
+  gone.sends.clear();
+}
+
+void Rings::fail_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.push_back(context);
+  drop_messages(context);
+  end_all([&](Op& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
+}
+
+// What was sent in it goes on: it may be the last words before leaving.
+void Rings::forget_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
+  drop_messages(context);
+  end_all([&](Op& op) {
+    return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
+  });
+}
+
+void Rings::drop_messages(uint64_t context) {
+  auto& arrivals = matching_.arrivals();
+  for (auto it = arrivals.begin(); it != arrivals.end();) {
+    const auto each = it++;
+    if (each->envelope.context != context) continue;
+    Peer& from = peer(each->source);
+    if (from.kept == &*each) from.kept = nullptr;
+    matching_.drop(each);
+  }
+}
+
+void Rings::close(int64_t timeout_ns) {
+  if (is_forked()) return;
+  Lock lock(lock_);
+  if (closed_) return;
+  if (queued_sends_ != 0) wait_for(nullptr, timeout_ns, lock);
+  closed_ = true;
+  for (Peer& to : peers_) {
+    if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
+  }
+  end_all([](Op&) { return Code::closed; });
+  anything_ended_ = true;
+  settle();
+  inbox_.close_fd();
+}
+
+}  // namespace unisono

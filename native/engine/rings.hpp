@@ -1,0 +1,185 @@
+// One rank's messages through shared memory: sending, receiving, waiting, and progress meanwhile.
+//
+// Progress is made by whoever waits, and by a server thread (of Python's, which calls serve())
+// for what nobody waits for. Everything happens under one lock, which nobody holds while sleeping
+// or while taking the interpreter lock.
+//
+// A rank that waits takes in all that arrives, so that two ranks that both send first come to
+// their receives. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
+// the ring, and their sender waits.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "matching.hpp"
+#include "ring.hpp"
+#include "status.hpp"
+
+namespace unisono {
+
+// How an operation ended. For code `mismatch`, `nbytes` and `info` are those of the message.
+struct Outcome {
+  uint64_t number = 0;  // 0: it had ended before it got one
+  Code code = Code::ok;
+  int source = -1;
+  uint64_t nbytes = 0;
+  uint32_t info = 0;
+};
+
+// Where another rank's inbox can be found; pid 0: nowhere.
+struct Address {
+  int pid = 0;
+  int fd = -1;
+  unsigned char nonce[16] = {};
+};
+
+class Rings {
+ public:
+  Rings(int rank, int ranks);
+  Rings(const Rings&) = delete;
+  Rings& operator=(const Rings&) = delete;
+
+  int create(const unsigned char* nonce) { return inbox_.create(ranks_, nonce); }
+  int fd() const { return inbox_.fd(); }
+  // Before anything is sent. `spin`: how often a wait looks before it offers the core to others.
+  void introduce(std::vector<Address> addresses, int spin);
+
+  // Whether messages to this rank go through here.
+  bool reaches(int peer);
+
+  // Whether this rank has sent something and closed its end since.
+  bool has_left(int peer);
+
+  // Called by a wait once it has become long: (peers waited for, whether one must make room).
+  void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) { stuck_ = stuck; }
+  // Called by a wait now and then; true ends it. For Ctrl-C.
+  void set_poll(std::function<bool()> poll) { poll_ = poll; }
+
+  // Send it if that needs no waiting, not even for the lock; false: nothing has happened.
+  bool try_send(int to, const Envelope& envelope, const char* data);
+
+  // Do it, waiting as long as it takes or until the time-out, after which `data` is not touched.
+  Outcome send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns);
+  Outcome recv(int from, const Envelope& envelope, char* data, Ranks among, int64_t timeout_ns);
+
+  // Start it; a number that is not 0 stands for what is still to come.
+  Outcome start_send(int to, const Envelope& envelope, const char* data);
+  Outcome start_recv(int from, const Envelope& envelope, char* data, Ranks among);
+
+  // Wait for one that was started. Code `unknown`: it has ended, and serve() tells how; `timeout`:
+  // it goes on.
+  Outcome wait(uint64_t number, int64_t timeout_ns);
+  // End one that was started, with code `cancelled` unless it has ended already.
+  Outcome cancel(uint64_t number);
+
+  // Make progress until operations that were started have ended, and return their outcomes; nothing
+  // after `close`. `stuck` gets the ranks that do not make room.
+  std::vector<Outcome> serve(std::vector<int>* stuck);
+
+  // Take in a message that came another way.
+  void deliver(int source, const Envelope& envelope, const char* data);
+
+  // From now on: this rank is gone (`lost` or `left`); this context is broken; it never was.
+  void peer_down(int peer, Code code);
+  void fail_context(uint64_t context);
+  void forget_context(uint64_t context);
+
+  // Give what was sent until `timeout_ns` to get into the rings, then end everything.
+  void close(int64_t timeout_ns);
+
+  // Whether this is the child of a fork, in which nothing here may be used.
+  bool is_forked() const;
+  int rank() const { return rank_; }
+
+ private:
+  struct Peer {
+    std::unique_ptr<Outbox> outbox;  // once attached
+    bool unreachable = false;
+    bool joined = false;
+    Code down = Code::ok;
+    std::list<Op*> sends;  // in order; what the ring had no room for
+    // What comes from it.
+    Ring ring;
+    bool active = false;
+    bool in_frame = false;
+    Envelope frame{};
+    size_t filled = 0;
+    Op* into = nullptr;       // the receive it goes to, or
+    Arrival* kept = nullptr;  // where it is kept; neither: it is dropped
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
+  Bells& bells() const { return inbox_.head().bells; }
+
+  // rings_progress.cpp: moving bytes
+  bool progress();
+  void look_for_senders();
+  bool pull(int source);
+  bool open_frame(Peer& from, int source);
+  void take_bytes(Peer& from, size_t nbytes);
+  bool push(Peer& to);
+  bool push_some(Peer& to, Op& op);
+  void ring_bell(Outbox& outbox, bool ring_is_full);
+  void ask_for_room();
+  void take_in(int source, const Envelope& envelope, const char* data);
+
+  // rings.cpp: beginning and ending
+  bool attach(int rank);
+  void begin_send(Op& op);
+  void begin_recv(Op& op);
+  void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
+  void finish(Op& op, Code code);
+  void withdraw(Op& op, Code code);
+  void end_all(const std::function<Code(Op&)>& code_of);
+  Code down_for(Op& op);
+  bool is_failed(uint64_t context) const;
+  void drop_messages(uint64_t context);
+  Outcome started(std::unique_ptr<Op> op);
+  Outcome taken(uint64_t number);
+
+  // rings_wait.cpp: waiting, and who makes progress meanwhile
+  void await(Op& op, int64_t timeout_ns, Lock& lock);
+  Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
+  Code wait_slowly(const Op* op, int64_t timeout_ns);
+  bool is_over(const Op* op) const;
+  std::vector<int> awaited_ranks(const Op* op);
+  void hand_over();
+  void settle();
+
+  const int rank_;
+  const int ranks_;
+  int spin_ = 1;
+  const int forks_;
+  Inbox inbox_;
+  std::vector<Address> addresses_;
+  std::function<void(const std::vector<int>&, bool)> stuck_;
+  std::function<bool()> poll_;
+
+  std::mutex lock_;
+  std::vector<Peer> peers_;
+  std::vector<int> active_;     // ranks that have joined
+  uint32_t joined_seen_ = 0;
+  std::atomic<int> queued_sends_{0};  // in the queues of all peers
+  Matching matching_;
+  std::vector<uint64_t> failed_;  // contexts
+  std::unordered_map<uint64_t, std::unique_ptr<Op>> open_;
+  uint64_t last_number_ = 0;
+  std::vector<uint64_t> ended_;  // of open_, to be told by serve()
+  int waiters_ = 0;
+  bool server_sleeps_ = false;
+  int64_t stuck_told_ns_ = 0;  // when serve() last named the ranks that make no room
+  bool anything_ended_ = false;
+  bool closed_ = false;
+  // Sends that were given up halfway; their frames must be completed.
+  std::list<std::unique_ptr<Op>> leftovers_;
+};
+
+}  // namespace unisono

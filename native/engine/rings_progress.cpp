@@ -1,0 +1,212 @@
+// Moving bytes between rings, receives and kept messages. All of this runs under the lock.
+#include <algorithm>
+
+#include "futex.hpp"
+#include "rings.hpp"
+
+namespace unisono {
+
+namespace {
+
+// How much one call takes from one ring: others on this rank may be waiting for the lock.
+constexpr size_t kPullBytes = 4 * kRingBytes;
+
+}  // namespace
+
+// Move whatever can be moved; whether that was anything.
+bool Rings::progress() {
+  look_for_senders();
+  bool moved = false;
+  for (int source : active_) moved |= pull(source);
+  if (queued_sends_ == 0) return moved;
+  for (Peer& to : peers_) {
+    if (!to.sends.empty()) moved |= push(to);
+  }
+  return moved;
+}
+
+void Rings::look_for_senders() {
+  const uint32_t joined = inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
+  if (joined == joined_seen_) return;
+  joined_seen_ = joined;
+  for (int source = 0; source < ranks_; ++source) {
+    Peer& from = peer(source);
+    if (from.active) continue;
+    Ring ring = inbox_.ring(source);
+    if (ring.words->joined.load(std::memory_order_acquire) == 0) continue;
+    from.ring = ring;
+    from.active = true;
+    active_.push_back(source);
+  }
+}
+
+bool Rings::pull(int source) {
+  Peer& from = peer(source);
+  size_t pulled = 0;
+  size_t available = from.ring.available();
+  while (available != 0 && pulled < kPullBytes) {
+    if (!from.in_frame && !open_frame(from, source)) break;
+    const size_t before = from.filled;
+    const size_t left = static_cast<size_t>(from.frame.nbytes) - before;
+    const size_t nbytes = std::min({from.ring.available(), left, kStepBytes});
+    take_bytes(from, nbytes);
+    pulled += nbytes + 1;
+    available = from.ring.available();
+    if (from.in_frame && nbytes == 0) break;
+  }
+  if (pulled == 0) return false;
+  // Either the sender sees the room, or this rank sees that it asked for some.
+  full_fence();
+  std::atomic<uint32_t>& wants = from.ring.words->wants_room;
+  if (wants.load(std::memory_order_relaxed) != 0 && attach(source)) {
+    wants.store(0, std::memory_order_relaxed);
+    ring_bell(*from.outbox, false);
+  }
+  return true;
+}
+
+// Read the head of the next frame and find its place; false: there is none now.
+bool Rings::open_frame(Peer& from, int source) {
+  FrameHead head;
+  from.ring.read(&head, sizeof(head));
+  const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
+  Op* op = matching_.take_posted(source, envelope);
+  if (op != nullptr) {
+    op->source = source;
+    if (op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info) {
+      from.into = op;
+      op->started = true;
+    } else {
+      op->got_nbytes = envelope.nbytes;
+      op->got_info = envelope.info;
+      finish(*op, Code::mismatch);
+    }
+  } else if (!is_failed(envelope.context)) {
+    if (matching_.has_room(envelope.nbytes) || matching_.anybody_wants(source)) {
+      from.kept = matching_.keep(source, envelope);
+    }
+    if (from.kept == nullptr) {
+      from.ring.unread(sizeof(head));
+      return false;
+    }
+  }
+  from.frame = envelope;
+  from.filled = 0;
+  from.in_frame = true;
+  return true;
+}
+
+// Take this much of the frame's payload out of the ring, and end the frame with its last byte.
+void Rings::take_bytes(Peer& from, size_t nbytes) {
+  if (from.into != nullptr) {
+    from.ring.read(from.into->data + from.filled, nbytes);
+  } else if (from.kept != nullptr) {
+    from.ring.read(from.kept->data.get() + from.filled, nbytes);
+    from.kept->filled += nbytes;
+  } else {
+    from.ring.skip(nbytes);
+  }
+  from.filled += nbytes;
+  const bool complete = from.filled == from.frame.nbytes;
+  if (complete) from.ring.pad();
+  from.ring.release();
+  if (!complete) return;
+  Op* op = from.into;
+  from.in_frame = false;
+  from.into = nullptr;
+  from.kept = nullptr;
+  if (op != nullptr) finish(*op, Code::ok);
+}
+
+bool Rings::push(Peer& to) {
+  bool moved = false;
+  while (!to.sends.empty()) {
+    Op& op = *to.sends.front();
+    const size_t before = op.moved;
+    const bool was_started = op.started;
+    const bool complete = push_some(to, op);
+    moved |= complete || op.moved != before || op.started != was_started;
+    if (!complete) break;
+    to.sends.pop_front();
+    --queued_sends_;
+    if (op.is_leftover()) {
+      leftovers_.remove_if([&](const auto& left) { return left.get() == &op; });
+    } else {
+      finish(op, Code::ok);
+    }
+  }
+  if (moved) ring_bell(*to.outbox, false);
+  return moved;
+}
+
+// Write what the ring takes; whether the frame is complete.
+bool Rings::push_some(Peer& to, Op& op) {
+  Ring& ring = to.outbox->ring;
+  if (!op.started) {
+    if (ring.room() < kFrameAlign) return false;
+    if (!to.joined) {
+      to.joined = true;
+      ring.words->joined.store(1, std::memory_order_release);
+      to.outbox->head().joined.fetch_add(1, std::memory_order_release);
+    }
+    const Envelope& envelope = op.envelope;
+    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, 0};
+    ring.write(&head, sizeof(head));
+    op.started = true;
+  }
+  while (true) {
+    const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;
+    const size_t nbytes = std::min({ring.room(), left, kStepBytes});
+    if (nbytes == 0 && left != 0) return false;
+    ring.write(op.data + op.moved, nbytes);
+    op.moved += nbytes;
+    if (nbytes == left) ring.pad();
+    ring.publish();
+    if (nbytes == left) return true;
+  }
+}
+
+// Wake whoever sleeps at the other end for what was written or read just now. `ring_is_full`: even a
+// server thread that has nothing to look after should come and read.
+void Rings::ring_bell(Outbox& outbox, bool ring_is_full) {
+  Bells& bells = outbox.head().bells;
+  // Either the sleeper sees what was published, or it is seen here.
+  full_fence();
+  if (bells.sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells.waiters);
+  const uint32_t wants = bells.server_wants.load(std::memory_order_relaxed);
+  if (wants == kEverything || (ring_is_full && wants == kFullRings)) {
+    bells.server_wants.store(kNothing, std::memory_order_relaxed);
+    change_and_wake(bells.server);
+  }
+}
+
+// Have the bell rung when there is room again. Followed by a push, lest room that came just before
+// be overlooked.
+void Rings::ask_for_room() {
+  if (queued_sends_ == 0) return;
+  for (Peer& to : peers_) {
+    if (to.sends.empty()) continue;
+    to.outbox->ring.words->wants_room.store(1, std::memory_order_relaxed);
+    ring_bell(*to.outbox, true);  // has the fence that the push needs
+  }
+}
+
+// Take in a whole message that comes from elsewhere.
+void Rings::take_in(int source, const Envelope& envelope, const char* data) {
+  Op* op = matching_.take_posted(source, envelope);
+  if (op != nullptr) {
+    op->source = source;
+    op->got_nbytes = envelope.nbytes;
+    op->got_info = envelope.info;
+    const bool fits = op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info;
+    if (fits) copy_bytes(op->data, data, envelope.nbytes);
+    finish(*op, fits ? Code::ok : Code::mismatch);
+  } else if (!is_failed(envelope.context) && !closed_) {
+    Arrival* kept = matching_.keep(source, envelope);
+    if (kept == nullptr) throw std::bad_alloc();
+    copy_bytes(kept->data.get(), data, envelope.nbytes);
+    kept->filled = envelope.nbytes;
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,288 @@
+// Threads as ranks that send one another messages: order, tags, sizes, and every way to end.
+#include "rings.hpp"
+
+#include <algorithm>
+#include <cassert>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include <unistd.h>
+
+using namespace unisono;
+
+namespace {
+
+constexpr int64_t kMinute = 60'000'000'000;
+constexpr int64_t kMoment = 30'000'000;
+
+struct World {
+  explicit World(int ranks) {
+    std::vector<Address> addresses(static_cast<size_t>(ranks));
+    for (int rank = 0; rank < ranks; ++rank) {
+      Address& address = addresses[static_cast<size_t>(rank)];
+      address.nonce[0] = static_cast<unsigned char>(rank + 1);
+      all.push_back(std::make_unique<Rings>(rank, ranks));
+      assert(all.back()->create(address.nonce) == 0);
+      address.pid = getpid();
+      address.fd = all.back()->fd();
+    }
+    for (auto& rings : all) rings->introduce(addresses, 10);
+  }
+  ~World() {
+    for (auto& rings : all) rings->close(0);
+  }
+  Rings& operator[](int rank) { return *all[static_cast<size_t>(rank)]; }
+
+  // Run one body per rank, and a server thread each.
+  void run(const std::function<void(Rings&, int)>& body) {
+    std::vector<std::thread> bodies, servers;
+    for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
+      bodies.emplace_back([&, rank] { body((*this)[rank], rank); });
+      servers.emplace_back([&, rank] {
+        while (true) {
+          std::vector<int> stuck;
+          if ((*this)[rank].serve(&stuck).empty() && stuck.empty()) return;
+        }
+      });
+    }
+    for (auto& each : bodies) each.join();
+    for (auto& rings : all) rings->close(kMinute);
+    for (auto& each : servers) each.join();
+  }
+
+  std::vector<std::unique_ptr<Rings>> all;
+};
+
+Envelope envelope(int64_t tag, uint64_t nbytes, uint64_t context = 7) {
+  return {context, tag, nbytes, 5};
+}
+
+std::vector<char> pattern(size_t nbytes, unsigned seed) {
+  std::vector<char> bytes(nbytes);
+  for (size_t i = 0; i < nbytes; ++i) bytes[i] = static_cast<char>((i * 7 + seed * 31) % 251);
+  return bytes;
+}
+
+Ranks both() { return std::make_shared<const std::vector<int>>(std::vector<int>{0, 1}); }
+
+void test_ping_pong() {
+  World world(2);
+  world.run([](Rings& rings, int rank) {
+    for (size_t nbytes : {0, 1, 31, 32, 33, 4096, 131072, 131073, 3'000'000}) {
+      for (unsigned round = 0; round < 20; ++round) {
+        const std::vector<char> out = pattern(nbytes, round);
+        std::vector<char> in(nbytes);
+        if (rank == 0) {
+          assert(rings.send(1, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+        }
+        const Outcome got = rings.recv(1 - rank, envelope(1, nbytes), in.data(), nullptr, kMinute);
+        assert(got.code == Code::ok && got.source == 1 - rank && in == out);
+        if (rank == 1) {
+          assert(rings.send(0, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+        }
+      }
+    }
+  });
+}
+
+void test_both_send_first() {
+  World world(2);
+  world.run([](Rings& rings, int rank) {
+    const size_t nbytes = 5'000'000;
+    const std::vector<char> out = pattern(nbytes, static_cast<unsigned>(rank));
+    std::vector<char> in(nbytes);
+    assert(rings.send(1 - rank, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+    assert(rings.recv(-1, envelope(1, nbytes), in.data(), both(), kMinute).code == Code::ok);
+    assert(in == pattern(nbytes, static_cast<unsigned>(1 - rank)));
+  });
+}
+
+// Everybody sends to everybody, in orders of their own; receives are posted in yet another one.
+void test_random(unsigned seed) {
+  const int ranks = 3, tags = 3, messages = 15;
+  const size_t sizes[] = {0, 8, 100, 5000, 200'000};
+  World world(ranks);
+  world.run([&](Rings& rings, int rank) {
+    std::mt19937 random(seed * 10 + static_cast<unsigned>(rank));
+    auto size_of = [&](int from, int to, int tag, int k) {
+      return sizes[static_cast<size_t>(from * 3 + to * 5 + tag * 7 + k) % 5];
+    };
+    auto shuffled = [&] {
+      std::vector<int> order;
+      for (int peer = 0; peer < ranks; ++peer)
+        for (int tag = 0; tag < tags; ++tag)
+          for (int k = 0; k < messages; ++k) order.push_back(peer * tags + tag);
+      std::shuffle(order.begin(), order.end(), random);
+      return order;
+    };
+    std::vector<std::vector<char>> kept;
+    std::vector<std::pair<std::vector<char>, std::vector<char>>> expected;
+    kept.reserve(1000);
+    expected.reserve(1000);
+    std::vector<uint64_t> numbers;
+    std::vector<int> sent(static_cast<size_t>(ranks * tags)), got(sent);
+    std::vector<int> sends = shuffled(), receives = shuffled();
+    for (size_t i = 0; i < sends.size(); ++i) {
+      const int s = sends[i], to = s / tags, tag = s % tags;
+      const size_t nbytes = size_of(rank, to, tag, sent[static_cast<size_t>(s)]++);
+      kept.push_back(pattern(nbytes, static_cast<unsigned>(rank * 100 + tag)));
+      numbers.push_back(rings.start_send(to, envelope(tag, nbytes), kept.back().data()).number);
+      const int r = receives[i], from = r / tags, wanted = r % tags;
+      const size_t room = size_of(from, rank, wanted, got[static_cast<size_t>(r)]++);
+      expected.emplace_back(std::vector<char>(room),
+                            pattern(room, static_cast<unsigned>(from * 100 + wanted)));
+      char* into = expected.back().first.data();
+      numbers.push_back(rings.start_recv(from, envelope(wanted, room), into, nullptr).number);
+      // Its message may be sent later only, so this cannot wait for long.
+      if (random() % 2 == 0) rings.wait(numbers.back(), 100'000);
+    }
+    for (uint64_t number : numbers) {
+      while (true) {
+        const Outcome outcome = number == 0 ? Outcome{} : rings.wait(number, kMoment);
+        assert(outcome.code == Code::ok || outcome.code == Code::unknown ||
+               outcome.code == Code::timeout);
+        if (outcome.code != Code::timeout) break;
+      }
+    }
+    // Those of code `unknown` were told to the server thread, at once.
+    for (const auto& [in, out] : expected) assert(in == out);
+  });
+}
+
+void test_order_of_any_source() {
+  World world(2);
+  const char one = 1, two = 2;
+  char in = 0;
+  assert(world[0].send(1, envelope(1, 1), &one, kMinute).code == Code::ok);
+  assert(world[0].send(1, envelope(2, 1), &two, kMinute).code == Code::ok);
+  assert(world[1].send(1, envelope(1, 1), &two, kMinute).code == Code::ok);  // to itself
+  Outcome got = world[1].recv(-1, envelope(2, 1), &in, both(), kMinute);
+  assert(got.code == Code::ok && got.source == 0 && in == 2);
+  assert(world[1].recv(1, envelope(1, 1), &in, nullptr, kMinute).source == 1 && in == 2);
+  assert(world[1].recv(-1, envelope(1, 1), &in, both(), kMinute).source == 0 && in == 1);
+}
+
+void test_mismatch() {
+  World world(2);
+  std::vector<char> big = pattern(300'000, 1), room(8, 'x');
+  for (bool posted_first : {true, false}) {
+    uint64_t number = 0;
+    if (posted_first) number = world[1].start_recv(0, envelope(1, 8), room.data(), nullptr).number;
+    Outcome sent = world[0].start_send(1, envelope(1, big.size()), big.data());
+    Outcome got = posted_first ? world[1].wait(number, kMinute)
+                               : world[1].recv(0, envelope(1, 8), room.data(), nullptr, kMinute);
+    assert(got.code == Code::mismatch && got.source == 0 && got.nbytes == big.size());
+    assert(room == std::vector<char>(8, 'x'));
+    // The receiver drops the rest while it waits for the next message.
+    std::thread sender([&] {
+      assert(sent.number == 0 || world[0].wait(sent.number, kMinute).code == Code::ok);
+      assert(world[0].send(1, envelope(2, 1), big.data(), kMinute).code == Code::ok);
+    });
+    assert(world[1].recv(0, envelope(2, 1), room.data(), nullptr, kMinute).code == Code::ok);
+    sender.join();
+    room[0] = 'x';
+  }
+}
+
+void test_time_outs() {
+  World world(2);
+  std::vector<char> big = pattern(400'000, 1), in(400'000);
+  const std::vector<char> untouched(in);
+  assert(world[1].recv(0, envelope(1, 8), in.data(), nullptr, kMoment).code == Code::timeout);
+  // Half of it is in the ring when it is given up; the receiver gets all of it nevertheless.
+  assert(world[0].send(1, envelope(1, big.size()), big.data(), kMoment).code == Code::timeout);
+  std::fill(big.begin(), big.end(), 'x');
+  assert(world[1].recv(0, envelope(2, 8), in.data(), nullptr, kMoment).code == Code::timeout);
+  assert(in == untouched);
+  std::thread helper([&] {
+    assert(world[0].recv(1, envelope(3, 1), big.data(), nullptr, kMinute).code == Code::ok);
+  });
+  assert(world[1].recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
+  assert(in == pattern(400'000, 1));
+  assert(world[1].send(0, envelope(3, 1), in.data(), kMinute).code == Code::ok);
+  helper.join();
+}
+
+void test_ends() {
+  for (int way = 0; way < 4; ++way) {
+    World world(3);
+    char in[8];
+    const char out[8] = "message";
+    assert(world[2].send(0, envelope(9, 8), out, kMinute).code == Code::ok);
+    const Code expected[] = {Code::aborted, Code::lost, Code::left, Code::closed};
+    std::thread waiter([&] {
+      const Outcome got = world[0].recv(2, envelope(1, 8), in, nullptr, kMinute);
+      assert(got.code == expected[way]);
+    });
+    const uint64_t other = world[0].start_recv(1, envelope(1, 8, 8), in, nullptr).number;
+    assert(world[0].wait(other, kMoment).code == Code::timeout);
+    if (way == 0) world[0].fail_context(7);
+    if (way == 1) world[0].peer_down(2, Code::lost);
+    if (way == 2) world[0].peer_down(2, Code::left);
+    if (way == 3) world[0].close(0);
+    waiter.join();
+    const Outcome later = world[0].recv(2, envelope(1, 8), in, nullptr, kMinute);
+    assert(later.code == expected[way]);
+    if (way == 1 || way == 2) {
+      // What it sent before is there; what waits for another rank goes on.
+      assert(world[0].recv(2, envelope(9, 8), in, nullptr, kMinute).code == Code::ok);
+      assert(std::memcmp(in, out, 8) == 0);
+      assert(world[0].send(2, envelope(1, 8), out, kMinute).code == expected[way]);
+    }
+    if (way != 3) {
+      assert(world[1].send(0, envelope(1, 8, 8), out, kMinute).code == Code::ok);
+      assert(world[0].wait(other, kMinute).code == Code::ok);
+    }
+  }
+}
+
+void test_any_source_of_ranks_that_go() {
+  World world(3);
+  char in[8];
+  const auto all = std::make_shared<const std::vector<int>>(std::vector<int>{0, 1, 2});
+  const uint64_t number = world[0].start_recv(-1, envelope(1, 8), in, all).number;
+  world[0].peer_down(1, Code::left);
+  assert(world[0].wait(number, kMoment).code == Code::timeout);
+  world[0].peer_down(2, Code::left);
+  assert(world[0].wait(number, kMinute).code == Code::left);
+  world[0].peer_down(1, Code::lost);
+  const Outcome later = world[0].recv(-1, envelope(1, 8), in, all, kMinute);
+  assert(later.code == Code::lost && later.source == 1);
+}
+
+void test_unreachable() {
+  World world(2);
+  std::vector<Address> addresses(2);
+  addresses[1].pid = getpid();
+  addresses[1].fd = 0;
+  Rings stranger(0, 2);
+  assert(stranger.create(addresses[0].nonce) == 0);
+  stranger.introduce(addresses, 10);
+  assert(!stranger.reaches(1) && stranger.reaches(0));
+  assert(stranger.send(1, envelope(1, 0), nullptr, kMinute).code == Code::unreachable);
+  // Its messages come another way.
+  char in[8];
+  const uint64_t number = world[1].start_recv(-1, envelope(1, 8), in, both()).number;
+  world[1].deliver(0, envelope(1, 8), "message");
+  assert(world[1].wait(number, 0).source == 0 && std::memcmp(in, "message", 8) == 0);
+  stranger.close(0);
+}
+
+}  // namespace
+
+int main() {
+  test_ping_pong();
+  test_both_send_first();
+  for (unsigned seed = 0; seed < 5; ++seed) test_random(seed);
+  test_order_of_any_source();
+  test_mismatch();
+  test_time_outs();
+  test_ends();
+  test_any_source_of_ranks_that_go();
+  test_unreachable();
+  std::puts("ok");
+  return 0;
+}

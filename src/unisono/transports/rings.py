@@ -1,0 +1,317 @@
+"""Point-to-point messages between ranks of one host: over rings in shared memory, in C++.
+
+Every rank makes an inbox and publishes where it is. Who sends to it opens it through the owner's
+process id and compares a nonce; if that fails (another process namespace, say) the messages of
+this pair go through the transport. Matching is in C++ for both, so that a receive from any source
+has one place to look.
+
+A rank that waits moves the bytes itself. For sends and receives that nobody waits for there is a
+server thread, made when it is first needed; it gives up the interpreter lock while it works or
+sleeps. What ends from outside (a lost rank, a broken group) is noticed by the transport, as for
+its own messages.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
+from unisono.errors import ClosedError
+from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
+from unisono.transports.message import Key
+
+if TYPE_CHECKING:
+    from unisono.transports.api import Transport
+
+try:
+    _engine: Any = import_module("unisono._engine")
+except ImportError:
+    _engine = None
+
+__all__ = ["RingTransfer", "Rings"]
+
+_log = get_logger("transports.rings")
+
+Told = tuple[int, int, int, int, int]
+"""(number, code, source, nbytes, info) of a send or receive."""
+
+# How often a wait looks before it offers the core to others, as in `engines.native`.
+_SPIN = 100
+_SPIN_CROWDED = 10
+
+# As for TCP: how long close() goes on sending what isend left.
+_LINGER_S = 2.0
+
+# How long cancel() waits for another thread that has ended the transfer.
+_COPY_S = 5.0
+
+_NONCE_BYTES = 16
+
+
+class RingTransfer(Transfer):
+    """A send or receive through rings; whoever waits for it does the work."""
+
+    __slots__ = ("_rings", "number", "receives")
+
+    _rings: Rings
+    number: int
+    receives: bool
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        return self.done() or self._rings.wait(self, deadline)
+
+
+class Rings:
+    """One rank's end of the rings of its host.
+
+    Args:
+        transport: Carries what cannot be shared, and notices who is gone.
+
+    Raises:
+        OSError: The memory cannot be made.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._lock = threading.Lock()
+        self._open: dict[int, RingTransfer] = {}
+        self._early: dict[int, Told] = {}
+        self._server: threading.Thread | None = None
+        self._closed = False
+        self.native = _engine.Rings(transport.rank, transport.world_size)
+        if error := self.native.create(self._nonce):
+            raise OSError(error, os.strerror(error))
+        # Weak: the collector of cycles does not see through C++.
+        told = weakref.WeakMethod(self._stuck)
+        self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
+
+    @classmethod
+    def make(cls, transport: Transport) -> Rings | None:
+        """Return new rings, or None where there can be none."""
+        if _engine is None:
+            return None
+        try:
+            return cls(transport)
+        except OSError as error:
+            level = "info" if error.errno == errno.ENOSYS else "warning"
+            getattr(_log, level)("no shared memory for messages: %s", error)
+            return None
+
+    @property
+    def word(self) -> str:
+        """What the other ranks need to find this rank's inbox; without spaces."""
+        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}"
+
+    def introduce(self, words: Sequence[str], *, crowded: bool) -> None:
+        """Say where the inboxes are.
+
+        Args:
+            words: Of all ranks; "" for one that cannot be reached.
+            crowded: More ranks than cores take part on this host.
+        """
+        addresses = []
+        for word in words:
+            pid, fd, nonce = word.split(":") if word else ("0", "0", "")
+            addresses.append((int(pid), int(fd), bytes.fromhex(nonce)))
+        self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a rank that has sent something has closed its end since."""
+        return bool(self.native.has_left(peer))
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> RingTransfer | None:
+        """Start sending; None if `peer` cannot be reached this way."""
+        transfer = self._transfer(peer, key, data, info, receives=False)
+        told = self.native.start_send(peer, key.context, key.tag, info, data)
+        if told[1] == _engine.UNREACHABLE:
+            return None
+        self._begin(transfer, told)
+        if not transfer.done():
+            self._transport.notice_end(peer)
+        return transfer
+
+    def recv(
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
+    ) -> RingTransfer:
+        """Start receiving, from `peer` or from any of `among`."""
+        transfer = self._transfer(peer, key, into, info, receives=True)
+        source, sources = (-1, list(among)) if peer is None else (peer, [])
+        told = self.native.start_recv(source, key.context, key.tag, info, into, sources)
+        self._begin(transfer, told)
+        for each in sources or [source]:
+            if not transfer.done():
+                self._transport.notice_end(each)
+        return transfer
+
+    def wait(self, transfer: RingTransfer, deadline: Deadline | None) -> bool:
+        """Move bytes until this transfer is done; False at the deadline."""
+        limit_s = float("inf") if deadline is None else deadline.remaining()
+        told = self.native.wait(transfer.number, limit_s)
+        if told[1] == _engine.UNKNOWN:
+            # Somebody else waits for it, or the server is about to end it.
+            return Transfer.wait_until(transfer, deadline)
+        if told[1] != _engine.TIMEOUT:
+            self._end(told)
+        return transfer.done()
+
+    def cancel(self, transfer: RingTransfer, error: BaseException | None = None) -> None:
+        """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
+        told = self.native.cancel(transfer.number)
+        if told[1] == _engine.CANCELLED and error is not None:
+            self._forget(transfer.number)
+            transfer.finish(error)
+        elif told[1] != _engine.UNKNOWN:
+            self._end(told)
+        elif not self.is_server():
+            # Another thread has just ended it, and will say so.
+            Transfer.wait_until(transfer, Deadline(_COPY_S))
+
+    def error(self, told: Told, context: int) -> BaseException | None:
+        """Return what an outcome means."""
+        _, code, source, nbytes, info = told
+        if code == _engine.OK:
+            return None
+        if code == _engine.MISMATCH:
+            return MessageMismatch(source, nbytes, info)
+        if code in (_engine.LOST, _engine.LEFT):
+            left = bool(code == _engine.LEFT)
+            return self._transport.mailbox.down(source) or LinkDown(source, "it is gone", left)
+        if code == _engine.ABORTED and (failure := self._transport.failure(context)) is not None:
+            return failure
+        if code in (_engine.CANCELLED, _engine.TIMEOUT):
+            return Cancelled()
+        return ClosedError("the transport was closed")
+
+    def port(self, context: int, ranks: Sequence[int], words: Mapping[str, int]) -> Any:
+        """Return what sends and receives NumPy arrays in one group without Python code.
+
+        Args:
+            context: The group's.
+            ranks: Global ranks of its members.
+            words: What a message's `info` is, by the buffer format of the array.
+        """
+        return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(words))
+
+    # ---- what comes from the transport ----------------------------------------------------
+
+    def deliver(self, context: int, tag: int, arrival: Arrival) -> None:
+        """Take in a message of a rank that cannot reach this one's inbox."""
+        data = arrival.data if arrival.data.nbytes else b""
+        self.native.deliver(arrival.source, context, tag, arrival.info, data)
+
+    def peer_down(self, error: LinkDown) -> None:
+        """End what waits for a rank that is gone, once everything it sent is taken in."""
+        self.native.peer_down(error.peer, error.left)
+
+    def fail_context(self, context: int) -> None:
+        """End everything of a broken context, now and later."""
+        self.native.fail_context(context)
+        for transfer in self._of_context(context):
+            self.cancel(transfer)
+
+    def forget_context(self, context: int, error: BaseException) -> None:
+        """Drop what a destroyed context still holds; `error` ends its receives."""
+        for transfer in self._of_context(context):
+            if transfer.receives:
+                self.cancel(transfer, error)
+        self.native.forget_context(context)
+
+    def ensure_server(self) -> None:
+        """Make sure that somebody moves what nobody waits for."""
+        if self._server is None:
+            with self._lock:
+                if self._server is None and not self._closed:
+                    name = f"unisono-rings-{self._transport.rank}"
+                    self._server = threading.Thread(target=self._serve, name=name, daemon=True)
+                    self._server.start()
+
+    def is_server(self) -> bool:
+        """Whether the calling thread is the server."""
+        return threading.current_thread() is self._server
+
+    def close(self) -> None:
+        """End everything, after what was sent has gone out or a moment has passed."""
+        with self._lock:
+            self._closed = True
+        self.native.close(_LINGER_S)
+        if self._server is not None and not self.is_server():
+            self._server.join()
+
+    # ---- beginning and ending -------------------------------------------------------------
+
+    def _transfer(
+        self, peer: int | None, key: Key, data: memoryview, info: int, *, receives: bool
+    ) -> RingTransfer:
+        transfer = RingTransfer(peer, key.context, key[1:], data, info)
+        transfer._rings = self
+        transfer.receives = receives
+        transfer.number = 0
+        return transfer
+
+    def _of_context(self, context: int) -> list[RingTransfer]:
+        with self._lock:
+            return [t for t in self._open.values() if t.context == context]
+
+    def _begin(self, transfer: RingTransfer, told: Told) -> None:
+        transfer.number = number = told[0]
+        if not number:
+            self._finish(transfer, told)
+            return
+        with self._lock:
+            early = self._early.pop(number, None)
+            if early is None:
+                self._open[number] = transfer
+        if early is not None:
+            self._finish(transfer, early)
+        self.ensure_server()
+
+    def _end(self, told: Told) -> None:
+        transfer = self._forget(told[0], told)
+        if transfer is not None:
+            self._finish(transfer, told)
+
+    def _forget(self, number: int, told: Told | None = None) -> RingTransfer | None:
+        with self._lock:
+            transfer = self._open.pop(number, None)
+            if transfer is None and told is not None:
+                # It ended before the call that started it came back.
+                self._early[number] = told
+            return transfer
+
+    def _finish(self, transfer: RingTransfer, told: Told) -> None:
+        error = self.error(told, transfer.context)
+        if error is None and transfer.peer is None:
+            transfer.peer = told[2]
+        transfer.finish(error)
+
+    # ---- threads --------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            outcomes, stuck = self.native.serve()
+            if not outcomes and not stuck:
+                return
+            for told in outcomes:
+                self._end(told)
+            self._stuck(stuck, True)
+
+    def _stuck(self, ranks: list[int], sends: bool) -> None:
+        """See to it that the end of these ranks is noticed, and that they take in messages."""
+        transport = self._transport
+        for rank in ranks:
+            if rank != transport.rank:
+                transport.notice_end(rank)
+                if sends:
+                    transport.knock(rank)
