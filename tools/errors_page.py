@@ -71,7 +71,7 @@ COMPOSED = {
         "{reason}",
     ],
     "PeerLostError": [
-        _CALL + " failed on rank {rank} of {size}: rank {peer} was lost: its process ended",
+        _CALL + " failed on rank {rank} of {size}: rank {peer} was lost: {reason}",
         _CALL + " failed on rank {rank} of {size}: rank {peer} was lost: it left: {how}",
     ],
     "PeerFailedError": [
