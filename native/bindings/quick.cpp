@@ -275,6 +275,9 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
     throw nb::value_error("one kind per parameter, eight at most");
   }
+  // Here, where somebody wants to repeat calls: the launcher, which loads this extension for its
+  // store's server, shall stay without NumPy.
+  if (PyArray_API == nullptr && _import_array() < 0) throw nb::python_error();
   nb::object interned = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.size())));
   for (size_t i = 0; i < names.size(); ++i) {
     // Keywords arrive interned, so that comparing addresses will do.
@@ -313,7 +316,6 @@ void set_default(nb::object group) {
 }  // namespace unisono
 
 void bind_quick(nb::module_& m) {
-  if (_import_array() < 0) throw nb::python_error();
   unisono::global.attribute = PyUnicode_InternFromString("calls");
   unisono::global.default_attribute = PyUnicode_InternFromString("default");
   unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));

@@ -128,6 +128,7 @@ OWN = {
     "TORCHELASTIC_ERROR_FILE": "in a new folder",
     "SEEN": "of this test",
     "UNISONO_LAUNCH": "ours",
+    "UNISONO_TOKEN": "ours",
     "PYTHONFAULTHANDLER": "ours",
     "NODE_RANK": "ours",
 }

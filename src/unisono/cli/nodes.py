@@ -22,7 +22,6 @@ _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)
 # Names that torchrun has for what a secured etcd wants to see.
 _SECRETS = {"cacert": "ca_cert", "ca_cert": "ca_cert", "cert": "cert_cert", "key": "cert_key"}
-_START_METHODS = ("spawn", "fork", "forkserver")
 _BEATS = 10
 
 _CONF = {
@@ -103,13 +102,6 @@ def _add_restart_flags(group: Any) -> None:
         default=0.1,
         metavar="SECONDS",
         help="pause between looks at the other nodes (0.1); workers' ends are seen at once",
-    )
-    add_flag(
-        group,
-        "--start-method",
-        choices=_START_METHODS,
-        default="spawn",
-        help="accepted for torchrun's sake: a script is always a fresh process",
     )
     add_flag(group, "--role", default="default", metavar="NAME", help="the workers' role")
 

@@ -68,21 +68,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def _add_console_flags(group: Any) -> None:
     add_flag(
         group,
-        "--logs-specs",
-        type=_no_plug_in,
-        default=None,
-        metavar="NAME",
-        help="torchrun's plug-ins for logs; unisono has none, so this is an error",
-    )
-    add_flag(
-        group,
-        "--event-log-handler",
-        choices=("null", "console"),
-        default="null",
-        help="accepted for torchrun's sake: events are told on standard error in any case",
-    )
-    add_flag(
-        group,
         "--prefix",
         type=_checked(check_prefix),
         default=None,
@@ -129,12 +114,6 @@ def _default_prefix() -> str:
     texts = [text.replace("{", "{{").replace("}", "}}") for text in parts[::2]]
     fields = [f"{{{_TORCH_FIELDS[name]}}}" for name in parts[1::2]]
     return "".join(a + b for a, b in zip(texts, [*fields, ""], strict=True))
-
-
-def _no_plug_in(name: str) -> Any:
-    raise argparse.ArgumentTypeError(
-        f"{name!r}: torchrun's plug-ins for logs cannot be used here; see --log-dir, --prefix"
-    )
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:

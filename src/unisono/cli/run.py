@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,17 +17,16 @@ from unisono.cli.output import add_output_flags, log_options
 from unisono.cli.plan import describe
 from unisono.cli.programs import add_program_flags, worker_commands
 from unisono.cli.status import make_status_line
+from unisono.cli.torchrun import NUMA_BINDINGS, add_torchrun_flags
 from unisono.elastic.agent import GRACE_S, Agent, LaunchResult, LaunchSpec
 from unisono.elastic.bind import MODES
 from unisono.elastic.environment import ERROR_FILE_VARIABLE
 from unisono.elastic.report import error_document, is_consequence, render, signal_name
-from unisono.elastic.signals import ENDING
 from unisono.elastic.spec import as_document
 
 __all__ = ["add_command"]
 
 _PREFIX = "unisono run: "
-_NUMA_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
@@ -37,6 +35,16 @@ any number of launches can run at once. If a worker fails, the others are ended;
 failure's traceback is the last thing printed and its exit code is the command's (128 + number
 if a signal killed it)."""
 
+_EPILOG = """\
+Every option is also read from the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
+
+examples:
+  unisono run -n 4 train.py --epochs 3            four workers on this host
+  unisono run -n 2 a.py : -n 1 b.py               one world, two programs
+  unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 --max-restarts 3 -n 8 train.py
+                                                  the same on two to four hosts
+"""
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the sub-command `run`."""
@@ -44,9 +52,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "run",
         help="start a script on N processes",
         description=_DESCRIPTION,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="unisono run [options] script [argument ...]",
     )
+    add_program_flags(parser)
+    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
     add_flag(
         parser,
         "--grace",
@@ -62,23 +73,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=None,
         metavar="PATH",
         help="write the failure report to this file as well, as JSON",
-    )
-    add_node_flags(parser)
-    add_output_flags(parser)
-    _add_worker_flags(parser)
-    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
-    add_program_flags(parser)
-    parser.set_defaults(handler=_run, parser=parser)
-
-
-def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
-    add_flag(
-        parser,
-        "--signals-to-handle",
-        type=_signals,
-        default=",".join(ENDING),
-        metavar="NAMES",
-        help=f"signals that end the launch ({','.join(ENDING)})",
     )
     add_flag(
         parser,
@@ -97,19 +91,10 @@ def _add_worker_flags(parser: argparse.ArgumentParser) -> None:
         help="where restarts are allowed: keep an interpreter with torch loaded ready for N "
         "workers of this node, if they are Python programs that use torch (all; 0: none)",
     )
-    add_flag(
-        parser,
-        "--numa-binding",
-        choices=sorted(_NUMA_BINDINGS),
-        default=None,
-        help="torchrun's words: node and socket are --bind numa, the others --bind core",
-    )
-    add_flag(
-        parser,
-        "--virtual-local-rank",
-        action="store_true",
-        help="each worker sees one GPU only (CUDA_VISIBLE_DEVICES) and has LOCAL_RANK=0",
-    )
+    add_node_flags(parser)
+    add_output_flags(parser)
+    add_torchrun_flags(parser)
+    parser.set_defaults(handler=_run, parser=parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -127,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
         commands=commands,
         grace_s=options.grace,
         logs=replace(logs, screen=status),
-        bind=_NUMA_BINDINGS.get(options.numa_binding, options.bind),
+        bind=NUMA_BINDINGS.get(options.numa_binding, options.bind),
         signals=options.signals_to_handle,
         one_gpu_each=options.virtual_local_rank,
         warm=len(commands) if options.warm is None else options.warm,
@@ -148,14 +133,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _count(text: str) -> int | None:
     return None if text == "all" else non_negative(text)
-
-
-def _signals(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
-            raise argparse.ArgumentTypeError(f"{name!r} is no signal that a program can handle")
-    return names
 
 
 def _print(line: str) -> None:
