@@ -20,7 +20,7 @@ import numpy as np
 from unisono.base.types import DType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["BufferView", "as_bytes", "device_of", "device_type", "view"]
+__all__ = ["BufferView", "alias_torch", "as_bytes", "device_of", "device_type", "view"]
 
 Array = np.ndarray[Any, Any]
 
@@ -221,10 +221,10 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
             data.copy_(torch.from_numpy(values).reshape(data.shape))
 
         return BufferView(flat, dtype, tuple(data.shape), tensor, write_back if write else _discard)
-    return _view_numpy(_alias_torch(tensor, dtype, name), dtype, tensor, write, name)
+    return _view_numpy(alias_torch(tensor, dtype, name), dtype, tensor, write, name)
 
 
-def _alias_torch(tensor: Any, dtype: DType, name: str) -> Array:
+def alias_torch(tensor: Any, dtype: DType, name: str) -> Array:
     """Return the memory of a dense CPU tensor as an array of its storage type.
 
     Not by `tensor.numpy()`, which for ever forbids torch to resize the memory: FSDP frees and

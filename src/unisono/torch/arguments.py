@@ -10,7 +10,11 @@ import torch._C._distributed_c10d as c10d
 from unisono.base.types import RedOpType, ReduceOp
 from unisono.groups.dispatch import OpSchema
 
-__all__ = ["call_options", "call_settings", "reduce_op"]
+__all__ = ["SYNCHRONOUS", "call_options", "call_settings", "reduce_op"]
+
+SYNCHRONOUS: dict[str, Any] = {"async_op": False}
+ASYNCHRONOUS: dict[str, Any] = {"async_op": True}
+"""How to make a call about which nothing else was said."""
 
 _UNSET = timedelta(milliseconds=-1)
 _SUM: Any = c10d.ReduceOp.SUM
@@ -23,16 +27,16 @@ def reduce_op(op: Any) -> ReduceOp:
         return ReduceOp.SUM
     kind = RedOpType(int(getattr(op, "op", op)))
     if kind is not RedOpType.PREMUL_SUM:
-        return ReduceOp(kind)
+        named: ReduceOp = getattr(ReduceOp, kind.name)
+        return named
     return ReduceOp(kind, float(op.factor))  # a number, or a tensor of one
 
 
 def call_options(options: Any) -> dict[str, Any]:
     """Return unisono's keywords for what every option struct of torch has."""
-    given: dict[str, Any] = {"async_op": options.asyncOp}
-    if options.timeout != _UNSET:
-        given["timeout"] = options.timeout
-    return given
+    if options.timeout == _UNSET:
+        return ASYNCHRONOUS if options.asyncOp else SYNCHRONOUS
+    return {"async_op": options.asyncOp, "timeout": options.timeout}
 
 
 def call_settings(
@@ -55,7 +59,7 @@ def call_settings(
         )
         keywords = call_options(options)
     given += [value for value in rest if value is not None]
-    keywords = {"async_op": True} | keywords
+    keywords = ASYNCHRONOUS | keywords
     return [_plain(value) for value in given], {k: _plain(v) for k, v in keywords.items()}
 
 

@@ -22,10 +22,11 @@ from unisono.groups.c10d import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.torch.arguments import call_options, call_settings, reduce_op
+from unisono.torch.arguments import SYNCHRONOUS, call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
+from unisono.torch.plain import PLAIN, all_reduce
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
 
@@ -90,6 +91,9 @@ class Operations:
             arguments = (tensors,) if opts is None else (tensors, opts)
             return self._issue(OPS["all_reduce"], arguments, kwargs)
         tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
+        if how == SYNCHRONOUS and not tensor.is_sparse:
+            all_reduce(self._group, tensor, op)
+            return None
         if tensor.is_sparse:
             work = all_reduce_sparse(self._group, tensor, op, **how)
         else:
@@ -106,6 +110,9 @@ class Operations:
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
+        if how == SYNCHRONOUS and (plain := PLAIN.get(schema.name)) is not None:
+            plain(self._group, *arguments)
+            return None
         work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
         return self._as_torch(work, work.result()) if how["async_op"] else None
 
