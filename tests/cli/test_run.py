@@ -475,9 +475,11 @@ dist.destroy_process_group()
 
 def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
+    limit_kib = 60 * 1024
     program = (
         "import sys; from unisono.cli.main import main; code = main(['run', 's.py']); "
-        "print(code, sorted({'numpy', 'torch'} & set(sys.modules)))"
+        "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
+        "print(code, sorted({'numpy', 'torch'} & set(sys.modules)), peak.split()[1])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -488,4 +490,6 @@ def test_launcher_stays_light(tmp_path):
         timeout=LIMIT_S,
         check=True,
     )
-    assert (done.stdout, done.stderr) == ("0 []\n", "")
+    first, _, peak_kib = done.stdout.rpartition(" ")
+    assert (first, done.stderr) == ("0 []", "")
+    assert int(peak_kib) <= limit_kib

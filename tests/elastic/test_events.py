@@ -83,6 +83,23 @@ def test_worker_dies_on_one_node(job):
     assert agent.finish() == 0
 
 
+def test_twenty_workers_die_in_a_row(job_of):
+    job = job_of(
+        "import os, signal\n"
+        "env = os.environ\n"
+        "print('up', env['RANK'], 2, 0, env['TORCHELASTIC_RESTART_COUNT'], os.getpid(), 0,"
+        " flush=True)\n"
+        "if env['TORCHELASTIC_RESTART_COUNT'] != '20':\n    signal.pause()\n"
+    )
+    agent = job.start("--standalone", "--nproc-per-node=2", "--max-restarts=20")
+    for restart in range(20):
+        ups = agent.next_ups(2)
+        assert [up.restart for up in ups] == [restart, restart]
+        kill(ups[restart % 2].pid)
+    assert [up.restart for up in agent.next_ups(2)] == [20, 20]
+    assert agent.finish() == 0
+
+
 def test_worker_dies_and_all_nodes_restart_once(job):
     first, second, ups, others = pair(job, "--max-restarts=1", nproc=2)
     assert places(sorted(ups + others, key=lambda up: up.rank)) == [

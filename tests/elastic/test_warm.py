@@ -296,9 +296,9 @@ def test_who_touches_the_environment(tmp_path, monkeypatch, text):
     monkeypatch.syspath_prepend(str(tmp_path / "lib"))
     script = tmp_path / "script.py"
     script.write_text(text)
-    assert not is_untouched([sys.executable, "-u", str(script)])
+    assert not is_untouched(*[sys.executable, "-u", str(script)])
     monkeypatch.chdir(tmp_path)
-    assert not is_untouched([sys.executable, "-m", "script"])
+    assert not is_untouched(*[sys.executable, "-m", "script"])
 
 
 def test_who_does_not_touch_it(tmp_path, monkeypatch):
@@ -311,8 +311,8 @@ def test_who_does_not_touch_it(tmp_path, monkeypatch):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()
     (tmp_path / "pack" / "__main__.py").write_text("import script")
-    assert is_untouched([sys.executable, str(script), "--flag"])
+    assert is_untouched(*[sys.executable, str(script), "--flag"])
     monkeypatch.chdir(tmp_path)
-    assert is_untouched([sys.executable, "-u", "-m", "pack", "x"])
+    assert is_untouched(*[sys.executable, "-u", "-m", "pack", "x"])
     for command in (["sh", str(script)], [sys.executable, "absent.py"], [sys.executable], []):
-        assert not is_untouched(command)
+        assert not is_untouched(*command)

@@ -7,6 +7,7 @@ else but the standard library and site-packages.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import sys
@@ -18,17 +19,21 @@ __all__ = ["is_untouched", "own_sources"]
 _PYTHON = re.compile(r"python[0-9.]*$")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _AT_START = ("sitecustomize", "usercustomize")
-_MAX_FILES = 500
+_MAX_FILES = 200
 _TOUCHES = re.compile(
     r"environ\s*(\[[^]\n]*\]\s*[|+]?=[^=]|\.\s*(update|setdefault|pop|clear)\b|\|=)"
     r"|\bdel\s+(os\.)?environ|\b(putenv|unsetenv|setenv|load_dotenv|sched_setaffinity)\b"
 )
 
 
-def is_untouched(command: Sequence[str]) -> bool:
+@functools.cache
+def is_untouched(*command: str) -> bool:
     """Whether a Python program's own files change neither its environment nor its CPUs.
 
     False too if they cannot be found or read.
+
+    Args:
+        command: `python [-u] script.py ...` or `python [-u] -m module ...`.
     """
     sources = own_sources(command)
     return bool(sources) and not any(map(_TOUCHES.search, sources))

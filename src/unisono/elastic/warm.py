@@ -159,4 +159,4 @@ def _is_safe(command: Sequence[str]) -> bool:
     # Loaded when a job has been running for a while: it needs the compiler's modules.
     from unisono.elastic.sources import is_untouched
 
-    return is_untouched(command)
+    return is_untouched(*command)
