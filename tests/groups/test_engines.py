@@ -1,5 +1,7 @@
 """What the engines could do differently, and must not."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -90,3 +92,65 @@ def test_native_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("unisono.engines.native._engine", None)
     with pytest.raises(UnsupportedError, match="cannot use the native engine: its extension"):
         run(broadcast_from_readonly, 2, engine="native")
+
+
+def uneven_exchange(rank, seed):
+    """all_to_all of blocks from nothing to several pieces of a slot, as one array and as lists."""
+    p, random = dist.get_world_size(), np.random.default_rng(seed)
+    sizes = random.choice([0, 1, 7, 1000, 70_000, 300_000], (p, p))
+    blocks = [[np.arange(n) * 3.0 + 100 * i + j for j, n in enumerate(row)]
+              for i, row in enumerate(sizes)]  # fmt: skip
+    expected = [blocks[i][rank] for i in range(p)]
+    received = [int(n) for n in sizes[:, rank]]
+    out = np.full(sum(received), -1.0)
+    sent = np.concatenate(blocks[rank])
+    dist.all_to_all_single(out, sent, received, [int(n) for n in sizes[rank]])
+    assert (out == np.concatenate(expected)).all()
+    apart = [np.full(n, -1.0) for n in received]
+    dist.all_to_all(apart, blocks[rank])
+    assert all((a == b).all() for a, b in zip(apart, expected, strict=True))
+    # Lists of neighbours are used in place, also where they are input and output.
+    out[:] = -1
+    ends = np.cumsum([0, *received])
+    together = [out[a:b] for a, b in itertools.pairwise(ends)]
+    dist.all_to_all(together, np.split(sent, np.cumsum(sizes[rank])[:-1]))
+    assert (out == np.concatenate(expected)).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_uneven_exchange(engine, size):
+    run(uneven_exchange, size, engine=engine, args=(size,))
+
+
+def neighbours(rank):
+    """Collectives on lists whose arrays are rows of one, some of which are the input as well."""
+    p, n = dist.get_world_size(), 5
+    grid = np.full((p, n), -1.0)
+    grid[rank] = np.arange(n) + 10 * rank
+    whole = np.arange(n) + 10.0 * np.arange(p)[:, None]
+    dist.all_gather(list(grid), grid[rank])
+    assert (grid == whole).all()
+    mixed = grid[::-1].copy()
+    dist.all_gather(list(mixed), mixed[p - 1 - rank])
+    assert (mixed == whole).all()
+    mixed = np.zeros((p, n))
+    dist.gather(whole[rank], list(mixed) if rank == 0 else None)
+    assert (mixed == (whole if rank == 0 else 0)).all()
+    part = np.zeros(n)
+    dist.scatter(part, list(whole) if rank == 0 else None)
+    assert (part == whole[rank]).all()
+    rows = whole.copy()
+    dist.reduce_scatter(rows[0], list(rows))
+    assert (rows[0] == p * whole[rank]).all()
+    assert (rows[1:] == whole[1:]).all()
+    rows = whole.copy()
+    dist.all_to_all(list(rows), list(rows))
+    assert (rows == whole[rank]).all()
+    rows = whole.copy()
+    dist.reduce_scatter(part, list(rows), dist.ReduceOp.PREMUL_SUM(2.0))
+    assert (part == 2 * p * whole[rank]).all()
+    assert (rows == whole).all()
+
+
+def test_lists_of_neighbours(engine):
+    run(neighbours, 3, engine=engine)

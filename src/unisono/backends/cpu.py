@@ -85,7 +85,8 @@ class CPUBackend(DeviceBackend):
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
-        data = many(tensors, write=True, name="tensors")
+        private = op.op is RedOpType.PREMUL_SUM
+        data = many(tensors, write=True, name="tensors", private=private)
         return self._submit(
             "all_reduce", "all_reduce_coalesced", data, options,
             output=data, outputs=tensors, count=data.count, op=op, agreed=data.sizes,
@@ -106,6 +107,7 @@ class CPUBackend(DeviceBackend):
         data = one(tensor, write=False)
         target = many(outputs, write=True, name="tensor_list", like=data.dtype)
         require_blocks(target.sizes, data.count, "tensor_list")
+        data = apart(data, target)
         return self._submit(
             "all_gather", "all_gather", data, options,
             input=data, output=target, outputs=outputs, count=data.count,
@@ -132,7 +134,8 @@ class CPUBackend(DeviceBackend):
             )
         return self._submit(
             "all_gather", "all_gather_coalesced", data, options,
-            input=data, output=target, outputs=flat, count=data.count, agreed=data.sizes,
+            input=apart(data, target), output=target, outputs=flat, count=data.count,
+            agreed=data.sizes,
         )  # fmt: skip
 
     def all_gather_into_tensor_coalesced(
@@ -153,6 +156,7 @@ class CPUBackend(DeviceBackend):
         if self.spec.rank == root and outputs is not None:
             target = many(outputs, write=True, name="gather_list", like=data.dtype)
             require_blocks(target.sizes, data.count, "gather_list")
+            data = apart(data, target)
         return self._submit(
             "gather", "gather", data, options,
             input=data, output=target, outputs=outputs or [], count=data.count, root=root,
@@ -165,6 +169,7 @@ class CPUBackend(DeviceBackend):
         if self.spec.rank == root and inputs is not None:
             data = many(inputs, write=False, name="scatter_list", like=target.dtype)
             require_blocks(data.sizes, target.count, "scatter_list")
+            data = apart(data, target)
         return self._submit(
             "scatter", "scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, root=root,
@@ -174,8 +179,10 @@ class CPUBackend(DeviceBackend):
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
         target = one(output, write=True)
-        data = many(inputs, write=False, name="input_list", like=target.dtype)
+        private = op.op is RedOpType.PREMUL_SUM
+        data = many(inputs, write=False, name="input_list", like=target.dtype, private=private)
         require_blocks(data.sizes, target.count, "input_list")
+        data = apart(data, target)
         return self._submit(
             "reduce_scatter", "reduce_scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, op=op,
@@ -210,6 +217,7 @@ class CPUBackend(DeviceBackend):
     ) -> Pending:
         data = many(inputs, write=False, name="input_tensor_list")
         target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
+        data = apart(data, target)
         splits = Splits(data.sizes, target.sizes)
         return self._exchange("all_to_all", data, target, outputs, splits, options)
 

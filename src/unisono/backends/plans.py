@@ -134,5 +134,6 @@ class Planner:
             np.array([*sent, *received], np.int64),
             lambda call, table: check_splits(self._comm, call, table),
             uneven,
+            lambda table: table[:, :size],
         )
         return exchange, program

@@ -71,16 +71,43 @@ def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False
     return Flat(target.array.copy() if private else target.array, [target], private=private)
 
 
-def many(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
-    """Return several arrays of one dtype as one flat copy, in their order.
+def many(
+    tensors: Sequence[Any],
+    *,
+    write: bool,
+    name: str,
+    like: DType | None = None,
+    private: bool = False,
+) -> Flat:
+    """Return several arrays of one dtype as flat memory, in their order.
+
+    Arrays that lie one after another, as the rows of one array do, are used in place unless
+    `private`; others are copied.
 
     Raises:
         InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
             another.
     """
     views = _views(tensors, write, name, like)
-    flat = np.concatenate([v.array for v in views])
-    return Flat(flat, views, private=True)
+    together = None if private else _adjacent(views)
+    if together is not None:
+        return Flat(together, views, private=False)
+    return Flat(np.concatenate([v.array for v in views]), views, private=True)
+
+
+def _adjacent(views: list[BufferView]) -> Array | None:
+    """Return the memory of arrays that lie one after another, or None if they do not."""
+    full = [v.array for v in views if v.count]
+    if not full or any(v.packed for v in views):
+        return None
+    end = None
+    for array in full:
+        start = array.__array_interface__["data"][0]
+        if end not in (None, start):
+            return None
+        end = start + array.nbytes
+    first, count = full[0], sum(array.size for array in full)
+    return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,))
 
 
 class _Striped(Flat):

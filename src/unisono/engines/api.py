@@ -132,12 +132,15 @@ class Exchange(NamedTuple):
         check: Gets the call and [world_size, k] of all ranks; raises the same error on every
             rank.
         program: Runs instead of the task's program once the numbers were exchanged.
+        counts: From those numbers to [p, p] elements that each rank sends to each, if the call is
+            an all_to_all.
     """
 
     even: int
     mine: Array
     check: Callable[[Call, Array], None]
     program: Program
+    counts: Callable[[Array], Array] | None = None
 
 
 @dataclass(slots=True)

@@ -36,6 +36,7 @@ from unisono.schedules import (
     build,
     layout_for,
     lower_shared,
+    lower_uneven,
 )
 from unisono.transports import LinkDown
 from unisono.transports.api import Failure, Question, Status
@@ -206,11 +207,18 @@ class NativeEngine(OrderedEngine):
         """Compare the numbers that may differ by rank, and run the program for such."""
         exchange = task.exchange
         assert exchange is not None
-        exchange.check(task.call, self._gather(task, exchange.mine))
-        if isinstance(exchange.program, _NativeProgram):
-            self._execute(task, exchange.program, task.dtype, task.input, task.output)
+        table = self._gather(task, exchange.mine)
+        exchange.check(task.call, table)
+        program, shared = exchange.program, None
+        if exchange.counts is not None:
+            counts = exchange.counts(table)
+            shared = lower_uneven(program, counts, self.comm.rank, task.dtype.itemsize, SLOT_BYTES)
+        if shared is not None:
+            program = _NativeProgram(shared)
+        if isinstance(program, _NativeProgram):
+            self._execute(task, program, task.dtype, task.input, task.output)
         else:
-            run.execute(exchange.program)
+            run.execute(program)
 
     def close(self) -> None:
         self.calls.close()

@@ -13,6 +13,7 @@ from unisono.schedules.program import Program, lower
 from unisono.schedules.registry import available, build
 from unisono.schedules.select import Choice, Topology, select
 from unisono.schedules.shared import SharedProgram, lower_shared
+from unisono.schedules.uneven import lower_uneven
 from unisono.schedules.verify import verify
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "layout_for",
     "lower",
     "lower_shared",
+    "lower_uneven",
     "parse_override",
     "select",
     "verify",

@@ -19,15 +19,15 @@ from unisono.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.schedules.layout import Layout, layout_for
 from unisono.schedules.program import Program, lower
 
-__all__ = ["SharedProgram", "lower_shared"]
+__all__ = ["ALIGN", "PIECE_BYTES", "SharedProgram", "lower_shared"]
 
 # Posts begin at multiples of this many elements, hence of a cache line for any element type.
-_ALIGN = 64
+ALIGN = 64
 
 # Bytes a rank posts per piece, if its slot is not smaller. Larger: a piece falls out of the L2
 # cache between writer and reader. Smaller: waking each other dominates. MPICH uses 8 KiB cells,
 # xhc 16 KiB, DeepSpeed 32 MiB; 256 KiB was fastest on a machine with 1-2 MiB of L2.
-_PIECE_BYTES = 256 * 1024
+PIECE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def lower_shared(
 
 def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int) -> int | None:
     """Return how many elements of the vector, or of each block, go into one piece."""
-    limit = min(slot_bytes, _PIECE_BYTES) // itemsize
+    limit = min(slot_bytes, PIECE_BYTES) // itemsize
     size = count
     while True:
         used = max(_posts(schedule, rank, size)[1] for rank in range(schedule.world_size))
@@ -93,7 +93,7 @@ def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int)
         if size <= 1:
             return None
         # What a rank posts grows with the piece, up to the rounding of each post.
-        size = max(1, min(size - 1, size * limit // used // _ALIGN * _ALIGN or size // 2))
+        size = max(1, min(size - 1, size * limit // used // ALIGN * ALIGN or size // 2))
     if size < count and not _separable(schedule, size):
         return None
     return size
@@ -111,7 +111,7 @@ def _posts(schedule: Schedule, rank: int, size: int) -> tuple[IntArray, int]:
         if sends:
             stage += not posting
             posts.append((at, peer, used, stage))
-            used += -(-count // _ALIGN) * _ALIGN
+            used += -(-count // ALIGN) * ALIGN
         posting = sends
     return np.array(posts, np.int64).reshape(-1, 4), used
 

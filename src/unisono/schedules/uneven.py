@@ -1,0 +1,69 @@
+"""all_to_all with uneven blocks over memory that all ranks of a host can read.
+
+Every rank knows all block sizes, so that no schedule is needed: in each piece a rank posts a part
+of what it has for every other rank, and reads the parts that the others posted for it.
+n is what a rank sends, p the world size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unisono.schedules.ir import Buf, IntArray, Op
+from unisono.schedules.program import Program
+from unisono.schedules.shared import ALIGN, PIECE_BYTES, SharedProgram
+
+__all__ = ["lower_uneven"]
+
+
+def lower_uneven(
+    messages: Program, counts: IntArray, rank: int, itemsize: int, slot_bytes: int
+) -> SharedProgram | None:
+    """Return the program of `rank`; None if a slot is too small for a part per rank.
+
+    Args:
+        messages: The same call with messages.
+        counts: [p, p] elements that each rank (row) sends to each (column).
+        rank: This rank.
+        itemsize: Bytes per element.
+        slot_bytes: What a rank can post at once.
+
+    Cost: n copied into shared memory, as much out of it.
+    """
+    p = len(counts)
+    part = min(slot_bytes, PIECE_BYTES) // itemsize // max(p - 1, 1) // ALIGN * ALIGN
+    if part == 0:
+        return None
+    sent, received = counts[rank], counts[:, rank]
+    from_at, to_at = np.cumsum(sent) - sent, np.cumsum(received) - received
+    others = counts[~np.eye(p, dtype=bool)]
+    pieces = max(1, -(-int(others.max(initial=0)) // part))
+    rows: list[list[int]] = []
+    loops: list[list[int]] = []
+    for start in range(0, pieces * part, part):
+        first = len(rows)
+        for peer in _others(rank, p):
+            count = min(int(sent[peer]) - start, part)
+            if count > 0:
+                slot = (peer - (peer > rank)) * part
+                source = int(from_at[peer]) + start
+                rows.append([Op.SEND, peer, Buf.INPUT, source, -1, -1, count, slot, 1])
+        if not start:
+            at, to, count = int(from_at[rank]), int(to_at[rank]), int(sent[rank])
+            rows.append([Op.COPY, -1, Buf.INPUT, at, Buf.OUTPUT, to, count, -1, -1])
+        for peer in _others(rank, p):
+            count = min(int(received[peer]) - start, part)
+            if count > 0:
+                slot = (rank - (rank > peer)) * part
+                target = int(to_at[peer]) + start
+                rows.append([Op.RECV, peer, -1, -1, Buf.OUTPUT, target, count, slot, 1])
+        loops.append([first, len(rows), 1, 0, 0])
+    table = np.array(rows, np.int64)
+    return SharedProgram(
+        messages.steps, messages.scratch_count, table, np.array(loops, np.int64), 0
+    )
+
+
+def _others(rank: int, p: int) -> list[int]:
+    """Return the other ranks, from the right neighbour on, so that not all begin with the same."""
+    return [(rank + i) % p for i in range(1, p)]

@@ -1,0 +1,117 @@
+"""Ranks that are killed, stopped or aborted at a random moment: no hang, no wrong number.
+
+`python tests/faults/chaos.py 200` runs so many rounds; the tests run a few.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import unisono as dist
+from unisono.errors import CollectiveAbortedError, CollectiveTimeoutError, PeerLostError
+from unisono.testing import run
+
+ENDS = {"kill": PeerLostError, "stop": CollectiveTimeoutError, "abort": CollectiveAbortedError}
+TIMEOUT_S = 1.5
+LATE_S = 3.0
+"""How long after the event a survivor may take to end: its time-out, and a busy machine."""
+
+
+def random_work(rank, folder, seed, way, victim):
+    """Make random calls, each with a check, until the end of one rank ends them all."""
+    shared, p = np.random.default_rng(seed), dist.get_world_size()
+    dist.group.WORLD.set_timeout(TIMEOUT_S if way == "stop" else 60)
+    dist.barrier()
+    if rank == victim:
+        delay_s = float(np.random.default_rng((seed, 1)).exponential(0.01))
+        threading.Timer(delay_s, _end, (folder, way)).start()
+    calls = 0
+    try:
+        while True:
+            calls += 1
+            _one_call(
+                rank, p, int(shared.integers(5)), int(shared.choice([1, 500, 200_000])), calls
+            )
+    except AssertionError:
+        raise
+    except Exception as error:
+        return type(error).__name__, error.context.peers, time.monotonic(), calls
+
+
+def _end(folder, way):
+    Path(folder, "ended_s").write_text(repr(time.monotonic()))
+    if way == "abort":
+        dist.group.WORLD.abort("chaos")
+        return
+    if way == "stop" and not os.fork():
+        # Whoever stopped cannot end itself; the parent of both sees to nothing.
+        time.sleep(TIMEOUT_S + LATE_S)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL if way == "kill" else signal.SIGSTOP)
+
+
+def _one_call(rank, p, kind, n, k):
+    right, left = (rank + 1) % p, (rank - 1) % p
+    if kind == 0:
+        x = np.full(n, rank + k)
+        dist.all_reduce(x)
+        assert (x == sum(range(p)) + p * k).all()
+    elif kind == 1:
+        x = np.full(n, rank + k)
+        dist.broadcast(x, k % p)
+        assert (x == k % p + k).all()
+    elif kind == 2:
+        x, y = np.full(n, rank + k), np.zeros(n, int)
+        works = [dist.irecv(y, left), dist.isend(x, right)]
+        for work in works:
+            work.wait()
+        assert (y == left + k).all()
+    elif kind == 3:
+        x, y = np.full(n, rank + k), np.zeros(n, int)
+        dist.send(x, right, tag=k)
+        dist.recv(y, left, tag=k)
+        assert (y == left + k).all()
+    else:
+        sizes = [n + rank] * p
+        x, y = np.full(sum(sizes), rank + k), np.zeros(p * n + sum(range(p)), int)
+        dist.all_to_all_single(y, x, [n + r for r in range(p)], sizes)
+        assert (y == np.repeat(np.arange(p) + k, [n + r for r in range(p)])).all()
+
+
+def one_round(folder, seed, way):
+    """Run one world to its end and check what each rank says."""
+    size = 2 + seed % 3
+    victim = seed // 3 % size
+    dead = set() if way == "abort" else {victim}
+    results = run(
+        random_work, size, ranks="processes", args=(str(folder), seed, way, victim), dead=dead
+    )
+    ended_s = float(Path(folder, "ended_s").read_text())
+    told = [(rank, *result) for rank, result in enumerate(results) if rank not in dead]
+    limit_s = LATE_S + (TIMEOUT_S if way == "stop" else 0)
+    # A receive does not hear of third ranks: it blames its sender, who ended because of the victim.
+    gone = {victim}
+    for rank, kind, peers, at_s, calls in sorted(told, key=lambda each: each[3]):
+        where = (seed, way, rank, kind, peers, at_s - ended_s, calls)
+        assert kind in (ENDS[way].__name__, "PeerLostError"), where
+        assert way == "stop" or gone.issuperset(peers), where
+        assert at_s - ended_s < limit_s, where
+        gone.add(rank)
+    assert any(peers == (victim,) for _, _, peers, _, _ in told), told
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for number in range(int(sys.argv[1])):
+        with tempfile.TemporaryDirectory() as place:
+            one_round(place, number, list(ENDS)[number % 3])
+        print(number, end=" ", flush=True)
