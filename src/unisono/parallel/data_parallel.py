@@ -1,0 +1,132 @@
+"""DistributedDataParallel: one model, its copies on all ranks, each with its part of the batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupError
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.world import resolve
+from unisono.parallel.hooks import Hook
+from unisono.parallel.reducer import Reducer
+
+__all__ = ["DistributedDataParallel"]
+
+_MIB = 1024 * 1024
+
+# The first bucket is small, so that communication begins early in backward.
+_FIRST_BUCKET_BYTES = 1 * _MIB
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a module so that backward leaves the gradients' average over all ranks.
+
+    grad = (grad_0 + grad_1 + ... + grad_{p-1}) / p
+
+    If every rank's loss is a mean over equally many samples, that is the gradient of the mean
+    over all samples. Parameters and buffers of rank 0 are copied to the others at construction;
+    equal steps of equal optimizers then keep the copies equal, bit by bit.
+
+    Communication runs while backward computes (see `unisono.parallel.reducer`). The result has the
+    bits of torch's DistributedDataParallel on Gloo with two ranks; with more, sums are in another
+    order, so that they differ by rounding.
+
+    Args:
+        module: On the CPU; the same on all ranks.
+        process_group: The default group if None.
+        bucket_cap_mb: MiB of gradients per message.
+        broadcast_buffers: Copy rank 0's buffers to the others before each forward pass that
+            follows one with reduction.
+        init_sync: Copy rank 0's parameters and buffers at construction.
+        find_unused_parameters: Look in each forward pass for parameters that its outputs do not
+            depend on. One that no rank uses keeps its gradient; one that some rank uses gets the
+            average, in which the others count as zero.
+
+    Raises:
+        NotInGroupError: This rank is no member of the group.
+        InvalidArgumentError: No parameter needs a gradient, or a cap that is not positive.
+        CollectiveMismatchError: The ranks' modules differ in sizes or dtypes.
+
+    Source: torch.nn.parallel.DistributedDataParallel (2.13).
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        *,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ArgumentTypeError(f"module must be a torch.nn.Module, got {module!r}")
+        if bucket_cap_mb <= 0:
+            raise InvalidArgumentError(f"bucket_cap_mb={bucket_cap_mb}, expected more than 0")
+        group = resolve(process_group)
+        if group is None:
+            raise NotInGroupError("DistributedDataParallel on a rank outside its process group")
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise InvalidArgumentError("no parameter of the module needs a gradient")
+        self.module = module
+        self.process_group = group
+        self.broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+        self._buffers_due = False
+        if init_sync:
+            self._copy_from_first([p for _, p in module.named_parameters()])
+            self._copy_from_first([b for _, b in module.named_buffers()])
+        cap_bytes = int(bucket_cap_mb * _MIB)
+        caps_bytes = [min(_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes]
+        self._reducer = Reducer(named, group, caps_bytes, find_unused_parameters)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, and expect a backward pass from what it returns.
+
+        Raises:
+            UsageError: The last backward pass did not reach all parameters; names them.
+        """
+        reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if torch.is_grad_enabled():
+            self._reducer.require_finished()
+        if self._buffers_due and self.broadcast_buffers:
+            self._copy_from_first([b for _, b in self.module.named_buffers()])
+        self._buffers_due = self.require_backward_grad_sync
+        outputs = self.module(*args, **kwargs)
+        if reduces:
+            self._reducer.prepare(outputs)
+        else:
+            self._reducer.suspend()
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add gradients up without reducing them, for forward passes inside the with block.
+
+        The first backward pass of a forward pass outside reduces the sum.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let `hook(state, bucket)` turn each bucket's gradients into their average.
+
+        Raises:
+            UsageError: There is a hook already.
+        """
+        self._reducer.register_hook(state, hook)
+
+    def _copy_from_first(self, tensors: list[Any]) -> None:
+        works = [self.process_group.broadcast(t.detach(), 0, async_op=True) for t in tensors]
+        for work in works:
+            work.wait()

@@ -1,0 +1,63 @@
+"""Communication hooks: how the gradients of a bucket become their average over all ranks.
+
+A hook is called as `hook(state, bucket)` when all gradients of the bucket are there, and returns a
+future of the flat tensor that replaces them. For these hooks the state is the process group.
+
+Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.groups.future import Future
+from unisono.groups.process_group import ProcessGroup
+from unisono.parallel.buckets import Bucket
+
+__all__ = [
+    "Hook",
+    "all_reduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "sum_flat",
+]
+
+Hook = Callable[[Any, Bucket], Future]
+
+
+def all_reduce_hook(group: ProcessGroup, bucket: Bucket) -> Future:
+    """Average the gradients: each rank divides its own by the number of ranks, then all add.
+
+    Cost: one all_reduce of the bucket.
+    """
+    return sum_flat(group, bucket.buffer().div_(group.size()))
+
+
+def fp16_compress_hook(group: ProcessGroup, bucket: Bucket) -> Future:
+    """Average the gradients as float16: half the bytes, 11 significant bits."""
+    return _compressed(group, bucket, torch.float16)
+
+
+def bf16_compress_hook(group: ProcessGroup, bucket: Bucket) -> Future:
+    """Average the gradients as bfloat16: half the bytes, float32's range, 8 significant bits."""
+    return _compressed(group, bucket, torch.bfloat16)
+
+
+def _compressed(group: ProcessGroup, bucket: Bucket, dtype: torch.dtype) -> Future:
+    buffer = bucket.buffer()
+    small = buffer.to(dtype).div_(group.size())
+    return sum_flat(group, small).then(lambda done: buffer.copy_(done.value()))
+
+
+def sum_flat(group: ProcessGroup, flat: Tensor) -> Future:
+    """Return a future of `flat`, which becomes its sum over all ranks."""
+    future = group.all_reduce(flat, async_op=True).get_future()
+    return future.then(lambda done: _one(done.value()))
+
+
+def _one(value: list[Tensor]) -> Tensor:
+    return value[0]

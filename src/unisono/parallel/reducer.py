@@ -1,0 +1,241 @@
+"""The reduction of gradients while backward is still computing others.
+
+Theory of operation: torch calls a hook when the gradient of a parameter is complete. It is copied
+into its bucket; when a bucket is full, and all buckets before it are under way, its reduction
+begins, on the group's progress thread. When backward has come to its end, a callback of the
+autograd engine waits for all of them and copies the averages back. Buckets are reduced in their
+order, so that all ranks make the same calls whatever order their gradients come in.
+
+Source: torch.nn.parallel.DistributedDataParallel's reducer (2.13); Li et al.: "PyTorch distributed:
+experiences on accelerating data parallel training", VLDB 2020.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnsupportedError, UsageError
+from unisono.groups.future import Future
+from unisono.groups.process_group import ProcessGroup
+from unisono.parallel.buckets import Bucket, assign_buckets
+from unisono.parallel.hooks import Hook, sum_flat
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Averages the gradients of some parameters over a group, backward pass after backward pass.
+
+    Args:
+        named: Names and parameters, the same on all ranks.
+        group: The ranks.
+        caps_bytes: See `assign_buckets`.
+        find_unused: Look in each pass for parameters that it will not reach.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Any]],
+        group: ProcessGroup,
+        caps_bytes: Sequence[int],
+        find_unused: bool,
+    ) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [p for _, p in named]
+        self._group = group
+        self._find_unused = find_unused
+        numbers = assign_buckets(self._parameters, caps_bytes)
+        self._buckets = [
+            Bucket(i, [self._parameters[n] for n in members], i + 1 == len(numbers))
+            for i, members in enumerate(numbers)
+        ]
+        self._members = numbers
+        self._place = {
+            n: (bucket, i)
+            for bucket, members in zip(self._buckets, numbers, strict=True)
+            for i, n in enumerate(members)
+        }
+        self._hook: Hook | None = None
+        self._state: Any = None
+        # Of the pass in progress.
+        self._expecting = False
+        self._started = False
+        self._ready: set[int] = set()
+        self._unused: set[int] = set()
+        self._futures: list[Future] = []
+        for n, p in enumerate(self._parameters):
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), n))
+
+    def register_hook(self, state: Any, hook: Hook) -> None:
+        """Use `hook(state, bucket)` instead of the plain average.
+
+        Raises:
+            UsageError: There is one already.
+        """
+        if self._hook is not None:
+            raise UsageError("a communication hook is registered already")
+        self._hook, self._state = hook, state
+
+    def prepare(self, outputs: Any) -> None:
+        """Expect a backward pass from `outputs`.
+
+        Raises:
+            UsageError: The last pass did not reach all parameters; names them.
+        """
+        self.require_finished()
+        self._expecting = True
+        self._ready.clear()
+        self._futures.clear()
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            bucket.pending = len(members)
+        self._unused = self._unreached(outputs) if self._find_unused else set()
+
+    def suspend(self) -> None:
+        """Let the next backward pass add to the gradients without reducing them."""
+        self._expecting = False
+
+    def require_finished(self) -> None:
+        """Check that the last pass reduced everything.
+
+        Raises:
+            UsageError: It did not; names the parameters that got no gradient.
+        """
+        if not self._started:
+            return
+        missing = [name for n, name in enumerate(self._names) if n not in self._ready]
+        raise UsageError(
+            f"the last backward pass of DistributedDataParallel was not finished: "
+            f"{len(missing)} of {len(self._names)} parameters got no gradient: "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
+            hint="if forward does not use all parameters every time, pass "
+            "find_unused_parameters=True; outputs that the loss does not use count as used",
+        )
+
+    # ---- during backward ------------------------------------------------------------------
+
+    def arrived(self, number: int) -> None:
+        """Take the gradient of a parameter, which is complete now."""
+        if not self._expecting:
+            return
+        if not self._started:
+            self._started = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            for unused in sorted(self._unused):
+                self._mark_ready(unused)
+        if number in self._ready:
+            raise UsageError(
+                f"parameter {self._names[number]!r} got its gradient twice in one backward pass",
+                hint="forward is called once, or several modules share the parameter: reduce "
+                "their gradients in one backward pass over the sum of the losses",
+            )
+        self._mark_ready(number)
+
+    def _mark_ready(self, number: int) -> None:
+        bucket, at = self._place[number]
+        view = bucket.gradients()[at]
+        gradient = self._parameters[number].grad
+        if number in self._unused:
+            view.zero_()
+        elif gradient.layout != torch.strided:
+            raise UnsupportedError(
+                f"the gradient of {self._names[number]!r} is {gradient.layout}; "
+                "DistributedDataParallel reduces dense ones",
+                hint="use sparse=False in the embedding",
+            )
+        elif self._hook is None:
+            # As torch does, which multiplies by the reciprocal: so the bits agree.
+            torch.mul(gradient, 1.0 / self._group.size(), out=view)
+        else:
+            view.copy_(gradient)
+        self._ready.add(number)
+        bucket.pending -= 1
+        while len(self._futures) < len(self._buckets):
+            bucket = self._buckets[len(self._futures)]
+            if bucket.pending:
+                break
+            self._futures.append(self._reduce(bucket))
+
+    def _reduce(self, bucket: Bucket) -> Future:
+        if self._hook is None:
+            return sum_flat(self._group, bucket.buffer())
+        return self._hook(self._state, bucket)
+
+    def _finish(self) -> None:
+        """Wait for all reductions and hand the averages out; runs when backward has ended."""
+        if len(self._futures) < len(self._buckets):
+            # The next forward says which gradients are missing.
+            return
+        used = self._used_anywhere()
+        for bucket, members, future in zip(
+            self._buckets, self._members, self._futures, strict=True
+        ):
+            value = future.wait()
+            flat = value[0] if isinstance(value, (list, tuple)) else value
+            for number, view in zip(members, bucket.views(flat), strict=True):
+                if used is None or bool(used[number]):
+                    _set_gradient(self._parameters[number], view)
+        self._futures.clear()
+        self._started = self._expecting = False
+
+    def _used_anywhere(self) -> Tensor | None:
+        """Return [parameters] of 0 and 1: which were used on some rank; None if all were."""
+        if not self._find_unused:
+            return None
+        used = torch.ones(len(self._parameters), dtype=torch.int32)
+        used[sorted(self._unused)] = 0
+        return sum_flat(self._group, used).wait().clamp_(max=1)
+
+    # ---- unused parameters ----------------------------------------------------------------
+
+    def _unreached(self, outputs: Any) -> set[int]:
+        """Return the parameters that a backward pass from `outputs` will not reach."""
+        todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
+        seen = set(todo)
+        reached: set[int] = set()
+        while todo:
+            node = todo.pop()
+            if hasattr(node, "variable"):
+                reached.add(id(node.variable))
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return {n for n, p in enumerate(self._parameters) if id(p) not in reached}
+
+
+def _hook(reducer: weakref.ref[Reducer], number: int) -> Callable[[Any], None]:
+    """Return what torch calls; a parameter's C++ part must not keep the reducer alive."""
+
+    def hook(parameter: Any) -> None:
+        alive = reducer()
+        if alive is not None:
+            alive.arrived(number)
+
+    return hook
+
+
+def _set_gradient(parameter: Any, view: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = view.clone()
+    else:
+        parameter.grad.copy_(view)
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """Yield the tensors in a module's output."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from _tensors(getattr(value, name))
