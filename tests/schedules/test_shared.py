@@ -132,3 +132,15 @@ def test_barrier_keeps_its_steps():
     program = lower_shared(build("barrier", "one_shot", 3), 1, 0, 1, 4096)
     assert program.pieces[:, 0].tolist() == [Op.POST, Op.READ, Op.READ]
     assert program.pieces[:, 8].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_a_one_shot_program_begins_with_its_posts(collective, p):
+    """The agreement travels with a first post; behind a copy it would cost a round of its own."""
+    schedule = build(collective, "one_shot", p)
+    for rank in range(p):
+        rows = lower_shared(schedule, rank, layout_for(schedule, 5).count, 4, 1 << 19).pieces
+        posts = np.flatnonzero(rows[:, 0] == Op.POST)
+        assert posts[0] == 0
+        assert (np.diff(posts) == 1).all()

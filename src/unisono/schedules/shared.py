@@ -146,4 +146,20 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
         for buf, off in ((2, 3), (4, 5)):
             blocks = (rows[:, buf] == Buf.INPUT) | (rows[:, buf] == Buf.OUTPUT)
             rows[blocks, off] = rows[blocks, off] // size * count + rows[blocks, off] % size
-    return rows, program.scratch_count
+    return _posts_first(rows), program.scratch_count
+
+
+def _posts_first(rows: IntArray) -> IntArray:
+    """Move the first posts before the copies of own blocks that they follow.
+
+    The agreement travels with a post that comes first; behind a copy it is a round of its own. Only
+    posts of INPUT move, which no copy changes: an INPUT inside OUTPUT is the very block that is
+    copied onto itself.
+    """
+    ops, sources = rows[:, 0], rows[:, 2]
+    copies = int(np.argmax(np.append(ops != Op.COPY, True)))
+    posts = int(np.argmax(np.append(~np.isin(ops[copies:], (Op.SEND, Op.POST)), True)))
+    end = copies + posts
+    if (rows[:copies, 4] != Buf.OUTPUT).any() or (sources[copies:end] != Buf.INPUT).any():
+        return rows
+    return np.concatenate([rows[copies:end], rows[:copies], rows[end:]])

@@ -1,0 +1,141 @@
+"""What the agreement on every call costs: the same calls with and without it, in turns.
+
+    python benchmarks/checks.py [--nproc-per-node 2] [--rounds 41] [--json FILE]
+
+Two groups of the same ranks make the same public calls. In one of them the C++ engine is told that
+the ranks have agreed already; everything else is the same. The rounds of both take turns, and the
+ratio is that of neighbouring rounds, so that the load of the machine hits both. A round's time is
+that of its slowest rank. Without agreement a broadcast's root may run ahead of the others, so there
+the ratio also has what their meeting costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import unisono as dist
+from unisono.testing import run
+
+# Long enough that a round is no matter of chance, short enough that a neighbour sees the same load.
+ROUND_S = 0.01
+
+
+class Unchecked:
+    """The C++ side of a group, for which all ranks have agreed on every call already."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def run(self, *arguments: Any) -> Any:
+        """Run a program without an agreement."""
+        return self._group.run(*arguments[:6], 0, *arguments[7:])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def calls(nbytes: int, group: Any) -> dict[str, Callable[[], object]]:
+    """Return the calls to be timed."""
+    p = dist.get_world_size()
+    x, whole = np.ones(nbytes // 4, np.float32), np.ones(p * nbytes // 4, np.float32)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, x, group),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(
+            x, whole, dist.ReduceOp.MAX, group
+        ),
+        "broadcast": lambda: dist.broadcast(x, 0, group),
+        "barrier": lambda: dist.barrier(group),
+    }
+
+
+def seconds(call: Callable[[], object], count: int) -> float:
+    """Return the time of one call in a loop of `count`, on the slowest rank."""
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    took = np.array([(time.perf_counter() - began) / count])
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took[0])
+
+
+def measure(rank: int, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Time all calls of all sizes; the result is the same on every rank."""
+    checked, unchecked = dist.new_group(), dist.new_group()
+    for group in (checked, unchecked):
+        group.barrier()  # the shared memory is made by the first call
+    engine = unchecked.backends["cpu"]._engine
+    if engine.name != "native":
+        raise SystemExit(f"this needs the native engine; the group has {engine.name}")
+    engine._group = Unchecked(engine._group)
+    rows = []
+    for nbytes in sizes:
+        one, other = calls(nbytes, checked), calls(nbytes, unchecked)
+        for name in one:
+            seconds(one[name], 20)
+            count = max(1, int(ROUND_S / seconds(one[name], 20)))
+            pairs = []
+            for number in range(rounds):
+                order = (one, other) if number % 2 else (other, one)
+                times = [seconds(each[name], count) for each in order]
+                pairs.append(times if number % 2 else times[::-1])
+            ratios = sorted(a / b for a, b in pairs)
+            rows.append(
+                {
+                    "call": name,
+                    "nbytes": nbytes,
+                    "checked_us": statistics.median(a for a, _ in pairs) * 1e6,
+                    "unchecked_us": statistics.median(b for _, b in pairs) * 1e6,
+                    "ratio": statistics.median(ratios),
+                    "ratio_fastest": min(a for a, _ in pairs) / min(b for _, b in pairs),
+                    "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Print one row per call and size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks, all on this host")
+    parser.add_argument("--rounds", type=int, default=41, help="pairs of rounds per row")
+    parser.add_argument("--sizes", default="8,4096,65536,1048576", help="bytes, comma-separated")
+    parser.add_argument("--json", help="write the rows there as well")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.sizes.split(",")]
+    loads = [os.getloadavg()[0]]
+    rows = run(
+        measure,
+        arguments.nproc_per_node,
+        ranks="processes",
+        args=(sizes, arguments.rounds),
+        timeout=600,
+    )[0]
+    loads.append(os.getloadavg()[0])
+    print(
+        f"{'call':24}{'bytes':>9}{'checked':>10}{'without':>10}{'ratio':>8}  quartiles    fastest"
+    )
+    for row in rows:
+        low, high = row["quartiles"]
+        print(
+            f"{row['call']:24}{row['nbytes']:>9}{row['checked_us']:>8.2f}us"
+            f"{row['unchecked_us']:>8.2f}us{row['ratio']:>8.3f}  {low:.3f} {high:.3f}"
+            f"{row['ratio_fastest']:>9.3f}"
+        )
+    print(f"load {loads[0]:.2f} before, {loads[1]:.2f} after")
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"nprocs": arguments.nproc_per_node, "load": loads, "rows": rows}, file)
+
+
+if __name__ == "__main__":
+    main()
