@@ -18,7 +18,7 @@ FUNCTION = 60
 TOP_LEVEL = 20
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 22_000
+TREE = 25_000
 CPP_FILE = 400
 
 # (path, what) -> (limit, reason); what is "lines" or "definitions". A new entry is a review topic.
