@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from importlib import import_module
 
@@ -10,6 +11,7 @@ from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
+from unisono.stores.users import new_user
 from unisono.transports import Key, address, connect
 from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Kind
@@ -45,7 +47,7 @@ def test_a_store_serves_one_world_after_another(kind):
             assert into == b"hi"
             for transport in reversed(world):
                 transport.close()
-            assert not any(store.check([f"address/{rank}"]) for rank in range(3))
+            assert not any("address" in key for key in store.list_keys())
 
 
 def test_auto_is_inproc_if_the_store_cannot_leave_the_process(monkeypatch):
@@ -66,7 +68,7 @@ def test_ranks_that_never_come_are_named(monkeypatch):
     # By name: `unisono.transports.connect` is the function.
     monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 0.01)
     with HashStore() as store:
-        store.set("address/2", "x")
+        store.set("1/address/2", "x")
         with pytest.raises(RendezvousError) as caught:
             connect(store, 0, 4, Deadline(0.05), "tcp")
     assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
@@ -143,3 +145,84 @@ def test_port_that_is_free_on_one_address_only_is_not_taken(monkeypatch):
         sock.close()
     assert ports == {port}
     assert len(sockets) == 2
+
+
+def test_world_does_not_find_addresses_of_the_one_before_that_are_not_deleted_yet(monkeypatch):
+    """A rank that is slow to clean up; its peer is in the next world already."""
+    with HashStore() as store:
+        slow = store.clone()
+        behind, go_on = threading.Event(), threading.Event()
+        real = slow.delete_key
+
+        def delete_key(key):
+            if key == "1/address/1":
+                behind.set()
+                assert go_on.wait(20)
+            return real(key)
+
+        monkeypatch.setattr(slow, "delete_key", delete_key)
+        worlds = []
+
+        def twice(rank, mine):
+            for _ in range(2):
+                worlds.append((rank, connect(mine, rank, 2, Deadline(20), "tcp")))
+
+        threads = [
+            threading.Thread(target=twice, args=arguments) for arguments in [(0, store), (1, slow)]
+        ]
+        for thread in threads:
+            thread.start()
+        assert behind.wait(20)
+        # The quick one has to wait for the slow one's new address.
+        store.wait(["2/address/0"], 20)
+        assert store.check(["1/address/1"])
+        assert len(worlds) == 1
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(rank for rank, _ in worlds) == [0, 0, 1, 1]
+        for _, transport in reversed(worlds):
+            transport.close()
+        slow.close()
+
+
+def test_rank_that_another_process_has_is_told_whose_it_is():
+    with HashStore() as store:
+        first = []
+        thread = threading.Thread(
+            target=lambda: first.append(connect(store, 1, 2, Deadline(20), "tcp"))
+        )
+        thread.start()
+        store.wait(["1/address/1"], 20)
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, 1, 2, Deadline(20), "tcp")
+        assert re.fullmatch(
+            r"rank 1 of 2 is process (\d+) on host (\S+) already, so it cannot be process \1 on "
+            r"host \2",
+            caught.value.what,
+        )
+        assert caught.value.context.peers == (1,)
+        other = connect(store, 0, 2, Deadline(20), "tcp")
+        thread.join()
+        for transport in (other, *first):
+            transport.close()
+
+
+def test_rank_whose_process_died_while_it_met_is_taken_over():
+    with HashStore() as store:
+        host, machine, name, _, pid = new_user().split("~")
+        dead = f"{host}~{machine}~{name}~0~{pid}"
+        store.set("rank/0", f"1 {dead}")
+        store.set("1/address/0", "old")
+        world = connected(store, 2, "tcp")
+        assert store.get("rank/0") == b"1"
+        for transport in world:
+            transport.close()
+
+
+def test_failed_meeting_can_be_repeated():
+    with HashStore() as store:
+        with pytest.raises(RendezvousError):
+            connect(store, 0, 2, Deadline(0.01), "tcp")
+        for transport in connected(store, 2, "tcp"):
+            transport.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 from urllib.parse import urlsplit
 
 from unisono.base import config
-from unisono.base.deadline import Timeout
-from unisono.errors import RendezvousError
+from unisono.base.deadline import Deadline, Timeout
+from unisono.errors import Context, RendezvousError, StoreConnectionError
 from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place, job_of
 from unisono.rendezvous.url import (
     check_port,
@@ -19,11 +21,17 @@ from unisono.rendezvous.url import (
     ranks_of,
 )
 from unisono.stores import FileStore, HashStore, Store, TCPStore
+from unisono.stores.addresses import format_address
 
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _Met = Iterator[tuple[Store, int, int]]
+_WORLD = "unisono/world"
+_PAUSE_S = 0.02
+
+# The world for which this process last used the store of a place, as a rank.
+_worlds: dict[tuple[str, int, int], bytes] = {}
 
 
 def env_handler(url: str, timeout: Timeout) -> _Met:
@@ -109,16 +117,59 @@ def _foreign_store(place: Place, timeout: Timeout) -> Store:
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> TCPStore:
     """Open the store: as its server on rank 0, unless the launcher runs one."""
     agent_has_store = config.environ().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=rank == 0 and not agent_has_store,
-        timeout=timeout,
-        # Whoever uses the store waits for the ranks by name; this would only count them.
-        wait_for_workers=False,
-        multi_tenant=not agent_has_store,
-    )
+
+    def connect(timeout: Timeout) -> TCPStore:
+        return TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not agent_has_store,
+            timeout=timeout,
+            # Whoever uses the store waits for the ranks by name; this would only count them.
+            wait_for_workers=False,
+            multi_tenant=not agent_has_store,
+        )
+
+    if agent_has_store:
+        return connect(timeout)
+    if rank == 0:
+        store = connect(timeout)
+        store.set(_WORLD, uuid.uuid4().hex)
+        return store
+    return _store_of_next_world((host, port, rank), connect, timeout)
+
+
+def _store_of_next_world(
+    place: tuple[str, int, int], connect: Callable[[Timeout], TCPStore], timeout: Timeout
+) -> TCPStore:
+    """Connect to rank 0's store, but not to that of the world before, which may still be open.
+
+    Raises:
+        StoreConnectionError: Rank 0 did not come.
+        RendezvousError: It is still in the world before.
+    """
+    deadline = Deadline(timeout)
+    while True:
+        store = connect(round(deadline.remaining(), 3))
+        try:
+            world = store.get(_WORLD, deadline.remaining())
+            if world != _worlds.get(place):
+                _worlds[place] = world
+                store.set_timeout(timeout)
+                return store
+        except StoreConnectionError:
+            world = b""
+        except BaseException:
+            store.close()
+            raise
+        store.close()
+        if deadline.expired():
+            raise RendezvousError(
+                f"rank {place[2]} waited {deadline.timeout_s:g} s at "
+                f"{format_address(*place[:2])} for rank 0, which did not leave the world before",
+                context=Context(rank=place[2], peers=(0,)),
+            )
+        time.sleep(min(_PAUSE_S, deadline.remaining()))
 
 
 def _from_query_or_variable(query: dict[str, str], name: str, variable: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import platform
+from collections.abc import Iterator
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -15,6 +17,7 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
+from unisono.stores.users import Life, describe, life_of, new_user
 from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
@@ -64,8 +67,10 @@ def connect(
     try:
         rings = Rings.make(transport) if host and world_size > 1 else None
         inbox = "" if rings is None else rings.word
-        store.set(f"address/{rank}", f"{host} {inbox} {transport.address}")
-        published = [text.split(" ", 2) for text in _gather(store, rank, world_size, deadline)]
+        with _claimed(store, rank, world_size) as number:
+            keys = [f"{number}/address/{other}" for other in range(world_size)]
+            store.set(keys[rank], f"{host} {inbox} {transport.address}")
+            published = [text.split(" ", 2) for text in _gather(store, keys, rank, deadline)]
         addresses += [address for _, _, address in published]
         transport.hosts = tuple(word for word, _, _ in published)
         if rings is not None:
@@ -79,14 +84,60 @@ def connect(
     return transport
 
 
-def _gather(store: Store, rank: int, world_size: int, deadline: Deadline) -> list[str]:
-    keys = [f"address/{other}" for other in range(world_size)]
+@contextlib.contextmanager
+def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
+    """Be this rank while the ranks meet; yields how many worlds it has met in, in this store.
+
+    All ranks meet equally often, so that is the number of the world, by which its addresses are
+    told from those of the world before, which a slower rank may not have deleted yet.
+
+    Raises:
+        RendezvousError: Another process is this rank.
+    """
+    key, me = f"rank/{rank}", new_user()
+    found, before = b"", 0
+    while True:
+        claim = f"{before + 1} {me}"
+        if (answer := store.compare_set(key, found, claim)) == claim.encode():
+            break
+        found = answer
+        number, _, holder = found.decode().partition(" ")
+        before = int(number) - (1 if holder else 0)
+        if holder and not _is_replaced(holder):
+            raise RendezvousError(
+                f"rank {rank} of {world_size} is {describe(holder)} already, so it cannot be "
+                f"{describe(me)}",
+                context=Context(rank=rank, world_size=world_size, peers=(rank,)),
+                hint="give every process a rank of its own; if that process is dead, start again "
+                "with a new store",
+            )
+    met = before
+    try:
+        yield before + 1
+        met = before + 1
+    finally:
+        # Its host may have closed the store already; then there is no later world in it.
+        with contextlib.suppress(StoreError):
+            store.set(key, f"{met}")
+            store.delete_key(f"{before + 1}/address/{rank}")
+
+
+def _is_replaced(holder: str) -> bool:
+    """Whether a process that has not finished meeting died and this one takes its place."""
+    life = life_of(holder)
+    # A container that is started again has its host's name, and another process namespace.
+    return life is Life.DEAD or (life is Life.UNKNOWN and holder.split("~")[0] == platform.node())
+
+
+def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> list[str]:
+    world_size = len(keys)
+    number = keys[0].partition("/")[0]
     try:
         store.wait(keys, deadline.remaining())
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
         with contextlib.suppress(StoreError):
-            store.barrier("gave up", world_size - len(missing), _STAY_S)
+            store.barrier(f"{number}/gave up", world_size - len(missing), _STAY_S)
         names = ", ".join(map(str, missing)) or "none now"
         raise RendezvousError(
             f"rank {rank} of {world_size} waited {deadline.timeout_s:g} s for ranks that never "
@@ -96,11 +147,7 @@ def _gather(store: Store, rank: int, world_size: int, deadline: Deadline) -> lis
         ) from error
     addresses = [value.decode() for value in store.multi_get(keys)]
     # Nobody leaves before everybody has read: the rank that hosts the store may close it next.
-    store.barrier("connected", world_size, deadline.remaining())
-    # A later world in the same store must not find an address of this one. If the store's host
-    # has closed it already, there is no later world in it.
-    with contextlib.suppress(StoreError):
-        store.delete_key(keys[rank])
+    store.barrier(f"{number}/connected", world_size, deadline.remaining())
     return addresses
 
 
