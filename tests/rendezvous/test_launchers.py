@@ -243,6 +243,7 @@ def test_explicit_address_wins(environment):
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
         environment(SRUN | {"SLURM_STEP_NODELIST": "nowhere.invalid"} | address)
+        server.set("unisono/world", "1")  # as rank 0 does
         store, rank, world_size = next(rendezvous("env://", timeout=10))
         assert (rank, world_size) == (5, 8)
         server.set("k", "v")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
-from unisono.errors import Context, RendezvousError, StoreConnectionError
+from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place, job_of
 from unisono.rendezvous.url import (
     check_port,
@@ -158,7 +158,14 @@ def _store_of_next_world(
                 store.set_timeout(timeout)
                 return store
         except StoreConnectionError:
-            world = b""
+            pass  # closed at this moment
+        except StoreTimeoutError as error:
+            store.close()
+            raise RendezvousError(
+                f"rank {place[2]} waited {deadline.timeout_s:g} s for rank 0 at the store at "
+                f"{format_address(*place[:2])}, which somebody else serves",
+                context=Context(rank=place[2], peers=(0,)),
+            ) from error
         except BaseException:
             store.close()
             raise

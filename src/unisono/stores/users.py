@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import platform
 import uuid
@@ -26,7 +27,7 @@ def new_user() -> str:
     """Return a unique name for one use of a file by this process; it ends in the process id."""
     pid = os.getpid()
     host = platform.node().replace("/", "_").replace(_JOINT, "_")
-    return _JOINT.join([host, _machine(), uuid.uuid4().hex[:16], _started(pid), str(pid)])
+    return _JOINT.join([host, _machine(), uuid.uuid4().hex[:16], _own_start(pid), str(pid)])
 
 
 def life_of(user: str) -> Life:
@@ -56,6 +57,7 @@ def describe(user: str) -> str:
     return f"process {fields[-1]} on host {fields[0]}"
 
 
+@functools.cache
 def _machine() -> str:
     """Name this boot of this machine, and the process id namespace: a container has its own."""
     try:
@@ -64,6 +66,11 @@ def _machine() -> str:
         return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return platform.node().replace("/", "_").replace(_JOINT, "_")
+
+
+@functools.cache
+def _own_start(pid: int) -> str:
+    return _started(pid)
 
 
 def _started(pid: int) -> str:
