@@ -7,6 +7,8 @@ they meet. Each job has a default group of its own. Beside it, all four processe
 `ProcessGroup` over the common store; a prefix keeps its keys apart from whatever else is there.
 """
 
+import os
+import secrets
 import subprocess
 import sys
 
@@ -20,6 +22,8 @@ RANKS = 2
 
 def main() -> int:
     """Launch both jobs; return the worse of their exit codes."""
+    # One secret for both jobs and their common store; by itself each launch would make its own.
+    os.environ.setdefault("UNISONO_TOKEN", secrets.token_hex())
     with dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(RANKS)]
         jobs = [

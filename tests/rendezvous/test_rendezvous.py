@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 
-from unisono.errors import ArgumentTypeError, RendezvousError, StoreConnectionError
+from unisono.errors import ArgumentTypeError, RendezvousError, StoreConnectionError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.stores.addresses import listen
@@ -189,6 +189,49 @@ def test_rank_given_twice():
 def test_argument_types(arguments):
     with pytest.raises(ArgumentTypeError):
         meet(*arguments)
+
+
+def test_run_id_tells_the_file_of_another_run(environment, tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/store"
+    old = FileStore(f"{tmp_path}/store", 2, run_id="old")
+    old.set("stale", "1")
+    with pytest.raises(StoreError, match=r"belongs to run 'old' .*this is run 'new'"):
+        meet(f"{url}?run_id=new", 0, 2)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_STEP_ID", "3")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    with pytest.raises(StoreError, match="this is run '17/3/'"):
+        meet(url, 0, 2)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    with pytest.raises(StoreError, match="this is run 'job/2'"):
+        meet(url, 0, 2)
+    old.close()
+
+
+def test_store_of_the_world_before_is_not_used_again():
+    """Rank 0 is still in it, and says so by not coming."""
+    with meet("tcp://127.0.0.1:0?rank=0&world_size=2")[0] as old:
+        url = f"tcp://127.0.0.1:{old.port}"
+        meet(url, 1, 2)[0].close()
+        with pytest.raises(RendezvousError, match=r"rank 1 waited .* did not leave the world bef"):
+            meet(url, 1, 2, timeout=0.1)
+        # Another rank of the same process is there for the first time.
+        with meet(url, 2, 3)[0] as other:
+            assert other.timeout == old.timeout
+        old.close()
+        with meet(url, 0, 2)[0] as new, meet(url, 1, 2)[0] as store:
+            new.set("k", "v")
+            assert store.get("k") == b"v"
+
+
+def test_store_that_rank_0_does_not_serve():
+    with TCPStore("127.0.0.1", 0, is_master=True) as server:
+        url = f"tcp://127.0.0.1:{server.port}"
+        with pytest.raises(
+            RendezvousError, match=r"for rank 0 at the store .* somebody else serves"
+        ):
+            meet(url, 1, 2, timeout=0.1)
 
 
 def test_meets_only_once(tmp_path):
