@@ -103,6 +103,8 @@ if TYPE_CHECKING:
     from unisono.groups.p2p import isend as isend
     from unisono.groups.p2p import recv as recv
     from unisono.groups.p2p import send as send
+    from unisono.groups.prefix import exscan as exscan
+    from unisono.groups.prefix import scan as scan
     from unisono.groups.process_group import ProcessGroup as ProcessGroup
     from unisono.groups.queries import get_backend as get_backend
     from unisono.groups.queries import get_backend_config as get_backend_config
@@ -189,6 +191,7 @@ _HOMES = {
         "scatter_object_list send_object_list"
     ),
     "groups.p2p": "P2POp batch_isend_irecv irecv isend recv send",
+    "groups.prefix": "exscan scan",
     "groups.process_group": "ProcessGroup",
     "groups.serializer": "PickleSerializer Serializer",
     "groups.stop": "should_stop",

@@ -47,13 +47,13 @@ def test_all_operations_on_a_made_up_device(drums):
         for op, (values, expected) in got.items():
             if (rank, op) != (1, "reduce_"):  # only the root's result is defined
                 assert values == expected, (rank, op)
-        assert set(asked) == set(OPS)
+        assert set(asked) == set(OPS) - {"scan", "exscan"}
     assert set(dispatched) == set(C10D_OPS)
 
 
 def test_the_table_has_exactly_the_operations_of_c10d():
     assert len(C10D_OPS) == 19
-    assert sorted(schema.c10d_op for schema in OPS.values()) == sorted(C10D_OPS)
+    assert sorted(s.c10d_op for s in OPS.values() if s.c10d_op) == sorted(C10D_OPS)
 
 
 @pytest.mark.parametrize("op", C10D_OPS)
@@ -71,7 +71,7 @@ def test_the_names_exist_in_torch():
     torch = pytest.importorskip("torch")
     group = torch.distributed.ProcessGroup
     for schema in OPS.values():
-        assert hasattr(torch.ops.c10d, schema.c10d_op), schema
+        assert not schema.c10d_op or hasattr(torch.ops.c10d, schema.c10d_op), schema
         assert [n for n in schema.c10d_methods if not hasattr(group, n)] == [], schema
 
 

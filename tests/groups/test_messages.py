@@ -92,7 +92,7 @@ WORLD_OF_ONE = {
     "keyword": (
         lambda: dist.all_reduce(x(), tiemout=3), ArgumentTypeError,
         "all_reduce() got an unexpected keyword argument 'tiemout' "
-        "(known besides its own: async_op, timeout, algorithm)",
+        "(known besides its own: async_op, timeout, algorithm, deterministic)",
     ),
     "timeout": (
         lambda: dist.barrier(timeout="3"), ArgumentTypeError,
@@ -128,7 +128,7 @@ WORLD_OF_ONE = {
     ),
     "block size": (
         lambda: dist.reduce_scatter(x(), [x(3)]), InvalidArgumentError,
-        "input_list holds arrays of [3] elements, expected 2 each",
+        "input_list[0] has 3 elements, this rank's own array 2",
     ),
     "total size": (
         lambda: dist.all_gather_into_tensor(x(3), x()), InvalidArgumentError,

@@ -74,6 +74,8 @@ class CallOptions(NamedTuple):
     deadline: Deadline
     algorithm: str | None = None
     label: str | None = None
+    deterministic: bool = False
+    split_sizes: Sequence[int] | None = None
 
 
 class Pending(Completion):
@@ -243,6 +245,14 @@ class DeviceBackend(ABC):
     ) -> Pending:
         """Copy the i-th part of every tensor to rank i; parts are rows of dimension 0."""
         self._lacks("all_to_all_single")
+
+    def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        """Reduce over the ranks up to this one, in place."""
+        self._lacks("scan")
+
+    def exscan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        """Reduce over the ranks before this one, in place; rank 0 keeps its own."""
+        self._lacks("exscan")
 
     def barrier(self, options: CallOptions) -> Pending:
         """End on no rank before every rank has begun."""

@@ -15,7 +15,7 @@ from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSp
 from unisono.backends.plans import Asked, Planner
 from unisono.backends.refusal import refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
-from unisono.backends.splits import Splits, split_sizes
+from unisono.backends.splits import Blocks, Splits, split_sizes
 from unisono.backends.staging import Flat, apart, many, one, striped
 from unisono.base.deadline import Deadline
 from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
@@ -106,19 +106,19 @@ class CPUBackend(DeviceBackend):
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = one(tensor, write=False)
         target = many(outputs, write=True, name="tensor_list", like=data.dtype)
-        require_blocks(target.sizes, data.count, "tensor_list")
+        blocks = require_blocks(target.sizes, self.spec.rank, data.count, "tensor_list")
         data = apart(data, target)
         return self._submit(
             "all_gather", "all_gather", data, options,
-            input=data, output=target, outputs=outputs, count=data.count,
+            input=data, output=target, outputs=outputs, count=data.count, splits=blocks,
         )  # fmt: skip
 
     def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
         data, target = self._pair(tensor, output, "output_tensor")
-        require_total(self.spec.size, target, data.count, "output_tensor", "input_tensor")
+        blocks = self._blocks(target, data, options, "output_tensor", "input_tensor")
         return self._submit(
             "all_gather", "all_gather_into_tensor", data, options,
-            input=data, output=target, outputs=[output], count=data.count,
+            input=data, output=target, outputs=[output], count=data.count, splits=blocks,
         )  # fmt: skip
 
     def all_gather_coalesced(
@@ -153,26 +153,32 @@ class CPUBackend(DeviceBackend):
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
         data, target = one(tensor, write=False), None
+        blocks = Blocks.own(data.count, self.spec.rank, self.spec.size)
         if self.spec.rank == root and outputs is not None:
             target = many(outputs, write=True, name="gather_list", like=data.dtype)
-            require_blocks(target.sizes, data.count, "gather_list")
+            require_blocks(target.sizes, self.spec.rank, data.count, "gather_list")
+            blocks = Blocks.listed(target.sizes)
             data = apart(data, target)
         return self._submit(
             "gather", "gather", data, options,
             input=data, output=target, outputs=outputs or [], count=data.count, root=root,
+            splits=blocks,
         )  # fmt: skip
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
         target, data = one(output, write=True), None
+        blocks = Blocks.own(target.count, self.spec.rank, self.spec.size)
         if self.spec.rank == root and inputs is not None:
             data = many(inputs, write=False, name="scatter_list", like=target.dtype)
-            require_blocks(data.sizes, target.count, "scatter_list")
+            require_blocks(data.sizes, self.spec.rank, target.count, "scatter_list")
+            blocks = Blocks.listed(data.sizes)
             data = apart(data, target)
         return self._submit(
             "scatter", "scatter", target, options,
             input=data, output=target, outputs=[output], count=target.count, root=root,
+            splits=blocks,
         )  # fmt: skip
 
     def reduce_scatter(
@@ -181,23 +187,23 @@ class CPUBackend(DeviceBackend):
         target = one(output, write=True)
         private = op.op is RedOpType.PREMUL_SUM
         data = many(inputs, write=False, name="input_list", like=target.dtype, private=private)
-        require_blocks(data.sizes, target.count, "input_list")
+        blocks = require_blocks(data.sizes, self.spec.rank, target.count, "input_list")
         data = apart(data, target)
         return self._submit(
             "reduce_scatter", "reduce_scatter", target, options,
-            input=data, output=target, outputs=[output], count=target.count, op=op,
+            input=data, output=target, outputs=[output], count=target.count, op=op, splits=blocks,
         )  # fmt: skip
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
     ) -> Pending:
         data, target = self._pair(tensor, output, "output")
-        require_total(self.spec.size, data, target.count, "input", "output")
+        blocks = self._blocks(data, target, options, "input", "output")
         if op.op is RedOpType.PREMUL_SUM:
             data = one(tensor, write=False, private=True)
         return self._submit(
             "reduce_scatter", "reduce_scatter_tensor", target, options,
-            input=data, output=target, outputs=[output], count=target.count, op=op,
+            input=data, output=target, outputs=[output], count=target.count, op=op, splits=blocks,
         )  # fmt: skip
 
     def reduce_scatter_tensor_coalesced(
@@ -236,6 +242,12 @@ class CPUBackend(DeviceBackend):
         return self._exchange(
             "all_to_all_single", data, target, [output], Splits(ins, outs), options
         )
+
+    def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        return self._prefix("scan", tensor, op, options, self.spec.rank + 1)
+
+    def exscan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
+        return self._prefix("exscan", tensor, op, options, self.spec.rank)
 
     def barrier(self, options: CallOptions) -> Pending:
         return self._submit("barrier", "barrier", None, options, count=0)
@@ -305,7 +317,8 @@ class CPUBackend(DeviceBackend):
         op: ReduceOp | None = None,
         agreed: tuple[object, ...] = (),
         result: bool = True,
-        exchange: Splits | None = None,
+        splits: Splits | Blocks | None = None,
+        members: int | None = None,
     ) -> Pending:
         """Submit one collective.
 
@@ -322,7 +335,8 @@ class CPUBackend(DeviceBackend):
             op: Reduce op.
             agreed: What else must be equal on all ranks.
             result: Whether this rank's output gets a result.
-            exchange: Split sizes of an all_to_all.
+            splits: Sizes of blocks that may differ.
+            members: How many ranks contribute to this one's result, for AVG; all if None.
         """
         if options.label is not None:
             called, agreed = options.label, (*agreed, options.label)
@@ -333,9 +347,10 @@ class CPUBackend(DeviceBackend):
             if op.factor is not None:
                 scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
         algorithm = options.algorithm
+        ordered = op is not None and (options.deterministic or self._planner.deterministic)
         plan = self._planner.plan(
             subject,
-            Asked(collective, called, algorithm, count, dtype, root, op, agreed, exchange),
+            Asked(collective, called, algorithm, count, dtype, root, op, agreed, splits, ordered),
         )
 
         average = op is not None and op.op is RedOpType.AVG
@@ -343,7 +358,7 @@ class CPUBackend(DeviceBackend):
         def finish() -> None:
             if result and output is not None:
                 if average:
-                    divide(output.array, dtype, self.spec.size)
+                    divide(output.array, dtype, members or self.spec.size)
                 output.write_back()
 
         pending = Pending(outputs, runs_here=self._engine.runs_here)
@@ -362,6 +377,28 @@ class CPUBackend(DeviceBackend):
         if not options.async_op:
             pending.wait_until(None)
         return pending
+
+    def _prefix(
+        self, name: str, tensor: Any, op: ReduceOp, options: CallOptions, members: int
+    ) -> Pending:
+        """Submit a reduction over the first `members` ranks."""
+        data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
+        return self._submit(
+            name, name, data, options,
+            output=data, outputs=[tensor], count=data.count, op=op, result=members > 0,
+            members=members,
+        )  # fmt: skip
+
+    def _blocks(
+        self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str
+    ) -> Blocks | None:
+        """Return the sizes of the blocks of a tensor if they differ; check that they fit."""
+        size, rows = self.spec.size, options.split_sizes
+        if not rows:
+            require_total(size, whole, part.count, whole_name, part_name)
+            return None
+        sizes = split_sizes(whole.shape or (), rows, size, whole_name)
+        return require_blocks(sizes, self.spec.rank, part.count, whole_name)
 
     def _exchange(
         self,
@@ -382,7 +419,7 @@ class CPUBackend(DeviceBackend):
         count = sent[0] if splits.even else sum(sent) // self.spec.size
         return self._submit(
             "all_to_all", called, data, options,
-            input=data, output=target, outputs=outputs, count=count, exchange=splits,
+            input=data, output=target, outputs=outputs, count=count, splits=splits,
         )  # fmt: skip
 
     def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.backends.splits import Splits, check_splits
+from unisono.backends.splits import (
+    Blocks,
+    Splits,
+    check_blocks,
+    check_splits,
+    sent_blocks,
+    sent_splits,
+)
 from unisono.backends.staging import Flat
 from unisono.base import config
 from unisono.base.types import DType, ReduceOp
 from unisono.engines import Call, Communicator, Engine, Exchange
 from unisono.engines.api import fingerprint_of
 from unisono.schedules import Program, Topology, build, layout_for, select
+
+Array = np.ndarray[Any, Any]
 
 __all__ = ["Asked", "Plan", "Planner"]
 
@@ -21,7 +32,15 @@ _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
 
 # Collectives in which equal counts are not enough: [2, 3] and [3, 2] have no elements that belong
 # together.
-_ELEMENTWISE = {"all_reduce", "reduce"}
+_ELEMENTWISE = {"all_reduce", "reduce", "scan", "exscan"}
+
+# Which of a layout's two lists says how large the blocks are.
+_SPLITS = {
+    "all_gather": "out_splits",
+    "gather": "out_splits",
+    "reduce_scatter": "in_splits",
+    "scatter": "in_splits",
+}
 
 _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
@@ -41,7 +60,8 @@ class Asked(NamedTuple):
     root: int
     op: ReduceOp | None
     agreed: tuple[object, ...]
-    splits: Splits | None
+    splits: Splits | Blocks | None
+    ordered: bool
 
 
 class Plan(NamedTuple):
@@ -58,6 +78,9 @@ class Planner:
     Args:
         comm: The group.
         engine: What the programs are for.
+
+    Attributes:
+        deterministic: Whether all calls reduce in the order of ranks.
     """
 
     def __init__(self, comm: Communicator, engine: Engine) -> None:
@@ -66,6 +89,7 @@ class Planner:
         self._topology = Topology(comm.size, engine.shares_memory)
         # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
+        self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
         self._plans: dict[tuple[object, ...], Plan] = {}
 
     def plan(self, subject: Flat | None, asked: Asked) -> Plan:
@@ -80,6 +104,7 @@ class Planner:
             asked.root,
             asked.agreed,
             asked.splits,
+            asked.ordered,
         )
         key = (asked.collective, shapes, asked.dtype.name, reduction, *rest)
         plan = self._plans.get(key)
@@ -91,49 +116,80 @@ class Planner:
 
     def _make(self, subject: Flat | None, asked: Asked) -> Plan:
         """Work out everything about a call that does not depend on the memory it gets."""
-        collective, called, wish, count, dtype, root, op, agreed, splits = asked
+        collective, called, wish, count, dtype, root, op, agreed, splits, ordered = asked
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
+        text = f"{called}({', '.join(self._words(subject, asked))})"
+        # Sizes that all ranks know are a part of what they agree on; others are compared after.
+        listed = collective in ("all_gather", "reduce_scatter")
+        blocks = splits.sizes if listed and isinstance(splits, Blocks) else None
         whole = nbytes * (size if collective in _BLOCKS else 1)
-        algorithm, pipeline = select(collective, whole, self._topology, wish, self._override)
-        words = [] if subject is None else [str(subject)]
-        if splits is not None and not splits.even:
-            words.append(f"send {list(splits.sent)}, receive {list(splits.received)}")
-        if op is not None:
-            words.append(repr(op).removeprefix("ReduceOp."))
-        if root >= 0:
-            words.append(f"{_ROLES[collective]}={self._comm.ranks[root]}")
-        if wish or self._override:
-            words.append(f"algorithm={wish or self._override}")
-        text = f"{called}({', '.join(words)})"
-        if splits is None:
+        if blocks is not None:
+            count, whole = 0, sum(blocks) * itemsize
+        algorithm, pipeline = select(
+            collective, whole, self._topology, wish, self._override,
+            uneven=blocks is not None, ordered=ordered,
+        )  # fmt: skip
+        if splits is None or blocks is not None:
             schedule = build(collective, algorithm, size, root, pipeline)
-            program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
-            same = words[:1] if collective in _ELEMENTWISE else []
-            agreed = (collective, dtype.name, count, root, op, algorithm, pipeline, *same, *agreed)
+            given = {} if blocks is None else {_SPLITS[collective]: blocks}
+            layout = layout_for(schedule, count, **given)
+            program = self._engine.lower(schedule, layout, itemsize)
+            same = str(subject) if collective in _ELEMENTWISE else ""
+            agreed = (
+                collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
+                same, *agreed,
+            )  # fmt: skip
             return Plan(Call.of(called, text, agreed, nbytes), program, None)
-        exchange, program = self._exchange_plan(algorithm, count, itemsize, splits)
-        call = Call.of(called, text, (collective, dtype.name, wish), nbytes)
+        exchange, program = self._exchange_plan(asked, splits, algorithm)
+        call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
         return Plan(call, program, exchange)
 
+    def _words(self, subject: Flat | None, asked: Asked) -> list[str]:
+        """Return what an error shows of the arguments."""
+        wish, op, splits = asked.algorithm, asked.op, asked.splits
+        words = [] if subject is None else [str(subject)]
+        if splits is not None and not splits.even:
+            words.append(
+                f"send {list(splits.sent)}, receive {list(splits.received)}"
+                if isinstance(splits, Splits)
+                else f"blocks of {list(splits.sizes)}"
+            )
+        if op is not None:
+            words.append(repr(op).removeprefix("ReduceOp."))
+        if asked.root >= 0:
+            words.append(f"{_ROLES[asked.collective]}={self._comm.ranks[asked.root]}")
+        if wish or self._override:
+            words.append(f"algorithm={wish or self._override}")
+        if asked.ordered:
+            words.append("deterministic")
+        return words
+
     def _exchange_plan(
-        self, algorithm: str, count: int, itemsize: int, splits: Splits
+        self, asked: Asked, splits: Splits | Blocks, algorithm: str
     ) -> tuple[Exchange, Program]:
-        rank, size = self._comm.rank, self._comm.size
-        pairwise = build("all_to_all", "pairwise", size)
-        # A rank whose own block does not fit must take part too: the check tells everybody.
-        sent, received = splits
-        fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
-        layout = layout_for(pairwise, 0, sent, fitting)
-        program = uneven = self._engine.lower(pairwise, layout, itemsize)
+        """Return how sizes that a rank knows only in part are compared, and the even program."""
+        collective, count, root = asked.collective, asked.elements, asked.root
+        rank, size, itemsize = self._comm.rank, self._comm.size, asked.dtype.itemsize
+        counts: Callable[[Array], Array]
+        if isinstance(splits, Splits):
+            schedule = build("all_to_all", "pairwise", size)
+            # A rank whose own block does not fit must take part too: the check tells everybody.
+            sent, received = splits
+            fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
+            layout = layout_for(schedule, 0, sent, fitting)
+            mine = np.array([*sent, *received], np.int64)
+            check = partial(check_splits, self._comm)
+            counts = sent_splits
+        else:
+            schedule = build(collective, "linear", size, root)
+            layout = layout_for(schedule, 0, **{_SPLITS[collective]: splits.sizes})
+            mine = np.array(splits.sizes, np.int64)
+            check = partial(check_blocks, self._comm, root=root, collective=collective)
+            counts = partial(sent_blocks, root=root, collective=collective)
+        program = uneven = self._engine.lower(schedule, layout, itemsize)
         if splits.even:
-            schedule = build("all_to_all", algorithm, size)
+            schedule = build(collective, algorithm, size, root)
             program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
-        exchange = Exchange(
-            fingerprint_of(count, algorithm) if splits.even else 0,
-            np.array([*sent, *received], np.int64),
-            lambda call, table: check_splits(self._comm, call, table),
-            uneven,
-            lambda table: table[:, :size],
-        )
-        return exchange, program
+        word = fingerprint_of(count, algorithm) if splits.even else 0
+        return Exchange(word, mine, check, uneven, counts), program

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from unisono.backends.splits import Blocks
 from unisono.backends.staging import Flat
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["require_blocks", "require_stripes", "require_total"]
 
 
-def require_blocks(sizes: tuple[int, ...], count: int, name: str) -> None:
-    """Check that all arrays of a list have `count` elements.
+def require_blocks(sizes: tuple[int, ...], rank: int, count: int, name: str) -> Blocks | None:
+    """Return the sizes of a list's blocks if they differ, None if all are `count`.
+
+    Args:
+        sizes: Elements of the arrays of the list, one for each rank.
+        rank: This rank.
+        count: Elements of its own array.
+        name: Of the list, for errors.
 
     Raises:
-        InvalidArgumentError: One has not.
+        InvalidArgumentError: This rank's entry is not as large as its array.
     """
-    if any(size != count for size in sizes):
+    if sizes[rank] != count:
         raise InvalidArgumentError(
-            f"{name} holds arrays of {list(sizes)} elements, expected {count} each"
+            f"{name}[{rank}] has {sizes[rank]} elements, this rank's own array {count}"
         )
+    blocks = Blocks.listed(sizes)
+    return None if blocks.even else blocks
 
 
 def require_total(world_size: int, whole: Flat, part: int, whole_name: str, part_name: str) -> None:

@@ -1,4 +1,4 @@
-"""Split sizes of all_to_all: from rows to elements, and whether all ranks' sizes fit."""
+"""Blocks of different size: from rows to elements, and whether all ranks' sizes fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ import numpy as np
 from unisono.engines import Call, Communicator
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
-__all__ = ["Splits", "check_splits", "split_sizes"]
+__all__ = [
+    "Blocks",
+    "Splits",
+    "check_blocks",
+    "check_splits",
+    "sent_blocks",
+    "sent_splits",
+    "split_sizes",
+]
 
 Array = np.ndarray[Any, Any]
 
@@ -26,6 +34,23 @@ class Splits(NamedTuple):
     def even(self) -> bool:
         """Whether all parts are equal."""
         return len({*self.sent, *self.received}) <= 1
+
+
+class Blocks(NamedTuple):
+    """Elements of each rank's block, as far as this rank knows them; 0 where it does not."""
+
+    sizes: tuple[int, ...]
+    even: bool
+
+    @classmethod
+    def listed(cls, sizes: tuple[int, ...]) -> Blocks:
+        """Return the blocks of a list with all sizes."""
+        return cls(sizes, len(set(sizes)) <= 1)
+
+    @classmethod
+    def own(cls, size: int, rank: int, world_size: int) -> Blocks:
+        """Return the blocks of a rank that knows its own size only."""
+        return cls(tuple([size if r == rank else 0 for r in range(world_size)]), True)
 
 
 def split_sizes(
@@ -65,7 +90,7 @@ def split_sizes(
 
 
 def check_splits(comm: Communicator, call: Call, table: Array) -> None:
-    """Check that what each rank sends is what the other one expects.
+    """Check for an all_to_all that what each rank sends is what the other one expects.
 
     Args:
         comm: The group.
@@ -76,7 +101,52 @@ def check_splits(comm: Communicator, call: Call, table: Array) -> None:
         CollectiveMismatchError: Names the first pairs that disagree; the same on every rank.
     """
     p = comm.size
-    sent, expected = table[:, :p], table[:, p:].T
+    hint = "input_split_sizes[j] on rank i must equal output_split_sizes[i] on rank j"
+    _require_same(comm, call, table[:, :p], table[:, p:].T, hint)
+
+
+def check_blocks(comm: Communicator, call: Call, table: Array, root: int, collective: str) -> None:
+    """Check for a gather or scatter that the root's list has every rank's size.
+
+    Args:
+        comm: The group.
+        call: The call, for the error.
+        table: [p, p]: the root's row holds the sizes of its list, row i at place i that of rank i.
+        root: The root's rank in the group.
+        collective: "gather" or "scatter".
+
+    Raises:
+        CollectiveMismatchError: Names the first ranks whose size is another one.
+    """
+    own, listed = np.diagonal(table), table[root]
+    sent = _between(own if collective == "gather" else listed, root, collective)
+    expected = _between(listed if collective == "gather" else own, root, collective)
+    hint = f"the arrays of the root's {collective}_list must be as large as those of the ranks"
+    _require_same(comm, call, sent, expected, hint)
+
+
+def sent_splits(table: Array) -> Array:
+    """Return [p, p]: elements that each rank sends to each, from the table of an all_to_all."""
+    return table[:, : len(table)]
+
+
+def sent_blocks(table: Array, root: int, collective: str) -> Array:
+    """Return [p, p]: elements that each rank sends to each, from that of a gather or scatter."""
+    return _between(np.diagonal(table), root, collective)
+
+
+def _between(sizes: Array, root: int, collective: str) -> Array:
+    """Return [p, p]: what moves between the root and each rank."""
+    moved = np.zeros((len(sizes), len(sizes)), np.int64)
+    if collective == "gather":
+        moved[:, root] = sizes
+    else:
+        moved[root] = sizes
+    return moved
+
+
+def _require_same(comm: Communicator, call: Call, sent: Array, expected: Array, hint: str) -> None:
+    """Check two tables [sender, receiver] of elements."""
     wrong = np.argwhere(sent != expected)
     if not wrong.size:
         return
@@ -95,5 +165,5 @@ def check_splits(comm: Communicator, call: Call, table: Array) -> None:
             peers=tuple(sorted({comm.ranks[int(r)] for r in wrong.ravel()})),
             usable=True,
         ),
-        hint="input_split_sizes[j] on rank i must equal output_split_sizes[i] on rank j",
+        hint=hint,
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["VARIABLES", "Variable", "environ", "get", "get_float"]
+__all__ = ["VARIABLES", "Variable", "environ", "get", "get_flag", "get_float"]
 
 
 class Variable(NamedTuple):
@@ -24,6 +24,9 @@ class Variable(NamedTuple):
 
 VARIABLES: dict[str, Variable] = {
     "UNISONO_ALGO": Variable("", "algorithms to use, in NCCL_ALGO's grammar"),
+    "UNISONO_DETERMINISTIC": Variable(
+        "0", "1: reduce in the order of ranks, whatever the call says"
+    ),
     "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
@@ -47,6 +50,18 @@ def environ() -> Mapping[str, str]:
 def get(name: str) -> str:
     """Return a UNISONO_* variable, or its default if unset or empty."""
     return os.environ.get(name, "") or VARIABLES[name].default
+
+
+def get_flag(name: str) -> bool:
+    """Return whether a UNISONO_* variable is 1.
+
+    Raises:
+        InvalidArgumentError: It is neither 0 nor 1; names the variable.
+    """
+    text = get(name)
+    if text not in ("0", "1"):
+        raise InvalidArgumentError(f"environment variable {name}={text!r} is neither 0 nor 1")
+    return text == "1"
 
 
 def get_float(name: str) -> float:

@@ -133,7 +133,7 @@ class Exchange(NamedTuple):
             rank.
         program: Runs instead of the task's program once the numbers were exchanged.
         counts: From those numbers to [p, p] elements that each rank sends to each, if the call is
-            an all_to_all.
+            an all_to_all, a gather or a scatter.
     """
 
     even: int

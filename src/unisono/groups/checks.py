@@ -74,6 +74,8 @@ def _all_to_all(group: ProcessGroup, outputs: Any, inputs: Any) -> Checked:
 
 CHECKS: dict[str, Callable[..., Checked]] = {
     "broadcast": _broadcast,
+    "scan": _all_reduce,
+    "exscan": _all_reduce,
     "all_reduce": _all_reduce,
     "all_reduce_coalesced": lambda group, tensors, op: (
         _first(tensors, "tensors"),

@@ -30,7 +30,7 @@ class OpSchema(NamedTuple):
 
     Attributes:
         name: Of the method of `ProcessGroup` and `DeviceBackend`.
-        c10d_op: Of the schema in c10d's dispatcher.
+        c10d_op: Of the schema in c10d's dispatcher; "" if c10d has no such operation.
         c10d_methods: Of the methods of c10d's ProcessGroup.
         data: Parameters of our method that hold arrays, in c10d's order. c10d takes those in
             brackets in a list of one as well: [tensor], and [outputs], itself a list already.
@@ -38,8 +38,8 @@ class OpSchema(NamedTuple):
     """
 
     name: str
-    c10d_op: str
-    c10d_methods: tuple[str, ...]
+    c10d_op: str = ""
+    c10d_methods: tuple[str, ...] = ()
     data: str = ""
     settings: str = ""
 
@@ -91,10 +91,12 @@ OPS: dict[str, OpSchema] = {
         OpSchema("send", "send", ("send",), "[tensor] peer tag"),
         OpSchema("recv", "recv_", ("recv",), "[tensor] peer tag"),
         OpSchema("recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag"),
+        OpSchema("scan"),
+        OpSchema("exscan"),
     )
 }  # fmt: skip
 
-_BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values()}
+_BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values() if schema.c10d_op}
 
 
 def schema_of(op: str) -> OpSchema:

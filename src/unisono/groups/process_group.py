@@ -46,6 +46,8 @@ class ProcessGroup:
         async_op: Return at once; the arrays must stay untouched until the work is done.
         timeout: Seconds or timedelta; the group's timeout if None.
         algorithm: Name of an algorithm to use instead of the selected one.
+        deterministic: Reduce in the order of ranks, so that the bits of the result do not depend
+            on how; see docs/reference/reductions.md.
 
     All members must make the same calls in the same order. Threads: a collective call that
     overlaps one of another thread is refused with UsageError; use one group per thread. Send and
@@ -209,8 +211,20 @@ class ProcessGroup:
         """Copy rank i's tensor into everybody's outputs[i]."""
         return self._call("all_gather", (outputs, tensor), how)
 
-    def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
-        """Concatenate the tensors of all ranks in everybody's output."""
+    def all_gather_into_tensor(
+        self,
+        output: Any,
+        tensor: Any,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        **how: Any,
+    ) -> Work:
+        """Concatenate the tensors of all ranks in everybody's output.
+
+        `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
+        """
+        if output_split_sizes is not None:
+            how["_split_sizes"] = output_split_sizes
         return self._call("all_gather_into_tensor", (output, tensor), how)
 
     def all_gather_coalesced(
@@ -250,9 +264,20 @@ class ProcessGroup:
         return self._call("reduce_scatter", (output, inputs, op), how)
 
     def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
+        self,
+        output: Any,
+        tensor: Any,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        input_split_sizes: Sequence[int] | None = None,
+        **how: Any,
     ) -> Work:
-        """Fill rank i's output with the reduction of the i-th part of everybody's tensor."""
+        """Fill rank i's output with the reduction of the i-th part of everybody's tensor.
+
+        `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
+        """
+        if input_split_sizes is not None:
+            how["_split_sizes"] = input_split_sizes
         return self._call("reduce_scatter_tensor", (output, tensor, op), how)
 
     def reduce_scatter_tensor_coalesced(
@@ -280,6 +305,14 @@ class ProcessGroup:
         """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
         arguments = (output, tensor, output_split_sizes, input_split_sizes)
         return self._call("all_to_all_single", arguments, how)
+
+    def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+        """Replace rank r's tensor by the reduction over ranks 0..r."""
+        return self._call("scan", (tensor, op), how)
+
+    def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+        """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
+        return self._call("exscan", (tensor, op), how)
 
     def barrier(self, opts: Any = None, **how: Any) -> Work:
         """End on no rank before every rank has begun; `opts` is c10d's BarrierOptions."""
@@ -416,16 +449,18 @@ class ProcessGroup:
         async_op: bool = False,
         timeout: Timeout | None = None,
         algorithm: str | None = None,
+        deterministic: bool = False,
         _label: str | None = None,
+        _split_sizes: Sequence[int] | None = None,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
             raise ArgumentTypeError(
                 f"{op}() got an unexpected keyword argument {next(iter(unknown))!r} "
-                f"(known besides its own: async_op, timeout, algorithm)"
+                f"(known besides its own: async_op, timeout, algorithm, deterministic)"
             )
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, deadline, algorithm, _label)
+        return CallOptions(async_op, deadline, algorithm, _label, deterministic, _split_sizes)
 
     def __repr__(self) -> str:
         if self._closed:
