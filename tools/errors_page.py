@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -84,6 +85,19 @@ COMPOSED = {
 }
 
 
+MISMATCHES = """\
+## Ranks that make different calls
+
+Each of these is a `CollectiveMismatchError` on every rank within a second, with both sides in its
+first line. No array is changed, and the group's next call works. Tests make all of them.
+"""
+
+REFUSALS = """\
+An argument that is wrong on one rank alone is that rank's own error, and on all others, within a
+second, a `CollectiveMismatchError` that quotes it. The group's next call works here, too.
+"""
+
+
 class Message(NamedTuple):
     """One place that makes an error."""
 
@@ -101,10 +115,25 @@ def main() -> None:
 def page() -> str:
     """Return the page's text."""
     found = sorted(set(messages()))
-    parts = [HEAD]
+    parts = [HEAD, *mismatches()]
     for name in errors_by_line():
         parts += section(name, [message for message in found if message.cls == name])
     return "\n".join(parts)
+
+
+def mismatches() -> list[str]:
+    """Return the table of calls that do not fit together, from the tests that make them."""
+    sys.path.insert(0, str(Path("tests/groups").resolve()))
+    sys.path.insert(0, str(Path().resolve()))
+    from mismatch_bodies import CASES as DIFFERENT
+    from refusal_bodies import CASES as REFUSED
+
+    lines = [MISMATCHES, "| what differs | one rank | the others |", "|---|---|---|"]
+    lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in DIFFERENT.items()]
+    lines += ["", REFUSALS, "| what is wrong | the error on that rank | its text has |"]
+    lines += ["|---|---|---|"]
+    lines += [f"| {name} | `{e.__name__}` | {text} |" for name, (_, _, e, text) in REFUSED.items()]
+    return [*lines, ""]
 
 
 def section(name: str, found: list[Message]) -> list[str]:

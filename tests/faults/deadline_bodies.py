@@ -6,13 +6,13 @@ import os
 import signal
 import socket
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
 from fault_calls import COLLECTIVES, attempt, groups_for, pids, store
 
 import unisono as dist
+from tests.lateness import Lateness
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 # So many at the same time: one after another would take minutes, all at once a whole core.
@@ -47,32 +47,6 @@ WAITS = {
     "collect_all": lambda work, t: dist.collect_all([work.get_future()]).wait(t),
     "then": lambda work, t: work.get_future().then(lambda f: None).wait(t),
 }
-
-
-class Lateness:
-    """How late threads of this process wake up: what the machine adds to every time-out."""
-
-    STEP_S = 0.005
-
-    def __init__(self):
-        self.most_s = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._measure)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception):
-        self._stop.set()
-        self._thread.join()
-
-    def _measure(self):
-        before_s = time.monotonic()
-        while not self._stop.wait(self.STEP_S):
-            now_s = time.monotonic()
-            self.most_s = max(self.most_s, now_s - before_s - self.STEP_S)
-            before_s = now_s
 
 
 def collective_calls(timeout_s):
@@ -159,7 +133,7 @@ def attempts(calls):
     def make(name, call):
         with Lateness() as lateness:
             caught = attempt(call)
-        results[name] = caught, lateness.most_s
+        results[name] = caught, lateness.slack_s
 
     items = list(calls.items())
     for first in range(0, len(items), AT_ONCE):

@@ -1,10 +1,12 @@
 """Calls that do not fit together; every rank must hear of both sides."""
 
+import time
 import warnings
 
 import numpy as np
 
 import unisono as dist
+from tests.lateness import Lateness
 from unisono.errors import CollectiveMismatchError
 
 
@@ -134,13 +136,19 @@ def error_of(call):
     return None
 
 
-def every_case(rank, odd, async_op):
+def every_case(rank, odd, async_op, limit_s=None):
     """Make every mismatching call; return {case: first line}."""
     warnings.simplefilter("error")
     told, p = {}, dist.get_world_size()
     for name, (different, usual, *_) in CASES.items():
         call = different if rank == odd else usual
-        error = error_of(lambda call=call: call(async_op=async_op))
+        if limit_s is not None:
+            dist.barrier()
+        began_s = time.monotonic()
+        with Lateness() as lateness:
+            error = error_of(lambda call=call: call(async_op=async_op))
+            took_s = time.monotonic() - began_s
+        assert limit_s is None or took_s < limit_s + lateness.slack_s, (name, took_s)
         assert error is not None, f"{name}: no error on rank {rank}"
         told[name] = error.what
         assert error.context.usable is True, name

@@ -32,6 +32,13 @@ def test_over_tcp(transport):
     check(run(mismatch_bodies.every_case, 3, args=(1, False), **where), 1)
 
 
+@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_hears_within_a_second(engine, size):
+    where = {"ranks": "processes", "engine": engine}
+    check(run(mismatch_bodies.every_case, size, args=(1, False, 1.0), **where), 1)
+
+
 def test_the_whole_line():
     told = run(mismatch_bodies.every_case, 3, args=(1, False))
     assert told[0]["op"] == (

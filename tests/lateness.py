@@ -1,0 +1,44 @@
+"""How late this process's threads wake up: what a busy machine adds to every bound on a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+HANDOVERS = 6
+"""A call that ends passes through some threads; each may be as late as one that only sleeps."""
+
+
+class Lateness:
+    """Measures while the with block runs.
+
+    Attributes:
+        most_s: The most that a thread which only sleeps was late.
+    """
+
+    STEP_S = 0.005
+
+    def __init__(self):
+        self.most_s = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._measure)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def slack_s(self):
+        """What to add to a bound."""
+        return HANDOVERS * self.most_s
+
+    def _measure(self):
+        before_s = time.monotonic()
+        while not self._stop.wait(self.STEP_S):
+            now_s = time.monotonic()
+            self.most_s = max(self.most_s, now_s - before_s - self.STEP_S)
+            before_s = now_s
