@@ -14,7 +14,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
-__all__ = ["connect", "format_address", "is_loopback", "listen", "listen_on_fd"]
+__all__ = ["connect", "format_address", "is_local", "is_loopback", "listen", "listen_on_fd"]
 
 _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
@@ -45,6 +45,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host.lower() in _LOCAL_NAMES or host.lower().endswith(".localhost")
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Return whether the other end of a connection is on this machine."""
+    try:
+        peer, own = (
+            str(name[0]).removeprefix("::ffff:")
+            for name in (sock.getpeername(), sock.getsockname())
+        )
+    except OSError:
+        return False
+    # A connection to one of this machine's own addresses comes from that address, too; nobody
+    # else can have it and still talk to us.
+    return is_loopback(peer) or peer == own
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

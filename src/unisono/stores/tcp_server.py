@@ -19,7 +19,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.addresses import is_loopback
+from unisono.stores.addresses import is_local
 from unisono.stores.table import Table, Watch
 from unisono.stores.token import Gate, Refused
 from unisono.stores.wire import (
@@ -169,7 +169,7 @@ class PythonServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        gate = Gate(self._token, self._serves_strangers, lambda: _is_local(sock))
+        gate = Gate(self._token, self._serves_strangers, lambda: is_local(sock))
         connection = _Connection(sock, f"{address[0]}:{address[1]}", gate)
         self._greetings.append((Deadline(_GREETING_S), connection))
         self._connections.add(connection)
@@ -372,20 +372,6 @@ class PythonServer:
         self._forget_wait(connection)
         if connection.promised is not None:
             self._end_promise(connection.promised)
-
-
-def _is_local(sock: socket.socket) -> bool:
-    """Whether the other end is a process of this machine."""
-    try:
-        peer, own = (
-            str(name[0]).removeprefix("::ffff:")
-            for name in (sock.getpeername(), sock.getsockname())
-        )
-    except OSError:
-        return False
-    # A connection to one of this machine's own addresses comes from that address, too; nobody
-    # else can have it and still get our answers.
-    return is_loopback(peer) or peer == own
 
 
 def _forget_servers_in_child() -> None:

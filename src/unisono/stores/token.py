@@ -11,9 +11,9 @@ A client with a token shows it before its first request; the token itself is nev
 
 What was recorded is of no use later, for each end proves itself on bytes that the other one has
 just made up. A client without a token begins with its first request, as torch's does. It is
-served if it is on the server's machine, or if the server serves strangers. Whoever is refused
-gets one byte, an `Answer`, and the connection ends. Until then nothing but bytes of fixed number
-is read.
+served if it is on the server's machine, or if the server serves strangers. A server without a
+token says so, and a client on the same machine goes on without one. Whoever is refused gets one
+byte, an `Answer`, and the connection ends. Until then nothing but bytes of fixed number is read.
 """
 
 from __future__ import annotations
@@ -128,7 +128,12 @@ class Gate:
         if len(self._data) < len(HELLO) + NONCE_BYTES:
             return b""
         if not self._token:
-            raise Refused(_said(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
+            if not (self._serves_strangers or self._is_local()):
+                raise Refused(_said(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
+            # It will go on without if it is on this machine.
+            self._data = self._data[len(HELLO) + NONCE_BYTES :]
+            self.is_open = True
+            return _said(Answer.NO_TOKEN_HERE)
         theirs = self._data[len(HELLO) : len(HELLO) + NONCE_BYTES]
         self._data = self._data[len(HELLO) + NONCE_BYTES :]
         mine = os.urandom(NONCE_BYTES)
