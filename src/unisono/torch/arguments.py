@@ -10,13 +10,10 @@ import torch._C._distributed_c10d as c10d
 from unisono.base.types import RedOpType, ReduceOp
 from unisono.groups.dispatch import OpSchema
 
-__all__ = ["SYNCHRONOUS", "call_options", "call_settings", "reduce_op"]
+__all__ = ["UNSET", "call_options", "call_settings", "reduce_op"]
 
-SYNCHRONOUS: dict[str, Any] = {"async_op": False}
-ASYNCHRONOUS: dict[str, Any] = {"async_op": True}
-"""How to make a call about which nothing else was said."""
-
-_UNSET = timedelta(milliseconds=-1)
+UNSET = timedelta(milliseconds=-1)
+"""The time-out in an option struct that means the group's own."""
 _SUM: Any = c10d.ReduceOp.SUM
 _REDUCE_OPS = (c10d.ReduceOp, c10d.ReduceOp.RedOpType)
 
@@ -34,9 +31,10 @@ def reduce_op(op: Any) -> ReduceOp:
 
 def call_options(options: Any) -> dict[str, Any]:
     """Return unisono's keywords for what every option struct of torch has."""
-    if options.timeout == _UNSET:
-        return ASYNCHRONOUS if options.asyncOp else SYNCHRONOUS
-    return {"async_op": options.asyncOp, "timeout": options.timeout}
+    given: dict[str, Any] = {"async_op": options.asyncOp}
+    if options.timeout != UNSET:
+        given["timeout"] = options.timeout
+    return given
 
 
 def call_settings(
@@ -59,7 +57,7 @@ def call_settings(
         )
         keywords = call_options(options)
     given += [value for value in rest if value is not None]
-    keywords = ASYNCHRONOUS | keywords
+    keywords = {"async_op": True} | keywords
     return [_plain(value) for value in given], {k: _plain(v) for k, v in keywords.items()}
 
 

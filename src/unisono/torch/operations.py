@@ -22,11 +22,11 @@ from unisono.groups.c10d import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.torch.arguments import SYNCHRONOUS, call_options, call_settings, reduce_op
+from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, all_reduce
+from unisono.torch.plain import PLAIN, is_plain
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
 
@@ -38,24 +38,30 @@ _profiled = torch._C._autograd._profiler_enabled
 
 
 def operation(method: Method) -> Method:
-    """Name the calls of a method in torch's profiler, and turn its errors into torch's.
+    """Return a method with what all have in common.
 
-    A tensor of another device ends in an error too; it goes to the backend of its device.
+    Tensors of another device go to that device's backend, plain calls take the short way, calls are
+    named in torch's profiler, errors become torch's.
     """
     name = method.__name__
     title = f"unisono:{name}"
+    at, kind, plain = PLAIN.get(name, (0, None, None))
 
     @functools.wraps(method)
     def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
         keep_out()
+        if self.has_devices() and (device := device_of(args)) != "cpu":
+            return getattr(self.on_device(device), name)(*args, **kwargs)
         try:
             if _profiled():
                 with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
+            options = args[at] if len(args) > at else kwargs.get("opts")
+            if plain is not None and type(options) is kind and is_plain(options):
+                plain(self._group, *args[:at], options)
+                return None
             return method(self, *args, **kwargs)
         except UnisonoError as error:
-            if (device := device_of(args)) != "cpu":
-                return getattr(self.on_device(device), name)(*args, **kwargs)
             raise for_torch(error) from error.__cause__
 
     return call
@@ -77,6 +83,10 @@ class Operations:
     _group: ProcessGroup
     _callbacks: CallbackThreads
 
+    def has_devices(self) -> bool:
+        """Whether the group has backends of other devices."""
+        raise NotImplementedError
+
     def on_device(self, device: str) -> Any:
         """Return what serves the tensors of another device."""
         raise NotImplementedError
@@ -91,9 +101,6 @@ class Operations:
             arguments = (tensors,) if opts is None else (tensors, opts)
             return self._issue(OPS["all_reduce"], arguments, kwargs)
         tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
-        if how == SYNCHRONOUS and not tensor.is_sparse:
-            all_reduce(self._group, tensor, op)
-            return None
         if tensor.is_sparse:
             work = all_reduce_sparse(self._group, tensor, op, **how)
         else:
@@ -110,9 +117,6 @@ class Operations:
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
-        if how == SYNCHRONOUS and (plain := PLAIN.get(schema.name)) is not None:
-            plain(self._group, *arguments)
-            return None
         work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
         return self._as_torch(work, work.result()) if how["async_op"] else None
 

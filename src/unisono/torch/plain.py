@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._C._distributed_c10d as c10d
 
 from unisono.base.buffers import alias_torch
-from unisono.base.types import ReduceOp, dtype_named
+from unisono.base.types import dtype_named
 from unisono.groups import collectives
 from unisono.groups.process_group import ProcessGroup
+from unisono.torch.arguments import UNSET, reduce_op
+from unisono.torch.sparse import all_reduce_sparse
 
-__all__ = ["PLAIN", "all_reduce", "as_array"]
+__all__ = ["PLAIN", "as_array", "is_plain"]
 
 # Types that NumPy has as well. Complex tensors may be conjugate views, and arrive as real ones.
 _DTYPES = {
@@ -59,42 +62,58 @@ def as_array(tensor: Any) -> Any:
     return array
 
 
-def all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> None:
-    """Make a synchronous call."""
-    collectives.all_reduce(as_array(tensor), op, group)
+def is_plain(options: Any) -> bool:
+    """Whether an option struct of torch asks for a synchronous call with the group's time-out."""
+    return not options.asyncOp and options.timeout == UNSET
 
 
-def _broadcast(group: ProcessGroup, tensor: Any, root: int) -> None:
-    collectives.broadcast(as_array(tensor), group.ranks[root], group)
+def _all_reduce(group: ProcessGroup, tensors: Any, options: Any) -> None:
+    tensor, op = tensors[0], reduce_op(options.reduceOp)
+    if tensor.is_sparse:
+        all_reduce_sparse(group, tensor, op)
+    else:
+        collectives.all_reduce(as_array(tensor), op, group)
 
 
-def _reduce(group: ProcessGroup, tensor: Any, root: int, op: ReduceOp) -> None:
-    collectives.reduce(as_array(tensor), group.ranks[root], op, group)
+def _broadcast(group: ProcessGroup, tensors: Any, options: Any) -> None:
+    collectives.broadcast(as_array(tensors[0]), group.ranks[options.rootRank], group)
 
 
-def _all_gather_into_tensor(group: ProcessGroup, output: Any, tensor: Any) -> None:
+def _reduce(group: ProcessGroup, tensors: Any, options: Any) -> None:
+    root, op = group.ranks[options.rootRank], reduce_op(options.reduceOp)
+    collectives.reduce(as_array(tensors[0]), root, op, group)
+
+
+def _all_gather_single(group: ProcessGroup, output: Any, tensor: Any, options: Any) -> None:
     collectives.all_gather_into_tensor(as_array(output), as_array(tensor), group)
 
 
-def _reduce_scatter_tensor(group: ProcessGroup, output: Any, tensor: Any, op: ReduceOp) -> None:
-    collectives.reduce_scatter_tensor(as_array(output), as_array(tensor), op, group)
+def _reduce_scatter_single(group: ProcessGroup, output: Any, tensor: Any, options: Any) -> None:
+    arrays = as_array(output), as_array(tensor)
+    collectives.reduce_scatter_tensor(*arrays, reduce_op(options.reduceOp), group)
 
 
-def _all_to_all_single(group: ProcessGroup, output: Any, tensor: Any, outs: Any, ins: Any) -> None:
+def _all_to_all_single(
+    group: ProcessGroup, output: Any, tensor: Any, outs: Any, ins: Any, options: Any
+) -> None:
     arrays = as_array(output), as_array(tensor)
     collectives.all_to_all_single(*arrays, outs or None, ins or None, group)
 
 
-def _barrier(group: ProcessGroup) -> None:
+def _barrier(group: ProcessGroup, options: Any) -> None:
     collectives.barrier(group)
 
 
-PLAIN: dict[str, Callable[..., None]] = {
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "all_to_all_single": _all_to_all_single,
-    "barrier": _barrier,
+PLAIN: dict[str, tuple[int, type[Any], Callable[..., None]]] = {
+    "allreduce": (1, c10d.AllreduceOptions, _all_reduce),
+    "broadcast": (1, c10d.BroadcastOptions, _broadcast),
+    "reduce": (1, c10d.ReduceOptions, _reduce),
+    "all_gather_single": (2, c10d.AllgatherOptions, _all_gather_single),
+    "_allgather_base": (2, c10d.AllgatherOptions, _all_gather_single),
+    "reduce_scatter_single": (2, c10d.ReduceScatterOptions, _reduce_scatter_single),
+    "_reduce_scatter_base": (2, c10d.ReduceScatterOptions, _reduce_scatter_single),
+    "all_to_all_single": (4, c10d.AllToAllOptions, _all_to_all_single),
+    "alltoall_base": (4, c10d.AllToAllOptions, _all_to_all_single),
+    "barrier": (0, c10d.BarrierOptions, _barrier),
 }
-"""Operation -> its plain call: the group, then the arguments of the group's method."""
+"""Method of torch's process group -> position and type of its option struct, and its plain call."""

@@ -62,6 +62,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._description = "undefined"
         self._bound: torch.device | None = None
         self._devices: dict[str, Any] = {}
+        self._has_devices: bool | None = None
         # How many groups of these ranks were made from this one. torch's name would not do: with
         # local synchronization it depends on all groups a rank has, which differ by rank.
         self._made: Counter[tuple[int, ...]] = Counter()
@@ -136,6 +137,13 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         config = c10d._world.pg_backend_config.get(self, NAME)
         names: dict[str, str] = c10d.BackendConfig(c10d.Backend(config)).get_device_backend_map()
         return names
+
+    def has_devices(self) -> bool:
+        """Whether the group has backends of other devices."""
+        if self._has_devices is None:
+            # Not known when the group is made: torch notes it afterwards.
+            self._has_devices = len(self._backend_names()) > 1
+        return self._has_devices
 
     def on_device(self, device: str) -> Any:
         """Return torch's own process group for another device, made when first needed.
