@@ -101,7 +101,6 @@ LACKING = {
         "split_group": "a function of the module",
         "use_pg_for_symm_mem_rendezvous": "symmetric memory is for GPUs",
     },
-    "ReduceOp": {"RedOpType": "unisono.RedOpType"},
     "TCPStore": {"libuvBackend": "the server is unisono's own"},
     "Work": {**dict.fromkeys(("boxed", "unbox"), _BOXES), "get_future_result": "NCCL only"},
 }

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.errors import CollectiveError, CollectiveMismatchError, InvalidArgumentError
+from unisono.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    UsageError,
+)
 
 SIZES = [0, 1, 4096, 4097, 300_000]  # bytes: nothing, in the head, a message of its own
 
@@ -176,6 +181,16 @@ def mistakes(rank):
     assert set(kept) == {"kept"}
     with pytest.raises(CollectiveMismatchError, match=r"broadcast_object_list\[2\]"):
         dist.broadcast_object_list([0] * (2 if rank else 1), 0)
+    for call, arguments, told in (
+        (dist.broadcast_object_list, ([0], 9), "global rank 9 is not in group"),
+        (dist.broadcast_object_list, ((0,), 0), "object_list must be a list, got tuple"),
+        (dist.gather_object, (0, None, 9), "global rank 9"),
+        (dist.scatter_object_list, ([0], None, 9), "global rank 9"),
+    ):
+        good = {dist.broadcast_object_list: ([0], 0), dist.gather_object: (0, None, 2)}
+        with pytest.raises(UsageError if rank == 1 else CollectiveMismatchError, match=told):
+            call(*(arguments if rank == 1 else good.get(call, ([0], None, 1))))
+        usable()
     with pytest.raises(CollectiveMismatchError, match="all_gather_object"):
         dist.all_gather_object([0] * p, 0) if rank else dist.barrier()
     with pytest.raises(InvalidArgumentError) if rank == 1 else no_error():

@@ -57,6 +57,7 @@ class ReduceOp:
     BOR: ClassVar[ReduceOp]
     BXOR: ClassVar[ReduceOp]
     PREMUL_SUM: ClassVar[ReduceOp]
+    RedOpType: ClassVar[type[RedOpType]]
 
     @property
     def name(self) -> str:
@@ -73,6 +74,7 @@ class ReduceOp:
         return f"ReduceOp.{self.name}{factor}"
 
 
+ReduceOp.RedOpType = RedOpType
 for _op in RedOpType:
     setattr(ReduceOp, _op.name, ReduceOp(_op))
 

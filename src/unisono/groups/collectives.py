@@ -36,6 +36,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor",
+    "root_of",
     "scatter",
 ]
 
@@ -59,7 +60,7 @@ def group_rank_of(
     return group.group_rank(global_rank)
 
 
-def _root_of(
+def root_of(
     pg: ProcessGroup,
     call: str,
     global_rank: int | None,
@@ -105,7 +106,7 @@ def broadcast(
     """
     if (pg := member_group(group, "broadcast")) is None:
         return None
-    root = _root_of(pg, "broadcast", src, group_src)
+    root = root_of(pg, "broadcast", src, group_src)
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
@@ -171,7 +172,7 @@ def reduce(
     """
     if (pg := member_group(group, "reduce")) is None:
         return None
-    root = _root_of(pg, "reduce", dst, group_dst)
+    root = root_of(pg, "reduce", dst, group_dst)
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
@@ -254,7 +255,7 @@ def gather(
     """
     if (pg := member_group(group, "gather")) is None:
         return None
-    root = _root_of(pg, "gather", dst, group_dst, default=0)
+    root = root_of(pg, "gather", dst, group_dst, default=0)
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
@@ -273,7 +274,7 @@ def scatter(
     """
     if (pg := member_group(group, "scatter")) is None:
         return None
-    root = _root_of(pg, "scatter", src, group_src, default=0)
+    root = root_of(pg, "scatter", src, group_src, default=0)
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 

@@ -15,7 +15,7 @@ from functools import reduce
 from typing import Any
 
 from unisono.base.deadline import Timeout
-from unisono.groups.collectives import group_rank_of
+from unisono.groups.collectives import root_of
 from unisono.groups.objects import ObjectCall
 from unisono.groups.serializer import Serializer
 from unisono.groups.world import member_group
@@ -98,7 +98,7 @@ def reduce_object(
     """
     if (pg := member_group(group, "reduce_object")) is None:
         return None
-    root = group_rank_of(pg, dst, group_dst, default=0)
+    root = root_of(pg, "reduce_object", dst, group_dst, default=0)
     call = ObjectCall(pg, "reduce_object", timeout, serializer)
     packets = call.gather(call.pack(lambda: obj), root)
     call.end()

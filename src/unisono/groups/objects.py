@@ -25,7 +25,7 @@ from unisono.errors import (
     InvalidArgumentError,
 )
 from unisono.groups.checks import list_on_root, one_each
-from unisono.groups.collectives import group_rank_of
+from unisono.groups.collectives import group_rank_of, root_of
 from unisono.groups.packet import FIRST_BYTES, Packet
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.serializer import PickleSerializer, Serializer
@@ -72,8 +72,9 @@ def broadcast_object_list(
     """
     if (pg := member_group(group, "broadcast_object_list")) is None:
         return
-    root = group_rank_of(pg, src, group_src, default=0)
-    call = ObjectCall(pg, f"broadcast_object_list[{_length(object_list)}]", timeout, serializer)
+    root = root_of(pg, "broadcast_object_list", src, group_src, default=0)
+    length = _length(object_list, pg, "broadcast_object_list")
+    call = ObjectCall(pg, f"broadcast_object_list[{length}]", timeout, serializer)
     if pg.rank() == root:
         call.broadcast(call.pack(lambda: list(object_list)), root)
         call.end()
@@ -134,7 +135,7 @@ def gather_object(
     """
     if (pg := member_group(group, "gather_object")) is None:
         return
-    root = group_rank_of(pg, dst, group_dst, default=0)
+    root = root_of(pg, "gather_object", dst, group_dst, default=0)
     call = ObjectCall(pg, "gather_object", timeout, serializer)
 
     def mine() -> Any:
@@ -168,7 +169,7 @@ def scatter_object_list(
     """
     if (pg := member_group(group, "scatter_object_list")) is None:
         return
-    root = group_rank_of(pg, src, group_src, default=0)
+    root = root_of(pg, "scatter_object_list", src, group_src, default=0)
     call = ObjectCall(pg, "scatter_object_list", timeout, serializer)
     packets = call.pack_each(scatter_object_input_list) if pg.rank() == root else None
     packet = call.scatter(packets, root)
@@ -408,7 +409,11 @@ class ObjectCall:
             work.wait()
 
 
-def _length(objects: Any) -> int:
-    if not isinstance(objects, list):
-        raise ArgumentTypeError(f"object_list must be a list, got {type(objects).__name__}")
-    return len(objects)
+def _length(objects: Any, pg: ProcessGroup | None = None, call: str = "") -> int:
+    """Return the length of a list; in a collective, the other ranks hear that it is none."""
+    if isinstance(objects, list):
+        return len(objects)
+    error = ArgumentTypeError(f"object_list must be a list, got {type(objects).__name__}")
+    if pg is not None:
+        pg.refuse(call, error)
+    raise error
