@@ -81,7 +81,7 @@ def part_of_the_world(rank):
     else:
         assert mesh.get_coordinate() is None
         assert mesh.mesh.tolist() == [0, 1, 2]
-        with pytest.raises(InvalidArgumentError, match="no group for this rank: rank 3 is not"):
+        with pytest.raises(InvalidArgumentError, match="has no group for this rank: rank 3 is not"):
             mesh.get_group()
     pair = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "y"))
     assert pair["y"].size("y") == 2
@@ -113,7 +113,10 @@ def over_groups(rank):
             "the mesh has",
         ),
         (lambda: dist.DeviceMesh.from_group(rows, "cpu", [3, 2, 1, 0]), "the mesh has"),
-        (lambda: dist.DeviceMesh.from_group(rows, "cpu", [[0, 1]]), "mesh of 2 dimensions"),
+        (
+            lambda: dist.DeviceMesh.from_group(rows, "cpu", [[0, 1]]),
+            "1 groups for a mesh of 2 dimensions",
+        ),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             bad()
@@ -143,25 +146,34 @@ def mistakes(rank):
     bare = dist.init_device_mesh("cpu", (4,))
     assert dist.get_pg_count() == count, "a dimension that is the world has the default group"
     for bad, text in (
-        (lambda: init("cpu", (5,)), "each once"),
-        (lambda: init("cpu", (2, 2), mesh_dim_names=("a",)), "2 different names"),
-        (lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a")), "2 different names"),
+        (lambda: init("cpu", (5,)), "must have ranks of the world"),
+        (lambda: init("cpu", (2, 2), mesh_dim_names=("a",)), "2 different names, one per entry of"),
+        (
+            lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a")),
+            "2 different names, one per entry of",
+        ),
         (lambda: init("cpu:0", (4,)), "without an index"),
         (lambda: init("cpu", (4,), backend_override={"b": "gloo"}), "names no dimension"),
         (lambda: init("cpu", (4,), backend_override={1: "gloo"}), "names no dimension"),
-        (lambda: dist.DeviceMesh("cpu", [0, 0]), "each once"),
+        (lambda: dist.DeviceMesh("cpu", [0, 0]), "must have ranks of the world"),
         (lambda: dist.DeviceMesh("cpu", []), "must be an array of ranks"),
         (lambda: dist.DeviceMesh("cpu"), "must be an array of ranks"),
         (lambda: dist.DeviceMesh("cpu", [0.5]), "must be an array of ranks"),
-        (lambda: dist.DeviceMesh("cpu", [0], backend_override=()), "0 entries for 1 dim"),
+        (
+            lambda: dist.DeviceMesh("cpu", [0], backend_override=()),
+            "backend_override has 0 entries for 1 dim",
+        ),
         (lambda: bare["a"], "without mesh_dim_names cannot be sliced"),
         (lambda: bare._flatten(), "without mesh_dim_names cannot be flattened"),
-        (lambda: mesh._unflatten("a", (2, 3), ("b", "c")), "is not 4"),
+        (lambda: mesh._unflatten("a", (2, 3), ("b", "c")), "is not 4, the size of dimension"),
         (lambda: mesh.get_group(1), "has no dimension 1"),
         (lambda: dist.DeviceMesh._concatenate([mesh, bare]), "slices of one mesh"),
         (lambda: dist.DeviceMesh._concatenate([mesh, mesh]), "overlap"),
         (lambda: mesh._unflatten(0, (2, 2), "bc").get_group(), "mesh_dim must be given"),
-        (lambda: mesh._unflatten(0, (2, 2), "bc")["b", "c"]._flatten("a"), "'a' already"),
+        (
+            lambda: mesh._unflatten(0, (2, 2), "bc")["b", "c"]._flatten("a"),
+            "has a dimension 'a' already",
+        ),
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             bad()

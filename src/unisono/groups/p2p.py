@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
@@ -154,13 +154,12 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     """Start all of them; sends and receives may come in any order.
 
     Raises:
-        InvalidArgumentError: The list is empty or mixes groups.
-        ArgumentTypeError: It holds something else.
+        InvalidArgumentError: It is empty, mixes groups, or is no list of P2POp.
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(
         isinstance(op, P2POp) for op in p2p_op_list
     ):
-        raise ArgumentTypeError("p2p_op_list must be a list of P2POp")
+        raise InvalidArgumentError(f"p2p_op_list must be a list of P2POp, got {p2p_op_list!r}")
     if not p2p_op_list:
         raise InvalidArgumentError("p2p_op_list is empty")
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
