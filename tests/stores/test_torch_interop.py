@@ -13,6 +13,7 @@ import pytest
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
+from unisono.stores.native_server import engine
 from unisono.testing.check_store import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(
@@ -46,15 +47,25 @@ def output_of(*args: str) -> list[str]:
     return output.splitlines()
 
 
-def test_torch_client_sees_the_same_on_both_servers(server_kind):
-    server = start_server(listen("127.0.0.1", 0))
-    try:
-        ours = output_of("client", "127.0.0.1", str(server.port))
-    finally:
-        server.close()
+@pytest.fixture(scope="module")
+def torch_on_torch():
+    """What torch's client sees on torch's server."""
     theirs = output_of("serve")
     assert len(theirs) > 25
-    assert ours == theirs
+    return theirs
+
+
+def test_torch_client_sees_the_same_on_both_servers(server_kind, torch_on_torch):
+    server = start_server(listen("127.0.0.1", 0))
+    try:
+        assert output_of("client", "127.0.0.1", str(server.port)) == torch_on_torch
+    finally:
+        server.close()
+
+
+@pytest.mark.skipif(engine() is None, reason="the Python server would wait for the GIL for ever")
+def test_torch_client_in_the_servers_own_process(torch_on_torch):
+    assert output_of("beside") == torch_on_torch
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What torch's TCPStore client sees; run by test_torch_interop in a process of its own.
 
-usage: torch_script.py [client HOST PORT | serve | hold]
+usage: torch_script.py [client HOST PORT | beside | serve | hold]
 """
 
 from __future__ import annotations
@@ -92,6 +92,13 @@ def main() -> None:
     mode, *rest = sys.argv[1:]
     if mode == "client":
         store = dist.TCPStore(rest[0], int(rest[1]), 1, False, LONG)
+    elif mode == "beside":
+        # The server of unisono in this process: torch's client holds the GIL while it connects.
+        from unisono.stores import start_server
+        from unisono.stores.addresses import listen
+
+        server = start_server(listen("127.0.0.1", 0))
+        store = dist.TCPStore("127.0.0.1", server.port, 1, False, LONG)
     else:
         store = dist.TCPStore("127.0.0.1", 0, 1, True, LONG)
     if mode == "hold":
