@@ -61,12 +61,39 @@ class Server:
         self._process.wait()
 
 
+def certificate(folder):
+    """Make a certificate for localhost that is its own authority; return its files."""
+    files = f"{folder}/cert.pem", f"{folder}/key.pem"
+    words = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    words += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
+    subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S)
+    return files
+
+
 @contextlib.contextmanager
-def redis(folder):
-    """Run a Redis server that writes nothing to disk."""
+def redis(folder, *, secured=False):
+    """Run a Redis server that writes nothing to disk; `secured`: TLS, and the password p@ss."""
     for _ in range(_TRIES):
         (port,) = _free_ports(1)
-        words = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+        words = ["redis-server", "--bind", "127.0.0.1", "--save", ""]
+        if secured:
+            cert, key = certificate(folder)
+            words += ["--port", "0", "--tls-port", str(port), "--requirepass", "p@ss"]
+            words += ["--tls-cert-file", cert, "--tls-key-file", key, "--tls-ca-cert-file", cert]
+            words += ["--tls-auth-clients", "no"]
+        else:
+            words += ["--port", str(port)]
         server = Server(words, port, folder)
         try:
             if server.wait_until_up():
@@ -78,10 +105,11 @@ def redis(folder):
 
 
 @contextlib.contextmanager
-def etcd(folder, members=1):
-    """Run an etcd cluster; yields its members."""
+def etcd(folder, members=1, *, secured=False):
+    """Run an etcd cluster; yields its members. `secured`: TLS, and clients need a certificate."""
+    files = certificate(folder) if secured else None
     for attempt in range(_TRIES):
-        servers = _etcd_members(folder, members, attempt)
+        servers = _etcd_members(folder, members, attempt, files)
         try:
             if all(server.wait_until_up() for server in servers):
                 yield servers
@@ -92,7 +120,7 @@ def etcd(folder, members=1):
     raise OSError("etcd does not start")
 
 
-def _etcd_members(folder, members, attempt):
+def _etcd_members(folder, members, attempt, files):
     ports = _free_ports(2 * members)
     clients, peers = ports[:members], ports[members:]
     urls = [f"http://127.0.0.1:{port}" for port in peers]
@@ -102,8 +130,8 @@ def _etcd_members(folder, members, attempt):
         options = {
             "name": f"m{index}",
             "data-dir": f"{folder}/etcd{attempt}.{index}",
-            "listen-client-urls": f"http://127.0.0.1:{port}",
-            "advertise-client-urls": f"http://127.0.0.1:{port}",
+            "listen-client-urls": f"http{'s' if files else ''}://127.0.0.1:{port}",
+            "advertise-client-urls": f"http{'s' if files else ''}://127.0.0.1:{port}",
             "listen-peer-urls": url,
             "initial-advertise-peer-urls": url,
             "initial-cluster": cluster,
@@ -111,6 +139,10 @@ def _etcd_members(folder, members, attempt):
             "election-timeout": "500",
             "log-level": "error",
         }
-        words = ["etcd", *(word for name in options for word in (f"--{name}", options[name]))]
+        if files:
+            cert, key = files
+            options |= {"cert-file": cert, "key-file": key, "trusted-ca-file": cert}
+            options |= {"client-cert-auth": "true"}
+        words = ["etcd", *(f"--{name}={value}" for name, value in options.items())]
         servers.append(Server(words, port, folder))
     return servers

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from unisono.errors import StoreTimeoutError
+from unisono.errors import StoreError, StoreTimeoutError
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
 
@@ -111,6 +113,36 @@ def test_worlds_one_after_another(place, how):
         for rank in range(2)
     ]
     assert [rank.wait(60) for rank in ranks] == [0, 0]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+@pytest.mark.parametrize("kind", KINDS)
+def test_secured(kind, tmp_path, monkeypatch):
+    # The certificate that is given counts, not the environment's.
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    cert, key = f"{tmp_path}/cert.pem", f"{tmp_path}/key.pem"
+    with contextlib.ExitStack() as stack:
+        if kind == "redis":
+            port = stack.enter_context(services.redis(tmp_path, secured=True)).port
+            good = f"rediss://:p%40ss@localhost:{port}?db=2&ssl_ca_certs={cert}"
+            bad = f"rediss://localhost:{port}?ssl_ca_certs={cert}", f"redis://localhost:{port}"
+        else:
+            (server,) = stack.enter_context(services.etcd(tmp_path, secured=True))
+            good = f"etcds://localhost:{server.port}?ca_cert={cert}&cert_cert={cert}&cert_key={key}"
+            bad = (
+                f"etcds://localhost:{server.port}?ca_cert={cert}",
+                f"etcd://localhost:{server.port}",
+            )
+        store, _, _ = next(rendezvous(good, 0, 1, timeout=20))
+        with store, store.clone() as clone:
+            store.set("k", "v")
+            assert clone.get("k") == b"v"
+        for url in bad:
+            with pytest.raises(
+                StoreError, match=f"localhost:{port}" if kind == "redis" else "local"
+            ):
+                next(rendezvous(url, 0, 1, timeout=0.2))
 
 
 def test_nodes_of_a_launch_meet_and_restart_and_the_name_is_free_again(place, tmp_path):

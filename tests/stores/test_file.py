@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -342,3 +344,19 @@ def test_closed_store_and_bad_world_size(path):
         store.set("k", "v")
     with pytest.raises(InvalidArgumentError):
         FileStore(path, 0)
+
+
+def test_file_system_without_flock(path, monkeypatch):
+    """Some NFS, Lustre and FUSE mounts have none; only an empty file made beforehand needs it."""
+
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with FileStore(path, 2) as first, FileStore(path, 2) as second:
+        first.add("n", 1)
+        assert second.add("n", 1) == 2
+    with open(path, "wb"):
+        pass
+    with pytest.raises(StoreError, match=r"No locks available(.|\n)*delete the empty file"):
+        FileStore(path, 2)

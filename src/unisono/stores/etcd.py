@@ -36,8 +36,10 @@ class EtcdStore(ServiceStore):
         world_size: Number of ranks. The last of them to close the store deletes its keys, and a
             prefix that another world has not given back is a StoreTimeoutError. -1: keys stay.
         timeout: Default for every blocking call; seconds or timedelta.
-        options: For `etcd3gw.Etcd3Client`: protocol ("http" or "https"), ca_cert, cert_cert,
-            cert_key.
+        protocol: "http" or "https".
+        ca_cert: File with the certificate of whoever signed the members'.
+        cert_cert: File with this client's certificate.
+        cert_key: File with its key.
 
     Raises:
         UnsupportedError: The package etcd3gw is not installed (`pip install 'unisono[etcd]'`).
@@ -55,17 +57,25 @@ class EtcdStore(ServiceStore):
         *,
         world_size: int = -1,
         timeout: Timeout = DEFAULT_TIMEOUT,
-        **options: Any,
+        protocol: str = "http",
+        ca_cert: str | None = None,
+        cert_cert: str | None = None,
+        cert_key: str | None = None,
     ) -> None:
         super().__init__(prefix, timeout, world_size)
         if not endpoints:
             raise InvalidArgumentError("EtcdStore needs at least one endpoint")
         self.endpoints = tuple(endpoints)
-        self._options = options
+        self._secrets = {
+            "protocol": protocol,
+            "ca_cert": ca_cert,
+            "cert_cert": cert_cert,
+            "cert_key": cert_key,
+        }
         try:
             self._package = importlib.import_module("etcd3gw")
             self._errors = importlib.import_module("etcd3gw.exceptions")
-            self._http_error = importlib.import_module("requests").RequestException
+            self._requests = importlib.import_module("requests")
         except ImportError as error:
             raise UnsupportedError(
                 f"EtcdStore needs the package etcd3gw: {error}",
@@ -84,7 +94,12 @@ class EtcdStore(ServiceStore):
     def clone(self) -> EtcdStore:
         """Return a handle of its own to the same data."""
         self._check_open()
-        return EtcdStore(self.endpoints, self.prefix, timeout=self._timeout_s, **self._options)
+        return EtcdStore(
+            self.endpoints,
+            self.prefix,
+            timeout=self._timeout_s,
+            **self._secrets,  # type: ignore[arg-type]
+        )
 
     def _forked(self) -> None:
         super()._forked()
@@ -97,7 +112,7 @@ class EtcdStore(ServiceStore):
         try:
             answer: Json = client.post(client.get_url(path), json=question)
         except (
-            self._http_error,
+            self._requests.RequestException,
             self._errors.ConnectionFailedError,
             self._errors.ConnectionTimeoutError,
             self._errors.InternalServerError,
@@ -105,6 +120,8 @@ class EtcdStore(ServiceStore):
             client.session.close()
             self._member = (member + 1) % len(self.endpoints)
             reason = getattr(error, "detail_text", None) or str(error)
+            # urllib3 says what it did before it says why it failed.
+            reason = reason.rpartition("(Caused by ")[2].removesuffix(")")
             raise Unreachable(f"{format_address(*self.endpoints[member])}: {reason}") from error
         except self._errors.Etcd3Exception as error:
             self._idle.append((member, client))
@@ -125,8 +142,15 @@ class EtcdStore(ServiceStore):
                 return client
             client.session.close()
         host, port = self.endpoints[member]
+        session = self._requests.Session()
+        # Else a proxy or another authority of the environment would have the last word.
+        session.trust_env = False
+        session.verify = self._secrets["ca_cert"] or True
+        if self._secrets["cert_cert"]:
+            session.cert = (self._secrets["cert_cert"], self._secrets["cert_key"])
+        protocol = self._secrets["protocol"]
         return self._package.Etcd3Client(
-            host, port, timeout=_REPLY_S, api_path="/v3/", **self._options
+            host, port, protocol, timeout=_REPLY_S, api_path="/v3/", session=session
         )
 
     def _fetch(self, names: Sequence[str]) -> list[Entry]:
