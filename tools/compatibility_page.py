@@ -41,8 +41,15 @@ TimeoutError, ... besides where torch raises that.
 
 """
 
+BEYOND = """
+## What torch.distributed does not have
+
+| name | what it is |
+| --- | --- |
+"""
+
 TAIL = f"""
-Left out are names that torch only imports for itself: {", ".join(sorted(INCIDENTAL))}.
+Left out above are names that torch only imports for itself: {", ".join(sorted(INCIDENTAL))}.
 """
 
 # Private names that are in use outside of torch.
@@ -129,7 +136,17 @@ def page() -> str:
     rows = [("name", "status", "what is more, or why not"), ("---", "---", "---")]
     rows += [(f"`{name}`", status, text) for name, status, text in entries()]
     table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
-    return f"{HEAD}{table.replace('|  |', '| |')}{TAIL}"
+    beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
+    return f"{HEAD}{table.replace('|  |', '| |')}{BEYOND}{beyond}{TAIL}"
+
+
+def names_beyond_torch() -> Iterator[tuple[str, str]]:
+    """Yield the names that only unisono has, with the first line of their documentation."""
+    theirs = names_of_torch()
+    for name in unisono.__all__:
+        value = getattr(unisono, name)
+        if name not in theirs and (inspect.isclass(value) or inspect.isroutine(value)):
+            yield name, (inspect.getdoc(value) or "").partition("\n")[0].replace("|", "\\|")
 
 
 def entries() -> Iterator[Entry]:

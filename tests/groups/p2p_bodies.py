@@ -191,8 +191,11 @@ def bad_arguments(rank):
         dist.batch_isend_irecv(ops)
     with pytest.raises(InvalidArgumentError, match="p2p_op_list is empty"):
         dist.batch_isend_irecv([])
-    with pytest.raises(TypeError, match="must be a list of P2POp"):
+    with pytest.raises(InvalidArgumentError, match="must be a list of P2POp"):
         dist.batch_isend_irecv([1])
+    (late,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0, tag=404)], timeout=0.05)
+    with pytest.raises(TimeoutError, match="tag=404"):
+        late.wait()
 
 
 def destroyed_under_a_receive(rank):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from unisono.base.deadline import Timeout
 from unisono.errors import InvalidArgumentError
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work
@@ -150,8 +151,14 @@ class P2POp:
         return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"
 
 
-def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+def batch_isend_irecv(
+    p2p_op_list: Sequence[P2POp], *, timeout: Timeout | None = None
+) -> list[Work]:
     """Start all of them; sends and receives may come in any order.
+
+    Args:
+        p2p_op_list: Operations in one group.
+        timeout: Of each of them; the group's if None.
 
     Raises:
         InvalidArgumentError: It is empty, mixes groups, or is no list of P2POp.
@@ -168,7 +175,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
     try:
         for op in p2p_op_list:
             call = op.group.send if op.op is isend else op.group.recv
-            works.append(call(op.tensor, op.group_peer, op.tag, async_op=True))
+            works.append(call(op.tensor, op.group_peer, op.tag, async_op=True, timeout=timeout))
     except BaseException:
         # A receive that stays posted would swallow a later message.
         for work in works:
