@@ -71,7 +71,13 @@ nb::typed<nb::dict, nb::str, nb::int_> dtype_codes() {
   return codes;
 }
 
-// Shared words laid out otherwise must not meet; bump with line.hpp.
+#if defined(__clang__)
+constexpr const char* kBuild = "clang " __clang_version__;
+#else
+constexpr const char* kBuild = "gcc " __VERSION__;
+#endif
+
+// Shared words laid out otherwise must not meet; bump with line.hpp and ring.hpp.
 constexpr int kAbi = 2;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
@@ -193,6 +199,7 @@ NB_MODULE(_engine, m) {
 
   using unisono::Code;
   m.attr("ABI") = kAbi;
+  m.attr("BUILD") = kBuild;
   m.attr("OK") = static_cast<int>(Code::ok);
   m.attr("MISMATCH") = static_cast<int>(Code::mismatch);
   m.attr("TIMEOUT") = static_cast<int>(Code::timeout);

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from unisono.base.types import ReduceOp as ReduceOp
     from unisono.elastic import launch as launch
     from unisono.elastic import spawn as spawn
+    from unisono.engines.info import EngineInfo as EngineInfo
+    from unisono.engines.info import engine_info as engine_info
     from unisono.errors import QueueEmptyError as QueueEmptyError
     from unisono.groups.availability import (
         get_default_backend_for_device as get_default_backend_for_device,
@@ -149,6 +151,7 @@ _HOMES = {
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
+    "engines.info": "EngineInfo engine_info",
     "groups.c10d": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "

@@ -19,6 +19,8 @@ def set_isa(name: str) -> None:
 
 ABI: int = 2
 
+BUILD: str = "gcc 12.2.0"
+
 OK: int = 0
 
 MISMATCH: int = 1

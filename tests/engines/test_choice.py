@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from contextlib import closing
 
 import pytest
 
+import unisono
 from unisono.engines import Communicator, host_word, is_native_built, make_engine
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.transports import InprocTransport
@@ -55,3 +58,34 @@ def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
 def test_unknown_engine(choose):
     with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
         choose(("a", "a"), "fast")
+
+
+@needs_native
+def test_engine_info(monkeypatch):
+    info = unisono.engine_info()
+    assert (info.engine, info.shared_memory) == ("native", "memfd")
+    assert info.isa in info.isas
+    assert info.build
+    assert str(info).startswith(
+        f"native engine (it is built); shared memory: memfd; instruction set {info.isa}"
+    )
+    monkeypatch.setenv("UNISONO_ENGINE", "reference")
+    assert unisono.engine_info()[:2] == ("reference", "UNISONO_ENGINE=reference")
+
+
+def test_engine_info_without_the_extension_module(monkeypatch):
+    monkeypatch.setattr("unisono.engines.info.native", None)
+    info = unisono.engine_info()
+    assert info.engine == "reference"
+    assert "is not built" in str(info)
+    assert (info.isa, info.isas, info.build) == ("", (), "")
+
+
+def test_engine_info_without_memory_to_share(monkeypatch):
+    def fail(name):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", fail)
+    info = unisono.engine_info()
+    assert info.engine == "reference"
+    assert info.shared_memory == "Function not implemented: memfd_create"

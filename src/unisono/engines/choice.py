@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger
 from unisono.engines.api import Communicator, Engine
+from unisono.engines.info import engine_info
 from unisono.engines.native import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.errors import InvalidArgumentError, UnsupportedError
@@ -33,6 +36,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     words = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(words) and len(set(words)) == 1:
         neighbours = comm.transport.hosts.count(words[0])
+        _say_once()
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
         why = "its extension module is not built (it needs a C++ compiler at installation)"
@@ -44,3 +48,8 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         )
     _log.warning("group '%s' uses the reference engine: %s", comm.name, why)
     return ReferenceEngine(comm)
+
+
+@functools.cache
+def _say_once() -> None:
+    _log.info("collectives run on the %s", engine_info())
