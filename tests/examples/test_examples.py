@@ -123,6 +123,42 @@ def test_two_jobs():
     assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, lines, "")
 
 
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["unisono", "torch.distributed.run"])
+def test_torch_ddp_under_both_launchers(launcher):
+    start = [sys.executable, "-m", *launcher.split(), *(["run"] if launcher == "unisono" else [])]
+    done = subprocess.run(
+        [*start, "--nproc-per-node", "2", str(EXAMPLES / "torch_ddp.py")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=2 * LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "all 2 ranks hold the same parameters" in done.stdout
+
+
+@needs_torch
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_torch_handover_survives_a_crash_of_each_job():
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "torch_handover.py")],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WRONG" not in done.stderr
+    assert len(re.findall("has the trainer's weights by ticket", done.stdout)) == 3
+    assert done.stdout.count(": crashes\n") == 2
+
+
 def test_two_groups_needs_two_ranks():
     code, lines, err = launch(EXAMPLES / "two_groups.py", 1)
     assert (code, lines) == (1, [])

@@ -49,6 +49,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=int, default=120, help="of one test, in seconds")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--like", type=Path)
+    parser.add_argument("--exact", action="store_true", help="patterns are whole names")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("patterns", nargs="*")
     return parser.parse_args(arguments)
@@ -145,7 +146,8 @@ def main() -> int:
     given = parse()
     with tempfile.TemporaryDirectory() as folder:
         suite = prepare(given.backend, given.world_size, given.timeout, folder)
-        wanted = [f"*{pattern}*" for pattern in given.patterns] or ["*"]
+        around = "" if given.exact else "*"
+        wanted = [f"{around}{pattern}{around}" for pattern in given.patterns] or ["*"]
         names = [
             name
             for name in unittest.defaultTestLoader.getTestCaseNames(suite)

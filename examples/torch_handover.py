@@ -1,0 +1,175 @@
+"""Hand weights from a training job to an inference job; either may crash and start again.
+
+    python examples/torch_handover.py
+
+Started so, the script keeps a store, launches both jobs, and launches one again that crashes;
+both do once. The jobs know only the store. Inference asks for weights by a ticket, a number that
+is never used again; between two steps the trainer looks for the next ticket and makes a process
+group of that name with those who ask: rank 0 of training, and every rank of inference. A ticket
+whose group fails is given up, and inference asks again.
+"""
+
+import hashlib
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import unisono as dist
+import unisono.torch  # not needed where unisono is installed: torch finds it
+from unisono.errors import UnisonoError
+
+RANKS = 2
+HANDOVERS = 3
+# Those who ask come at once; the trainer may have to start again first.
+ASKERS_S, TRAINER_S = 5, 20
+
+
+def main() -> int:
+    """Launch both jobs until both have ended well."""
+    # One secret for both jobs and their common store; by itself each launch would make its own.
+    os.environ.setdefault("UNISONO_TOKEN", secrets.token_hex())
+    with (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+
+        def start(job: str) -> subprocess.Popen[bytes]:
+            launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(RANKS)]
+            place = [store.host, str(store.port), folder]
+            return subprocess.Popen([*launcher, __file__, job, *place])
+
+        jobs = {job: start(job) for job in ("training", "inference")}
+        lives = dict.fromkeys(jobs, 1)
+        while jobs:
+            for job, process in list(jobs.items()):
+                if (code := process.poll()) is None:
+                    continue
+                del jobs[job]
+                if code and lives[job] < 3:
+                    lives[job] += 1
+                    jobs[job] = start(job)
+            time.sleep(0.05)
+        crashed = ", ".join(f"{job} {count - 1}" for job, count in lives.items())
+        print(f"crashes survived: {crashed}")
+        return 0 if store.check(["done"]) else 1
+
+
+def model() -> nn.Module:
+    """Return an untrained model."""
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def digest(module: nn.Module) -> str:
+    """Return a short word for the bits of all parameters."""
+    content = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def hand_over(
+    store: dist.Store, ticket: int, rank: int, module: nn.Module, timeout_s: float
+) -> None:
+    """Copy rank 0's parameters to all ranks of the ticket's group."""
+    meeting = dist.PrefixStore(f"handover {ticket}", store)
+    name = f"handover {ticket}"
+    group = dist.ProcessGroup(meeting, rank, 1 + RANKS, timeout=timeout_s, name=name)
+    try:
+        for parameter in module.parameters():
+            group.broadcast(parameter, 0)
+        group.barrier()
+    finally:
+        group.close()
+
+
+def crash_once(folder: str, job: str) -> None:
+    """End this job as a fault would, the first time."""
+    mark = Path(folder, f"{job} has crashed")
+    if not mark.exists():
+        mark.touch()
+        print(f"{job}: crashes", flush=True)
+        os._exit(1)
+
+
+def train(store: dist.Store, folder: str) -> None:
+    """Train until all handovers are done; rank 0 serves tickets between steps."""
+    torch_dist.init_process_group("unisono")
+    rank = torch_dist.get_rank()
+    saved = Path(folder, "weights.pt")
+    module = model()
+    if saved.exists():
+        module.load_state_dict(torch.load(saved))
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    more = torch.ones(1)
+    while more.item():
+        optimizer.zero_grad()
+        ddp(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        if rank == 0:
+            torch.save(module.state_dict(), saved)
+            serve(store, folder, module)
+            more.fill_(0 if store.check(["done"]) else 1)
+        torch_dist.broadcast(more, 0)
+    torch_dist.destroy_process_group()
+
+
+def serve(store: dist.Store, folder: str, module: nn.Module) -> None:
+    """Serve the next ticket, if there is one."""
+    ticket = store.add("tickets served", 0) + 1
+    if not store.check([f"ticket {ticket}"]):
+        return
+    try:
+        store.set(f"digest {ticket}", digest(module))
+        hand_over(store, ticket, 0, module, ASKERS_S)
+    except UnisonoError as error:
+        print(f"training: ticket {ticket} failed: {error.what}", flush=True)
+    store.add("tickets served", 1)
+    if ticket == 2:
+        crash_once(folder, "training")
+
+
+def infer(store: dist.Store, folder: str) -> None:
+    """Get weights several times, and use them."""
+    torch_dist.init_process_group("unisono")
+    rank, module = torch_dist.get_rank(), model()
+    while (done := store.add("handovers", 0)) < HANDOVERS:
+        asked = [store.add("tickets", 1) if rank == 0 else 0]
+        torch_dist.broadcast_object_list(asked, 0)
+        (ticket,) = asked
+        if rank == 0:
+            store.set(f"ticket {ticket}", "asked")
+        if done == 1:
+            # In the middle: the trainer waits for a group that will never be complete.
+            crash_once(folder, "inference")
+        try:
+            hand_over(store, ticket, 1 + rank, module, TRAINER_S)
+        except UnisonoError as error:
+            # Should the other rank have got them, its next call is a mismatch, and the job ends and
+            # starts again.
+            print(f"inference: ticket {ticket} failed: {error.what}", flush=True)
+            continue
+        if digest(module) != store.get(f"digest {ticket}").decode():
+            sys.exit(f"WRONG: the weights of ticket {ticket} are not the trainer's")
+        if rank == 0:
+            store.add("handovers", 1)
+            print(f"inference: has the trainer's weights by ticket {ticket}", flush=True)
+        torch_dist.barrier()
+    if rank == 0:
+        store.set("done", "1")
+    torch_dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(main())
+    job, host, port, place = sys.argv[1:]
+    with dist.TCPStore(host, int(port)) as common:
+        (train if job == "training" else infer)(common, place)
