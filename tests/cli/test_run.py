@@ -473,6 +473,20 @@ dist.destroy_process_group()
     assert (code, out) == (0, "[3.0, 3.0, 3.0]\n" * 2), err
 
 
+@pytest.mark.parametrize(
+    ("flags", "size", "warned"), [([], "2", True), (["--standalone"], "2", False), ([], "1", False)]
+)
+def test_several_launchers_that_do_not_know_of_each_other_say_so(run, flags, size, warned):
+    env = environment(PMI_RANK="0", PMI_SIZE=size)
+    code, _, err = run("", *flags, env=env)
+    assert code == 0
+    expected = (
+        "PMI) started 2 of this, and each makes a world of its own; for one world: --nnodes 2 "
+    )
+    assert (expected in err) == warned
+    assert warned or err == ""
+
+
 def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
     limit_kib = 60 * 1024

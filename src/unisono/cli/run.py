@@ -23,6 +23,8 @@ from unisono.elastic.bind import MODES
 from unisono.elastic.environment import ERROR_FILE_VARIABLE
 from unisono.elastic.report import error_document, is_consequence, render, signal_name
 from unisono.elastic.spec import as_document
+from unisono.errors import RendezvousError
+from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
 __all__ = ["add_command"]
 
@@ -121,6 +123,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe(spec))
         return 0
+    if spec.limits.max_nodes == 1 and not options.standalone:
+        _warn_of_other_launcher()
     result = Agent(spec, notify=_say if status is None else partial(_say, show=status.say)).run()
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
@@ -129,6 +133,21 @@ def _run(options: argparse.Namespace) -> int:
         _write_json(path, error_document(result.failures[0]))
     _print_report(result)
     return result.exit_code
+
+
+def _warn_of_other_launcher() -> None:
+    """Say so if srun, mpiexec or the like started several of this, each of which is alone."""
+    try:
+        place = find_place(environ())
+    except RendezvousError:
+        return
+    # The first row is a launch inside a launch, which is meant.
+    if place is not None and place.launcher is not LAUNCHERS[0] and place.world_size > 1:
+        _say(
+            f"{place.launcher.name} started {place.world_size} of this, and each makes a world of "
+            f"its own; for one world: --nnodes {place.world_size} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST; if this is meant: --standalone"
+        )
 
 
 def _count(text: str) -> int | None:
