@@ -311,8 +311,9 @@ def shrink_group(
     Raises:
         ArgumentTypeError: Not a list of integers.
         InvalidArgumentError: Nothing, everything, a rank twice or this rank is to be excluded.
-        RendezvousError: (default group) The other ranks did not come, or the store is gone with
-            the rank that served it.
+        RendezvousError: (default group) The other ranks did not come.
+        StoreConnectionError: (default group) The store went with the rank that served it. Groups
+            made by new_group can still be shrunk; under a launcher the store outlives all ranks.
     """
     old = require_group(group)
     if not isinstance(ranks_to_exclude, (list, tuple)):
