@@ -413,6 +413,15 @@ dist.destroy_process_group()
 """
 
 
+def test_client_that_the_store_refuses_is_told(job_of, hosts):
+    pytest.importorskip("torch")
+    if not hosts:
+        pytest.skip("on one host everybody is let in")
+    job = job_of(TORCH, GLOO_SOCKET_IFNAME="eth0")
+    first, _ = (job.node(conf=f"{CONF},is_host={serves}") for serves in (1, 0))
+    first.told("it is on another machine and has no token")
+
+
 def test_torch_script_restarts_on_several_nodes(job_of):
     pytest.importorskip("torch")
     # Torch's clients know no token, so the store has to be open to those on other hosts.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -125,7 +127,9 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if spec.limits.max_nodes == 1 and not options.standalone:
         _warn_of_other_launcher()
-    result = Agent(spec, notify=_say if status is None else partial(_say, show=status.say)).run()
+    tell = _say if status is None else partial(_say, show=status.say)
+    with _telling_warnings(tell):
+        result = Agent(spec, notify=tell).run()
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
     # This launcher may be the worker of another one.
@@ -133,6 +137,21 @@ def _run(options: argparse.Namespace) -> int:
         _write_json(path, error_document(result.failures[0]))
     _print_report(result)
     return result.exit_code
+
+
+@contextlib.contextmanager
+def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell the library's warnings, such as about a client that the store refused."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("unisono")
+    # With UNISONO_LOG everything is printed anyway.
+    if not environ().get("UNISONO_LOG"):
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _warn_of_other_launcher() -> None:
