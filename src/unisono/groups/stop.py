@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.groups.world import member_group
 
@@ -26,7 +27,7 @@ _asked = threading.Event()
 _watching = threading.Event()
 
 
-def should_stop(group: Any = None) -> bool:
+def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
     """Return whether any rank of the group has been asked to stop; the same on all ranks.
 
     A collective: every rank calls it at the same place, for example once per training step.
@@ -47,6 +48,7 @@ def should_stop(group: Any = None) -> bool:
 
     Args:
         group: The default group if None. On a rank that is no member: warns, returns False.
+        timeout: Of this call; the group's if None.
 
     Raises:
         CollectiveMismatchError: Ranks called different things here.

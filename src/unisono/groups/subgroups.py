@@ -291,6 +291,8 @@ def shrink_group(
     group: Any = None,
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
+    *,
+    timeout: Timeout | None = None,
 ) -> ProcessGroup:
     """Replace a group by one without some of its ranks; only the others call.
 
@@ -304,6 +306,7 @@ def shrink_group(
         shrink_flags: SHRINK_ABORT (1) ends the group's calls under way first, on all ranks;
             with SHRINK_DEFAULT (0) those of this rank end when the old group is closed.
         pg_options: Passed on to the backend.
+        timeout: Of this call, and default of the new group's; the old group's if None.
 
     Returns:
         The new group.
@@ -332,22 +335,26 @@ def shrink_group(
     left = tuple(rank for rank in range(old.size()) if rank not in excluded)
     key = f"{old.key}/without/{'-'.join(map(str, excluded))}"
     if old is current().default:
-        return _shrink_default(old, left, key, pg_options)
+        return _shrink_default(old, left, key, pg_options, timeout)
     members = tuple(old.ranks[rank] for rank in left)
-    made = _make(old, members, key, None, None, pg_options, f"{old.name}:shrunk")
+    made = _make(old, members, key, timeout, None, pg_options, f"{old.name}:shrunk")
     current().close(only=old)
     return made
 
 
 def _shrink_default(
-    old: ProcessGroup, left: tuple[int, ...], key: str, pg_options: Any
+    old: ProcessGroup,
+    left: tuple[int, ...],
+    key: str,
+    pg_options: Any,
+    timeout: Timeout | None,
 ) -> ProcessGroup:
     made = ProcessGroup(
         PrefixStore(key, old.store),
         left.index(old.rank()),
         len(left),
         str(old.config),
-        old.timeout_s,
+        old.timeout_s if timeout is None else timeout,
         "default:shrunk",
         options=pg_options,
         _key=key,
