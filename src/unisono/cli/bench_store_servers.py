@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -74,6 +75,14 @@ class Server:
         stdin = _pipe(self._process.stdin)
         stdin.write("busy\n")
         stdin.flush()
+
+    def pause(self) -> None:
+        """Stop the process, so that it takes nothing from those that are measured."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let a stopped process run."""
+        self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End the process."""

@@ -234,6 +234,11 @@ def _reason(error: OSError) -> str:
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
     """Return (family, address) of `host`; for servers one of each family."""
     name = _bare(host)
+    if not passive:
+        # Nothing to look up; a thousand clients in one process notice.
+        with contextlib.suppress(OSError):
+            socket.inet_pton(socket.AF_INET, name)
+            return [(socket.AF_INET, (name, port))]
     flags = socket.AI_PASSIVE if passive else 0
     found: list[tuple[int, _Address]] = []
     for family, _, _, _, address in socket.getaddrinfo(

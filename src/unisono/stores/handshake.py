@@ -15,6 +15,8 @@ from unisono.stores.wire import MAGIC, Op, encode_request
 
 __all__ = ["shake_hands"]
 
+_OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
+
 _REASONS = {
     Answer.WRONG_TOKEN: (
         "it has another token than this client",
@@ -75,8 +77,7 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
 def _introduce(sock: socket.socket, address: str, before: bytes, deadline: Deadline) -> None:
     """Send VALIDATE and PING after `before`, and check what comes back."""
     nonce = os.urandom(4)
-    hello = before + encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING]) + nonce
-    _send(sock, hello, deadline)
+    _send(sock, before + _OPENING + nonce, deadline)
     # After a proof comes the word whether it was one.
     expected = (bytes([Answer.WELCOME]) if before else b"") + nonce
     answer = _receive(sock, len(expected), deadline)
