@@ -37,8 +37,10 @@ class Lateness:
         return HANDOVERS * self.most_s
 
     def _measure(self):
-        before_s = time.monotonic()
-        while not self._stop.wait(self.STEP_S):
+        before_s, ended = time.monotonic(), False
+        while not ended:
+            ended = self._stop.wait(self.STEP_S)
             now_s = time.monotonic()
+            # The last time counts as well: what ended the block may have been what was late.
             self.most_s = max(self.most_s, now_s - before_s - self.STEP_S)
             before_s = now_s

@@ -94,7 +94,9 @@ def table(rows: str, columns: str, cells: list[tuple[str, str, str]]) -> list[st
     lines = [f"| {rows} \\ {columns} | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for names, found in grouped(wide):
         ends = dict(found)
-        signs = " | ".join(SIGNS[ends[column[0]]] for column, _ in by_column)
+        signs = " | ".join(
+            SIGNS[ends[column[0]]] if column[0] in ends else "" for column, _ in by_column
+        )
         lines.append(f"| {', '.join(names)} | {signs} |")
     return [*lines, ""]
 

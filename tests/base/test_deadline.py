@@ -53,3 +53,9 @@ def test_counts_down_and_stops_at_zero(monkeypatch):
     now = 999.0
     assert (deadline.remaining(), deadline.expired()) == (0, True)
     assert Deadline(math.inf).remaining() == math.inf
+
+
+def test_earlier_is_before_the_deadline_but_not_at_once():
+    deadline = Deadline(10)
+    assert 0 < deadline.remaining() - deadline.earlier(0.5).remaining() - 0.5 < 0.5
+    assert 1 < Deadline(10).earlier(60).remaining() <= 2

@@ -18,7 +18,7 @@ from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 # So many at the same time: one after another would take minutes, all at once a whole core.
 AT_ONCE = 6
 
-LARGE = 64 << 20
+LARGE = 16 << 20
 
 OBJECTS = {
     "all_gather_object": lambda g, t: dist.all_gather_object([None] * 3, {}, g, timeout=t),
@@ -27,6 +27,15 @@ OBJECTS = {
         1, [None] * 3 if dist.get_rank() == 0 else None, 0, g, timeout=t
     ),
     "scatter_object_list": lambda g, t: dist.scatter_object_list([None], None, 2, g, timeout=t),
+}
+
+BEYOND = {
+    "scan": lambda g, t: g.scan(np.ones(2), timeout=t),
+    "exscan": lambda g, t: g.exscan(np.ones(2), timeout=t),
+    "all_gather, uneven": lambda g, t: g.all_gather(
+        [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
+    ),
+    "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
 }
 
 # What every rank can make alone: nobody takes part but the one that does not come.
@@ -46,14 +55,18 @@ WAITS = {
     "Future.wait": lambda work, t: work.get_future().wait(t),
     "collect_all": lambda work, t: dist.collect_all([work.get_future()]).wait(t),
     "then": lambda work, t: work.get_future().then(lambda f: None).wait(t),
+    "wait_any": lambda work, t: dist.wait_any([work], t),
+    "wait_all": lambda work, t: dist.wait_all([work], t),
 }
 
 
 def collective_calls(timeout_s):
     """Return {name: call} of all collectives, each on a group of its own, and the groups."""
-    groups = groups_for([*COLLECTIVES, *OBJECTS, *WAITS, "ungathered", "monitored_barrier"])
+    names = [*COLLECTIVES, *OBJECTS, *BEYOND, *WAITS, "ungathered", "monitored_barrier"]
+    groups = groups_for(names)
     calls = {n: lambda n=n: COLLECTIVES[n](groups[n], timeout=timeout_s) for n in COLLECTIVES}
-    calls |= {n: lambda n=n: OBJECTS[n](groups[n], timeout_s) for n in OBJECTS}
+    objects = OBJECTS | BEYOND
+    calls |= {n: lambda n=n: objects[n](groups[n], timeout_s) for n in objects}
     calls |= {
         f"{n} of a collective": lambda n=n: WAITS[n](groups[n].barrier(async_op=True), timeout_s)
         for n in WAITS
@@ -127,7 +140,10 @@ def store_calls(timeout_s, stopped, folder):
 
 
 def attempts(calls):
-    """Make calls, some at a time; return how each ended and how late the machine was."""
+    """Make calls, some at a time; return how each ended and how late the machine was.
+
+    Both ranks that make them begin together: else one would be the other's absent rank.
+    """
     results = {}
 
     def make(name, call):
@@ -137,6 +153,7 @@ def attempts(calls):
 
     items = list(calls.items())
     for first in range(0, len(items), AT_ONCE):
+        store().barrier(f"together/{items[first][0]}", 2, 60.0)
         threads = [threading.Thread(target=make, args=i) for i in items[first : first + AT_ONCE]]
         for thread in threads:
             thread.start()

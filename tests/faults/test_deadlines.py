@@ -35,6 +35,8 @@ NAMED = {
     "Future.wait of a collective": "barrier",
     "collect_all of a collective": "barrier",
     "then of a collective": "barrier",
+    "wait_any of a collective": "none of 1 works was done",
+    "wait_all of a collective": "1 of 1 works were not done",
 }
 
 
@@ -54,11 +56,14 @@ def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
         for name, (caught, late_s) in results[rank].items():
             first = caught.text.partition("\n")[0]
             # A rank that began a little earlier may end the call of all.
-            least = 0.0 if "(found by rank" in first else TIMEOUT_S - 0.01
+            told = "(found by rank" in first or name == "monitored_barrier"
+            least = 0.0 if told else TIMEOUT_S - 0.01
             most = TIMEOUT_S + SLACK_S + late_s
             if not least <= caught.took_s <= most:
                 took = f"took {caught.took_s:.3f} s, at most {most:.3f} s: {first}"
                 wrong.append(f"{name} on rank {rank} {took}")
-            if NAMED.get(name, "rank 2") not in first and caught.peers != (2,):
+            # The server of all ranks runs in the test's own process, which may be late itself.
+            slow = "TCPStore." in name and "the store server at 127.0.0.1" in first
+            if NAMED.get(name, "rank 2") not in first and 2 not in caught.peers and not slow:
                 wrong.append(f"{name} on rank {rank} does not say whom it waited for: {first}")
     assert not wrong, "\n".join(wrong)

@@ -103,6 +103,8 @@ class Matrix:
         for r in range(p):
             self.see("all_to_all", make, outs[r], block[r][rank])
         self.unchanged("all_to_all", ins, block[rank])
+        if make.layout in ("contiguous", "strided") and (p <= 4 or count > p):
+            self.move_uneven(make, count)
         self.send(make, count)
 
     def move_several(self, make, count):
@@ -115,6 +117,25 @@ class Matrix:
         for r in range(p):
             for got, n in zip(rows[r], sizes, strict=True):
                 self.see("all_gather_coalesced", make, got, values(make.dtype, r, n))
+
+    def move_uneven(self, make, count):
+        """Lists whose arrays differ in size: rank r has count + r % 3 elements."""
+        rank, p, root, dtype = self.rank, self.p, 0, make.dtype
+        sizes = [count + r % 3 for r in range(p)]
+        x = make.full(values(dtype, rank, sizes[rank]))
+        outs = [make.empty(n) for n in sizes]
+        dist.all_gather(arrays(outs), x.array)
+        for r, n in enumerate(sizes):
+            self.see("all_gather (uneven)", make, outs[r], values(dtype, r, n))
+        outs = [make.empty(n) for n in sizes]
+        dist.gather(x.array, arrays(outs) if rank == root else None, root)
+        if rank == root:
+            for r, n in enumerate(sizes):
+                self.see("gather (uneven)", make, outs[r], values(dtype, r, n))
+        ins = [make.full(values(dtype, root, n, 1)) for n in sizes]
+        out = make.empty(sizes[rank])
+        dist.scatter(out.array, arrays(ins) if rank == root else None, root)
+        self.see("scatter (uneven)", make, out, values(dtype, root, sizes[rank], 1))
 
     def send(self, make, count):
         """To the next rank, from the one before, and from any."""
@@ -192,6 +213,26 @@ class Matrix:
         self.see("reduce_scatter_tensor", make, out, *expected, op)
         self.unchanged("reduce_scatter_tensor", [whole], [np.concatenate(block[rank])])
 
+    def reduce_beyond_torch(self, make, count, op):
+        """Prefix reductions, and reduce_scatter of blocks of different size."""
+        rank, dtype, how = self.rank, make.dtype, reduce_op(op)
+        mine = values(dtype, rank, count)
+        x = make.full(mine)
+        dist.scan(x.array, how)
+        self.see("scan", make, x, *reduction(dtype, op, rank + 1, count), op)
+        x = make.full(mine)
+        dist.exscan(x.array, how)
+        if rank == 0:
+            self.unchanged("exscan", [x], [mine])
+        else:
+            self.see("exscan", make, x, *reduction(dtype, op, rank, count), op)
+        sizes = [count + r % 3 for r in range(self.p)]
+        ins = [make.full(values(dtype, rank, n, 1 + to)) for to, n in enumerate(sizes)]
+        out = make.empty(sizes[rank])
+        dist.reduce_scatter(out.array, arrays(ins), how)
+        expected = reduction(dtype, op, self.p, sizes[rank], 1 + rank)
+        self.see("reduce_scatter (uneven)", make, out, *expected, op)
+
     # ---- what is refused --------------------------------------------------------------------
 
     def refuse(self, make, op):
@@ -199,12 +240,17 @@ class Matrix:
         how, p = reduce_op(op), self.p
         x, xs = make.empty(1).array, [make.empty(1).array for _ in range(p)]
         whole = make.empty(p).array
+        parts = [make.empty(1 + r % 3).array for r in range(p)]
+        mine = make.empty(1 + self.rank % 3).array
         calls = {
             "all_reduce": lambda: dist.all_reduce(x, how),
             "reduce": lambda: dist.reduce(x, 0, how),
             "all_reduce_coalesced": lambda: dist.all_reduce_coalesced(xs, how),
             "reduce_scatter": lambda: dist.reduce_scatter(x, xs, how),
             "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, whole, how),
+            "reduce_scatter (uneven)": lambda: dist.reduce_scatter(mine, parts, how),
+            "scan": lambda: dist.scan(x, how),
+            "exscan": lambda: dist.exscan(x, how),
         }
         for name, call in calls.items():
             told = self.error_of(call, UnsupportedError, (make.dtype, name, op))
@@ -269,6 +315,8 @@ class Matrix:
             if count > p or len(counts) == 1 or make.dtype in ("float32", "int64"):
                 for op in REDUCE_OPS[make.dtype]:
                     self.reduce(make, count, op)
+                    if make.layout == "contiguous" or (p <= 4 and make.layout == "strided"):
+                        self.reduce_beyond_torch(make, count, op)
         if make.layout != "scalar":
             self.move_rows(make)
 

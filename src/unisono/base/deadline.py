@@ -50,9 +50,9 @@ class Deadline:
         self._at = time.monotonic() + self.timeout_s
 
     def earlier(self, seconds: float) -> Deadline:
-        """Return a deadline that many seconds before this one, or half its time if that is less."""
+        """Return a deadline that many seconds before this one, but not in its first fifth."""
         other = Deadline(self.timeout_s)
-        other._at = self._at - min(seconds, self.timeout_s / 2)
+        other._at = self._at - min(seconds, 0.8 * self.timeout_s)
         return other
 
     def remaining(self) -> float:

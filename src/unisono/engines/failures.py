@@ -38,7 +38,7 @@ __all__ = [
 _ANSWER_S = 0.45
 
 # How much of that is after the deadline, when the call has to end. So ranks are asked before it.
-_GRACE_S = 0.15
+_GRACE_S = 0.1
 
 LATE_S = _ANSWER_S - _GRACE_S
 """How long before its deadline a call that still waits asks the others."""
