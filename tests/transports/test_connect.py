@@ -68,7 +68,7 @@ def test_ranks_that_never_come_are_named(monkeypatch):
     # By name: `unisono.transports.connect` is the function.
     monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 0.01)
     with HashStore() as store:
-        store.set("1/address/2", "x")
+        store.set("1/address/2", "4 x")
         with pytest.raises(RendezvousError) as caught:
             connect(store, 0, 4, Deadline(0.05), "tcp")
     assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
@@ -214,7 +214,18 @@ def test_rank_whose_process_died_while_it_met_is_taken_over():
         dead = f"{host}~{machine}~{name}~0~{pid}"
         store.set("rank/0", f"1 {dead}")
         store.set("1/address/0", "old")
-        world = connected(store, 2, "tcp")
+        world = [None, None]
+
+        def join(rank):
+            world[rank] = connect(store, rank, 2, Deadline(20), "tcp")
+
+        # The other one must not look while the dead one's address is there.
+        first = threading.Thread(target=join, args=(0,))
+        first.start()
+        while store.get("1/address/0") == b"old":
+            first.join(0.001)
+        join(1)
+        first.join()
         assert store.get("rank/0") == b"1"
         for transport in world:
             transport.close()
@@ -226,3 +237,27 @@ def test_failed_meeting_can_be_repeated():
             connect(store, 0, 2, Deadline(0.01), "tcp")
         for transport in connected(store, 2, "tcp"):
             transport.close()
+
+
+def test_ranks_that_disagree_about_the_size_of_the_world():
+    """Both are told, and who was told more does not wait for ranks that do not exist."""
+    told = {}
+
+    def join(rank, store, world_size):
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, rank, world_size, Deadline(20), "tcp")
+        told[rank] = caught.value.what
+
+    with HashStore() as store:
+        threads = [
+            threading.Thread(target=join, args=arguments)
+            for arguments in [(0, store, 2), (1, store.clone(), 3)]
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert told == {
+        0: "rank 0 was told world_size=2, rank 1 world_size=3",
+        1: "rank 1 was told world_size=3, rank 0 world_size=2",
+    }

@@ -69,8 +69,8 @@ def connect(
         inbox = "" if rings is None else rings.word
         with _claimed(store, rank, world_size) as number:
             keys = [f"{number}/address/{other}" for other in range(world_size)]
-            store.set(keys[rank], f"{host} {inbox} {transport.address}")
-            published = [text.split(" ", 2) for text in _gather(store, keys, rank, deadline)]
+            store.set(keys[rank], f"{world_size} {host} {inbox} {transport.address}")
+            published = [text.split(" ", 3)[1:] for text in _gather(store, keys, rank, deadline)]
         addresses += [address for _, _, address in published]
         transport.hosts = tuple(word for word, _, _ in published)
         if rings is not None:
@@ -133,6 +133,8 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
     world_size = len(keys)
     number = keys[0].partition("/")[0]
     try:
+        # Before the wait for ranks that, as rank 0 knows, do not exist.
+        _check_world_size(store, store.get(keys[0], deadline.remaining()), 0, rank, world_size)
         store.wait(keys, deadline.remaining())
     except StoreTimeoutError as error:
         missing = tuple(r for r in range(world_size) if not store.check([keys[r]]))
@@ -145,10 +147,27 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
             context=Context(rank=rank, world_size=world_size, peers=missing),
             hint="look at the logs of those ranks; raise timeout= if they are only slow",
         ) from error
-    addresses = [value.decode() for value in store.multi_get(keys)]
+    values = store.multi_get(keys)
+    for other, value in enumerate(values):
+        _check_world_size(store, value, other, rank, world_size)
     # Nobody leaves before everybody has read: the rank that hosts the store may close it next.
     store.barrier(f"{number}/connected", world_size, deadline.remaining())
-    return addresses
+    return [value.decode() for value in values]
+
+
+def _check_world_size(
+    store: Store, published: bytes, other: int, rank: int, world_size: int
+) -> None:
+    there = int(published.partition(b" ")[0])
+    if there != world_size:
+        # The other one has to see what this rank published, which goes with it.
+        with contextlib.suppress(StoreError):
+            store.barrier("disagree", 2, _STAY_S)
+        raise RendezvousError(
+            f"rank {rank} was told world_size={world_size}, rank {other} world_size={there}",
+            context=Context(rank=rank, world_size=world_size, peers=(other,)),
+            hint="give all ranks the same world_size",
+        )
 
 
 def _innermost(store: Store) -> Store:
