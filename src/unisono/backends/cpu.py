@@ -93,10 +93,8 @@ class CPUBackend(DeviceBackend):
         )  # fmt: skip
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
-        # The other ranks' tensors are scratch to a schedule. torch lets them be overwritten;
-        # a private copy keeps them.
         is_root = self.spec.rank == root
-        private = not is_root or op.op is RedOpType.PREMUL_SUM
+        private = op.op is RedOpType.PREMUL_SUM
         data = one(tensor, write=is_root, private=private)
         return self._submit(
             "reduce", "reduce", data, options,
@@ -352,7 +350,10 @@ class CPUBackend(DeviceBackend):
             subject,
             Asked(collective, called, algorithm, count, dtype, root, op, agreed, splits, ordered),
         )
-
+        if not result and output is not None and plan.writes_output:
+            # The other ranks' tensors are scratch to many schedules of reduce. torch lets them be
+            # overwritten; a private copy keeps them.
+            output.make_private()
         average = op is not None and op.op is RedOpType.AVG
 
         def finish() -> None:

@@ -21,7 +21,7 @@ from unisono.base import config
 from unisono.base.types import DType, ReduceOp
 from unisono.engines import Call, Communicator, Engine, Exchange
 from unisono.engines.api import fingerprint_of
-from unisono.schedules import Program, Topology, build, layout_for, select
+from unisono.schedules import Buf, Program, Topology, build, layout_for, select
 
 Array = np.ndarray[Any, Any]
 
@@ -70,6 +70,11 @@ class Plan(NamedTuple):
     call: Call
     program: Program
     exchange: Exchange | None
+
+    @property
+    def writes_output(self) -> bool:
+        """Whether the program uses this rank's OUTPUT for more than reading."""
+        return bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
 
 
 class Planner:

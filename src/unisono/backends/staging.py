@@ -48,6 +48,11 @@ class Flat:
         """Whether `array` is the memory of the user's array, so that nothing is to write back."""
         return not self._private and not any(view.packed for view in self._views)
 
+    def make_private(self) -> None:
+        """Work on a copy from now on, unless `array` is one already."""
+        if not self._private:
+            self._private, self.array = True, self.array.copy()
+
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
         at = 0

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules.ir import Buf, IntArray, Schedule, post, read, read_reduce
+from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
 
 __all__ = ["all_reduce", "reduce"]
 
-OUTPUT = Buf.OUTPUT
+OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
 
 def all_reduce(p: int, pipeline: int) -> Schedule:
@@ -49,20 +49,27 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 def reduce(p: int, root: int) -> Schedule:
     """Reduce one's own part of everybody's vector, then the root reads the parts.
 
+    The other ranks reduce in SCRATCH, so that their vectors stay as they are.
+
     Cost: 2 rounds, 2n(p-1)/p read by the root, n(p-1)/p reduced.
     Source: Rabenseifner's reduce, with reads.
     """
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        others, at_root = r[r != root], r[r == root][:, None]
+        from_root = (at_root + np.arange(1, p)) % p
         if k == 0:
             peers = (r[:, None] + np.arange(1, p)) % p
             yield post(r[:, None], peers, OUTPUT, peers)
-            yield read_reduce(r[:, None], peers, OUTPUT, r[:, None])
+            yield copy(others, (OUTPUT, others), (SCRATCH, others))
+            column = others[:, None]
+            yield read_reduce(column, (column + np.arange(1, p)) % p, SCRATCH, column)
+            yield read_reduce(at_root, from_root, OUTPUT, at_root)
         else:
-            at_root = r[r == root][:, None]
-            peers = (at_root + np.arange(1, p)) % p
-            yield post(r, root, OUTPUT, r, where=r != root)
-            yield read(at_root, peers, OUTPUT, peers)
+            yield post(others, root, SCRATCH, others)
+            yield read(at_root, from_root, OUTPUT, from_root)
 
     rounds = 2 if p > 1 else 0
-    return Schedule("reduce", "two_shot", p, rounds, exchange, root, output_chunks=p)
+    return Schedule(
+        "reduce", "two_shot", p, rounds, exchange, root, output_chunks=p, scratch_chunks=p
+    )
