@@ -21,9 +21,14 @@ def test_vanishing(make):
             transport.vanish("its process was killed")
             return
         # To its peers a killed process is a connection that ends without a good-bye.
-        transport._close_listeners()
-        for link in list(transport._links.values()):
-            if link.sock is not None:
-                link.sock.shutdown(socket.SHUT_RDWR)
+        # Its thread must not see one link end and tell of that over another one.
+        assert transport.hold()
+        try:
+            transport._close_listeners()
+            for link in list(transport._links.values()):
+                if link.sock is not None:
+                    link.sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            transport.release()
 
     check_vanishing(make, vanish)
