@@ -18,11 +18,18 @@ import unisono as dist
 from unisono import errors
 from unisono.backends import CPUOptions
 from unisono.base.deadline import Deadline
-from unisono.cli import bench, bench_launch, bench_peers, nodes
+from unisono.cli import (
+    bench,
+    bench_launch,
+    bench_peers,
+    bench_store,
+    bench_store_servers,
+    nodes,
+)
 from unisono.elastic.bind import Binding, Machine
 from unisono.elastic.logs import StdChoice, _create
 from unisono.groups.packet import FIRST_BYTES, Packet
-from unisono.rendezvous import launchers
+from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import build, layout_for, program
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore, wire
@@ -563,6 +570,76 @@ def unnamed_device():
     ProcessGroup.on_device(group, "cuda")
 
 
+def parallel(module, **how):
+    """Make a data-parallel module of what `module` makes of torch, in a world of one."""
+    torch = pytest.importorskip("torch")
+    from unisono.parallel import DistributedDataParallel
+
+    made = []
+    alone(lambda group: made.append(DistributedDataParallel(module(torch), **how)))
+
+
+def sparse_gradient():
+    torch = pytest.importorskip("torch")
+    from unisono.parallel import DistributedDataParallel
+
+    def use(group):
+        module = DistributedDataParallel(torch.nn.Embedding(3, 2, sparse=True))
+        module(torch.tensor([1])).sum().backward()
+
+    alone(use)
+
+
+def gradient_twice():
+    pytest.importorskip("torch")
+    from unisono.parallel.reducer import Reducer
+
+    reducer = SimpleNamespace(_expecting=True, _started=True, _ready={0}, _names=["w"])
+    Reducer.arrived(reducer, 0)
+
+
+def unfinished_pass():
+    pytest.importorskip("torch")
+    from unisono.parallel.reducer import Reducer
+
+    Reducer.require_finished(SimpleNamespace(_started=True, _ready={0}, _names=["w", "b"]))
+
+
+def no_server(monkeypatch):
+    monkeypatch.setattr(bench_store_servers, "_START_S", 0.0)
+    bench_store_servers._wait_for(free_port())
+
+
+def deaf_server():
+    def answer(listener):
+        sock, _ = listener.accept()
+        sock.recv(100)
+        sock.sendall(b"no!!")
+        sock.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        port = listener.getsockname()[1]
+        try:
+            bench_store._raw(SimpleNamespace(port=port, kind="torch"))
+        finally:
+            thread.join()
+
+
+def world_that_stays(monkeypatch):
+    """Rank 0 is still in the world that this rank has left."""
+    place = ("127.0.0.1", 1, 1)
+    monkeypatch.setitem(handlers._worlds, place, b"before")
+    store = HashStore()
+    store.set(handlers._WORLD, b"before")
+    handlers._store_of_next_world(place, lambda timeout: store.clone(), 0.01)
+
+
+def store_of_somebody_else(monkeypatch):
+    handlers._store_of_next_world(("127.0.0.1", 1, 1), lambda timeout: HashStore(), 0.01)
+
+
 # regular expression of the first line -> (error, call), with what the call needs as its argument
 MATCHED = {
     r"multi_get of 2 keys has 20 bytes; at most 10 are sent": ("InvalidArgument", large_multi_get),
@@ -670,6 +747,32 @@ MATCHED = {
     r"backend 'unisono' has no merge_remote_group": ("Unsupported", merged_groups),
     r"group '0' has no backend for tensors on 'cuda' \(it has: cpu:unisono\)": (
         "Unsupported", unnamed_device,
+    ),
+    r"bucket_cap_mb=0, expected more than 0": (
+        "InvalidArgument",
+        lambda: parallel(lambda torch: torch.nn.Linear(1, 1), bucket_cap_mb=0),
+    ),
+    r"no parameter of the module needs a gradient": (
+        "InvalidArgument", lambda: parallel(lambda torch: torch.nn.ReLU()),
+    ),
+    r"DistributedDataParallel on a rank outside its process group": (
+        "NotInGroup",
+        lambda: parallel(lambda torch: torch.nn.Linear(1, 1), process_group=-100),
+    ),
+    r"the gradient of 'weight' is torch.sparse_coo; DistributedDataParallel reduces dense ones": (
+        "Unsupported", sparse_gradient,
+    ),
+    r"parameter 'w' got its gradient twice in one backward pass": ("Usage", gradient_twice),
+    r"the last backward pass of DistributedDataParallel was not finished: 1 of 2 parameters got "
+    r"no gradient: b": ("Usage", unfinished_pass),
+    r"the server did not start: .*": ("InvalidArgument", no_server),
+    r"the torch server did not answer a PING": ("StoreConnection", deaf_server),
+    r"rank 1 waited 0\.01 s at 127\.0\.0\.1:1 for rank 0, which did not leave the world before": (
+        "Rendezvous", world_that_stays,
+    ),
+    r"rank 1 waited 0\.01 s for rank 0 at the store at 127\.0\.0\.1:1, which somebody else "
+    r"serves": (
+        "Rendezvous", store_of_somebody_else,
     ),
     r"all operations of a batch must use the same group": (
         "InvalidArgument", lambda: alone(two_groups),

@@ -187,6 +187,7 @@ def _raw(server: Server) -> socket.socket:
     if server.kind != "redis":
         sock.sendall(encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.PING, 1))
         if sock.recv(4) != (1).to_bytes(4, "little"):
+            sock.close()
             raise StoreConnectionError(f"the {server.kind} server did not answer a PING")
     return sock
 
