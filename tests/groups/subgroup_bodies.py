@@ -206,16 +206,17 @@ def monitored_missing(rank, absent):
     if rank not in absent:
         dist.barrier(present)  # a busy machine must not make one that is present late
         with pytest.raises(CollectiveTimeoutError) as caught:
-            dist.monitored_barrier(timeout=1.5)
-        assert caught.value.context.peers == tuple(absent)
+            dist.monitored_barrier(timeout=2)
+        # On a busy machine the verdict of rank 0 may come too late for the others.
+        told = [tuple(absent), (0,)] if rank else [tuple(absent)]
+        assert caught.value.context.peers in told
         assert caught.value.context.usable
-        expected = f"timed out after 1.5 s on rank {rank}: rank"
+        expected = f"timed out after 2.0 s on rank {rank}: rank"
         assert expected in caught.value.what
         assert "never entered it" in caught.value.what
-        store.add("done", 1)
+        store.set(f"done/{rank}", "yes")
     else:
-        while store.add("done", 0) < dist.get_world_size() - len(absent):
-            store.wait(["done"], 30)
+        store.wait([f"done/{r}" for r in range(dist.get_world_size()) if r not in absent], 30)
         if 0 not in absent:
             with pytest.raises(CollectiveTimeoutError) as caught:
                 dist.monitored_barrier(timeout=30)
