@@ -312,6 +312,9 @@ void Server::doom(Connection& client, const std::string& why) {
   client.is_doomed = true;
   doomed_.push_back(&client);
   if (!why.empty()) log("closing " + client.peer.text() + ": " + why);
+  // At once: a request that comes next must not find it in a barrier.
+  table_.forget(client);
+  if (const auto promised = table_.take_promise(client)) table_.end_promise(*promised);
 }
 
 // Sends to those who were woken, closes what is to be closed; either may cause more of both.
@@ -335,8 +338,6 @@ void Server::tidy() {
 }
 
 void Server::drop(Connection& client) {
-  table_.forget(client);
-  if (const auto promised = table_.take_promise(client)) table_.end_promise(*promised);
   dirty_.erase(std::remove(dirty_.begin(), dirty_.end(), &client), dirty_.end());
   later_.erase(std::remove(later_.begin(), later_.end(), &client), later_.end());
   const int fd = client.fd;
