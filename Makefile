@@ -40,6 +40,7 @@ test-reference: $(STAMP)
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)
+	@mkdir -p build
 	@for n in 3 4; do \
 		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
 		$(BIN)/python tests/torch/suite.py --world-size $$n --like build/gloo-$$n.json || exit 1; \

@@ -25,7 +25,7 @@ import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
-# Asserts in its text that the backend is Gloo, which the public function demands too.
+# torch's function is for the backend of the name "gloo" only, whatever the backend can do.
 RESERVED = "*monitored_barrier*"
 
 BARRIER_S = 120.0
@@ -159,6 +159,8 @@ def main() -> int:
             begin = time.monotonic()
             outcomes[name] = said = outcome_of(suite(name), given.verbose)
             took = f"{time.monotonic() - begin:.1f} s"
+            if fnmatch.fnmatch(name, RESERVED) and given.backend != "gloo":
+                said = said.partition(":")[0]
             if given.verbose or said.startswith("failed"):
                 print(f"{name} ({took}): {said}", flush=True)
     if given.save:
