@@ -154,11 +154,11 @@ def aborted(rank):
         dist.all_reduce(x)
     pg = dist.group.WORLD
     if rank == 0:
-        pg.store.wait(["here"], 30.0)
+        # Sooner, and the others might still be in the calls before.
+        pg.store.wait(["1", "2"], 30.0)
         pg.abort("enough")
         return "aborted"
-    if rank == 1:
-        pg.store.set("here", b"")
+    pg.store.set(str(rank), b"")
     try:
         dist.all_reduce(x)
     except CollectiveAbortedError as error:

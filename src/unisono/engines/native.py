@@ -68,7 +68,7 @@ if _engine is not None:
 _LAST_WORDS_S = 0.1
 
 # A rank that has aborted lives, so its reason will come.
-_ABORT_WORDS_S = 1.0
+_ABORT_WORDS_S = 5.0
 
 _INT64 = dtype_named("int64")
 
