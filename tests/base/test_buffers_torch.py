@@ -114,3 +114,11 @@ def test_a_tensor_without_memory_is_an_error():
     x.untyped_storage().resize_(0)
     with pytest.raises(InvalidArgumentError, match="no memory of its own"):
         view(x, write=False)
+
+
+def test_the_array_keeps_the_memory():
+    # An asynchronous call may hold nothing but the array.
+    array = view(torch.full((1000,), 3.0), write=False).array
+    others = [torch.full((1000,), 4.0) for _ in range(10)]
+    assert (array == 3).all()
+    assert len(others) == 10

@@ -224,11 +224,11 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
     return _view_numpy(alias_torch(tensor, dtype, name), dtype, tensor, write, name)
 
 
-def alias_torch(tensor: Any, dtype: DType, name: str) -> Array:
+def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> Array:
     """Return the memory of a dense CPU tensor as an array of its storage type.
 
     Not by `tensor.numpy()`, which for ever forbids torch to resize the memory: FSDP frees and
-    allocates it again in each step. The caller keeps the tensor.
+    allocates it again in each step. The array keeps the tensor unless told otherwise.
     """
     shape, itemsize = tuple(tensor.shape), dtype.itemsize
     if not tensor.numel():
@@ -238,5 +238,7 @@ def alias_torch(tensor: Any, dtype: DType, name: str) -> Array:
     nbytes = itemsize + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if (address := tensor.data_ptr()) == 0:
         raise InvalidArgumentError(f"{name} has no memory of its own ({type(tensor).__name__})")
-    memory = (ctypes.c_char * nbytes).from_address(address)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    if keep:
+        memory.owner = tensor
     return np.ndarray(shape, dtype.storage, memory, 0, strides)

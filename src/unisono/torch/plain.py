@@ -2,7 +2,8 @@
 
 `engines/quick.py` remembers calls of those functions on NumPy arrays. A torch tensor of a plain
 kind is such an array at the same address; a description of the memory at an address stays true
-whoever owns it, so descriptions are kept and making them costs nothing the next time.
+whoever owns it, so descriptions are kept and making them costs nothing the next time. They own
+nothing: only for calls that end before they return.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def as_array(tensor: Any) -> Any:
         return tensor
     if len(_kept) >= _MAX_KEPT:
         _kept.clear()
-    array = _kept[key] = alias_torch(tensor, dtype, "tensor")
+    array = _kept[key] = alias_torch(tensor, dtype, "tensor", keep=False)
     return array
 
 
@@ -88,6 +89,20 @@ def _all_gather_single(group: ProcessGroup, output: Any, tensor: Any, options: A
     collectives.all_gather_into_tensor(as_array(output), as_array(tensor), group)
 
 
+def _all_gather(group: ProcessGroup, outputs: Any, tensors: Any, options: Any) -> None:
+    collectives.all_gather(list(map(as_array, outputs[0])), as_array(tensors[0]), group)
+
+
+def _gather(group: ProcessGroup, outputs: Any, tensors: Any, options: Any) -> None:
+    lists = list(map(as_array, outputs[0])) if outputs else None
+    collectives.gather(as_array(tensors[0]), lists, group.ranks[options.rootRank], group)
+
+
+def _scatter(group: ProcessGroup, outputs: Any, inputs: Any, options: Any) -> None:
+    lists = list(map(as_array, inputs[0])) if inputs else None
+    collectives.scatter(as_array(outputs[0]), lists, group.ranks[options.rootRank], group)
+
+
 def _reduce_scatter_single(group: ProcessGroup, output: Any, tensor: Any, options: Any) -> None:
     arrays = as_array(output), as_array(tensor)
     collectives.reduce_scatter_tensor(*arrays, reduce_op(options.reduceOp), group)
@@ -108,6 +123,9 @@ PLAIN: dict[str, tuple[int, type[Any], Callable[..., None]]] = {
     "allreduce": (1, c10d.AllreduceOptions, _all_reduce),
     "broadcast": (1, c10d.BroadcastOptions, _broadcast),
     "reduce": (1, c10d.ReduceOptions, _reduce),
+    "allgather": (2, c10d.AllgatherOptions, _all_gather),
+    "gather": (2, c10d.GatherOptions, _gather),
+    "scatter": (2, c10d.ScatterOptions, _scatter),
     "all_gather_single": (2, c10d.AllgatherOptions, _all_gather_single),
     "_allgather_base": (2, c10d.AllgatherOptions, _all_gather_single),
     "reduce_scatter_single": (2, c10d.ReduceScatterOptions, _reduce_scatter_single),
