@@ -23,7 +23,7 @@ def make(request):
             share_memory(world, lambda rank, peer: rings == "rings" or (rank + peer) % 2 == 1)
         return world
 
-    build.kind = kind
+    build.kind, build.rings = kind, bool(rings)
     return build
 
 

@@ -4,7 +4,6 @@ import socket
 
 import pytest
 
-from unisono.base.deadline import Deadline
 from unisono.testing.check_transport import TRANSPORT_CHECKS, check_vanishing
 
 
@@ -14,9 +13,10 @@ def test_transport(make, check):
 
 
 def test_vanishing(make):
+    if make.kind == "tcp" and make.rings:
+        pytest.skip("there may be no link to cut; tests/faults kills whole processes")
+
     def vanish(transport):
-        # A message may have gone without a link; the end of a process would reset its handshake.
-        transport.ask(0, 1, range(transport.world_size), Deadline(10))
         if make.kind == "inproc":
             transport.vanish("its process was killed")
             return
