@@ -24,8 +24,13 @@ def random_calls(rank, seed, calls):
     for _ in range(calls):
         name, dtype = str(shared.choice(OPS)), str(shared.choice(DTYPES))
         count, op = int(shared.choice(COUNTS)), REDUCTIONS[shared.integers(len(REDUCTIONS))]
-        if dtype == "complex64" and op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        if dtype == "complex64" and op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            # No order among complex numbers; and NumPy fuses the additions of a product.
             op = dist.ReduceOp.SUM
+        if dtype not in ("int32", "uint8"):
+            # A call of several pieces gives its elements to the chunks in another way, so that the
+            # order of reduction is another one.
+            count = min(count, 1000)
         group = groups[shared.integers(len(groups))]
         which, root = shared.integers(1000), int(shared.integers(1000))
         is_async = shared.random() < 0.3
