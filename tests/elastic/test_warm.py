@@ -234,6 +234,21 @@ def test_script_never_runs_in_a_half_started_worker_that_failed(job, tmp_path):
     assert (tmp_path / "done_1_0").exists()
 
 
+def test_script_has_its_own_module_of_a_name_that_torch_loaded(job, tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "colorsys.py").touch()
+    (tmp_path / "app" / "script.py").write_text("import colorsys\n" + SCRIPT)
+    running = job("app/script.py", torch="import colorsys\n" + TORCH)
+    [before, _] = running.started(0)
+    [pid, *_] = running.warm(1)
+    running.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
+    running.fail()
+    assert running.finish()[0] == 0
+    states = [json.loads((tmp_path / f"done_1_{rank}").read_text()) for rank in range(2)]
+    assert pid not in {state["pid"] for state in states}
+    assert all(state["modules"] == before["modules"] for state in states)
+
+
 def test_killed_launcher_leaves_no_half_started_worker(job):
     running = job("script.py")
     handles = [os.pidfd_open(pid) for pid in running.warm()]
@@ -276,6 +291,18 @@ def test_none_without_a_restart_or_where_none_is_wanted():
         "import os\ndel os.environ['A']\n",
         "import os\nos.putenv('A', 'b')\n",
         "import os\nos.sched_setaffinity(0, {1})\n",
+        "import os\nenv = os.environ\nenv['A'] = 'b'\n",
+        "from os import environ as e\ne['A'] = 'b'\n",
+        "import os\nk = ['A']\nos.environ[k[0]] = 'b'\n",
+        "import os\nos.environ[\n    'A'\n] = 'b'\n",
+        "import os\nos.environ['A'], b = 'c', 'd'\n",
+        "import os\nos.environ.__setitem__('A', 'b')\n",
+        "import os\ndef f(e): e['A'] = 'b'\nf(os.environ)\n",
+        "from unittest import mock\nmock.patch.dict('os.environ', A='b').start()\n",
+        "import psutil\npsutil.Process().cpu_affinity([1])\n",
+        "import importlib\nimportlib.import_module('beside')\n",
+        "import importlib, sys\nimportlib.import_module(sys.argv[1])\n",
+        "import runpy\nrunpy.run_path('beside.py')\n",
         "import beside\n",
         "from pack.inner import x\n",
         "def f():\n    from pack import inner\n",
@@ -307,6 +334,9 @@ def test_who_does_not_touch_it(tmp_path, monkeypatch):
         "import os, sys, numpy, json, pack, unisono\n"
         "rank = os.environ['RANK']\n"
         "if os.environ.get('A') == os.environ['B'] == 'x': pass\n"
+        "if 'A' in os.environ: print(dict(os.environ), {**os.environ}, env=os.environ | {})\n"
+        "for name in os.environ: os.environ[name].strip()\n"
+        "__import__('importlib').import_module('json')\n"
     )
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack" / "__init__.py").touch()

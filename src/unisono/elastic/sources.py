@@ -20,10 +20,13 @@ _PYTHON = re.compile(r"python[0-9.]*$")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _AT_START = ("sitecustomize", "usercustomize")
 _MAX_FILES = 200
-_TOUCHES = re.compile(
-    r"environ\s*(\[[^]\n]*\]\s*[|+]?=[^=]|\.\s*(update|setdefault|pop|clear)\b|\|=)"
-    r"|\bdel\s+(os\.)?environ|\b(putenv|unsetenv|setenv|load_dotenv|sched_setaffinity)\b"
-)
+_READING = {"get", "items", "keys", "values", "copy"}
+_COPYING = {"dict", "len", "list", "print", "sorted", "str"}
+_TOUCHING = {
+    *("putenv", "unsetenv", "setenv", "load_dotenv", "sched_setaffinity", "cpu_affinity"),
+    *("run_path", "run_module"),
+}
+_IMPORTING = {"import_module", "__import__"}
 
 
 @functools.cache
@@ -36,7 +39,7 @@ def is_untouched(*command: str) -> bool:
         command: `python [-u] script.py ...` or `python [-u] -m module ...`.
     """
     sources = own_sources(command)
-    return bool(sources) and not any(map(_TOUCHES.search, sources))
+    return bool(sources) and not any(_touches(ast.parse(text)) for text in sources)
 
 
 def own_sources(command: Sequence[str]) -> list[str]:
@@ -71,6 +74,58 @@ def own_sources(command: Sequence[str]) -> list[str]:
     return [] if waiting else list(texts.values())
 
 
+def _touches(tree: ast.AST) -> bool:
+    """Whether a file may change the environment or the CPUs, or run what cannot be seen here.
+
+    The environment may be read and copied; a second name for it could be used to change it.
+    """
+    for parent in ast.walk(tree):
+        if isinstance(parent, ast.ImportFrom):
+            if any(alias.name == "environ" and alias.asname for alias in parent.names):
+                return True
+        elif isinstance(parent, ast.Call) and _name_of(parent.func) in _IMPORTING:
+            if not _constant(parent):
+                return True
+        elif _name_of(parent) in _TOUCHING or _is_text(parent, "os.environ"):
+            return True
+        for node in ast.iter_child_nodes(parent):
+            if _name_of(node) in ("environ", "environb") and not _only_reads(parent, node):
+                return True
+    return False
+
+
+def _only_reads(parent: ast.AST, environ: ast.AST) -> bool:
+    match parent:
+        case ast.Subscript(value=value, ctx=ast.Load()):
+            return value is environ
+        case ast.Attribute(attr=name):
+            return name in _READING
+        case ast.Call(func=function):
+            return function is not environ and _name_of(function) in _COPYING
+        case ast.keyword(arg=name):
+            return name in (None, "env")
+        case ast.Compare() | ast.BinOp() | ast.Dict():
+            return True
+        case ast.For(iter=iterated) | ast.comprehension(iter=iterated):
+            return iterated is environ
+    return False
+
+
+def _name_of(node: ast.AST) -> str:
+    """Return the last part of a dotted name, "" of anything else."""
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
+def _is_text(node: ast.AST, text: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value == text
+
+
+def _constant(call: ast.Call) -> str:
+    """Return the text that is a call's first argument, "" if it is something else."""
+    first = call.args[0] if call.args else None
+    return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
+
+
 def _main_files(command: Sequence[str]) -> tuple[str, list[str]]:
     """Return the folder that Python puts on its path, and the files that a program begins with."""
     words = list(command)
@@ -95,11 +150,13 @@ def _imported(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             base = [node.module] if node.module else []
             yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Call) and _name_of(node.func) in _IMPORTING:
+            yield _constant(node).lstrip(".")
 
 
 def _files(folder: str, name: str) -> Iterator[str]:
     """Yield the files below a folder that importing a name from there runs."""
-    parts = name.split(".")
+    parts = name.split(".") if name else []
     for depth in range(1, len(parts) + 1):
         stem = os.path.join(folder, *parts[:depth])
         for path in (os.path.join(stem, "__init__.py"), f"{stem}.py"):
@@ -110,7 +167,7 @@ def _files(folder: str, name: str) -> Iterator[str]:
 def _elsewhere(name: str) -> Iterator[str]:
     """Yield the files of a module of the user's that is on the path by other means."""
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top == "unisono":
+    if not top or top in sys.stdlib_module_names or top == "unisono":
         return
     try:
         spec = find_spec(top)

@@ -36,6 +36,25 @@ def _load_torch(wanted: str) -> None:
     import_module("torch.distributed")
 
 
+def _is_shadowed() -> bool:
+    """Whether the script has a module of its own in the place of one that is loaded by now.
+
+    Its folder is not on the path yet, and it would find ours instead of its own.
+    """
+    from importlib.machinery import PathFinder
+
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    folder = os.getcwd() if words[0] == "-m" else os.path.dirname(os.path.realpath(words[0]))
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        spec = PathFinder.find_spec(name, [folder]) if file and "." not in name else None
+        if file and spec and spec.origin and not os.path.samefile(spec.origin, file):
+            return True
+    if folder not in sys.path:
+        sys.path_importer_cache.pop(folder, None)
+    return False
+
+
 def _set_oom_score(score: str) -> str:
     """Make the kernel prefer this process, or not, when memory is short; return what it was."""
     with contextlib.suppress(OSError), open(_OOM, "r+") as file:
@@ -64,6 +83,8 @@ def _wait_with_torch() -> None:
     _restore_path()
     score = _set_oom_score("1000")
     _load_torch(torch_folder)
+    if _is_shadowed():
+        os._exit(0)
     _take_on_environment(int(fd))
     _set_oom_score(score)
 
