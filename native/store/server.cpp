@@ -79,8 +79,13 @@ class Forks {
     lock().unlock();
   }
   static void in_child() {
-    for (Server* server : servers()) server->close_sockets();
-    in_parent();
+    for (Server* server : servers()) {
+      server->close_sockets();
+      server->connections_lock_.unlock();
+    }
+    // For good: by the time this child forks, the numbers may belong to files of its own.
+    servers().clear();
+    lock().unlock();
   }
 };
 

@@ -106,27 +106,23 @@ bool Table::has_all(const Keys& keys) const {
                      [&](auto key) { return find(key) != nullptr || queue_len(key) > 0; });
 }
 
-template <typename Key>
-bool Table::is_ready(const std::vector<Key>& keys) const {
-  return std::all_of(keys.begin(), keys.end(), [&](const Key& key) {
-    if (find(key) != nullptr) return true;
-    auto reserved = reserved_.find(scratch(key));
-    return queue_len(key) > (reserved == reserved_.end() ? 0 : reserved->second);
-  });
+bool Table::is_ready(std::string_view key) const {
+  if (find(key) != nullptr) return true;
+  auto reserved = reserved_.find(scratch(key));
+  return queue_len(key) > (reserved == reserved_.end() ? 0 : reserved->second);
 }
 
 bool Table::wait(Waiter& waiter, const Keys& keys) {
   forget(waiter);
-  if (is_ready(keys)) {
+  const auto missing =
+    std::find_if_not(keys.begin(), keys.end(), [&](auto key) { return is_ready(key); });
+  if (missing == keys.end()) {
     if (keys.size() == 1) promise(waiter, keys[0]);
     return true;
   }
-  for (std::string_view key : keys) {
-    auto& waiters = watches_[scratch(key)];
-    // A key may be named twice.
-    if (waiters.empty() || waiters.back() != &waiter) waiters.push_back(&waiter);
-  }
   waiter.keys_.assign(keys.begin(), keys.end());
+  waiter.missing_ = static_cast<std::size_t>(missing - keys.begin());
+  watches_[scratch(*missing)].push_back(&waiter);
   return false;
 }
 
@@ -177,13 +173,11 @@ void Table::forget(Waiter& waiter) {
 }
 
 void Table::unwatch(Waiter& waiter) {
-  for (const std::string& key : waiter.keys_) {
-    auto found = watches_.find(key);
-    if (found == watches_.end()) continue;
-    auto& waiters = found->second;
-    waiters.erase(std::remove(waiters.begin(), waiters.end(), &waiter), waiters.end());
-    if (waiters.empty()) watches_.erase(found);
-  }
+  if (waiter.keys_.empty()) return;
+  auto found = watches_.find(waiter.keys_[waiter.missing_]);
+  auto& waiters = found->second;
+  waiters.erase(std::find(waiters.begin(), waiters.end(), &waiter));
+  if (waiters.empty()) watches_.erase(found);
   waiter.keys_ = {};
 }
 
@@ -193,19 +187,21 @@ void Table::changed(std::string_view key) {
   if (found == watches_.end()) return;
   const std::vector<Waiter*> waiters = std::move(found->second);
   watches_.erase(found);
-  std::vector<Waiter*> still;
   for (Waiter* waiter : waiters) {
-    // Asked again for each: the one before may have been promised what was there.
-    if (!is_ready(waiter->keys_)) {
-      still.push_back(waiter);
+    // Asked again for each: the one before may have been promised what was there. From the key
+    // that came on, so that a wait for many keys looks at each about once, not at all each time.
+    const std::vector<std::string>& keys = waiter->keys_;
+    std::size_t looked = 0, at = waiter->missing_;
+    for (; looked < keys.size() && is_ready(keys[at]); ++looked) at = (at + 1) % keys.size();
+    if (looked < keys.size()) {
+      waiter->missing_ = at;
+      watches_[scratch(keys[at])].push_back(waiter);
       continue;
     }
-    const std::vector<std::string> keys = waiter->keys_;
-    unwatch(*waiter);
-    if (keys.size() == 1) promise(*waiter, keys[0]);
+    const std::vector<std::string> complete = std::exchange(waiter->keys_, {});
+    if (complete.size() == 1) promise(*waiter, complete[0]);
     waiter->wake();
   }
-  if (!still.empty()) watches_[scratch(key)] = std::move(still);
 }
 
 }  // namespace unisono::store

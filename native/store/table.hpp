@@ -22,6 +22,7 @@ class Waiter {
  private:
   friend class Table;
   std::vector<std::string> keys_;  // what it waits for
+  std::size_t missing_ = 0;  // the one of them that is not there: only that one is watched
   std::string barrier_;
   std::optional<std::string> promised_;  // the queue of which one value is kept for it
   bool in_barrier_ = false;
@@ -74,8 +75,7 @@ class Table {
     scratch_.assign(key);
     return scratch_;
   }
-  template <typename Key>
-  bool is_ready(const std::vector<Key>& keys) const;
+  bool is_ready(std::string_view key) const;
   void promise(Waiter& waiter, std::string_view key);
   void unwatch(Waiter& waiter);
   void changed(std::string_view key);
@@ -85,7 +85,8 @@ class Table {
   // How many values of a queue are promised to waiters that were woken and have not come yet;
   // others do not see these, so that one push wakes one waiter.
   std::unordered_map<std::string, int64_t> reserved_;
-  std::unordered_map<std::string, std::vector<Waiter*>> watches_;  // oldest first
+  // Who waits, by the key that is not there; oldest first.
+  std::unordered_map<std::string, std::vector<Waiter*>> watches_;
   std::unordered_map<std::string, Barrier> barriers_;
   mutable std::string scratch_;  // so that looking a key up allocates nothing
 };

@@ -23,6 +23,19 @@ def test_watch_is_notified_once_when_the_last_key_comes():
     assert table._watches == {}
 
 
+def test_wait_for_many_keys_looks_at_each_about_once(monkeypatch):
+    table, woken, looks = Table(), [], []
+    look = Table._is_ready
+    monkeypatch.setattr(Table, "_is_ready", lambda *args: looks.append(1) or look(*args))
+    names = [f"k{i}" for i in range(200)]
+    table.watch(names, lambda: woken.append(1))
+    for name in names:
+        assert woken == []
+        table.set(name, b"")
+    assert woken == [1]
+    assert len(looks) < 4 * len(names)
+
+
 def test_unwatch_forgets():
     table, woken = Table(), []
     watch = table.watch(["a", "a"], lambda: woken.append(1))

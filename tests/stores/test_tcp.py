@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from unisono.stores import TCPStore, addresses, start_server, wire
 from unisono.stores.addresses import is_loopback, listen
 from unisono.stores.native_server import NativeServer
 from unisono.stores.tcp_server import PythonServer
-from unisono.stores.wire import Op, encode_request
+from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
@@ -490,6 +491,46 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
             parent.kill()
             thread.join(10)
             assert isinstance(outcome[0], StoreConnectionError), outcome
+
+
+def test_grandchild_keeps_its_files(server_kind):
+    """The numbers of a server's sockets may belong to other files by then."""
+    script = (
+        "import os, sys; from unisono.stores import TCPStore\n"
+        "master = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "clients = [TCPStore('127.0.0.1', master.port, timeout=20) for _ in range(8)]\n"
+        "def fork():\n"
+        "    if pid := os.fork(): os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "fork()\n"
+        "files = [os.open('/dev/null', os.O_RDONLY) for _ in range(60)]\n"
+        "fork()\n"
+        "for file in files: os.fstat(file)\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_all_wait_for_the_keys_of_all(master):
+    """Each of n waits for n keys, of which one goes again: nobody wakes before all are there."""
+    count = 100
+    names = [f"/rank{i}" for i in range(count)]
+    hello = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, names)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            address = ("127.0.0.1", master.port)
+            client = stack.enter_context(socket.create_connection(address, timeout=20))
+            client.sendall(hello + encode_request(Op.PING, 7))
+            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
+            clients.append(client)
+        for name in names[:-1]:
+            master.set(name[1:], "here")
+        master.delete_key(names[50][1:])
+        master.set(names[-1][1:], "here")
+        assert select.select(clients, [], [], 0)[0] == []
+        master.set(names[50][1:], "here")
+        for client in clients:
+            assert client.recv(1) == encode_reply(Op.WAIT, STOP_WAITING)
 
 
 def test_open_and_close_leave_nothing():

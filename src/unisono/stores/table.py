@@ -50,11 +50,13 @@ class Change(NamedTuple):
 class Watch:
     """One caller waiting until all of `keys` are ready; `notify` is called once, then."""
 
-    __slots__ = ("keys", "notify")
+    __slots__ = ("keys", "missing", "notify")
 
     def __init__(self, keys: Iterable[str], notify: Callable[[], None]) -> None:
         self.keys = tuple(keys)
         self.notify = notify
+        # Which of `keys` is not there; only that one is watched.
+        self.missing = 0
 
 
 class _Barrier:
@@ -167,30 +169,45 @@ class Table:
 
     def ready(self, keys: Iterable[str]) -> bool:
         """Return whether a waiter for `keys` may go on."""
-        return all(key in self.values or self.queue_len(key) > self.reserved[key] for key in keys)
+        return all(map(self._is_ready, keys))
+
+    def _is_ready(self, key: str) -> bool:
+        return key in self.values or self.queue_len(key) > self.reserved[key]
 
     def watch(self, keys: Iterable[str], notify: Callable[[], None]) -> Watch:
         """Call `notify` once as soon as all keys are ready; they must not be so now."""
         watch = Watch(keys, notify)
-        for key in watch.keys:
-            self._watches.setdefault(key, {})[watch] = None
+        self._watch_missing(watch)
         return watch
+
+    def _watch_missing(self, watch: Watch) -> bool:
+        """Watch the next key that is not there; False if all are.
+
+        From the one that came on: a wait for many keys looks at each about once in its life.
+        """
+        count = len(watch.keys)
+        for at in range(watch.missing, watch.missing + count):
+            key = watch.keys[at % count]
+            if not self._is_ready(key):
+                watch.missing = at % count
+                self._watches.setdefault(key, {})[watch] = None
+                return True
+        return False
 
     def unwatch(self, watch: Watch) -> None:
         """Forget a watch; harmless if it was notified already."""
-        for key in watch.keys:
-            watches = self._watches.get(key)
-            if watches is not None:
-                watches.pop(watch, None)
-                if not watches:
-                    del self._watches[key]
+        key = watch.keys[watch.missing]
+        watches = self._watches.get(key)
+        if watches is not None:
+            watches.pop(watch, None)
+            if not watches:
+                del self._watches[key]
 
     def changed(self, key: str) -> None:
         """Notify the watches that `key` completed, oldest first."""
-        for watch in list(self._watches.get(key, ())):
+        for watch in self._watches.pop(key, ()):
             # Asked again for each: the one before may have reserved what was there.
-            if self.ready(watch.keys):
-                self.unwatch(watch)
+            if not self._watch_missing(watch):
                 watch.notify()
 
     def arrive(
