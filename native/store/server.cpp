@@ -29,6 +29,9 @@ constexpr int kAcceptsPerTurn = 64;
 // A client that does not read its replies is not read from either once this much is queued.
 constexpr std::size_t kUnsent = 1024 * 1024;
 constexpr int64_t kGreetingNs = 30'000'000'000;
+// What is cut off that when there are no descriptors left: strangers who say nothing must not keep
+// out the job's own clients.
+constexpr int64_t kHurryNs = kGreetingNs - 1'000'000'000;
 constexpr int kRetryAcceptMs = 100;
 constexpr int kEvents = 256;
 
@@ -329,7 +332,7 @@ void Server::tidy() {
     auto found = connections_.find(oldest.fd);
     const bool waits = found != connections_.end() && found->second->id == oldest.id &&
                        found->second->phase != Connection::Phase::open;
-    if (waits && oldest.until_ns > now_ns()) break;
+    if (waits && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
     if (waits) doom(*found->second, "it did not say what it is");
     greetings_.pop_front();
   }

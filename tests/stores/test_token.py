@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
+from unisono.stores.native_server import engine
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
 
@@ -123,6 +124,27 @@ def test_strangers_are_hung_up_on(server, sent):
         assert received(sock) == b""
     with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
         assert store.num_keys() == 0
+
+
+def test_silent_strangers_do_not_keep_others_out():
+    if engine() is None:
+        pytest.skip("the native server's way with few descriptors")
+    script = (
+        "import resource, sys; from unisono.stores import TCPStore\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"
+        f"store = TCPStore('127.0.0.1', 0, is_master=True, token={TOKEN!r})\n"
+        "print(store.port, flush=True); sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        port = int(process.stdout.readline())
+        with contextlib.ExitStack() as stack:
+            for _ in range(150):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+            with TCPStore("127.0.0.1", port, token=TOKEN, timeout=15) as store:
+                store.set("k", "v")
+        process.stdin.close()
 
 
 @pytest.mark.parametrize(
