@@ -335,6 +335,33 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launch):
     assert launcher.survivors(0.1) == 0
 
 
+FAILS_WHILE_DEAF = """
+import os, signal
+if os.environ["RANK"] == "1":
+    open("fifo").close()
+    raise ValueError("the cause")
+signal.signal(signal.SIGTERM, lambda *_: print(os.getpid()))
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open("fifo", "w").close()
+while True:
+    signal.pause()
+"""
+
+
+def test_failure_before_a_signal_is_reported_all_the_same(launch, tmp_path):
+    launcher = launch(FAILS_WHILE_DEAF, "--grace", 3600, "--error-json", "error.json")
+    # It prints when it is told to end, because of the failure.
+    launcher.follow(1)
+    launcher.popen.send_signal(signal.SIGINT)
+    launcher.popen.send_signal(signal.SIGHUP)
+    code, _, err = launcher.finish()
+    assert code in (128 + signal.SIGINT, 128 + signal.SIGHUP)
+    assert "unisono run: first failure: rank 1 " in err
+    assert err.endswith("ValueError: the cause\n")
+    [failure] = json.loads((tmp_path / "error.json").read_text())["failures"]
+    assert (failure["rank"], failure["exception"]) == (1, "ValueError: the cause")
+
+
 def test_second_ctrl_c_does_not_wait_for_the_grace(launch):
     launcher = launch(DEAF, "--grace", 3600)
     launcher.follow(2)

@@ -183,6 +183,22 @@ def test_traceback_is_passed_on_after_a_pause():
         stream.finish()
 
 
+def test_lines_after_a_traceback_do_not_wait_for_a_pause(monkeypatch):
+    monkeypatch.setattr(unisono.elastic.tee, "_TRACEBACK_S", 1e-9)
+    sink = Sink()
+    with pipe() as (source, writer):
+        stream = Stream(source, [sink])
+        head = b"Traceback (most recent call last):\n"
+        writer.write(head)
+        stream.pump()
+        time.sleep(1e-6)
+        writer.write(b"a\nb")
+        stream.pump()
+        assert sink.writes == [head + b"a\n"]
+        stream.finish()
+    assert sink.getvalue() == head + b"a\nb"
+
+
 def test_control_sequence_alone_is_kept_for_the_line_it_belongs_to():
     sink = Sink()
     with pipe() as (source, writer):

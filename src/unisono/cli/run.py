@@ -192,9 +192,9 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
 def _print_report(result: LaunchResult) -> None:
     if result.signum is not None:
         _say(f"stopped by {signal_name(result.signum)}")
-    elif result.failures:
+    if result.failures:
         if is_consequence(result.failures[0].text) and result.reason:
             _say(result.reason)
         print(render(result.failures, result.stopped, prefix=_PREFIX), file=sys.stderr)
-    elif result.reason:
+    elif result.reason and result.signum is None:
         _say(result.reason)

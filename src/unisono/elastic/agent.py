@@ -203,8 +203,14 @@ class Agent:
 
     def _result(self, outcome: Outcome | None) -> LaunchResult:
         failed = self._end is not None and not self._end.ok
+        failures: tuple[Failure, ...] = ()
+        if outcome is not None and failed:
+            failures = self._all_failures(outcome)
+        elif outcome is not None and self._signum is not None:
+            # A worker may have failed before the signal came, while others were still ending.
+            failures = outcome.failures
         return LaunchResult(
-            failures=self._all_failures(outcome) if outcome is not None and failed else (),
+            failures=failures,
             stopped=outcome.stopped if outcome is not None else (),
             signum=self._signum,
             restarts=self._restarts,

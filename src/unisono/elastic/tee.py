@@ -21,12 +21,13 @@ from unisono.base.deadline import Deadline
 __all__ = ["TRACEBACK", "Sink", "Stream", "Tee"]
 
 TRACEBACK = b"Traceback (most recent call last):"
-"""From here on, what comes without a pause is passed on together."""
+"""From here on, what comes without a pause within a second is passed on together."""
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _IDLE_S = 0.2
+_TRACEBACK_S = 1.0
 
 
 class Sink(Protocol):
@@ -62,6 +63,7 @@ class Stream:
         self._tail = b""
         self._partial = b""
         self._partial_since_s = 0.0
+        self._traceback_since_s: float | None = None
 
     def tail(self) -> str:
         """Return the last 64 KiB of what came through."""
@@ -80,14 +82,23 @@ class Stream:
         # A carriage return ends a line as well, or progress bars would never show.
         end = max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
         # Several ranks often print one at the same time: after Ctrl-C, or all for the same reason.
-        if (traceback := pending.find(TRACEBACK)) >= 0:
+        # What a program that goes on writes after one shall not wait with it for long.
+        if (traceback := pending.find(TRACEBACK)) >= 0 and self._is_recent_traceback():
             end = pending.rfind(b"\n", 0, traceback) + 1
+        else:
+            self._traceback_since_s = None
         if not data or len(pending) - end >= _READ_BYTES:
             end = len(pending)
         self._partial = pending[end:]
         self._partial_since_s = time.monotonic()
         self._write(pending[:end])
         return bool(data)
+
+    def _is_recent_traceback(self) -> bool:
+        now_s = time.monotonic()
+        if self._traceback_since_s is None:
+            self._traceback_since_s = now_s
+        return now_s - self._traceback_since_s < _TRACEBACK_S
 
     def flush_partial(self, idle_s: float = 0.0) -> float | None:
         """Pass on an unfinished line, such as a prompt, if nothing was added to it for a while.
@@ -105,6 +116,7 @@ class Stream:
             return left_s
         self._write(self._partial)
         self._partial = b""
+        self._traceback_since_s = None
         return None
 
     def finish(self) -> None:
