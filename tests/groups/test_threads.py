@@ -19,6 +19,16 @@ def test_an_overlapping_call_is_refused_and_both_call_sites_are_named(world):
     assert usable
 
 
+def test_an_object_call_keeps_other_threads_out_between_its_messages(world):
+    line = world(thread_bodies.overlapping_objects, 2)[1].partition("\n")[0]
+    here = r"\S*thread_bodies\.py:\d+"
+    assert re.fullmatch(
+        rf"gather_object on group 'default' at {here} \(thread '[^']+'\) overlaps gather_object at "
+        rf"{here} \(thread 'first'\)",
+        line,
+    ), line
+
+
 def test_threads_may_take_turns(world):
     world(thread_bodies.one_after_another, 3)
 

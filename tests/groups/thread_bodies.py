@@ -58,6 +58,43 @@ def overlapping(rank):
     return told
 
 
+def overlapping_objects(rank):
+    """A second thread calls while the first one is between two messages of an object call."""
+    group, large = dist.GroupMember.WORLD, np.arange(300_000)
+    got = [None] * 2 if rank == 0 else None
+    if rank == 0:
+        dist.gather_object(large, got, 0)
+        assert all((one == large).all() for one in got)
+        dist.barrier()
+        return None
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wrapper(schema, device, kernel):
+        def held(called, device, *arguments):
+            if called is group and schema.name == "send":
+                inside.set()
+                assert go_on.wait(30)
+            return kernel(called, device, *arguments)
+
+        return held
+
+    remove = dispatcher.register_wrapper(wrapper)
+    first = threading.Thread(target=lambda: dist.gather_object(large, group=group), name="first")
+    try:
+        first.start()
+        assert inside.wait(30)
+        with pytest.raises(UsageError) as caught:
+            dist.gather_object(-large, timeout=5)
+        with pytest.raises(UsageError):
+            dist.all_reduce(np.ones(3), timeout=5)
+    finally:
+        go_on.set()
+        first.join()
+        remove()
+    dist.barrier()
+    return str(caught.value)
+
+
 def one_after_another(rank):
     """Threads that take turns are fine: each call has ended before the next one begins."""
     x = np.ones(2)

@@ -45,7 +45,7 @@ def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> Us
 def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
     """Return "file:line" of the code that called the group, and the function it called."""
     top = frame
-    while frame is not None and frame.f_locals.get("self") is not group:
+    while frame is not None and not _is_call(frame, group):
         frame = frame.f_back
     called = "a call"
     if frame is None:
@@ -59,6 +59,12 @@ def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return place, called
+
+
+def _is_call(frame: FrameType, group: ProcessGroup) -> bool:
+    """Whether a frame is a method of the group, or an object call, which holds it as `pg`."""
+    names = frame.f_locals
+    return names.get("self") is group or (names.get("pg") is group and _is_ours(frame))
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -50,23 +50,23 @@ def all_reduce_object(
     """
     if (pg := member_group(group, "all_reduce_object")) is None:
         return None
-    call = ObjectCall(pg, "all_reduce_object", timeout, serializer)
-    packets = call.gather(call.pack(lambda: obj), 0)
-    if pg.rank() != 0:
-        packet = call.broadcast(None, 0)
-        call.end()
-        return call.loads(packet, 0)
-    result: list[Any] = []
+    with ObjectCall(pg, "all_reduce_object", timeout, serializer) as call:
+        packets = call.gather(call.pack(lambda: obj), 0)
+        if pg.rank() != 0:
+            packet = call.broadcast(None, 0)
+            call.end()
+            return call.loads(packet, 0)
+        result: list[Any] = []
 
-    def reduced() -> Any:
-        # This rank's own error first: the others read it as the reason.
+        def reduced() -> Any:
+            # This rank's own error first: the others read it as the reason.
+            call.end()
+            result.append(reduce(op, call.loads_all(packets)))
+            return result[0]
+
+        call.broadcast(call.pack(reduced), 0)
         call.end()
-        result.append(reduce(op, call.loads_all(packets)))
         return result[0]
-
-    call.broadcast(call.pack(reduced), 0)
-    call.end()
-    return result[0]
 
 
 def reduce_object(
@@ -99,7 +99,7 @@ def reduce_object(
     if (pg := member_group(group, "reduce_object")) is None:
         return None
     root = root_of(pg, "reduce_object", dst, group_dst, default=0)
-    call = ObjectCall(pg, "reduce_object", timeout, serializer)
-    packets = call.gather(call.pack(lambda: obj), root)
-    call.end()
-    return reduce(op, call.loads_all(packets)) if pg.rank() == root else None
+    with ObjectCall(pg, "reduce_object", timeout, serializer) as call:
+        packets = call.gather(call.pack(lambda: obj), root)
+        call.end()
+        return reduce(op, call.loads_all(packets)) if pg.rank() == root else None

@@ -74,12 +74,12 @@ def broadcast_object_list(
         return
     root = root_of(pg, "broadcast_object_list", src, group_src, default=0)
     length = _length(object_list, pg, "broadcast_object_list")
-    call = ObjectCall(pg, f"broadcast_object_list[{length}]", timeout, serializer)
-    if pg.rank() == root:
-        call.broadcast(call.pack(lambda: list(object_list)), root)
-        call.end()
-    else:
-        object_list[:] = call.loads(call.broadcast(None, root), root)
+    with ObjectCall(pg, f"broadcast_object_list[{length}]", timeout, serializer) as call:
+        if pg.rank() == root:
+            call.broadcast(call.pack(lambda: list(object_list)), root)
+            call.end()
+        else:
+            object_list[:] = call.loads(call.broadcast(None, root), root)
 
 
 def all_gather_object(
@@ -104,15 +104,15 @@ def all_gather_object(
     """
     if (pg := member_group(group, "all_gather_object")) is None:
         return
-    call = ObjectCall(pg, "all_gather_object", timeout, serializer)
+    with ObjectCall(pg, "all_gather_object", timeout, serializer) as call:
 
-    def mine() -> Any:
-        one_each(pg, object_list, "object_list")
-        return obj
+        def mine() -> Any:
+            one_each(pg, object_list, "object_list")
+            return obj
 
-    packets = call.all_gather(call.pack(mine))
-    call.end()
-    object_list[:] = call.loads_all(packets)
+        packets = call.all_gather(call.pack(mine))
+        call.end()
+        object_list[:] = call.loads_all(packets)
 
 
 def gather_object(
@@ -136,16 +136,16 @@ def gather_object(
     if (pg := member_group(group, "gather_object")) is None:
         return
     root = root_of(pg, "gather_object", dst, group_dst, default=0)
-    call = ObjectCall(pg, "gather_object", timeout, serializer)
+    with ObjectCall(pg, "gather_object", timeout, serializer) as call:
 
-    def mine() -> Any:
-        list_on_root(pg, object_gather_list, root, "object_gather_list")
-        return obj
+        def mine() -> Any:
+            list_on_root(pg, object_gather_list, root, "object_gather_list")
+            return obj
 
-    packets = call.gather(call.pack(mine), root)
-    call.end()
-    if object_gather_list is not None and pg.rank() == root:
-        object_gather_list[:] = call.loads_all(packets)
+        packets = call.gather(call.pack(mine), root)
+        call.end()
+        if object_gather_list is not None and pg.rank() == root:
+            object_gather_list[:] = call.loads_all(packets)
 
 
 def scatter_object_list(
@@ -170,13 +170,13 @@ def scatter_object_list(
     if (pg := member_group(group, "scatter_object_list")) is None:
         return
     root = root_of(pg, "scatter_object_list", src, group_src, default=0)
-    call = ObjectCall(pg, "scatter_object_list", timeout, serializer)
-    packets = call.pack_each(scatter_object_input_list) if pg.rank() == root else None
-    packet = call.scatter(packets, root)
-    call.end()
-    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
-        raise InvalidArgumentError("scatter_object_output_list must be a list of at least one")
-    scatter_object_output_list[0] = call.loads(packet, root)
+    with ObjectCall(pg, "scatter_object_list", timeout, serializer) as call:
+        packets = call.pack_each(scatter_object_input_list) if pg.rank() == root else None
+        packet = call.scatter(packets, root)
+        call.end()
+        if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+            raise InvalidArgumentError("scatter_object_output_list must be a list of at least one")
+        scatter_object_output_list[0] = call.loads(packet, root)
 
 
 def send_object_list(
@@ -267,6 +267,15 @@ class ObjectCall:
         self._deadline = Deadline(group.timeout_s if timeout is None else timeout)
         self._serializer = PickleSerializer() if serializer is None else serializer
         self._error: Exception | None = None
+        self._caller = 0
+
+    def __enter__(self) -> ObjectCall:
+        # Its messages have one tag, and nobody could tell those of two calls apart.
+        self._caller = self._group.enter(self._name.partition("[")[0])
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._group.leave(self._caller)
 
     @property
     def remaining_s(self) -> float:

@@ -388,8 +388,8 @@ class ProcessGroup:
             op, why, Deadline(self._timeout_s), wait=not how.get("async_op")
         )
 
-    def _call(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
-        """Make a collective call; refuse it while another thread is in one."""
+    def enter(self, op: str) -> int:
+        """Keep other threads' collective calls out until `leave`, which takes what this returns."""
         me = get_ident()
         # No call between the look and the mark, so that no other thread can run in between.
         caller = self._caller
@@ -397,13 +397,22 @@ class ProcessGroup:
         if other != 0 and other != me:
             raise concurrent_call_error(self, op, other)
         self._caller = me
+        return caller
+
+    def leave(self, caller: int) -> None:
+        """End what `enter` began."""
+        self._caller = caller
+
+    def _call(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+        """Make a collective call; refuse it while another thread is in one."""
+        caller = self.enter(op)
         try:
             return self._start(op, arguments, how)
         except _REFUSED as error:
             self.refuse(op, error, arguments, **how)
             raise
         finally:
-            self._caller = caller
+            self.leave(caller)
 
     @property
     def plain_port(self) -> Any:
