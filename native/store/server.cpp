@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <ctime>
 #include <set>
+#include <stdexcept>
 #include <utility>
 
 #include <csignal>
@@ -94,6 +95,10 @@ class Forks {
 
 Server::Owner Server::start(std::vector<int> listeners, int log_fd, Options options) {
   Owner server(new Server(std::move(listeners), log_fd, std::move(options)));
+  if (server->epoll_ < 0 || server->wake_ < 0) {
+    server->close_sockets();
+    throw std::runtime_error("no descriptors for a store server");
+  }
   Forks::add(server.get());
   // Signals are for Python's main thread; taken here, they would not interrupt what it waits for.
   sigset_t all, before;

@@ -533,6 +533,19 @@ def test_all_wait_for_the_keys_of_all(master):
             assert client.recv(1) == encode_reply(Op.WAIT, STOP_WAITING)
 
 
+@pytest.mark.parametrize("free", range(10))
+def test_too_few_descriptors_are_an_error_not_a_hang(free):
+    script = (
+        "import os, resource; from unisono.stores import TCPStore\n"
+        f"few = max(map(int, os.listdir('/proc/self/fd'))) + {free}\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))\n"
+        "try: TCPStore('127.0.0.1', 0, is_master=True, timeout=0.2)\n"
+        "except OSError: pass\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+
+
 def test_open_and_close_leave_nothing():
     def descriptors():
         return len(os.listdir("/proc/self/fd"))

@@ -6,6 +6,7 @@ the same. What the server has to say comes through a pipe to a Python thread tha
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
@@ -56,13 +57,14 @@ class NativeServer:
         self._pid = os.getpid()
         lines, log_fd = os.pipe()
         os.set_blocking(log_fd, False)
-        self._server = _engine.StoreServer(
-            [listener.detach() for listener in listeners],
-            log_fd,
-            token,
-            serves_strangers,
-            max_reply_bytes,
-        )
+        sockets = [listener.detach() for listener in listeners]
+        try:
+            self._server = _engine.StoreServer(
+                sockets, log_fd, token, serves_strangers, max_reply_bytes
+            )
+        except RuntimeError as error:
+            os.close(lines)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
         self._logger = threading.Thread(
             target=_log_lines, args=(lines, self.port), name=f"unisono-store-{self.port}-log"
         )
