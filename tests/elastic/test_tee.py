@@ -211,3 +211,22 @@ def test_control_sequence_alone_is_kept_for_the_line_it_belongs_to():
         assert sink.writes == [b"\x1b[?25h\x1b[0mtable\n"]
         stream.finish()
     assert sink.writes[1:] == [b"\x1b[0m"]
+
+
+def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
+    class Stalled(Sink):
+        going_on = threading.Event()
+
+        def write(self, data):
+            assert self.going_on.wait(60)
+            return super().write(data)
+
+    sink, tee = Stalled(), Tee()
+    with pipe() as (source, writer):
+        tee.add(source, sink)
+        writer.write(b"one line\n")
+    tee.close(0.1)
+    assert "output is lost: nobody took it for 0.1 s" in caplog.text
+    sink.going_on.set()
+    tee.close(LIMIT_S)
+    assert sink.getvalue() == b"one line\n"

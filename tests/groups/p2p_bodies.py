@@ -196,6 +196,8 @@ def bad_arguments(rank):
     (late,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0, tag=404)], timeout=0.05)
     with pytest.raises(TimeoutError, match="tag=404"):
         late.wait()
+    # A rank that leaves earlier would be the other one's reason.
+    dist.barrier()
 
 
 def destroyed_under_a_receive(rank):

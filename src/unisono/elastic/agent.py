@@ -37,7 +37,7 @@ from unisono.stores import FileStore, HashStore, Store
 
 __all__ = ["GRACE_S", "SETTLE_S", "Agent", "LaunchResult", "LaunchSpec"]
 
-_DRAIN_S = 5.0
+_DRAIN_S = 60.0
 _REPORT_S = 10.0
 _PATIENCE_S = 5.0
 

@@ -17,8 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
 
 __all__ = ["TRACEBACK", "Sink", "Stream", "Tee"]
+
+_log = get_logger("elastic.tee")
 
 TRACEBACK = b"Traceback (most recent call last):"
 """From here on, what comes without a pause within a second is passed on together."""
@@ -182,6 +185,10 @@ class Tee:
         else:
             os.write(self._waker, b"-")
             self._thread.join(timeout_s + _IDLE_S)
+            if self._thread.is_alive():
+                _log.warning(
+                    "the rest of the workers' output is lost: nobody took it for %g s", timeout_s
+                )
         if not self._thread.is_alive():
             os.close(self._woken)
             os.close(self._waker)
