@@ -35,6 +35,14 @@ BEYOND = {
     "all_gather, uneven": lambda g, t: g.all_gather(
         [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
     ),
+    "all_gather_into_tensor_coalesced": lambda g, t: g.all_gather_into_tensor_coalesced(
+        [np.ones(3)], [np.ones(1)], timeout=t
+    ),
+    "reduce_scatter_tensor_coalesced": lambda g, t: g.reduce_scatter_tensor_coalesced(
+        [np.ones(1)], [np.ones(3)], timeout=t
+    ),
+    "reduce_object": lambda g, t: dist.reduce_object(1, max, 0, g, timeout=t),
+    "should_stop": lambda g, t: dist.should_stop(g, timeout=t),
     "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
 }
 
@@ -47,7 +55,10 @@ MESSAGES = {
         g.recv(np.zeros(2), 2, async_op=True, timeout=t).get_future().wait()
     ),
     "recv_object_list": lambda g, t: dist.recv_object_list([None], 2, g, timeout=t),
-    "batch_isend_irecv": lambda g, t: g.recv(np.zeros(2), 2, async_op=True, timeout=t).wait(),
+    "batch_isend_irecv": lambda g, t: [
+        work.wait()
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, np.zeros(2), 2, g)], timeout=t)
+    ],
 }
 
 WAITS = {

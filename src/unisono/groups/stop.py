@@ -59,7 +59,7 @@ def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
     if pg is None:
         return False
     flag = np.array([_asked.is_set()], dtype=np.int32)
-    pg.all_reduce(flag, ReduceOp.MAX).wait_on_host()
+    pg.all_reduce(flag, ReduceOp.MAX, timeout=timeout).wait_on_host()
     return bool(flag[0])
 
 
