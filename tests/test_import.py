@@ -20,7 +20,7 @@ OPTIONAL = {
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
     "pytest": {"testing/plugin.py"},
     "rich": {"cli"},
-    "torch": {"torch"},
+    "torch": {"torch", "parallel"},
 }
 
 SCRIPT = """

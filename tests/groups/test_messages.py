@@ -214,7 +214,8 @@ WORLD_OF_ONE = {
         InvalidArgumentError, "P2POp on a rank that does not belong to the given group",
     ),
     "batch": (
-        lambda: dist.batch_isend_irecv(5), ArgumentTypeError, "p2p_op_list must be a list of P2POp",
+        lambda: dist.batch_isend_irecv(5), InvalidArgumentError,
+        "p2p_op_list must be a list of P2POp, got 5",
     ),
     "backend of a group": (
         lambda: dist.new_group(backend="gluon"), InvalidArgumentError,
