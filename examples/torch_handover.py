@@ -91,11 +91,13 @@ def hand_over(
 
 def crash_once(folder: str, job: str) -> None:
     """End this job as a fault would, the first time."""
-    mark = Path(folder, f"{job} has crashed")
-    if not mark.exists():
-        mark.touch()
-        print(f"{job}: crashes", flush=True)
-        os._exit(1)
+    try:
+        # One rank of the job can do this, and the launcher ends the others.
+        Path(folder, f"{job} has crashed").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    print(f"{job}: crashes", flush=True)
+    os._exit(1)
 
 
 def train(store: dist.Store, folder: str) -> None:
