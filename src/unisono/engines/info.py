@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from unisono.base import config
 from unisono.base.host import usable_cores
+from unisono.base.native import extension as native
 from unisono.engines.native import host_word
-from unisono.engines.quick import native
 
 __all__ = ["EngineInfo", "engine_info"]
 

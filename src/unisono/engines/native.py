@@ -21,11 +21,11 @@ from unisono.base import config
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.base.native import extension as _engine
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.failures import LATE_S, Expired
 from unisono.engines.order import OrderedEngine
-from unisono.engines.quick import native as _engine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (

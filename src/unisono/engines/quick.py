@@ -16,16 +16,11 @@ import inspect
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from importlib import import_module
 from typing import Any, TypeVar, cast
 
-__all__ = ["native", "quick", "resume", "set_default", "set_world", "suspend"]
+from unisono.base.native import extension as native
 
-try:
-    native: Any = import_module("unisono._engine")
-    """The extension module, or None."""
-except ImportError:
-    native = None
+__all__ = ["quick", "resume", "set_default", "set_world", "suspend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -56,8 +56,4 @@ def _compressed(group: ProcessGroup, bucket: Bucket, dtype: torch.dtype) -> Futu
 def sum_flat(group: ProcessGroup, flat: Tensor) -> Future:
     """Return a future of `flat`, which becomes its sum over all ranks."""
     future = group.all_reduce(flat, async_op=True).get_future()
-    return future.then(lambda done: _one(done.value()))
-
-
-def _one(value: list[Tensor]) -> Tensor:
-    return value[0]
+    return future.then(lambda done: done.value()[0])

@@ -10,17 +10,12 @@ import errno
 import os
 import socket
 import threading
-from importlib import import_module
 from typing import Any
 
 from unisono.base import config
 from unisono.base.log import get_logger
+from unisono.base.native import extension as _engine
 from unisono.stores.wire import MAX_REPLY_BYTES
-
-try:
-    _engine: Any = import_module("unisono._engine")
-except ImportError:
-    _engine = None
 
 __all__ = ["NativeServer", "engine"]
 

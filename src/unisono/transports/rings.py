@@ -18,24 +18,19 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.base.native import extension as _engine
 from unisono.errors import ClosedError
 from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
 from unisono.transports.message import Key
 
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
-
-try:
-    _engine: Any = import_module("unisono._engine")
-except ImportError:
-    _engine = None
 
 __all__ = ["RingTransfer", "Rings"]
 
