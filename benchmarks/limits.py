@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -117,9 +118,22 @@ def groups(rank: int, count: int) -> list[dict[str, int]]:
     return found
 
 
-def wait(rank: int, rounds: int, call: str) -> tuple[float, list[float]]:
-    """Return the share of a core that a blocked rank uses, and microseconds until it is awake."""
+def wait(rank: int, rounds: int, call: str, fifo: str) -> tuple[float, list[float]]:
+    """Return the share of a core that a blocked rank uses, and microseconds until it is awake.
+
+    Args:
+        rank: 0 comes a second late; 1 waits for it.
+        rounds: How often.
+        call: "broadcast", "recv", or "pipe": eight bytes through a named pipe, for comparison.
+        fifo: Path of that pipe.
+    """
     x, shared = np.zeros(2), []
+    pipe = open(fifo, "r+b", buffering=0)  # noqa: SIM115 - until the process ends
+    meet = {
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "recv": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0),
+        "pipe": lambda: pipe.write(x) if rank == 0 else pipe.readinto(x),
+    }[call]
     usage = resource.getrusage
     used_s = waited_s = 0.0
     for _ in range(rounds):
@@ -127,10 +141,10 @@ def wait(rank: int, rounds: int, call: str) -> tuple[float, list[float]]:
         if rank == 0:
             time.sleep(1)
             x[0] = time.monotonic()
-            dist.send(x, 1) if call == "recv" else dist.broadcast(x, 0)
+            meet()
         else:
             begin, cpu = time.monotonic(), usage(resource.RUSAGE_SELF)
-            dist.recv(x, 0) if call == "recv" else dist.broadcast(x, 0)
+            meet()
             end, after = time.monotonic(), usage(resource.RUSAGE_SELF)
             shared.append((end - x[0]) * 1e6)
             used_s += after.ru_utime + after.ru_stime - cpu.ru_utime - cpu.ru_stime
@@ -174,10 +188,13 @@ def main() -> None:
         for first, last in run(groups, 2, ranks=asked.on, args=(1000,), timeout=300):
             print("after 100:", first, "after 1000:", last)
     elif asked.what == "wait":
-        for call in ("broadcast", "recv"):
-            share, woken_us = run(wait, 2, ranks="processes", args=(10, call), timeout=60)[1]
-            woken = f"{statistics.median(woken_us):.0f} us ({min(woken_us):.0f} at best)"
-            print(f"{call}: {100 * share:.2f} % of a core, woken after {woken}")
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkfifo(fifo := f"{folder}/fifo")
+            for call in ("broadcast", "recv", "pipe"):
+                args = (10, call, fifo)
+                share, woken_us = run(wait, 2, ranks="processes", args=args, timeout=60)[1]
+                woken = f"{statistics.median(woken_us):.0f} us ({min(woken_us):.0f} at best)"
+                print(f"{call}: {100 * share:.2f} % of a core, woken after {woken}")
     else:
         print(f"{max(run(large, 2, ranks=asked.on, args=(5 << 30,), timeout=600)):.1f} s")
 
