@@ -21,13 +21,13 @@
 
 #include "bindings.hpp"
 #include "calls.hpp"
-#include "rings.hpp"
+#include "messages.hpp"
 
 namespace nb = nanobind;
 using unisono::Code;
 using unisono::Envelope;
 using unisono::Outcome;
-using unisono::Rings;
+using unisono::Messages;
 using unisono::nanoseconds;
 
 namespace {
@@ -83,18 +83,19 @@ bool signal_raised() {
   return PyErr_CheckSignals() != 0;
 }
 
-std::shared_ptr<Rings> make_rings(int rank, int ranks) {
-  auto rings = std::make_shared<Rings>(rank, ranks);
-  rings->set_poll(&signal_raised);
-  return rings;
+std::shared_ptr<Messages> make_messages(int rank, int ranks) {
+  auto messages = std::make_shared<Messages>(rank, ranks);
+  messages->set_poll(&signal_raised);
+  return messages;
 }
 
-int create(Rings& rings, const nb::bytes& nonce) {
+int create(Messages& messages, const nb::bytes& nonce) {
   if (nonce.size() != sizeof(unisono::Address::nonce)) throw nb::value_error("nonce: 16 bytes");
-  return rings.create(static_cast<const unsigned char*>(nonce.data()));
+  return messages.create(static_cast<const unsigned char*>(nonce.data()));
 }
 
-void introduce(Rings& rings, const std::vector<std::tuple<int, int, nb::bytes>>& all, int spin) {
+void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes>>& all,
+               int spin) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [pid, fd, nonce] = all[i];
@@ -103,55 +104,55 @@ void introduce(Rings& rings, const std::vector<std::tuple<int, int, nb::bytes>>&
     std::memcpy(addresses[i].nonce, nonce.data(),
                 std::min(nonce.size(), sizeof(addresses[i].nonce)));
   }
-  rings.introduce(std::move(addresses), spin);
+  messages.introduce(std::move(addresses), spin);
 }
 
-Told start_send(Rings& rings, int to, uint64_t context, int64_t tag, uint32_t info,
+Told start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
                 nb::handle data) {
   const Bytes bytes(data, PyBUF_SIMPLE);
   nb::gil_scoped_release unlocked;
-  return told(rings.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
+  return told(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
 }
 
-Told start_recv(Rings& rings, int from, uint64_t context, int64_t tag, uint32_t info,
+Told start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
                 nb::handle into, std::vector<int> among) {
   const Bytes bytes(into, PyBUF_WRITABLE);
   unisono::Ranks ranks = shared_ranks(std::move(among));
   nb::gil_scoped_release unlocked;
-  return told(rings.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
+  return told(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
                                std::move(ranks)));
 }
 
-Told wait(Rings& rings, uint64_t number, double timeout_s) {
+Told wait(Messages& messages, uint64_t number, double timeout_s) {
   Outcome outcome;
   {
     nb::gil_scoped_release unlocked;
-    outcome = rings.wait(number, nanoseconds(timeout_s));
+    outcome = messages.wait(number, nanoseconds(timeout_s));
   }
   return told(outcome);
 }
 
-std::pair<std::vector<Told>, std::vector<int>> serve(Rings& rings) {
+std::pair<std::vector<Told>, std::vector<int>> serve(Messages& messages) {
   std::vector<Outcome> outcomes;
   std::vector<int> stuck;
   {
     nb::gil_scoped_release unlocked;
-    outcomes = rings.serve(&stuck);
+    outcomes = messages.serve(&stuck);
   }
   std::vector<Told> all;
   for (const Outcome& outcome : outcomes) all.push_back(told(outcome));
   return {all, stuck};
 }
 
-void deliver(Rings& rings, int source, uint64_t context, int64_t tag, uint32_t info,
+void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint32_t info,
              nb::handle data) {
   const Bytes bytes(data, PyBUF_SIMPLE);
   nb::gil_scoped_release unlocked;
-  rings.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
+  messages.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
 }
 
-void set_stuck(Rings& rings, std::function<void(std::vector<int>, bool)> stuck) {
-  rings.set_stuck([stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends) {
+void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> stuck) {
+  messages.set_stuck([stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends) {
     nb::gil_scoped_acquire locked;
     try {
       stuck(ranks, sends);
@@ -167,36 +168,36 @@ class Port {
  public:
   // `type`: of the arrays that are taken; `words`: buffer format of a dtype -> what goes into a
   // message's `info`.
-  Port(std::shared_ptr<Rings> rings, uint64_t context, std::vector<int> ranks, nb::handle type,
-       const std::map<std::string, uint32_t>& words)
-      : rings_(std::move(rings)),
+  Port(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
+       nb::handle type, const std::map<std::string, uint32_t>& words)
+      : messages_(std::move(messages)),
         context_(context),
         ranks_(shared_ranks(std::move(ranks))),
         type_(type.ptr()) {
     for (const auto& [format, word] : words) word_of(format.c_str()) = word;
   }
 
-  // Done: True. Failed: what `Rings.wait` returns.
+  // Done: True. Failed: what `Messages.wait` returns.
   nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) {
     Envelope envelope{};
     int peer = -1;
     if (!understand(array, to, tag, &peer, &envelope)) return nb::none();
-    if (peer < 0 || peer == rings_->rank()) return nb::none();
+    if (peer < 0 || peer == messages_->rank()) return nb::none();
     const View view(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
     if (!fill_in(view, &envelope)) return nb::none();
-    if (envelope.nbytes <= kSmallBytes && rings_->try_send(peer, envelope, view.data())) {
+    if (envelope.nbytes <= kSmallBytes && messages_->try_send(peer, envelope, view.data())) {
       return nb::bool_(true);
     }
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
-      outcome = rings_->send(peer, envelope, view.data(), nanoseconds(timeout_s));
+      outcome = messages_->send(peer, envelope, view.data(), nanoseconds(timeout_s));
     }
     if (outcome.code == Code::ok) return nb::bool_(true);
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(told(outcome));
   }
 
-  // Done: the source, a number. Failed: what `Rings.wait` returns.
+  // Done: the source, a number. Failed: what `Messages.wait` returns.
   nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) {
     Envelope envelope{};
     int peer = -1;
@@ -206,7 +207,7 @@ class Port {
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
-      outcome = rings_->recv(peer, envelope, view.data(), ranks_, nanoseconds(timeout_s));
+      outcome = messages_->recv(peer, envelope, view.data(), ranks_, nanoseconds(timeout_s));
     }
     return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(told(outcome));
   }
@@ -222,7 +223,7 @@ class Port {
   bool understand(nb::handle array, nb::handle rank, nb::handle tag, int* peer,
                   Envelope* envelope) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
-    if (unisono::process.suspended != 0 || rings_->is_forked()) return false;
+    if (unisono::process.suspended != 0 || messages_->is_forked()) return false;
     if (!PyLong_CheckExact(tag.ptr())) return false;
     envelope->context = context_;
     envelope->tag = PyLong_AsLongLong(tag.ptr());
@@ -248,7 +249,7 @@ class Port {
     return envelope->info != 0;
   }
 
-  std::shared_ptr<Rings> rings_;
+  std::shared_ptr<Messages> messages_;
   uint64_t context_;
   unisono::Ranks ranks_;
   PyObject* type_;  // lives as long as its module, hence longer
@@ -263,44 +264,47 @@ void bind_p2p(nb::module_& m) {
   m.attr("UNREACHABLE") = static_cast<int>(Code::unreachable);
   m.attr("UNKNOWN") = static_cast<int>(Code::unknown);
 
-  nb::class_<Rings>(m, "Rings")
-    .def(nb::new_(&make_rings), nb::arg("rank"), nb::arg("ranks"))
+  nb::class_<Messages>(m, "Messages")
+    .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
     .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
-    .def("fd", &Rings::fd)
+    .def("fd", &Messages::fd)
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
          "Say where every rank's inbox is: (pid, fd, nonce); pid 0: nowhere.")
-    .def("reaches", &Rings::reaches, nb::arg("peer"))
-    .def("has_left", &Rings::has_left, nb::arg("peer"))
+    .def("reaches", &Messages::reaches, nb::arg("peer"))
+    .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
     .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("into"), nb::arg("among"))
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"))
-    .def("cancel", [](Rings& rings, uint64_t number) { return told(rings.cancel(number)); },
+    .def("cancel",
+         [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
          nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
     .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))
     .def("peer_down",
-         [](Rings& rings, int peer, bool left) {
-           rings.peer_down(peer, left ? Code::left : Code::lost);
+         [](Messages& messages, int peer, bool left) {
+           messages.peer_down(peer, left ? Code::left : Code::lost);
          },
          nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
-    .def("fail_context", &Rings::fail_context, nb::arg("context"),
+    .def("fail_context", &Messages::fail_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
-    .def("forget_context", &Rings::forget_context, nb::arg("context"),
+    .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
-    .def("close", [](Rings& rings, double timeout_s) { rings.close(nanoseconds(timeout_s)); },
+    .def("close",
+         [](Messages& messages, double timeout_s) { messages.close(nanoseconds(timeout_s)); },
          nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Port>(m, "Port")
-    .def(nb::init<std::shared_ptr<Rings>, uint64_t, std::vector<int>, nb::handle,
+    .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,
                   const std::map<std::string, uint32_t>&>(),
-         nb::arg("rings"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
+         nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
          nb::arg("words"))
     .def("send", &Port::send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
-         nb::arg("timeout_s"), "Return True, a failure as from Rings.wait, or None: not for here.")
+         nb::arg("timeout_s"),
+         "Return True, a failure as from Messages.wait, or None: not for here.")
     .def("recv", &Port::recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
          nb::arg("timeout_s"), "Return the source, a failure, or None: not for here.");
 }

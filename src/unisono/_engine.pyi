@@ -167,7 +167,7 @@ UNREACHABLE: int = 14
 
 UNKNOWN: int = 15
 
-class Rings:
+class Messages:
     def __init__(self, rank: int, ranks: int) -> None: ...
     def create(self, nonce: bytes) -> int:
         """Make the inbox; return an errno or 0."""
@@ -201,14 +201,14 @@ class Rings:
 class Port:
     def __init__(
         self,
-        rings: Rings,
+        messages: Messages,
         context: int,
         ranks: Sequence[int],
         type: object,
         words: Mapping[str, int],
     ) -> None: ...
     def send(self, array: object, to: object | None, tag: object, timeout_s: float) -> object:
-        """Return True, a failure as from Rings.wait, or None: not for here."""
+        """Return True, a failure as from Messages.wait, or None: not for here."""
 
     def recv(self, array: object, from_: object | None, tag: object, timeout_s: float) -> object:
         """Return the source, a failure, or None: not for here."""

@@ -4,7 +4,7 @@ import pytest
 
 from unisono.engines import is_native_built
 from unisono.transports import InprocTransport, TCPTransport
-from unisono.transports.rings import Rings
+from unisono.transports.native import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 WITH_RINGS = ["inproc+rings", "tcp+rings", "inproc+some", "tcp+some"]
@@ -23,15 +23,15 @@ def make(request):
             share_memory(world, lambda rank, peer: rings == "rings" or (rank + peer) % 2 == 1)
         return world
 
-    build.kind, build.rings = kind, bool(rings)
+    build.kind, build.messages = kind, bool(rings)
     return build
 
 
 def share_memory(world, reaches):
     """Give transports rings, between the pairs of ranks for which `reaches(rank, peer)`."""
-    all_rings = [Rings.make(transport) for transport in world]
-    words = [rings.word for rings in all_rings]
-    for rank, rings in enumerate(all_rings):
+    everybody = [NativeMessages.make(transport) for transport in world]
+    words = [messages.word for messages in everybody]
+    for rank, messages in enumerate(everybody):
         known = [word if reaches(rank, peer) else "" for peer, word in enumerate(words)]
-        rings.introduce(known, crowded=True)
-        world[rank].use_rings(rings)
+        messages.introduce(known, crowded=True)
+        world[rank].use_messages(messages)

@@ -63,8 +63,8 @@ class CPUBackend(DeviceBackend):
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._planner = Planner(comm, self._engine)
-        if comm.transport.rings is not None:
-            self.port = p2p.Port(comm, comm.transport.rings)
+        if comm.transport.messages is not None:
+            self.port = p2p.Port(comm, comm.transport.messages)
 
     # ---- collectives ----------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
 from unisono.transports.api import Failure, Kind
-from unisono.transports.rings import Rings, Told
+from unisono.transports.native import NativeMessages, Told
 
 __all__ = ["Port", "recv", "send"]
 
@@ -173,10 +173,10 @@ class Port:
     host. Otherwise True or the source's rank, and a tuple for `failure`.
     """
 
-    def __init__(self, comm: Communicator, rings: Rings) -> None:
+    def __init__(self, comm: Communicator, messages: NativeMessages) -> None:
         self._comm = comm
-        self._rings = rings
-        self._native = rings.port(comm.context, comm.ranks, _FORMATS)
+        self._messages = messages
+        self._native = messages.port(comm.context, comm.ranks, _FORMATS)
         self.send = self._native.send
         self.recv = self._native.recv
 
@@ -186,7 +186,7 @@ class Port:
         """Return the error of a call that returned `told`."""
         said = _Said(op, view(array, write=False), peer, tag)
         message = _Message(self._comm, said, Deadline(timeout_s))
-        error = message.explain(self._rings.error(told, self._comm.context))
+        error = message.explain(self._messages.error(told, self._comm.context))
         assert error is not None
         return error
 

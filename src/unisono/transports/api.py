@@ -32,7 +32,7 @@ from unisono.transports.matching import (
     Transfer,
 )
 from unisono.transports.message import Key, Kind
-from unisono.transports.rings import Rings, RingTransfer
+from unisono.transports.native import NativeMessages, NativeTransfer
 from unisono.transports.status import Failure, Status, Unreached
 
 __all__ = [
@@ -72,8 +72,8 @@ class Transport(ABC):
         # What each rank said about its host when it connected; "" if nothing.
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
-        # What carries point-to-point messages inside a host; None: this transport does.
-        self.rings: Rings | None = None
+        # What carries messages in C++; None: this transport does.
+        self.messages: NativeMessages | None = None
         self._lock = threading.Lock()
         self._calls: dict[int, deque[Status]] = {}
         self._last_calls: dict[int, Callable[[], Status | None]] = {}
@@ -97,8 +97,8 @@ class Transport(ABC):
             info: A word that the receiver compares with its own (a dtype code, say).
         """
         _require_bytes(data)
-        if self.rings is not None and key.kind is Kind.P2P:
-            sent = self.rings.send(peer, key, data, info)
+        if self.messages is not None and key.kind is Kind.P2P:
+            sent = self.messages.send(peer, key, data, info)
             if sent is not None:
                 return sent
         transfer = Transfer(peer, key.context, key[1:], data, info)
@@ -144,8 +144,8 @@ class Transport(ABC):
         if into.readonly:
             raise InvalidArgumentError("cannot receive into read-only memory")
         sources = self._others if among is None else frozenset(among) - {self.rank}
-        if self.rings is not None and key.kind is Kind.P2P:
-            return self.rings.recv(peer, key, into, info, sources)
+        if self.messages is not None and key.kind is Kind.P2P:
+            return self.messages.recv(peer, key, into, info, sources)
         transfer = Transfer(
             peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
         )
@@ -163,9 +163,9 @@ class Transport(ABC):
 
         Its memory is not touched any more once this returns.
         """
-        if isinstance(transfer, RingTransfer):
-            if not transfer.done() and self.rings is not None:
-                self.rings.cancel(transfer)
+        if isinstance(transfer, NativeTransfer):
+            if not transfer.done() and self.messages is not None:
+                self.messages.cancel(transfer)
         elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():
@@ -174,11 +174,11 @@ class Transport(ABC):
 
     def may_wait(self) -> bool:
         """Whether this thread may wait for a transfer; not if it is the one that moves them."""
-        return self.rings is None or not self.rings.is_server()
+        return self.messages is None or not self.messages.is_server()
 
-    def use_rings(self, rings: Rings) -> None:
-        """Leave point-to-point messages to rings from now on; nothing has been sent yet."""
-        self.rings = self.mailbox.rings = rings
+    def use_messages(self, messages: NativeMessages) -> None:
+        """Leave messages to C++ from now on; nothing has been sent yet."""
+        self.messages = self.mailbox.messages = messages
 
     def notice_end(self, peer: int) -> None:
         """Make sure that the end of a rank is noticed although nothing is sent to it."""
@@ -296,8 +296,8 @@ class Transport(ABC):
             self._break(context, told)
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
-        elif kind is Kind.KNOCK and self.rings is not None:
-            self.rings.ensure_server()
+        elif kind is Kind.KNOCK and self.messages is not None:
+            self.messages.ensure_server()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # With a link of our own we would see the end ourselves.
             self.spread(LinkDown(words["peer"], words["reason"]))
@@ -326,7 +326,7 @@ class Transport(ABC):
 
     def has_left(self, peer: int) -> bool:
         """Whether a rank has said good-bye in shared memory; False if nothing is known."""
-        return self.rings is not None and self.rings.has_left(peer)
+        return self.messages is not None and self.messages.has_left(peer)
 
     def spread(self, error: LinkDown) -> None:
         """Note that a rank crashed and tell all ranks there is a link to, which do the same.

@@ -21,7 +21,7 @@ from unisono.stores.users import Life, describe, life_of, new_user
 from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
-from unisono.transports.rings import Rings
+from unisono.transports.native import NativeMessages
 from unisono.transports.tcp import TCPTransport
 
 __all__ = ["connect"]
@@ -65,18 +65,18 @@ def connect(
     else:
         raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
     try:
-        rings = Rings.make(transport) if host and world_size > 1 else None
-        inbox = "" if rings is None else rings.word
+        messages = NativeMessages.make(transport) if host and world_size > 1 else None
+        inbox = "" if messages is None else messages.word
         with _claimed(store, rank, world_size) as number:
             keys = [f"{number}/address/{other}" for other in range(world_size)]
             store.set(keys[rank], f"{world_size} {host} {inbox} {transport.address}")
             published = [text.split(" ", 3)[1:] for text in _gather(store, keys, rank, deadline)]
         addresses += [address for _, _, address in published]
         transport.hosts = tuple(word for word, _, _ in published)
-        if rings is not None:
+        if messages is not None:
             inboxes = [word if there == host else "" for there, word, _ in published]
-            rings.introduce(inboxes, crowded=transport.hosts.count(host) > usable_cores())
-            transport.use_rings(rings)
+            messages.introduce(inboxes, crowded=transport.hosts.count(host) > usable_cores())
+            transport.use_messages(messages)
         transport.watch_neighbours()
     except BaseException:
         transport.close()

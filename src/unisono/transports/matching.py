@@ -118,7 +118,7 @@ class Mailbox:
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
         # If set, it has the point-to-point messages, and hears of what ends them.
-        self.rings: PointToPoint | None = None
+        self.messages: PointToPoint | None = None
 
     def post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with the message that is already here."""
@@ -157,8 +157,8 @@ class Mailbox:
 
         A receive posted since `claim` said no takes it at once.
         """
-        if self.rings is not None and isinstance(tag, tuple) and tag[0] is Kind.P2P:
-            self.rings.deliver(context, tag[1], arrival)
+        if self.messages is not None and isinstance(tag, tuple) and tag[0] is Kind.P2P:
+            self.messages.deliver(context, tag[1], arrival)
             return
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
@@ -196,8 +196,8 @@ class Mailbox:
             )
         for transfer in failed:
             transfer.finish(error)
-        if self.rings is not None:
-            self.rings.peer_down(error)
+        if self.messages is not None:
+            self.messages.peer_down(error)
 
     def fail_context(self, context: int, error: BaseException) -> None:
         """Fail every receive of one context, now and later, and drop its messages."""
@@ -206,8 +206,8 @@ class Mailbox:
             failed = self._clear_context(context)
         for transfer in failed:
             transfer.finish(error)
-        if self.rings is not None:
-            self.rings.fail_context(context)
+        if self.messages is not None:
+            self.messages.fail_context(context)
 
     def forget_context(self, context: int, error: BaseException) -> None:
         """Release what a destroyed context still holds; `error` ends what waits."""
@@ -216,8 +216,8 @@ class Mailbox:
             failed = self._clear_context(context)
         for transfer in failed:
             transfer.finish(error)
-        if self.rings is not None:
-            self.rings.forget_context(context, error)
+        if self.messages is not None:
+            self.messages.forget_context(context, error)
 
     def close(self, error: BaseException) -> None:
         """Fail every receive, now and later, and drop all messages."""
@@ -227,8 +227,8 @@ class Mailbox:
             self._slots.clear()
         for transfer in failed:
             transfer.finish(error)
-        if self.rings is not None:
-            self.rings.close()
+        if self.messages is not None:
+            self.messages.close()
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why there is no link to `peer`, or None."""

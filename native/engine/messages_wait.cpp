@@ -5,7 +5,7 @@
 
 #include "clock.hpp"
 #include "futex.hpp"
-#include "rings.hpp"
+#include "messages.hpp"
 
 namespace unisono {
 
@@ -17,19 +17,19 @@ constexpr int64_t kStuckNs = 1'000'000'000;
 }  // namespace
 
 // Wait for an operation whose memory is the caller's: it ends here in any case.
-void Rings::await(Op& op, int64_t timeout_ns, Lock& lock) {
+void Messages::await(Op& op, int64_t timeout_ns, Lock& lock) {
   const Code reason = wait_for(&op, timeout_ns, lock);
   if (!op.done) withdraw(op, reason);
   hand_over();
 }
 
-bool Rings::is_over(const Op* op) const {
+bool Messages::is_over(const Op* op) const {
   // acquire: pairs with finish()
   return op == nullptr ? queued_sends_ == 0 : op->done.load(std::memory_order_acquire);
 }
 
 // Make progress until `op` is done, or nothing is left to send if it is nullptr.
-Code Rings::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
+Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   ++waiters_;
   if (server_sleeps_) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
   lock.unlock();
@@ -54,7 +54,7 @@ Code Rings::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   return reason;
 }
 
-Code Rings::wait_slowly(const Op* op, int64_t timeout_ns) {
+Code Messages::wait_slowly(const Op* op, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t tell_ns = look_ns;
@@ -90,7 +90,7 @@ Code Rings::wait_slowly(const Op* op, int64_t timeout_ns) {
 }
 
 // Whom a wait depends on.
-std::vector<int> Rings::awaited_ranks(const Op* op) {
+std::vector<int> Messages::awaited_ranks(const Op* op) {
   if (op != nullptr && op->peer >= 0) return {op->peer};
   if (op != nullptr) return *op->among;
   std::vector<int> ranks;
@@ -100,7 +100,7 @@ std::vector<int> Rings::awaited_ranks(const Op* op) {
   return ranks;
 }
 
-Outcome Rings::wait(uint64_t number, int64_t timeout_ns) {
+Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
   Lock lock(lock_);
   const auto found = open_.find(number);
   if (found == open_.end() || found->second->awaited) return {number, Code::unknown};
@@ -114,7 +114,7 @@ Outcome Rings::wait(uint64_t number, int64_t timeout_ns) {
   return outcome;
 }
 
-std::vector<Outcome> Rings::serve(std::vector<int>* stuck) {
+std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   Lock lock(lock_);
   while (true) {
     progress();
@@ -143,7 +143,7 @@ std::vector<Outcome> Rings::serve(std::vector<int>* stuck) {
 }
 
 // Have the server thread woken for what is still open, now that nobody here looks after it.
-void Rings::hand_over() {
+void Messages::hand_over() {
   if (!server_sleeps_ || waiters_ != 0 || (open_.empty() && queued_sends_ == 0)) return;
   bells().server_wants.store(kEverything, std::memory_order_relaxed);
   // Either a sender sees that, or what it wrote is seen here.
@@ -153,7 +153,7 @@ void Rings::hand_over() {
 }
 
 // Tell the other threads of this rank what has ended.
-void Rings::settle() {
+void Messages::settle() {
   if (!anything_ended_) return;
   anything_ended_ = false;
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);

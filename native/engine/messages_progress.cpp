@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "futex.hpp"
-#include "rings.hpp"
+#include "messages.hpp"
 
 namespace unisono {
 
@@ -14,7 +14,7 @@ constexpr size_t kPullBytes = 4 * kRingBytes;
 }  // namespace
 
 // Move whatever can be moved; whether that was anything.
-bool Rings::progress() {
+bool Messages::progress() {
   look_for_senders();
   bool moved = false;
   for (int source : active_) moved |= pull(source);
@@ -25,7 +25,7 @@ bool Rings::progress() {
   return moved;
 }
 
-void Rings::look_for_senders() {
+void Messages::look_for_senders() {
   const uint32_t joined = inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
   if (joined == joined_seen_) return;
   joined_seen_ = joined;
@@ -40,7 +40,7 @@ void Rings::look_for_senders() {
   }
 }
 
-bool Rings::pull(int source) {
+bool Messages::pull(int source) {
   Peer& from = peer(source);
   size_t pulled = 0;
   size_t available = from.ring.available();
@@ -66,7 +66,7 @@ bool Rings::pull(int source) {
 }
 
 // Read the head of the next frame and find its place; false: there is none now.
-bool Rings::open_frame(Peer& from, int source) {
+bool Messages::open_frame(Peer& from, int source) {
   FrameHead head;
   from.ring.read(&head, sizeof(head));
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
@@ -97,7 +97,7 @@ bool Rings::open_frame(Peer& from, int source) {
 }
 
 // Take this much of the frame's payload out of the ring, and end the frame with its last byte.
-void Rings::take_bytes(Peer& from, size_t nbytes) {
+void Messages::take_bytes(Peer& from, size_t nbytes) {
   if (from.into != nullptr) {
     from.ring.read(from.into->data + from.filled, nbytes);
   } else if (from.kept != nullptr) {
@@ -118,7 +118,7 @@ void Rings::take_bytes(Peer& from, size_t nbytes) {
   if (op != nullptr) finish(*op, Code::ok);
 }
 
-bool Rings::push(Peer& to) {
+bool Messages::push(Peer& to) {
   bool moved = false;
   while (!to.sends.empty()) {
     Op& op = *to.sends.front();
@@ -140,7 +140,7 @@ bool Rings::push(Peer& to) {
 }
 
 // Write what the ring takes; whether the frame is complete.
-bool Rings::push_some(Peer& to, Op& op) {
+bool Messages::push_some(Peer& to, Op& op) {
   Ring& ring = to.outbox->ring;
   if (!op.started) {
     if (ring.room() < kFrameAlign) return false;
@@ -168,7 +168,7 @@ bool Rings::push_some(Peer& to, Op& op) {
 
 // Wake whoever sleeps at the other end for what was written or read just now. `ring_is_full`: even a
 // server thread that has nothing to look after should come and read.
-void Rings::ring_bell(Outbox& outbox, bool ring_is_full) {
+void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
   Bells& bells = outbox.head().bells;
   // Either the sleeper sees what was published, or it is seen here.
   full_fence();
@@ -182,7 +182,7 @@ void Rings::ring_bell(Outbox& outbox, bool ring_is_full) {
 
 // Have the bell rung when there is room again. Followed by a push, lest room that came just before
 // be overlooked.
-void Rings::ask_for_room() {
+void Messages::ask_for_room() {
   if (queued_sends_ == 0) return;
   for (Peer& to : peers_) {
     if (to.sends.empty()) continue;
@@ -192,7 +192,7 @@ void Rings::ask_for_room() {
 }
 
 // Take in a whole message that comes from elsewhere.
-void Rings::take_in(int source, const Envelope& envelope, const char* data) {
+void Messages::take_in(int source, const Envelope& envelope, const char* data) {
   Op* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     op->source = source;

@@ -40,11 +40,11 @@ struct Address {
   unsigned char nonce[16] = {};
 };
 
-class Rings {
+class Messages {
  public:
-  Rings(int rank, int ranks);
-  Rings(const Rings&) = delete;
-  Rings& operator=(const Rings&) = delete;
+  Messages(int rank, int ranks);
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
 
   int create(const unsigned char* nonce) { return inbox_.create(ranks_, nonce); }
   int fd() const { return inbox_.fd(); }
@@ -119,7 +119,7 @@ class Rings {
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   Bells& bells() const { return inbox_.head().bells; }
 
-  // rings_progress.cpp: moving bytes
+  // messages_progress.cpp: moving bytes
   bool progress();
   void look_for_senders();
   bool pull(int source);
@@ -131,7 +131,7 @@ class Rings {
   void ask_for_room();
   void take_in(int source, const Envelope& envelope, const char* data);
 
-  // rings.cpp: beginning and ending
+  // messages.cpp: beginning and ending
   bool attach(int rank);
   void begin_send(Op& op);
   void begin_recv(Op& op);
@@ -145,7 +145,7 @@ class Rings {
   Outcome started(std::unique_ptr<Op> op);
   Outcome taken(uint64_t number);
 
-  // rings_wait.cpp: waiting, and who makes progress meanwhile
+  // messages_wait.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);
   Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
   Code wait_slowly(const Op* op, int64_t timeout_ns);

@@ -1,5 +1,5 @@
 // Threads as ranks that send one another messages: order, tags, sizes, and every way to end.
-#include "rings.hpp"
+#include "messages.hpp"
 
 #include <algorithm>
 #include <cassert>
@@ -24,20 +24,20 @@ struct World {
     for (int rank = 0; rank < ranks; ++rank) {
       Address& address = addresses[static_cast<size_t>(rank)];
       address.nonce[0] = static_cast<unsigned char>(rank + 1);
-      all.push_back(std::make_unique<Rings>(rank, ranks));
+      all.push_back(std::make_unique<Messages>(rank, ranks));
       assert(all.back()->create(address.nonce) == 0);
       address.pid = getpid();
       address.fd = all.back()->fd();
     }
-    for (auto& rings : all) rings->introduce(addresses, 10);
+    for (auto& messages : all) messages->introduce(addresses, 10);
   }
   ~World() {
-    for (auto& rings : all) rings->close(0);
+    for (auto& messages : all) messages->close(0);
   }
-  Rings& operator[](int rank) { return *all[static_cast<size_t>(rank)]; }
+  Messages& operator[](int rank) { return *all[static_cast<size_t>(rank)]; }
 
   // Run one body per rank, and a server thread each.
-  void run(const std::function<void(Rings&, int)>& body) {
+  void run(const std::function<void(Messages&, int)>& body) {
     std::vector<std::thread> bodies, servers;
     for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
       bodies.emplace_back([&, rank] { body((*this)[rank], rank); });
@@ -49,11 +49,11 @@ struct World {
       });
     }
     for (auto& each : bodies) each.join();
-    for (auto& rings : all) rings->close(kMinute);
+    for (auto& messages : all) messages->close(kMinute);
     for (auto& each : servers) each.join();
   }
 
-  std::vector<std::unique_ptr<Rings>> all;
+  std::vector<std::unique_ptr<Messages>> all;
 };
 
 Envelope envelope(int64_t tag, uint64_t nbytes, uint64_t context = 7) {
@@ -70,18 +70,19 @@ Ranks both() { return std::make_shared<const std::vector<int>>(std::vector<int>{
 
 void test_ping_pong() {
   World world(2);
-  world.run([](Rings& rings, int rank) {
+  world.run([](Messages& messages, int rank) {
     for (size_t nbytes : {0, 1, 31, 32, 33, 4096, 131072, 131073, 3'000'000}) {
       for (unsigned round = 0; round < 20; ++round) {
         const std::vector<char> out = pattern(nbytes, round);
         std::vector<char> in(nbytes);
         if (rank == 0) {
-          assert(rings.send(1, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+          assert(messages.send(1, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
         }
-        const Outcome got = rings.recv(1 - rank, envelope(1, nbytes), in.data(), nullptr, kMinute);
+        const Outcome got =
+          messages.recv(1 - rank, envelope(1, nbytes), in.data(), nullptr, kMinute);
         assert(got.code == Code::ok && got.source == 1 - rank && in == out);
         if (rank == 1) {
-          assert(rings.send(0, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+          assert(messages.send(0, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
         }
       }
     }
@@ -90,12 +91,12 @@ void test_ping_pong() {
 
 void test_both_send_first() {
   World world(2);
-  world.run([](Rings& rings, int rank) {
+  world.run([](Messages& messages, int rank) {
     const size_t nbytes = 5'000'000;
     const std::vector<char> out = pattern(nbytes, static_cast<unsigned>(rank));
     std::vector<char> in(nbytes);
-    assert(rings.send(1 - rank, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
-    assert(rings.recv(-1, envelope(1, nbytes), in.data(), both(), kMinute).code == Code::ok);
+    assert(messages.send(1 - rank, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
+    assert(messages.recv(-1, envelope(1, nbytes), in.data(), both(), kMinute).code == Code::ok);
     assert(in == pattern(nbytes, static_cast<unsigned>(1 - rank)));
   });
 }
@@ -105,7 +106,7 @@ void test_random(unsigned seed) {
   const int ranks = 3, tags = 3, messages = 15;
   const size_t sizes[] = {0, 8, 100, 5000, 200'000};
   World world(ranks);
-  world.run([&](Rings& rings, int rank) {
+  world.run([&](Messages& messages, int rank) {
     std::mt19937 random(seed * 10 + static_cast<unsigned>(rank));
     auto size_of = [&](int from, int to, int tag, int k) {
       return sizes[static_cast<size_t>(from * 3 + to * 5 + tag * 7 + k) % 5];
@@ -129,19 +130,19 @@ void test_random(unsigned seed) {
       const int s = sends[i], to = s / tags, tag = s % tags;
       const size_t nbytes = size_of(rank, to, tag, sent[static_cast<size_t>(s)]++);
       kept.push_back(pattern(nbytes, static_cast<unsigned>(rank * 100 + tag)));
-      numbers.push_back(rings.start_send(to, envelope(tag, nbytes), kept.back().data()).number);
+      numbers.push_back(messages.start_send(to, envelope(tag, nbytes), kept.back().data()).number);
       const int r = receives[i], from = r / tags, wanted = r % tags;
       const size_t room = size_of(from, rank, wanted, got[static_cast<size_t>(r)]++);
       expected.emplace_back(std::vector<char>(room),
                             pattern(room, static_cast<unsigned>(from * 100 + wanted)));
       char* into = expected.back().first.data();
-      numbers.push_back(rings.start_recv(from, envelope(wanted, room), into, nullptr).number);
+      numbers.push_back(messages.start_recv(from, envelope(wanted, room), into, nullptr).number);
       // Its message may be sent later only, so this cannot wait for long.
-      if (random() % 2 == 0) rings.wait(numbers.back(), 100'000);
+      if (random() % 2 == 0) messages.wait(numbers.back(), 100'000);
     }
     for (uint64_t number : numbers) {
       while (true) {
-        const Outcome outcome = number == 0 ? Outcome{} : rings.wait(number, kMoment);
+        const Outcome outcome = number == 0 ? Outcome{} : messages.wait(number, kMoment);
         assert(outcome.code == Code::ok || outcome.code == Code::unknown ||
                outcome.code == Code::timeout);
         if (outcome.code != Code::timeout) break;
@@ -258,7 +259,7 @@ void test_unreachable() {
   std::vector<Address> addresses(2);
   addresses[1].pid = getpid();
   addresses[1].fd = 0;
-  Rings stranger(0, 2);
+  Messages stranger(0, 2);
   assert(stranger.create(addresses[0].nonce) == 0);
   stranger.introduce(addresses, 10);
   assert(!stranger.reaches(1) && stranger.reaches(0));

@@ -1,5 +1,5 @@
-// The life of a send or a receive: its beginning and its end. Waits are in rings_wait.cpp.
-#include "rings.hpp"
+// The life of a send or a receive: its beginning and its end. Waits are in messages_wait.cpp.
+#include "messages.hpp"
 
 #include <algorithm>
 
@@ -28,27 +28,27 @@ Outcome outcome_of(const Op& op) {
 
 }  // namespace
 
-Rings::Rings(int rank, int ranks)
+Messages::Messages(int rank, int ranks)
     : rank_(rank),
       ranks_(ranks),
       forks_(count_forks()),
       addresses_(static_cast<size_t>(ranks)),
       peers_(static_cast<size_t>(ranks)) {}
 
-void Rings::introduce(std::vector<Address> addresses, int spin) {
+void Messages::introduce(std::vector<Address> addresses, int spin) {
   addresses_ = std::move(addresses);
   addresses_.resize(static_cast<size_t>(ranks_));
   spin_ = std::max(spin, 1);
 }
 
-bool Rings::is_forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
+bool Messages::is_forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
-bool Rings::reaches(int peer) {
+bool Messages::reaches(int peer) {
   const Lock lock(lock_);
   return peer == rank_ || attach(peer);
 }
 
-bool Rings::has_left(int rank) {
+bool Messages::has_left(int rank) {
   const Lock lock(lock_);
   look_for_senders();
   const Peer& from = peer(rank);
@@ -56,7 +56,7 @@ bool Rings::has_left(int rank) {
 }
 
 // Open a rank's inbox, once.
-bool Rings::attach(int rank) {
+bool Messages::attach(int rank) {
   Peer& to = peer(rank);
   if (to.outbox != nullptr) return true;
   const Address& address = addresses_[static_cast<size_t>(rank)];
@@ -72,7 +72,7 @@ bool Rings::attach(int rank) {
 
 // ---- the synchronous calls ----------------------------------------------------------------
 
-bool Rings::try_send(int to, const Envelope& envelope, const char* data) {
+bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || closed_ || !failed_.empty() || to == rank_) return false;
   Peer& there = peer(to);
@@ -88,7 +88,7 @@ bool Rings::try_send(int to, const Envelope& envelope, const char* data) {
   return true;
 }
 
-Outcome Rings::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
+Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
   Op op;
   op.envelope = envelope;
   op.peer = to;
@@ -101,7 +101,7 @@ Outcome Rings::send(int to, const Envelope& envelope, const char* data, int64_t 
   return outcome_of(op);
 }
 
-Outcome Rings::recv(int from, const Envelope& envelope, char* data, Ranks among,
+Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks among,
                     int64_t timeout_ns) {
   Op op;
   op.envelope = envelope;
@@ -117,7 +117,7 @@ Outcome Rings::recv(int from, const Envelope& envelope, char* data, Ranks among,
 
 // ---- those that go on by themselves -------------------------------------------------------
 
-Outcome Rings::start_send(int to, const Envelope& envelope, const char* data) {
+Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
   auto op = std::make_unique<Op>();
   op->envelope = envelope;
   op->peer = to;
@@ -128,7 +128,7 @@ Outcome Rings::start_send(int to, const Envelope& envelope, const char* data) {
   return started(std::move(op));
 }
 
-Outcome Rings::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
+Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
   auto op = std::make_unique<Op>();
   op->envelope = envelope;
   op->peer = from;
@@ -139,7 +139,7 @@ Outcome Rings::start_recv(int from, const Envelope& envelope, char* data, Ranks 
   return started(std::move(op));
 }
 
-Outcome Rings::started(std::unique_ptr<Op> op) {
+Outcome Messages::started(std::unique_ptr<Op> op) {
   Outcome outcome = outcome_of(*op);
   if (!op->done) {
     outcome.number = op->number = ++last_number_;
@@ -151,7 +151,7 @@ Outcome Rings::started(std::unique_ptr<Op> op) {
 }
 
 // The outcome of an operation that has ended, which is forgotten with this.
-Outcome Rings::taken(uint64_t number) {
+Outcome Messages::taken(uint64_t number) {
   const auto found = open_.find(number);
   const Outcome outcome = outcome_of(*found->second);
   open_.erase(found);
@@ -159,7 +159,7 @@ Outcome Rings::taken(uint64_t number) {
   return outcome;
 }
 
-Outcome Rings::cancel(uint64_t number) {
+Outcome Messages::cancel(uint64_t number) {
   const Lock lock(lock_);
   const auto found = open_.find(number);
   if (found == open_.end()) return {number, Code::unknown};
@@ -172,7 +172,7 @@ Outcome Rings::cancel(uint64_t number) {
 
 // ---- beginning and ending -----------------------------------------------------------------
 
-void Rings::begin_send(Op& op) {
+void Messages::begin_send(Op& op) {
   if (closed_) return finish(op, Code::closed);
   if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
   if (op.peer == rank_) {
@@ -190,7 +190,7 @@ void Rings::begin_send(Op& op) {
   if (to.sends.size() == 1) push(to);
 }
 
-void Rings::begin_recv(Op& op) {
+void Messages::begin_recv(Op& op) {
   if (closed_) return finish(op, Code::closed);
   auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
@@ -201,7 +201,7 @@ void Rings::begin_recv(Op& op) {
   if (down != Code::ok && matching_.unpost(&op)) finish(op, down);
 }
 
-void Rings::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
+void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
   const Envelope& got = arrival->envelope;
   Peer& from = peer(arrival->source);
   const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
@@ -218,19 +218,19 @@ void Rings::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
   matching_.drop(arrival);
 }
 
-void Rings::finish(Op& op, Code code) {
+void Messages::finish(Op& op, Code code) {
   op.code = code;
   anything_ended_ = true;
   if (op.number != 0 && !op.awaited) ended_.push_back(op.number);
   op.done.store(true, std::memory_order_release);  // acquire: wait_for
 }
 
-bool Rings::is_failed(uint64_t context) const {
+bool Messages::is_failed(uint64_t context) const {
   return std::find(failed_.begin(), failed_.end(), context) != failed_.end();
 }
 
 // Why a receive cannot be served any more; its `source` is then the rank to blame.
-Code Rings::down_for(Op& op) {
+Code Messages::down_for(Op& op) {
   if (op.peer >= 0) {
     op.source = op.peer;
     return peer(op.peer).down;
@@ -247,7 +247,7 @@ Code Rings::down_for(Op& op) {
 }
 
 // End an operation that is not done; its memory is not touched any more.
-void Rings::withdraw(Op& op, Code code) {
+void Messages::withdraw(Op& op, Code code) {
   if (!op.is_send) {
     matching_.unpost(&op);
     for (Peer& from : peers_) {
@@ -277,7 +277,7 @@ void Rings::withdraw(Op& op, Code code) {
 }
 
 // End everything for which `code_of` says how.
-void Rings::end_all(const std::function<Code(Op&)>& code_of) {
+void Messages::end_all(const std::function<Code(Op&)>& code_of) {
   std::vector<Op*> candidates(matching_.posted());
   for (Peer& other : peers_) {
     candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
@@ -292,13 +292,13 @@ void Rings::end_all(const std::function<Code(Op&)>& code_of) {
 
 // ---- what ends from outside ---------------------------------------------------------------
 
-void Rings::deliver(int source, const Envelope& envelope, const char* data) {
+void Messages::deliver(int source, const Envelope& envelope, const char* data) {
   const Lock lock(lock_);
   take_in(source, envelope, data);
   settle();
 }
 
-void Rings::peer_down(int rank, Code code) {
+void Messages::peer_down(int rank, Code code) {
   const Lock lock(lock_);
   Peer& gone = peer(rank);
   look_for_senders();
@@ -326,7 +326,7 @@ void Rings::peer_down(int rank, Code code) {
   gone.sends.clear();
 }
 
-void Rings::fail_context(uint64_t context) {
+void Messages::fail_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.push_back(context);
   drop_messages(context);
@@ -334,7 +334,7 @@ void Rings::fail_context(uint64_t context) {
 }
 
 // What was sent in it goes on: it may be the last words before leaving.
-void Rings::forget_context(uint64_t context) {
+void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
   drop_messages(context);
@@ -343,7 +343,7 @@ void Rings::forget_context(uint64_t context) {
   });
 }
 
-void Rings::drop_messages(uint64_t context) {
+void Messages::drop_messages(uint64_t context) {
   auto& arrivals = matching_.arrivals();
   for (auto it = arrivals.begin(); it != arrivals.end();) {
     const auto each = it++;
@@ -354,7 +354,7 @@ void Rings::drop_messages(uint64_t context) {
   }
 }
 
-void Rings::close(int64_t timeout_ns) {
+void Messages::close(int64_t timeout_ns) {
   if (is_forked()) return;
   Lock lock(lock_);
   if (closed_) return;

@@ -32,9 +32,9 @@ from unisono.transports.message import Key
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
 
-__all__ = ["RingTransfer", "Rings"]
+__all__ = ["NativeMessages", "NativeTransfer"]
 
-_log = get_logger("transports.rings")
+_log = get_logger("transports.native")
 
 Told = tuple[int, int, int, int, int]
 """(number, code, source, nbytes, info) of a send or receive."""
@@ -52,20 +52,20 @@ _COPY_S = 5.0
 _NONCE_BYTES = 16
 
 
-class RingTransfer(Transfer):
+class NativeTransfer(Transfer):
     """A send or receive through rings; whoever waits for it does the work."""
 
-    __slots__ = ("_rings", "number", "receives")
+    __slots__ = ("_messages", "number", "receives")
 
-    _rings: Rings
+    _messages: NativeMessages
     number: int
     receives: bool
 
     def wait_until(self, deadline: Deadline | None) -> bool:
-        return self.done() or self._rings.wait(self, deadline)
+        return self.done() or self._messages.wait(self, deadline)
 
 
-class Rings:
+class NativeMessages:
     """One rank's end of the rings of its host.
 
     Args:
@@ -79,11 +79,11 @@ class Rings:
         self._transport = transport
         self._nonce = os.urandom(_NONCE_BYTES)
         self._lock = threading.Lock()
-        self._open: dict[int, RingTransfer] = {}
+        self._open: dict[int, NativeTransfer] = {}
         self._early: dict[int, Told] = {}
         self._server: threading.Thread | None = None
         self._closed = False
-        self.native = _engine.Rings(transport.rank, transport.world_size)
+        self.native = _engine.Messages(transport.rank, transport.world_size)
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
         # Weak: the collector of cycles does not see through C++.
@@ -91,8 +91,8 @@ class Rings:
         self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
 
     @classmethod
-    def make(cls, transport: Transport) -> Rings | None:
-        """Return new rings, or None where there can be none."""
+    def make(cls, transport: Transport) -> NativeMessages | None:
+        """Return new messages, or None where there can be none."""
         if _engine is None:
             return None
         try:
@@ -126,7 +126,7 @@ class Rings:
 
     # ---- messages -------------------------------------------------------------------------
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> RingTransfer | None:
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
         """Start sending; None if `peer` cannot be reached this way."""
         transfer = self._transfer(peer, key, data, info, receives=False)
         told = self.native.start_send(peer, key.context, key.tag, info, data)
@@ -139,7 +139,7 @@ class Rings:
 
     def recv(
         self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
-    ) -> RingTransfer:
+    ) -> NativeTransfer:
         """Start receiving, from `peer` or from any of `among`."""
         transfer = self._transfer(peer, key, into, info, receives=True)
         source, sources = (-1, list(among)) if peer is None else (peer, [])
@@ -150,7 +150,7 @@ class Rings:
                 self._transport.notice_end(each)
         return transfer
 
-    def wait(self, transfer: RingTransfer, deadline: Deadline | None) -> bool:
+    def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
         told = self.native.wait(transfer.number, limit_s)
@@ -161,7 +161,7 @@ class Rings:
             self._end(told)
         return transfer.done()
 
-    def cancel(self, transfer: RingTransfer, error: BaseException | None = None) -> None:
+    def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
         told = self.native.cancel(transfer.number)
         if told[1] == _engine.CANCELLED and error is not None:
@@ -228,7 +228,7 @@ class Rings:
         if self._server is None:
             with self._lock:
                 if self._server is None and not self._closed:
-                    name = f"unisono-rings-{self._transport.rank}"
+                    name = f"unisono-messages-{self._transport.rank}"
                     self._server = threading.Thread(target=self._serve, name=name, daemon=True)
                     self._server.start()
 
@@ -248,18 +248,18 @@ class Rings:
 
     def _transfer(
         self, peer: int | None, key: Key, data: memoryview, info: int, *, receives: bool
-    ) -> RingTransfer:
-        transfer = RingTransfer(peer, key.context, key[1:], data, info)
-        transfer._rings = self
+    ) -> NativeTransfer:
+        transfer = NativeTransfer(peer, key.context, key[1:], data, info)
+        transfer._messages = self
         transfer.receives = receives
         transfer.number = 0
         return transfer
 
-    def _of_context(self, context: int) -> list[RingTransfer]:
+    def _of_context(self, context: int) -> list[NativeTransfer]:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: RingTransfer, told: Told) -> None:
+    def _begin(self, transfer: NativeTransfer, told: Told) -> None:
         transfer.number = number = told[0]
         if not number:
             self._finish(transfer, told)
@@ -277,7 +277,7 @@ class Rings:
         if transfer is not None:
             self._finish(transfer, told)
 
-    def _forget(self, number: int, told: Told | None = None) -> RingTransfer | None:
+    def _forget(self, number: int, told: Told | None = None) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
             if transfer is None and told is not None:
@@ -285,7 +285,7 @@ class Rings:
                 self._early[number] = told
             return transfer
 
-    def _finish(self, transfer: RingTransfer, told: Told) -> None:
+    def _finish(self, transfer: NativeTransfer, told: Told) -> None:
         error = self.error(told, transfer.context)
         if error is None and transfer.peer is None:
             transfer.peer = told[2]
