@@ -17,6 +17,7 @@ from unisono.cli.bench_plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbyte
 from unisono.cli.bench_report import Table, bandwidths, fixed, summary
 from unisono.cli.main import main
 from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.testing.hosts import why_no_hosts
 
 QUICK = ("-n", "2", "--rounds", "2", "-w", "0")
 LIMIT_S = 100.0
@@ -125,6 +126,7 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
         ({"min_bytes": 16, "max_bytes": 8}, "-b 16 is larger than -e 8"),
         ({"factor": 1}, "-f must be at least 2"),
         ({"nprocs": 1}, "sendrecv needs at least 2 ranks"),
+        ({"hosts": 2, "peers": ("mpi",)}, "--hosts goes with --peer gloo only"),
     ],
 )
 def test_impossible_plans_name_the_flag(wrong, text):
@@ -354,6 +356,18 @@ def test_peers_run_in_the_same_processes_and_are_right(tmp_path):
             assert found["results"][library]["wrong"] == 0, (found["op"], library)
     assert {"torch", "mpi4py", "mpi"} <= set(document["machine"])
     assert out.count("# unisono / gloo") == out.count("# unisono / mpi") == len(OPS)
+
+
+@needs_gloo
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+def test_ranks_on_several_hosts_are_right(tmp_path):
+    path = tmp_path / "out.json"
+    words = ("--hosts", 2, "--nproc-per-node", 2, "-b", 1024, "-e", 1024, "--peer", "gloo")
+    code, out, err = bench("all_reduce", *words, *QUICK, "--json", path)
+    assert code == 0, err
+    assert "# unisono bench: 4 ranks on 2 hosts; " in out
+    results = json.loads(path.read_text())["rows"][0]["results"]
+    assert {name: each["wrong"] for name, each in results.items()} == {"unisono": 0, "gloo": 0}
 
 
 @needs_gloo

@@ -48,7 +48,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help=", ".join([*OPS, "all"]) + "; or store: TCPStore beside torch's and Redis",
     )
     parser.add_argument(
-        "--nproc-per-node", type=positive, default=2, metavar="N", help="number of ranks (2)"
+        "--nproc-per-node", type=positive, default=2, metavar="N", help="ranks per host (2)"
+    )
+    parser.add_argument(
+        "--hosts",
+        type=positive,
+        default=0,
+        metavar="N",
+        help="so many hosts: network namespaces on this machine, which takes root",
     )
     _add_sizes(parser)
     _add_loop(parser)
@@ -151,7 +158,8 @@ def _as_text(result: dict[str, Any]) -> str:
 
 def _plan(options: argparse.Namespace) -> Plan:
     ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
-    if options.ops == ["all"] and options.nproc_per_node == 1:
+    nprocs = options.nproc_per_node * (options.hosts or 1)
+    if options.ops == ["all"] and nprocs == 1:
         ops = tuple(op for op in ops if op != "sendrecv")
     if options.algorithm:
         from unisono.schedules.registry import entry
@@ -161,7 +169,8 @@ def _plan(options: argparse.Namespace) -> Plan:
                 entry(op, options.algorithm)
     return Plan(
         ops=ops,
-        nprocs=options.nproc_per_node,
+        nprocs=nprocs,
+        hosts=options.hosts,
         min_bytes=options.b,
         max_bytes=options.e,
         factor=options.f,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
 from unisono.cli.bench_plan import Plan
-from unisono.cli.bench_worker import QUEUE, work
+from unisono.cli.bench_worker import QUEUE, work, worker_command
 from unisono.elastic.environment import LOOPBACK
 from unisono.elastic.process import parent_death_hook
 from unisono.elastic.spawn import SpawnContext
@@ -27,6 +27,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.stores import TCPStore
+from unisono.testing.hosts import Host, Network, why_no_hosts
 
 __all__ = ["check_installed", "run_ranks"]
 
@@ -73,9 +74,14 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
     last = "setting up"
     limit = Deadline(2 * plan.timeout_s)
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False))
-        start = _Mpiexec if "mpi" in plan.peers else _Spawned
-        ranks: _RankSet = start(plan, store.port)
+        hosts = _hosts(plan, stack)
+        address = hosts[0].v4 if hosts else LOOPBACK
+        store = stack.enter_context(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        ranks: _RankSet
+        if hosts:
+            ranks = _OnHosts(plan, hosts, store.port)
+        else:
+            ranks = (_Mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
         stack.callback(ranks.kill)
         ended = False
         while not ended:
@@ -94,6 +100,19 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
                     hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
                 )
         ranks.check()
+
+
+def _hosts(plan: Plan, stack: contextlib.ExitStack) -> list[Host]:
+    """Return the hosts that were asked for; this process is on the first of them from now on."""
+    if not plan.hosts:
+        return []
+    if reason := why_no_hosts():
+        raise InvalidArgumentError(f"--hosts {plan.hosts}: {reason}")
+    hosts = stack.enter_context(Network(plan.hosts)).hosts
+    hosts[0].enter()
+    # A network of its own has no strangers, and torch's client could not show a token.
+    os.environ["UNISONO_INSECURE"] = "1"
+    return hosts
 
 
 def _messages(store: TCPStore) -> Iterator[dict[str, Any]]:
@@ -147,15 +166,55 @@ class _Spawned:
                 process.close()
 
 
+class _OnHosts:
+    """Ranks on hosts that are network namespaces, the same number on each."""
+
+    def __init__(self, plan: Plan, hosts: list[Host], port: int) -> None:
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **environ()}
+        self._processes = [
+            subprocess.Popen(
+                hosts[rank * plan.hosts // plan.nprocs].inside(
+                    *worker_command(plan, port, hosts[0].v4, rank)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env=env,
+                start_new_session=True,
+                preexec_fn=parent_death_hook(),
+            )
+            for rank in range(plan.nprocs)
+        ]
+
+    def ended(self, limit_s: float) -> bool:
+        deadline = Deadline(limit_s)
+        for process in self._processes:
+            try:
+                process.wait(deadline.remaining())
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def check(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if code := process.returncode:
+                raise LaunchError(
+                    f"rank {rank} ended with exit code {code}; see its standard error"
+                )
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
 class _Mpiexec:
     """Ranks under mpiexec, as an MPI library needs them."""
 
     def __init__(self, plan: Plan, port: int) -> None:
         program = _mpiexec()
         assert program is not None
-        worker = [sys.executable, "-m", "unisono.cli.bench_worker"]
         self._popen = subprocess.Popen(
-            [program, "-n", str(plan.nprocs), *worker, plan.to_json(), str(port)],
+            [program, "-n", str(plan.nprocs), *worker_command(plan, port, LOOPBACK)],
             stdin=subprocess.DEVNULL,
             # The ranks print nothing there; mpiexec says how one died.
             stdout=2,

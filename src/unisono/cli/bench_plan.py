@@ -81,6 +81,7 @@ class Plan:
     Attributes:
         ops: Names from `OPS`, measured one after the other.
         nprocs: Number of ranks.
+        hosts: So many network namespaces, with equal shares of the ranks; 0: this host as it is.
         min_bytes: First size.
         max_bytes: Last size.
         factor: The next size is the last one times this ...
@@ -100,6 +101,7 @@ class Plan:
 
     ops: tuple[str, ...]
     nprocs: int
+    hosts: int = 0
     min_bytes: int = 8
     max_bytes: int = 64 << 20
     factor: int = 2
@@ -144,6 +146,8 @@ class Plan:
             raise InvalidArgumentError(
                 f"-r {self.root} is not one of the {self.nprocs} ranks (0..{self.nprocs - 1})"
             )
+        if self.hosts and "mpi" in self.peers:
+            raise InvalidArgumentError("--hosts goes with --peer gloo only; mpiexec knows one host")
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
 

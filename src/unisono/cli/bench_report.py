@@ -154,7 +154,8 @@ class Table:
         plan, host = self._plan, self.machine
         versions = ", ".join(f"{name} {version}" for name, version in named.items())
         loop = f"{plan.iters} calls" if plan.iters else "calls for about 5 ms"
-        self._comment(f"unisono bench: {plan.nprocs} ranks; {self.group}")
+        hosts = f" on {plan.hosts} hosts" if plan.hosts else ""
+        self._comment(f"unisono bench: {plan.nprocs} ranks{hosts}; {self.group}")
         self._comment(
             f"{host['cpu']}, {host['cores']} cores, {host['memory_gib']} GiB, {host['system']}; "
             f"load {host['load_before']}"

@@ -29,7 +29,7 @@ from unisono.elastic.environment import LOOPBACK
 from unisono.elastic.process import parent_death_hook
 from unisono.stores import TCPStore
 
-__all__ = ["QUEUE", "work"]
+__all__ = ["QUEUE", "work", "worker_command"]
 
 QUEUE = "bench/messages"
 """Key of the store's queue in which the ranks put JSON for the command."""
@@ -43,15 +43,15 @@ Short, so that on a busy machine some rounds are left alone by others.
 MAX_ITERS = 10_000
 
 
-def work(rank: int, plan: Plan, port: int) -> None:
-    """Measure everything; rank 0 sends what comes out to the store at `port`.
+def work(rank: int, plan: Plan, port: int, host: str = LOOPBACK) -> None:
+    """Measure everything; rank 0 sends what comes out to the store at `host` and `port`.
 
     Takes over the process: its standard output goes nowhere, because Gloo writes there.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
-    store = TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=plan.timeout_s)
+    store = TCPStore(host, port, wait_for_workers=False, timeout=plan.timeout_s)
     libraries = [open_library(name, rank, plan, store) for name in ("unisono", *plan.peers)]
     ranks = _Ranks(rank, plan, store, libraries)
     ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
@@ -194,18 +194,23 @@ def _timed_s(call: Call, iters: int) -> float:
     return time.perf_counter() - start_s
 
 
+def worker_command(plan: Plan, port: int, host: str, rank: int | None = None) -> list[str]:
+    """Return the command line of a process that calls `work`; without `rank` MPI tells it."""
+    words = [sys.executable, "-m", __name__, plan.to_json(), str(port), host]
+    return words if rank is None else [*words, str(rank)]
+
+
 def _main() -> None:
-    """Be a rank that mpiexec has started: `python -m unisono.cli.bench_worker PLAN PORT`."""
     # Dies with mpiexec's helper, which dies with mpiexec, which dies with the command.
     parent_death_hook()()
     plan = Plan.from_json(sys.argv[1])
-    port = int(sys.argv[2])
-    rank = -1
+    port, host = int(sys.argv[2]), sys.argv[3]
+    rank = int(sys.argv[4]) if len(sys.argv) > 4 else -1
     try:
-        rank = mpi_rank(plan)
-        work(rank, plan, port)
+        rank = mpi_rank(plan) if rank < 0 else rank
+        work(rank, plan, port, host)
     except Exception:
-        store = TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=5.0)
+        store = TCPStore(host, port, wait_for_workers=False, timeout=5.0)
         text = traceback.format_exc().rstrip()
         store.queue_push(QUEUE, json.dumps({"kind": "failure", "rank": rank, "text": text}))
         # MPI's own end would wait for the ranks that are still in a call.

@@ -1,0 +1,187 @@
+"""Hosts on one machine: network namespaces joined by a switch.
+
+Every host is a process that holds the namespaces (network, mounts, host name) and waits for the
+end of its input. So nothing outlives the program that made them, however it ends: no name is left
+in /run/netns, and devices go with their namespace. It takes root, or the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from typing import IO, Self
+
+__all__ = ["Host", "Network", "why_no_hosts"]
+
+_LIMIT_S = 10.0
+_KINDS = ("--net", "--mount", "--uts")
+_CLONE_NEWNET = 0x40000000
+
+
+@functools.cache
+def why_no_hosts() -> str | None:
+    """Return why no hosts can be made here, or None."""
+    if sys.platform != "linux":
+        return "network namespaces need Linux"
+    if missing := [name for name in ("ip", "unshare", "nsenter") if shutil.which(name) is None]:
+        return f"not installed: {', '.join(missing)} (iproute2 and util-linux have them)"
+    try:
+        with Network(2):
+            return None
+    except (OSError, subprocess.SubprocessError) as error:
+        told = getattr(error, "stderr", None) or str(error)
+        return f"network namespaces are not allowed here: {told.strip()}"
+
+
+class Host:
+    """Namespaces of its own.
+
+    Args:
+        index: 1, 2, ...; also the end of its addresses.
+        kinds: What is its own, as flags of unshare(1).
+
+    Attributes:
+        name: Its host name, "host1", ...
+        v4: Its IPv4 address.
+        v6: Its IPv6 address.
+        pid: The process that holds its namespaces.
+
+    Raises:
+        OSError: It is not allowed here.
+    """
+
+    def __init__(self, index: int, kinds: tuple[str, ...] = _KINDS) -> None:
+        self.index = index
+        self.name = f"host{index}"
+        self.v4, self.v6 = f"10.77.0.{index}", f"fd77::{index}"
+        self._holder = subprocess.Popen(
+            ["unshare", *kinds, "cat"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.pid = self._holder.pid
+        # What cat gives back shows that the namespaces exist.
+        try:
+            _pipe(self._holder.stdin).write("ready\n")
+            _pipe(self._holder.stdin).flush()
+            answer = _pipe(self._holder.stdout).readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer != "ready\n":
+            told = _pipe(self._holder.stderr).read()
+            self.close()
+            raise OSError(told)
+
+    def inside(self, *words: str) -> list[str]:
+        """Return the command that runs `words` on this host."""
+        return ["nsenter", "-t", str(self.pid), *_KINDS, "--", *words]
+
+    def enter(self) -> None:
+        """Let the calling thread, and what it starts, use this host's network from now on."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/proc/{self.pid}/ns/net", "rb") as namespace:
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def run(self, *words: str, text: str = "") -> None:
+        """Run a command on this host.
+
+        Raises:
+            CalledProcessError: It failed.
+        """
+        subprocess.run(
+            self.inside(*words),
+            input=text,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+
+    def ip(self, *lines: str) -> None:
+        """Run several `ip` commands on this host."""
+        self.run("ip", "-batch", "-", text="\n".join(lines) + "\n")
+
+    def put(self, text: str, path: str) -> None:
+        """Make a file hold something else on this host."""
+        script = f'f=$(mktemp) && cat > "$f" && mount --bind "$f" {path} && rm "$f"'
+        self.run("sh", "-c", script, text=text)
+
+    def close(self) -> None:
+        """End the holder; the namespaces go when the last process in them has."""
+        _pipe(self._holder.stdin).close()
+        try:
+            self._holder.wait(_LIMIT_S)
+        finally:
+            self._holder.kill()
+            self._holder.wait()
+            _pipe(self._holder.stdout).close()
+            _pipe(self._holder.stderr).close()
+
+
+class Network:
+    """`count` hosts on one switch, 10.77.0.0/24 and fd77::/64; a context manager.
+
+    As on Debian, each host finds its own name at 127.0.1.1 and the others' at their addresses.
+    """
+
+    make_host: type[Host] = Host
+
+    def __init__(self, count: int) -> None:
+        self._stack = contextlib.ExitStack()
+        self.hosts: list[Host] = []
+        with contextlib.ExitStack() as stack:
+            self._switch = Host(0)
+            stack.callback(self._switch.close)
+            self._switch.ip("link add sw type bridge mcast_snooping 0", "link set sw up")
+            for index in range(1, count + 1):
+                host = self.make_host(index)
+                stack.callback(host.close)
+                self.hosts.append(host)
+            for host in self.hosts:
+                self._plug_in(host)
+            self._stack = stack.pop_all()
+
+    def _plug_in(self, host: Host) -> None:
+        port = f"port{host.index}"
+        self._switch.ip(
+            f"link add {port} type veth peer name eth0 netns {host.pid}",
+            f"link set {port} master sw up",
+        )
+        host.ip(
+            "link set lo up",
+            f"address add {host.v4}/24 dev eth0",
+            f"address add {host.v6}/64 dev eth0 nodad",
+            "link set eth0 up",
+        )
+        host.run("hostname", host.name)
+        names = [f"{other.v4} {other.name}" for other in self.hosts if other is not host]
+        # A name with an address in each family.
+        names += [f"{self.hosts[0].v4} first", f"{self.hosts[0].v6} first"]
+        hosts = "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names])
+        host.put(hosts + "\n", "/etc/hosts")
+        # Or its processes could tell that they may share memory with those of the other hosts.
+        host.put(f"{uuid.uuid4()}\n", "/proc/sys/kernel/random/boot_id")
+
+    def cut(self, host: Host) -> None:
+        """Take the plug of a host out of the switch."""
+        self._switch.ip(f"link set port{host.index} down")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
