@@ -64,7 +64,25 @@ void Calls::open(nb::object group, double timeout_s) {
 
 void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
 
-void Calls::note(nb::object program, const Known& known, Span input, Span output, nb::object call) {
+Buffers buffers_of(const Span& input, const Span& output, int64_t itemsize, std::vector<char>& scratch) {
+  auto parts = [itemsize](const Span& span) -> Parts {
+    if (span.parts.empty()) return {};
+    return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
+  };
+  return {input.data,    input.nbytes / itemsize,  output.data,
+          output.nbytes / itemsize,  false,  scratch.data(),
+          static_cast<int64_t>(scratch.size()) / itemsize, itemsize, parts(input), parts(output)};
+}
+
+nb::object Argument::owner() const {
+  if (listed.empty()) return array == nullptr ? nb::none() : nb::borrow(array);
+  nb::list arrays;
+  for (const nb::object& each : listed) arrays.append(each);
+  return arrays;
+}
+
+void Calls::note(nb::object program, const Known& known, const Span& input, const Span& output,
+                 nb::object call) {
   noted_ = std::make_unique<Note>();
   noted_->what.known = known;
   noted_->what.program = std::move(program);
@@ -106,7 +124,7 @@ nb::object Calls::last() const {
   return nb::make_tuple(last_seq_, last_call_);
 }
 
-const Remembered* Calls::find(const Key& key) const {
+Remembered* Calls::find(const Key& key) const {
   if (group_ == nullptr || closed_ || process.suspended > 0 || forks_ != process.forks || group_->is_aborted()) {
     return nullptr;
   }
@@ -115,12 +133,10 @@ const Remembered* Calls::find(const Key& key) const {
 }
 
 void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
-  const Span &input = arrays.input, &output = arrays.output;
   // Another thread may have called something else in the meantime: only what ran on this thread
   // and on this very memory is the call that the key stands for.
   if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || turn_->busy ||
-      noted_->input.data != input.data || noted_->input.nbytes != input.nbytes ||
-      noted_->output.data != output.data || noted_->output.nbytes != output.nbytes) {
+      !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
     return;
   }
   auto what = std::make_unique<Remembered>(std::move(noted_->what));
@@ -131,18 +147,15 @@ void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
   table_[key.hash() % table_.size()] = std::move(what);
 }
 
-bool Calls::run(const Remembered& what, const Arrays& arrays, bool* failed) {
-  const Span &input = arrays.input, &output = arrays.output;
+bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
+  const Span &input = arrays.input.span, &output = arrays.output.span;
   const uint64_t seq = turn_->take();
   if (seq == 0) return false;
   last_seq_ = seq;
   caller_ = PyThread_get_thread_ident();
   if (!last_call_.is(what.call)) last_call_ = what.call;
   const Known& known = what.known;
-  const Buffers buffers{input.data,  input.nbytes / known.itemsize,
-                        output.data, output.nbytes / known.itemsize,
-                        false,       const_cast<char*>(what.scratch.data()),
-                        known.program->scratch_count, known.itemsize};
+  const Buffers buffers = buffers_of(input, output, known.itemsize, what.scratch);
   const ReduceFn reduce =
     reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op));
   Status status;
@@ -172,11 +185,10 @@ bool Calls::end(const Remembered& what, uint64_t seq, Status status, const Array
   nb::object raised = nb::steal(value);
   Py_XDECREF(type);
   Py_XDECREF(trace);
-  auto owner = [](PyObject* array) { return array == nullptr ? nb::none() : nb::borrow(array); };
   try {
     failed_(what.call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
             raised.is_valid() ? raised : nb::none(),
-            nb::make_tuple(owner(arrays.input_owner), owner(arrays.output_owner)));
+            nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
     return true;
   } catch (nb::python_error& error) {
     error.restore();

@@ -58,17 +58,32 @@ struct Key {
   size_t hash() const;
 };
 
-// The memory of an array argument.
+// The memory of an argument: of one array, or of a list of arrays of equal size.
 struct Span {
-  char* data = nullptr;
-  int64_t nbytes = 0;
+  char* data = nullptr;      // of one array
+  std::vector<char*> parts;  // of a list
+  int64_t nbytes = 0;        // in all
+
+  bool operator==(const Span& other) const {
+    return data == other.data && parts == other.parts && nbytes == other.nbytes;
+  }
 };
 
-// The array arguments of a call, with their owners; nullptr: there is none.
+Buffers buffers_of(const Span& input, const Span& output, int64_t itemsize, std::vector<char>& scratch);
+
+// An argument that is an array or a list of arrays, with its owners.
+struct Argument {
+  Span span;
+  PyObject* array = nullptr;            // the caller keeps it
+  std::vector<nanobind::object> listed;  // a list can change while the interpreter lock is not held
+
+  // The array, a list of arrays, or None.
+  nanobind::object owner() const;
+};
+
+// The arguments of a call.
 struct Arrays {
-  Span input, output;
-  PyObject* input_owner = nullptr;
-  PyObject* output_owner = nullptr;
+  Argument input, output;
 };
 
 struct Remembered {
@@ -92,7 +107,7 @@ class Calls {
   void set_timeout(double timeout_s);
 
   // Python has run a call on these buffers, to which nothing had to be done before or after.
-  void note(nanobind::object program, const Known& known, Span input, Span output,
+  void note(nanobind::object program, const Known& known, const Span& input, const Span& output,
             nanobind::object call);
   void forget_note() { noted_.reset(); }
 
@@ -103,10 +118,10 @@ class Calls {
   // Number and Call of the last call that was repeated; for ranks that ask.
   nanobind::object last() const;
 
-  const Remembered* find(const Key& key) const;
+  Remembered* find(const Key& key) const;
   void remember(const Key& key, nanobind::handle op, const Arrays& arrays);
   // Run it, if it is nobody else's turn; false: leave it to Python.
-  bool run(const Remembered& what, const Arrays& arrays, bool* failed);
+  bool run(Remembered& what, const Arrays& arrays, bool* failed);
 
  private:
   struct Note {

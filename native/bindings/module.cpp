@@ -124,27 +124,45 @@ void set_late(unisono::Group& group, const nb::typed<nb::callable, void()>& late
   group.set_late(std::move(call), before_ns);
 }
 
-// The memory of an array for the time of a call; nothing for None.
+// The memory of an array, or of a list of arrays of equal size, for the time of a call; nothing for
+// None.
 class Memory {
  public:
-  explicit Memory(nb::handle array) {
-    if (array.is_none()) return;
-    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    held_ = true;
+  explicit Memory(nb::handle given) : Memory() {  // so that the destructor runs if this throws
+    if (given.is_none()) return;
+    if (!nb::isinstance<nb::list>(given)) {
+      span_.data = hold(given);
+      return;
+    }
+    for (nb::handle each : nb::borrow<nb::list>(given)) {
+      span_.parts.push_back(hold(each));
+      if (views_.back().len != views_.front().len) throw nb::value_error("parts of different size");
+    }
   }
   ~Memory() {
-    if (held_) PyBuffer_Release(&view_);
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
   }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  char* data() const { return held_ ? static_cast<char*>(view_.buf) : nullptr; }
-  int64_t nbytes() const { return held_ ? view_.len : 0; }
-  bool is_readonly() const { return held_ && view_.readonly != 0; }
+  const unisono::Span& span() const { return span_; }
+  bool is_readonly() const { return is_readonly_; }
 
  private:
-  Py_buffer view_{};
-  bool held_ = false;
+  Memory() = default;
+
+  char* hold(nb::handle array) {
+    Py_buffer view{};
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    views_.push_back(view);
+    span_.nbytes += view.len;
+    is_readonly_ |= view.readonly != 0;
+    return static_cast<char*>(view.buf);
+  }
+
+  std::vector<Py_buffer> views_;
+  unisono::Span span_;
+  bool is_readonly_ = false;
 };
 
 // `calls`: where to note this call, so that it can be repeated; None: nowhere.
@@ -156,9 +174,8 @@ std::pair<int, int> run(unisono::Group& group, nb::object program, nb::handle so
   const Memory input(source);
   const Memory output(target);
   std::vector<char> scratch(static_cast<std::size_t>(owned.scratch_count * itemsize));
-  const unisono::Buffers buffers{
-    input.data(),          input.nbytes() / itemsize, output.data(), output.nbytes() / itemsize,
-    output.is_readonly(), scratch.data(),            owned.scratch_count, itemsize};
+  unisono::Buffers buffers = unisono::buffers_of(input.span(), output.span(), itemsize, scratch);
+  buffers.output_is_readonly = output.is_readonly();
   unisono::ReduceFn reduce =
     unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
   unisono::Status status;
@@ -170,7 +187,7 @@ std::pair<int, int> run(unisono::Group& group, nb::object program, nb::handle so
   if (status.code == unisono::Code::interrupted) throw nb::python_error();
   if (status.is_ok() && calls != nullptr) {
     calls->note(std::move(program), {&owned, itemsize, dtype, op, fingerprint, even},
-                {input.data(), input.nbytes()}, {output.data(), output.nbytes()}, std::move(call));
+                input.span(), output.span(), std::move(call));
   }
   return {static_cast<int>(status.code), status.peer};
 }

@@ -2,16 +2,13 @@
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
 
-#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#include <numpy/arrayobject.h>
-
 #include <cstddef>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "arguments.hpp"
 #include "bindings.hpp"
-#include "calls.hpp"
 
 namespace nb = nanobind;
 
@@ -19,163 +16,21 @@ namespace unisono {
 
 namespace {
 
-// How a call without a group finds the default one; under the interpreter lock.
-struct {
-  PyObject* world = nullptr;  // context variable of the current world; None: the process's
-  PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit one
-  PyObject* group_type = nullptr;
-  PyObject* default_group = nullptr;
-  PyObject* attribute = nullptr;  // name of a group's attribute that holds its Calls
-  PyObject* default_attribute = nullptr;
-} global;
-
-// What a parameter of a function is, by a letter from Python.
-enum Kind : char {
-  kReads = 'r',   // an array that is only read
-  kWrites = 'w',  // an array that is written, or both
-  kOp = 'o',
-  kRoot = 'n',
-  kGroup = 'g',
-  kFlag = 'f',    // async_op: only False is ours
-  kAbsent = '-',  // only None is ours
-};
-
-constexpr size_t kMaxParameters = 8;
-
 struct Function {
   PyObject_HEAD
   vectorcallfunc vectorcall;
   PyObject* dict;
   PyObject* function;
-  PyObject* names;  // tuple of interned strings
-  int64_t number;
-  size_t count;
-  char kinds[kMaxParameters];
+  Signature signature;
 };
-
-struct Arguments {
-  Calls* calls = nullptr;
-  nb::object calls_ref;
-  Key key;
-  PyObject* op = nullptr;
-  Arrays arrays;
-};
-
-// Put every argument in its parameter's place; false if there is one that we do not know.
-bool place_arguments(const Function& f, PyObject* const* args, size_t count, PyObject* keywords,
-                     PyObject** places) {
-  if (count > f.count) return false;
-  for (size_t i = 0; i < count; ++i) places[i] = args[i];
-  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
-  for (Py_ssize_t k = 0; k < named; ++k) {
-    PyObject* name = PyTuple_GET_ITEM(keywords, k);
-    size_t i = 0;
-    while (i < f.count && PyTuple_GET_ITEM(f.names, static_cast<Py_ssize_t>(i)) != name) ++i;
-    if (i == f.count || places[i] != nullptr) return false;
-    places[i] = args[count + static_cast<size_t>(k)];
-  }
-  return true;
-}
-
-bool take_array(PyObject* object, bool writes, Arguments* into) {
-  if (object == nullptr || !PyArray_CheckExact(object)) return false;
-  auto* array = reinterpret_cast<PyArrayObject*>(object);
-  const int needed = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
-  if (!PyArray_CHKFLAGS(array, needed) || !PyArray_ISNOTSWAPPED(array)) return false;
-  Span& span = writes ? into->arrays.output : into->arrays.input;
-  (writes ? into->arrays.output_owner : into->arrays.input_owner) = object;
-  span = {PyArray_BYTES(array), static_cast<int64_t>(PyArray_NBYTES(array))};
-  const int dimensions = PyArray_NDIM(array);
-  bool fits = into->key.add(PyArray_TYPE(array)) && into->key.add(dimensions);
-  for (int i = 0; i < dimensions && fits; ++i) fits = into->key.add(PyArray_DIM(array, i));
-  return fits;
-}
-
-// The value of a context variable; None if it has none.
-nb::object value_of(PyObject* variable) {
-  PyObject* value = nullptr;
-  if (variable == nullptr || PyContextVar_Get(variable, Py_None, &value) != 0) {
-    PyErr_Clear();
-    return nb::none();
-  }
-  return nb::steal(value);
-}
-
-// Find the Calls of a group object; false if it has none.
-bool take_group(PyObject* group, Arguments* into) {
-  nb::object found;
-  if (group == nullptr || group == Py_None) {
-    group = global.default_group;
-    if (nb::object world = value_of(global.world); !world.is_none()) {
-      // A thread that acts as a rank.
-      found = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
-      group = found.ptr();
-    }
-  }
-  if (group == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(group)) != global.group_type) {
-    PyErr_Clear();
-    return false;
-  }
-  into->calls_ref = nb::steal(PyObject_GetAttr(group, global.attribute));
-  if (!into->calls_ref.is_valid()) {
-    PyErr_Clear();
-    return false;
-  }
-  return nb::try_cast<Calls*>(into->calls_ref, into->calls, false) && into->calls != nullptr;
-}
-
-// Whether the call is of the plain kind that can be repeated; `into` then says which call it is.
-bool understand(const Function& f, PyObject* const* args, size_t count, PyObject* keywords,
-                Arguments* into) {
-  PyObject* places[kMaxParameters] = {};
-  if (!place_arguments(f, args, count, keywords, places)) return false;
-  into->key.add(f.number);
-  PyObject* group = nullptr;
-  for (size_t i = 0; i < f.count; ++i) {
-    PyObject* value = places[i];
-    switch (f.kinds[i]) {
-      case kReads:
-      case kWrites:
-        if (!take_array(value, f.kinds[i] == kWrites, into)) return false;
-        break;
-      case kOp:
-        into->op = value;
-        if (!into->key.add(reinterpret_cast<int64_t>(value))) return false;
-        break;
-      case kRoot: {
-        if (value == nullptr || !PyLong_CheckExact(value)) return false;
-        const long root = PyLong_AsLong(value);
-        if (root < 0 || !into->key.add(root)) {
-          PyErr_Clear();
-          return false;
-        }
-        break;
-      }
-      case kGroup:
-        group = value;
-        break;
-      case kFlag:
-        if (value != nullptr && value != Py_False) return false;
-        break;
-      default:
-        if (value != nullptr && value != Py_None) return false;
-    }
-  }
-  const Span &in = into->arrays.input, &out = into->arrays.output;
-  if (in.data != nullptr && out.data != nullptr && in.data < out.data + out.nbytes &&
-      out.data < in.data + in.nbytes) {
-    return false;
-  }
-  return value_of(global.stream).is_none() && take_group(group, into);
-}
 
 PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   const auto& f = *reinterpret_cast<Function*>(self);
   Arguments known;
-  if (!understand(f, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
+  if (!understand(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
     return PyObject_Vectorcall(f.function, args, nargsf, keywords);
   }
-  if (const Remembered* what = known.calls->find(known.key)) {
+  if (Remembered* what = known.calls->find(known.key)) {
     bool failed = false;
     if (known.calls->run(*what, known.arrays, &failed)) {
       if (failed) return nullptr;
@@ -192,7 +47,7 @@ int visit_function(PyObject* self, visitproc visit, void* arg) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_VISIT(f->dict);
   Py_VISIT(f->function);
-  Py_VISIT(f->names);
+  Py_VISIT(f->signature.names);
   Py_VISIT(Py_TYPE(self));
   return 0;
 }
@@ -201,7 +56,7 @@ int clear_function(PyObject* self) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_CLEAR(f->dict);
   Py_CLEAR(f->function);
-  Py_CLEAR(f->names);
+  Py_CLEAR(f->signature.names);
   return 0;
 }
 
@@ -275,9 +130,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
     throw nb::value_error("one kind per parameter, eight at most");
   }
-  // Here, where somebody wants to repeat calls: the launcher, which loads this extension for its
-  // store's server, shall stay without NumPy.
-  if (PyArray_API == nullptr && _import_array() < 0) throw nb::python_error();
+  import_numpy();
   nb::object interned = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.size())));
   for (size_t i = 0; i < names.size(); ++i) {
     // Keywords arrive interned, so that comparing addresses will do.
@@ -291,10 +144,10 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   f->vectorcall = &call;
   f->dict = nullptr;
   f->function = function.release().ptr();
-  f->names = interned.release().ptr();
-  f->number = ++made;
-  f->count = kinds.size();
-  std::memcpy(f->kinds, kinds.data(), kinds.size());
+  f->signature.names = interned.release().ptr();
+  f->signature.number = ++made;
+  f->signature.count = kinds.size();
+  std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }

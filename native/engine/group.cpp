@@ -1,5 +1,6 @@
 #include "group.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <ctime>
 
@@ -94,8 +95,8 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
   deadline_ns_ = is_short ? 0 : now_ns() + timeout_ns;
   idler_ = idler;
-  input_ = buffers.input;
-  output_ = buffers.output;
+  input_ = {const_cast<char*>(buffers.input), buffers.input_parts};
+  output_ = {buffers.output, buffers.output_parts};
   scratch_ = buffers.scratch;
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
@@ -105,8 +106,8 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
       Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
       if (!status.is_ok()) return status;
       words.fingerprint = 0;
-      if (input_ != nullptr) input_ += loop.input_shift * itemsize_;
-      if (output_ != nullptr) output_ += loop.output_shift * itemsize_;
+      input_.moved += loop.input_shift;
+      output_.moved += loop.output_shift;
     }
   }
   return {};
@@ -199,7 +200,7 @@ Status Group::run_piece(const Step* first, const Step* end, const Words& words) 
   const Step* step = first;
   if (status.is_ok() && posts_first) {
     // Posts touch no buffer of the user, so they need not wait for the agreement.
-    for (; step != end && sends(step->op); ++step) post(*step);
+    for (; step != end && sends(step->op); ++step) apply(*step, own_slot(*step));
     raise(static_cast<uint64_t>(first->stage));
   }
   if (status.is_ok() && words.fingerprint != 0) {
@@ -217,29 +218,50 @@ Status Group::run_piece(const Step* first, const Step* end, const Words& words) 
 }
 
 Status Group::run_step(const Step& step, int index) {
+  char* slot = nullptr;
   if (sends(step.op)) {
-    post(step);
-    return {};
-  }
-  const char* from = nullptr;
-  if (step.op == kCopy || step.op == kReduce) {
-    from = source(step);
-  } else {
+    slot = own_slot(step);
+  } else if (step.op != kCopy && step.op != kReduce) {
     const int peer = static_cast<int>(step.peer);
     const uint64_t posted = epoch_ * kStages + static_cast<uint64_t>(step.stage);
     Status status = wait_for(peer, posted, index);
     if (!status.is_ok()) return status;
-    from = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
+    slot = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
   }
-  char* into = (step.dst_buf == kScratch ? scratch_ : output_) + step.dst_off * itemsize_;
-  if (step.op == kRecvReduce && step.peer < rank_) {
-    reduce_swapped(into, from, step.count);
-  } else if (step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce) {
-    reduce_(into, from, static_cast<size_t>(step.count));
-  } else if (into != from) {  // all_gather in place copies a block onto itself
-    copy_chunked(into, from, static_cast<size_t>(step.count * itemsize_));
-  }
+  apply(step, slot);
   return {};
+}
+
+// Copy or reduce a step's elements: into `slot`, from there, or between buffers if it is nullptr.
+void Group::apply(const Step& step, char* slot) {
+  const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
+  for (int64_t done = 0, count = 0; done < step.count; done += count) {
+    count = step.count - done;
+    char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
+    const char* from = at;
+    char* into = at;
+    if (slot == nullptr || sends(step.op)) from = place(step.src_buf, step.src_off + done, &count);
+    if (!sends(step.op)) into = place(step.dst_buf, step.dst_off + done, &count);
+    if (step.op == kRecvReduce && step.peer < rank_) {
+      reduce_swapped(into, from, count);
+    } else if (reduces) {
+      reduce_(into, from, static_cast<size_t>(count));
+    } else if (into != from) {  // all_gather in place copies a block onto itself
+      copy_chunked(into, from, static_cast<size_t>(count * itemsize_));
+    }
+  }
+}
+
+// Where an element of a buffer lies; `together` is cut to how many lie there without a gap.
+char* Group::place(int64_t buf, int64_t off, int64_t* together) const {
+  if (buf == kScratch) return scratch_ + off * itemsize_;
+  const Place& whole = buf == kInput ? input_ : output_;
+  const Parts& parts = whole.parts;
+  off += whole.moved;
+  if (parts.at == nullptr) return whole.data + off * itemsize_;
+  const int64_t inside = off % parts.count;
+  *together = std::min(*together, parts.count - inside);
+  return parts.at[off / parts.count] + inside * itemsize_;
 }
 
 // into = from (op) into. Two ranks that swap their vectors put the lower rank's first, so that both
@@ -256,16 +278,8 @@ void Group::reduce_swapped(char* into, const char* from, int64_t count) {
   }
 }
 
-const char* Group::source(const Step& step) const {
-  const char* base = step.src_buf == kInput    ? input_
-                     : step.src_buf == kOutput ? output_
-                                               : scratch_;
-  return base + step.src_off * itemsize_;
-}
-
-void Group::post(const Step& step) {
-  copy_chunked(segment_->slot(rank_, epoch_) + step.slot_off * itemsize_, source(step),
-               static_cast<size_t>(step.count * itemsize_));
+char* Group::own_slot(const Step& step) const {
+  return segment_->slot(rank_, epoch_) + step.slot_off * itemsize_;
 }
 
 // Say that this rank has come to `stage` of the epoch, and wake whoever sleeps for that.

@@ -43,6 +43,12 @@ struct Program {
   size_t loop_count;
 };
 
+// A list of arrays of equal size that stands for their concatenation.
+struct Parts {
+  char* const* at = nullptr;  // nullptr: there is no list but one array
+  int64_t count = 0;          // elements of each
+};
+
 // Memory of one call; counts in elements.
 struct Buffers {
   const char* input;
@@ -53,6 +59,8 @@ struct Buffers {
   char* scratch;
   int64_t scratch_count;
   int64_t itemsize;
+  Parts input_parts{};   // instead of `input`
+  Parts output_parts{};  // instead of `output`
 };
 
 // Told once by a run that is going to wait for longer than a moment; may give up a lock, say.
@@ -106,8 +114,9 @@ class Group {
   Status run_piece(const Step* first, const Step* end, const Words& words);
   Status run_step(const Step& step, int index);
   void reduce_swapped(char* into, const char* from, int64_t count);
-  const char* source(const Step& step) const;
-  void post(const Step& step);
+  char* own_slot(const Step& step) const;
+  char* place(int64_t buf, int64_t off, int64_t* together) const;
+  void apply(const Step& step, char* slot);
   void raise(uint64_t stage);
   Status wait_for(int peer, uint64_t value, int step);
   Status wait_slowly(int peer, uint64_t value, int step);
@@ -128,8 +137,13 @@ class Group {
   int64_t late_ns_ = 0;
   int64_t late_told_ns_ = 0;  // the deadline of the call that late_ was called for
   // Of the run in progress.
-  const char* input_ = nullptr;
-  char* output_ = nullptr;
+  struct Place {
+    char* data = nullptr;
+    Parts parts;
+    int64_t moved = 0;  // elements, by the loops' shifts
+  };
+  Place input_;
+  Place output_;
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;

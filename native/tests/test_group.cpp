@@ -70,6 +70,37 @@ void test_all_reduce_in_pieces(int ranks, int spin) {
   });
 }
 
+// Vectors in lists of three arrays each: steps and pieces that begin and end anywhere in them.
+void test_lists(int ranks, int64_t piece) {
+  on_ranks(ranks, 10, [&](Group& group, int rank) {
+    const int64_t part = 20;
+    std::vector<int64_t> in(3 * part), apart[3];
+    std::iota(in.begin(), in.end(), rank);
+    char* inputs[3];
+    char* outputs[3];
+    for (int64_t i = 0; i < 3; ++i) {
+      apart[i].assign(static_cast<size_t>(part), -1);
+      inputs[i] = reinterpret_cast<char*>(in.data() + i * part);
+      outputs[i] = reinterpret_cast<char*>(apart[i].data());
+    }
+    std::vector<Step> steps{{kPost, -1, kInput, 0, -1, -1, piece, 0, 1},
+                            {kCopy, -1, kInput, 0, kOutput, 0, piece, -1, -1}};
+    for (int i = 1; i < ranks; ++i) {
+      steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, piece, 0, 1});
+    }
+    const Loop loop{0, ranks + 1, 3 * part / piece, piece, piece};
+    const Program program{steps.data(), steps.size(), &loop, 1};
+    const Buffers buffers{nullptr, 3 * part, nullptr, 3 * part, false, nullptr, 0, 8,
+                          {inputs, part}, {outputs, part}};
+    const Status status =
+      group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {4, 1}, kMinute);
+    assert(status.is_ok());
+    for (int64_t i = 0; i < 3 * part; ++i) {
+      assert(apart[i / part][size_t(i % part)] == ranks * i + ranks * (ranks - 1) / 2);
+    }
+  });
+}
+
 // The root never waits for data, so only the flow control keeps it from overwriting its slots.
 void test_broadcast_does_not_overrun(int ranks) {
   on_ranks(ranks, 10, [&](Group& group, int rank) {
@@ -185,6 +216,7 @@ int main() {
   for (int ranks : {1, 2, 3, 5}) {
     for (int spin : {0, 100}) test_all_reduce_in_pieces(ranks, spin);
     test_agree_reports_uneven(ranks);
+    for (int64_t piece : {4, 12, 30, 60}) test_lists(ranks, piece);
     if (ranks > 1) {
       test_broadcast_does_not_overrun(ranks);
       test_mismatch_is_seen_by_all_and_harmless(ranks);

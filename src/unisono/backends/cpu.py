@@ -1,8 +1,8 @@
 """The CPU backend: from arrays to tasks for an engine.
 
 Every collective goes the same way: view the arrays as flat memory, describe the call for the
-agreement, select an algorithm, take its cached program, submit. Lists of arrays travel through
-one flat buffer, so that a schedule needs to know one input and one output only.
+agreement, select an algorithm, take its cached program, submit. A list of arrays stands for their
+concatenation, so that a schedule needs to know one input and one output only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.backends.plans import Asked, Planner
 from unisono.backends.refusal import refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
 from unisono.backends.splits import Blocks, Splits, split_sizes
-from unisono.backends.staging import Flat, apart, many, one, striped
+from unisono.backends.staging import Flat, apart, listed, many, one, striped
 from unisono.base.deadline import Deadline
 from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (
@@ -103,7 +103,7 @@ class CPUBackend(DeviceBackend):
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = one(tensor, write=False)
-        target = many(outputs, write=True, name="tensor_list", like=data.dtype)
+        target = listed(outputs, write=True, name="tensor_list", like=data.dtype)
         blocks = require_blocks(target.sizes, self.spec.rank, data.count, "tensor_list")
         data = apart(data, target)
         return self._submit(
@@ -153,7 +153,7 @@ class CPUBackend(DeviceBackend):
         data, target = one(tensor, write=False), None
         blocks = Blocks.own(data.count, self.spec.rank, self.spec.size)
         if self.spec.rank == root and outputs is not None:
-            target = many(outputs, write=True, name="gather_list", like=data.dtype)
+            target = listed(outputs, write=True, name="gather_list", like=data.dtype)
             require_blocks(target.sizes, self.spec.rank, data.count, "gather_list")
             blocks = Blocks.listed(target.sizes)
             data = apart(data, target)
@@ -169,7 +169,7 @@ class CPUBackend(DeviceBackend):
         target, data = one(output, write=True), None
         blocks = Blocks.own(target.count, self.spec.rank, self.spec.size)
         if self.spec.rank == root and inputs is not None:
-            data = many(inputs, write=False, name="scatter_list", like=target.dtype)
+            data = listed(inputs, write=False, name="scatter_list", like=target.dtype)
             require_blocks(data.sizes, self.spec.rank, target.count, "scatter_list")
             blocks = Blocks.listed(data.sizes)
             data = apart(data, target)
@@ -183,8 +183,9 @@ class CPUBackend(DeviceBackend):
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
         target = one(output, write=True)
-        private = op.op is RedOpType.PREMUL_SUM
-        data = many(inputs, write=False, name="input_list", like=target.dtype, private=private)
+        data = listed(inputs, write=False, name="input_list", like=target.dtype)
+        if op.op is RedOpType.PREMUL_SUM:
+            data.make_private()
         blocks = require_blocks(data.sizes, self.spec.rank, target.count, "input_list")
         data = apart(data, target)
         return self._submit(
@@ -219,8 +220,8 @@ class CPUBackend(DeviceBackend):
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
     ) -> Pending:
-        data = many(inputs, write=False, name="input_tensor_list")
-        target = many(outputs, write=True, name="output_tensor_list", like=data.dtype)
+        data = listed(inputs, write=False, name="input_tensor_list")
+        target = listed(outputs, write=True, name="output_tensor_list", like=data.dtype)
         data = apart(data, target)
         splits = Splits(data.sizes, target.sizes)
         return self._exchange("all_to_all", data, target, outputs, splits, options)
@@ -366,8 +367,8 @@ class CPUBackend(DeviceBackend):
         task = Task(
             call=plan.call,
             program=plan.program,
-            input=None if input is None else input.array,
-            output=None if output is None else output.array,
+            input=None if input is None else input.memory,
+            output=None if output is None else output.memory,
             dtype=dtype,
             op=op or ReduceOp.SUM,
             deadline=options.deadline,

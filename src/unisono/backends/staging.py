@@ -9,9 +9,10 @@ import numpy as np
 
 from unisono.base.buffers import BufferView, view
 from unisono.base.types import DType
+from unisono.engines.parts import adjacent, spread
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["Flat", "apart", "many", "one", "striped"]
+__all__ = ["Flat", "apart", "listed", "many", "one", "striped"]
 
 Array = np.ndarray[Any, Any]
 
@@ -20,23 +21,36 @@ class Flat:
     """Flat memory for a program, and the way back to the arrays it stands for.
 
     Attributes:
-        array: [count] contiguous.
+        memory: [count] contiguous, or a list of such arrays that stand for their concatenation.
         dtype: Element type of all arrays.
         sizes: Elements of each array.
         shape: Shape of the single array; None for a list.
     """
 
-    def __init__(self, array: Array, views: list[BufferView], *, private: bool) -> None:
-        self.array = array
+    def __init__(
+        self, memory: Array | list[Array], views: list[BufferView], *, private: bool
+    ) -> None:
+        self.memory = memory
         self.dtype: DType = views[0].dtype
-        self.sizes = tuple(v.count for v in views)
+        self.sizes = tuple([v.count for v in views])
         self.shape = views[0].shape if len(views) == 1 and not private else None
         self._views = views
         self._private = private
 
     @property
+    def array(self) -> Array:
+        """`memory` of what is no list."""
+        assert not isinstance(self.memory, list)
+        return self.memory
+
+    @property
+    def arrays(self) -> list[Array]:
+        """`memory` as a list."""
+        return self.memory if isinstance(self.memory, list) else [self.memory]
+
+    @property
     def count(self) -> int:
-        return int(self.array.size)
+        return sum(self.sizes)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -45,21 +59,19 @@ class Flat:
 
     @property
     def in_place(self) -> bool:
-        """Whether `array` is the memory of the user's array, so that nothing is to write back."""
+        """Whether `memory` is that of the user's arrays, so that nothing is to write back."""
         return not self._private and not any(view.packed for view in self._views)
 
     def make_private(self) -> None:
-        """Work on a copy from now on, unless `array` is one already."""
+        """Work on a copy from now on, unless `memory` is one already."""
         if not self._private:
-            self._private, self.array = True, self.array.copy()
+            self._private, self.memory = True, np.concatenate(self.arrays)
 
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
-        at = 0
+        if self._private:
+            spread(self.array, [view.array for view in self._views])
         for target in self._views:
-            if self._private:
-                target.array[:] = self.array[at : at + target.count]
-                at += target.count
             target.unpack()
 
     def __str__(self) -> str:
@@ -84,7 +96,7 @@ def many(
     like: DType | None = None,
     private: bool = False,
 ) -> Flat:
-    """Return several arrays of one dtype as flat memory, in their order.
+    """Return several arrays of one dtype as one, in their order.
 
     Arrays that lie one after another, as the rows of one array do, are used in place unless
     `private`; others are copied.
@@ -94,25 +106,21 @@ def many(
             another.
     """
     views = _views(tensors, write, name, like)
-    together = None if private else _adjacent(views)
+    arrays = [v.array for v in views]
+    together = None if private or any(v.packed for v in views) else adjacent(arrays)
     if together is not None:
         return Flat(together, views, private=False)
-    return Flat(np.concatenate([v.array for v in views]), views, private=True)
+    return Flat(np.concatenate(arrays), views, private=True)
 
 
-def _adjacent(views: list[BufferView]) -> Array | None:
-    """Return the memory of arrays that lie one after another, or None if they do not."""
-    full = [v.array for v in views if v.count]
-    if not full or any(v.packed for v in views):
-        return None
-    end = None
-    for array in full:
-        start = array.__array_interface__["data"][0]
-        if end not in (None, start):
-            return None
-        end = start + array.nbytes
-    first, count = full[0], sum(array.size for array in full)
-    return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,))
+def listed(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
+    """Return an array for each rank as a list, in place.
+
+    Raises:
+        InvalidArgumentError: As `many`.
+    """
+    views = _views(tensors, write, name, like)
+    return Flat([v.array for v in views], views, private=False)
 
 
 class _Striped(Flat):
@@ -189,6 +197,12 @@ def _span(array: Array) -> tuple[int, int]:
 
 def apart(source: Flat, target: Flat) -> Flat:
     """Return `source`, copied if a program that fills `target` would overwrite it."""
-    if np.may_share_memory(source.array, target.array):
-        source.array = source.array.copy()
+    spans = [(*_span(a), False) for a in source.arrays if a.size]
+    spans += [(*_span(a), True) for a in target.arrays if a.size]
+    ends = {False: 0, True: 0}
+    for start, end, written in sorted(spans):
+        if start < ends[not written]:
+            source.memory = np.concatenate(source.arrays)
+            break
+        ends[written] = max(ends[written], end)
     return source

@@ -14,6 +14,7 @@ import numpy as np
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
+from unisono.engines.parts import Memory
 from unisono.errors import ClosedError, Context
 from unisono.schedules import Layout, Program, Schedule, lower
 from unisono.transports import Transport
@@ -150,8 +151,8 @@ class Task:
     Attributes:
         call: What the ranks agree on before any buffer is written.
         program: This rank's steps.
-        input: [*] read-only; None if the program has no input buffer.
-        output: [*] written in place; None if this rank gets no output.
+        input: [*] read-only, an array or a list; None if the program has no input buffer.
+        output: [*] written in place, likewise; None if this rank gets no output.
         dtype: Of the elements in both.
         op: Reduce op of recv_reduce and reduce steps.
         deadline: Of the whole call.
@@ -162,8 +163,8 @@ class Task:
 
     call: Call
     program: Program
-    input: Array | None
-    output: Array | None
+    input: Memory
+    output: Memory
     dtype: DType
     op: ReduceOp
     deadline: Deadline

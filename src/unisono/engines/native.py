@@ -13,7 +13,7 @@ import struct
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.failures import LATE_S, Expired
 from unisono.engines.order import OrderedEngine
+from unisono.engines.parts import Memory, are_even, joined, spread
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (
@@ -119,6 +120,12 @@ class _NativeProgram(SharedProgram):
             shared.pieces_scratch,
         )
         object.__setattr__(self, "native", native)
+
+
+def _flat(memory: Memory) -> Memory:
+    if isinstance(memory, list):
+        return [each.reshape(-1) for each in memory]
+    return None if memory is None else memory.reshape(-1)
 
 
 def _ask_others(engine: NativeEngine | None) -> None:
@@ -238,14 +245,14 @@ class NativeEngine(OrderedEngine):
         seq: int,
         status: tuple[int, int],
         raised: BaseException | None,
-        buffers: tuple[Array | None, Array | None],
+        buffers: tuple[Memory, Memory],
     ) -> None:
         """Do what remains of a repeated call that did not end well; it has the turn still."""
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
         call, program, dtype, op, exchange = what
-        source, target = (None if each is None else each.reshape(-1) for each in buffers)
+        source, target = map(_flat, buffers)
         deadline = Deadline(self.timeout_s)
         call = call._replace(seq=seq)
         task = Task(call, program, source, target, dtype, op, deadline, exchange)
@@ -274,8 +281,8 @@ class NativeEngine(OrderedEngine):
         task: Task,
         program: _NativeProgram,
         dtype: DType,
-        source: Array | None,
-        target: Array | None,
+        source: Memory,
+        target: Memory,
         fingerprint: int = 0,
         even: int = 1,
     ) -> bool:
@@ -283,14 +290,16 @@ class NativeEngine(OrderedEngine):
 
         Returns False, and has written nothing, if the ranks' words `even` differ.
         """
+        given = source if are_even(source) else joined(source)
+        result = target if are_even(target) else joined(target)
         calls = repeated = None
         if fingerprint and task.finish is None:
             calls = self.calls
             repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
         code, peer = self._group.run(
             program.native,
-            source,
-            target,
+            given,
+            result,
             dtype.itemsize,
             _CODES[dtype.name],
             task.op.op.value,
@@ -302,6 +311,8 @@ class NativeEngine(OrderedEngine):
         )
         if code and code != _engine.UNEVEN:
             self._raise(task, code, peer)
+        if result is not target:
+            spread(cast(Array, result), target)
         return not code
 
     def _gather(self, task: Task, mine: Array) -> Array:

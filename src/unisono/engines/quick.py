@@ -3,10 +3,10 @@
 A small collective takes half a microsecond between two processes, and the way through the
 groups, the dispatcher, the backend and the engine ten times that. So a public function that is
 decorated with `quick` looks, in C++, whether the same call was made before: same function, group,
-dtypes, shapes, root and op, on contiguous NumPy arrays, synchronous. If so it runs again what that
-call has run; if not, or if anything is unusual, the Python function runs, as it does without the
-C++ engine. What makes a call's meaning depend on more than its arguments (a wrapper in the
-dispatcher) suspends this; with an explicit stream Python has every call.
+dtypes, shapes, root and op, on contiguous NumPy arrays or lists of such, synchronous. If so it
+runs again what that call has run; if not, or if anything is unusual, the Python function runs, as
+it does without the C++ engine. What makes a call's meaning depend on more than its arguments (a
+wrapper in the dispatcher) suspends this; with an explicit stream Python has every call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,25 @@ __all__ = ["quick", "resume", "set_default", "set_world", "suspend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_KINDS = {"reads": "r", "writes": "w", "op": "o", "root": "n", "group": "g", "async_op": "f"}
+_KINDS = {
+    "reads": "r",
+    "writes": "w",
+    "reads_list": "R",
+    "writes_list": "W",
+    "op": "o",
+    "root": "n",
+    "group": "g",
+    "async_op": "f",
+}
 
 
 def quick(**kinds: str) -> Callable[[F], F]:
     """Return a decorator for a function whose calls can be repeated.
 
     Args:
-        **kinds: For each parameter that may be given: "reads" or "writes" for an array, "op",
-            "root", "group" or "async_op". A call that gives another one runs in Python.
+        **kinds: For each parameter that may be given: "reads" or "writes" for an array,
+            "reads_list" or "writes_list" for a list of arrays of one shape, "op", "root", "group"
+            or "async_op". A call that gives another one runs in Python.
     """
 
     def decorate(function: F) -> F:

@@ -23,6 +23,7 @@ from unisono.engines.api import Communicator, Task
 from unisono.engines.failures import LATE_S, Expired, mismatch_error
 from unisono.engines.kernels import reduce_into
 from unisono.engines.order import OrderedEngine
+from unisono.engines.parts import joined, spread
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
@@ -140,9 +141,10 @@ class Run:
         task = self._task
         scratch = np.empty(program.scratch_count, task.dtype.storage)
         received = none = np.empty(0, task.dtype.storage)
+        given, result = joined(task.input), joined(task.output)
         buffers = {
-            Buf.INPUT: none if task.input is None else task.input,
-            Buf.OUTPUT: none if task.output is None else task.output,
+            Buf.INPUT: none if given is None else given,
+            Buf.OUTPUT: none if result is None else result,
             Buf.SCRATCH: scratch,
         }
         for op, peer, source, source_at, target, target_at, count in program.steps.tolist():
@@ -177,6 +179,7 @@ class Run:
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
                 reduce_into(into, other, task.dtype, task.op, swapped=swapped)
         self.settle()
+        spread(result, task.output)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._comm.size) if rank != self._comm.rank]

@@ -176,6 +176,7 @@ def reduce(
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
+@quick(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
 def all_gather(
     tensor_list: Sequence[Any],
     tensor: Any,
@@ -240,6 +241,7 @@ def all_gather_coalesced(
     return work.get_future() if async_op else None
 
 
+@quick(tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op")
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -259,6 +261,7 @@ def gather(
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
+@quick(tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op")
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -278,6 +281,7 @@ def scatter(
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 
+@quick(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -319,6 +323,12 @@ def reduce_scatter_tensor(
     return _handed(work, async_op)
 
 
+@quick(
+    output_tensor_list="writes_list",
+    input_tensor_list="reads_list",
+    group="group",
+    async_op="async_op",
+)
 def all_to_all(
     output_tensor_list: Sequence[Any],
     input_tensor_list: Sequence[Any],

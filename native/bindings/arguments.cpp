@@ -1,0 +1,201 @@
+#define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
+#include "arguments.hpp"
+
+#include <numpy/arrayobject.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+Global global;
+
+namespace {
+
+// Put every argument in its parameter's place; false if there is one that we do not know.
+bool place_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+                     PyObject** places) {
+  if (count > f.count) return false;
+  for (size_t i = 0; i < count; ++i) places[i] = args[i];
+  const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  for (Py_ssize_t k = 0; k < named; ++k) {
+    PyObject* name = PyTuple_GET_ITEM(keywords, k);
+    size_t i = 0;
+    while (i < f.count && PyTuple_GET_ITEM(f.names, static_cast<Py_ssize_t>(i)) != name) ++i;
+    if (i == f.count || places[i] != nullptr) return false;
+    places[i] = args[count + static_cast<size_t>(k)];
+  }
+  return true;
+}
+
+bool is_plain(PyObject* object, bool writes) {
+  if (object == nullptr || !PyArray_CheckExact(object)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  const int needed = writes ? NPY_ARRAY_CARRAY : NPY_ARRAY_CARRAY_RO;
+  return PyArray_CHKFLAGS(array, needed) && PyArray_ISNOTSWAPPED(array);
+}
+
+// Add dtype and shape to the key.
+bool add_kind(PyArrayObject* array, Key* key) {
+  const int dimensions = PyArray_NDIM(array);
+  bool fits = key->add(PyArray_TYPE(array)) && key->add(dimensions);
+  for (int i = 0; i < dimensions && fits; ++i) fits = key->add(PyArray_DIM(array, i));
+  return fits;
+}
+
+bool take_array(PyObject* object, bool writes, Arguments* into) {
+  if (!is_plain(object, writes)) return false;
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  Argument& argument = writes ? into->arrays.output : into->arrays.input;
+  argument.array = object;
+  argument.span.data = PyArray_BYTES(array);
+  argument.span.nbytes = PyArray_NBYTES(array);
+  return add_kind(array, &into->key);
+}
+
+// A list of arrays of one dtype and shape; also none, and an empty list.
+bool take_list(PyObject* object, bool writes, Arguments* into) {
+  if (object == nullptr || object == Py_None) return into->key.add(-1);
+  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
+  PyObject** items = PySequence_Fast_ITEMS(object);
+  if (!into->key.add(count)) return false;
+  Argument& argument = writes ? into->arrays.output : into->arrays.input;
+  Span& span = argument.span;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is_plain(items[i], writes)) return false;
+    auto* array = reinterpret_cast<PyArrayObject*>(items[i]);
+    auto* first = reinterpret_cast<PyArrayObject*>(items[0]);
+    if (i == 0 ? !add_kind(array, &into->key)
+               : PyArray_TYPE(array) != PyArray_TYPE(first) || !PyArray_SAMESHAPE(array, first)) {
+      return false;
+    }
+    span.parts.push_back(PyArray_BYTES(array));
+    span.nbytes += PyArray_NBYTES(array);
+    argument.listed.push_back(nb::borrow(items[i]));
+  }
+  return true;
+}
+
+// Whether something would be written that is another array's memory as well.
+bool overlap(const Span& input, const Span& output) {
+  struct Piece {
+    const char* begin;
+    const char* end;
+    bool written;
+  };
+  std::vector<Piece> pieces;
+  auto add = [&pieces](const Span& span, bool written) {
+    if (span.data != nullptr) pieces.push_back({span.data, span.data + span.nbytes, written});
+    const int64_t size = span.parts.empty() ? 0 : span.nbytes / static_cast<int64_t>(span.parts.size());
+    for (const char* part : span.parts) pieces.push_back({part, part + size, written});
+  };
+  add(input, false);
+  add(output, true);
+  std::sort(pieces.begin(), pieces.end(),
+            [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  const char *read = nullptr, *written = nullptr;  // the furthest ends so far
+  for (const Piece& piece : pieces) {
+    if (piece.begin < written || (piece.written && piece.begin < read)) return true;
+    (piece.written ? written : read) = std::max(piece.written ? written : read, piece.end);
+  }
+  return false;
+}
+
+// The value of a context variable; None if it has none.
+nb::object value_of(PyObject* variable) {
+  PyObject* value = nullptr;
+  if (variable == nullptr || PyContextVar_Get(variable, Py_None, &value) != 0) {
+    PyErr_Clear();
+    return nb::none();
+  }
+  return nb::steal(value);
+}
+
+// Find the Calls of a group object; false if it has none.
+bool take_group(PyObject* group, Arguments* into) {
+  nb::object found;
+  if (group == nullptr || group == Py_None) {
+    group = global.default_group;
+    if (nb::object world = value_of(global.world); !world.is_none()) {
+      // A thread that acts as a rank.
+      found = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
+      group = found.ptr();
+    }
+  }
+  if (group == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(group)) != global.group_type) {
+    PyErr_Clear();
+    return false;
+  }
+  into->calls_ref = nb::steal(PyObject_GetAttr(group, global.attribute));
+  if (!into->calls_ref.is_valid()) {
+    PyErr_Clear();
+    return false;
+  }
+  return nb::try_cast<Calls*>(into->calls_ref, into->calls, false) && into->calls != nullptr;
+}
+
+}  // namespace
+
+bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+                Arguments* into) {
+  PyObject* places[kMaxParameters] = {};
+  if (!place_arguments(f, args, count, keywords, places)) return false;
+  into->key.add(f.number);
+  PyObject* group = nullptr;
+  for (size_t i = 0; i < f.count; ++i) {
+    PyObject* value = places[i];
+    switch (f.kinds[i]) {
+      case kReads:
+      case kWrites:
+        if (!take_array(value, f.kinds[i] == kWrites, into)) return false;
+        break;
+      case kReadsList:
+      case kWritesList:
+        if (!take_list(value, f.kinds[i] == kWritesList, into)) return false;
+        break;
+      case kOp:
+        into->op = value;
+        if (!into->key.add(reinterpret_cast<int64_t>(value))) return false;
+        break;
+      case kRoot: {
+        // None means the same root in each call of a group, if it means one.
+        if (value == nullptr || value == Py_None) {
+          if (!into->key.add(-1)) return false;
+          break;
+        }
+        if (!PyLong_CheckExact(value)) return false;
+        const long root = PyLong_AsLong(value);
+        if (root < 0 || !into->key.add(root)) {
+          PyErr_Clear();
+          return false;
+        }
+        break;
+      }
+      case kGroup:
+        group = value;
+        break;
+      case kFlag:
+        if (value != nullptr && value != Py_False) return false;
+        break;
+      default:
+        if (value != nullptr && value != Py_None) return false;
+    }
+  }
+  const Span &in = into->arrays.input.span, &out = into->arrays.output.span;
+  if (!in.parts.empty() || !out.parts.empty()) {
+    if (overlap(in, out)) return false;
+  } else if (in.data != nullptr && out.data != nullptr && in.data < out.data + out.nbytes &&
+             out.data < in.data + in.nbytes) {
+    return false;
+  }
+  return value_of(global.stream).is_none() && take_group(group, into);
+}
+
+void import_numpy() {
+  if (PyArray_API == nullptr && _import_array() < 0) throw nb::python_error();
+}
+
+}  // namespace unisono

@@ -1,0 +1,53 @@
+"""Lists of arrays that stand for their concatenation, as INPUT or OUTPUT of a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Memory", "adjacent", "are_even", "joined", "spread"]
+
+Array = np.ndarray[Any, Any]
+
+Memory = Array | list[Array] | None
+"""[count] contiguous, or several such arrays of one dtype; None: the program has no such buffer."""
+
+
+def are_even(memory: Memory) -> bool:
+    """Whether it is no list, or one of arrays of equal size."""
+    return not isinstance(memory, list) or all(each.size == memory[0].size for each in memory)
+
+
+def joined(memory: Memory) -> Array | None:
+    """Return a list as one array: its memory if its arrays lie one after another, else a copy."""
+    if not isinstance(memory, list):
+        return memory
+    together = adjacent(memory)
+    return np.concatenate(memory) if together is None else together
+
+
+def spread(array: Array | None, memory: Memory) -> None:
+    """Copy what `joined` has returned back into the list, unless it is the list's memory."""
+    if array is None or not isinstance(memory, list):
+        return
+    at = 0
+    for part in memory:
+        if not np.may_share_memory(part, array):
+            part[:] = array[at : at + part.size]
+        at += part.size
+
+
+def adjacent(parts: list[Array]) -> Array | None:
+    """Return the memory of arrays that lie one after another, or None if they do not."""
+    full = [part for part in parts if part.size]
+    if not full:
+        return None
+    end = None
+    for array in full:
+        start = array.__array_interface__["data"][0]
+        if end not in (None, start):
+            return None
+        end = start + array.nbytes
+    first, count = full[0], sum(array.size for array in full)
+    return np.lib.stride_tricks.as_strided(first, (count,), (first.itemsize,))
