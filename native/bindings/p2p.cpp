@@ -14,6 +14,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -162,7 +163,7 @@ void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> s
   });
 }
 
-// Synchronous messages of one group: arrays in, without Python code in between. Whatever is unusual
+// Plain messages of one group: arrays in, without Python code in between. Whatever is unusual
 // is left to Python (None): memory that is not contiguous, arguments that may be wrong, ...
 class Port {
  public:
@@ -179,19 +180,13 @@ class Port {
 
   // Done: True. Failed: what `Messages.wait` returns.
   nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) {
-    Envelope envelope{};
-    int peer = -1;
-    if (!understand(array, to, tag, &peer, &envelope)) return nb::none();
-    if (peer < 0 || peer == messages_->rank()) return nb::none();
-    const View view(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
-    if (!fill_in(view, &envelope)) return nb::none();
-    if (envelope.nbytes <= kSmallBytes && messages_->try_send(peer, envelope, view.data())) {
-      return nb::bool_(true);
-    }
+    Plain plain;
+    if (!understand_send(array, to, tag, &plain)) return nb::none();
+    if (sends_at_once(plain)) return nb::bool_(true);
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
-      outcome = messages_->send(peer, envelope, view.data(), nanoseconds(timeout_s));
+      outcome = messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
     }
     if (outcome.code == Code::ok) return nb::bool_(true);
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(told(outcome));
@@ -199,20 +194,50 @@ class Port {
 
   // Done: the source, a number. Failed: what `Messages.wait` returns.
   nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) {
-    Envelope envelope{};
-    int peer = -1;
-    if (!understand(array, from, tag, &peer, &envelope)) return nb::none();
-    const View view(array, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE);
-    if (!fill_in(view, &envelope)) return nb::none();
+    Plain plain;
+    if (!understand(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
-      outcome = messages_->recv(peer, envelope, view.data(), ranks_, nanoseconds(timeout_s));
+      outcome =
+        messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, nanoseconds(timeout_s));
     }
     return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(told(outcome));
   }
 
+  // Whether it was sent, which it is only if nothing has to be waited for.
+  bool try_send(nb::handle array, nb::handle to, nb::handle tag) {
+    Plain plain;
+    return understand_send(array, to, tag, &plain) && sends_at_once(plain);
+  }
+
+  // What `Messages.start_recv` returns. The caller keeps the memory alive.
+  nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
+    Plain plain;
+    if (!understand(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    Outcome outcome;
+    {
+      std::optional<nb::gil_scoped_release> unlocked;
+      if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
+      outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
+    }
+    return nb::cast(told(outcome));
+  }
+
  private:
+  // A call whose arguments are understood.
+  struct Plain {
+    int peer = -1;
+    Envelope envelope{};
+    std::optional<View> view;
+    char* data() const { return view->data(); }
+  };
+
+  bool sends_at_once(const Plain& plain) {
+    return plain.envelope.nbytes <= kSmallBytes &&
+           messages_->try_send(plain.peer, plain.envelope, plain.data());
+  }
+
   uint32_t& word_of(const char* format) {
     const bool complex = format[0] == 'Z' && format[1] != 0;
     const char letter = complex ? format[1] : format[0];
@@ -220,33 +245,32 @@ class Port {
     return words_[complex ? 1 : 0][simple ? static_cast<unsigned char>(letter) : 0];
   }
 
-  bool understand(nb::handle array, nb::handle rank, nb::handle tag, int* peer,
-                  Envelope* envelope) {
+  bool understand_send(nb::handle array, nb::handle to, nb::handle tag, Plain* plain) {
+    return understand(array, to, tag, PyBUF_SIMPLE, plain) && plain->peer >= 0 &&
+           plain->peer != messages_->rank();
+  }
+
+  bool understand(nb::handle array, nb::handle rank, nb::handle tag, int flags, Plain* plain) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
     if (unisono::process.suspended != 0 || messages_->is_forked()) return false;
     if (!PyLong_CheckExact(tag.ptr())) return false;
-    envelope->context = context_;
-    envelope->tag = PyLong_AsLongLong(tag.ptr());
-    if (envelope->tag < 0) {
+    if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
+    const int64_t number = PyLong_AsLongLong(tag.ptr());
+    if (number >= 0) plain->view.emplace(array, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
+    if (number < 0 || !plain->view->is_held()) {
       PyErr_Clear();
       return false;
     }
-    if (rank.is_none()) return true;
+    plain->envelope = {context_, number, plain->view->nbytes(), word_of(plain->view->format())};
+    return plain->envelope.info != 0;
+  }
+
+  bool is_member(nb::handle rank, int* peer) const {
     if (!PyLong_CheckExact(rank.ptr())) return false;
     const long number = PyLong_AsLong(rank.ptr());
     if (number == -1) PyErr_Clear();
     *peer = static_cast<int>(number);
     return number >= 0 && std::find(ranks_->begin(), ranks_->end(), number) != ranks_->end();
-  }
-
-  bool fill_in(const View& view, Envelope* envelope) {
-    if (!view.is_held()) {
-      PyErr_Clear();
-      return false;
-    }
-    envelope->nbytes = view.nbytes();
-    envelope->info = word_of(view.format());
-    return envelope->info != 0;
   }
 
   std::shared_ptr<Messages> messages_;
@@ -277,6 +301,8 @@ void bind_p2p(nb::module_& m) {
          nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("into"), nb::arg("among"))
+    .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
+         nb::call_guard<nb::gil_scoped_release>(), "Have serve() look after a receive.")
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"))
     .def("cancel",
          [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
@@ -306,5 +332,9 @@ void bind_p2p(nb::module_& m) {
          nb::arg("timeout_s"),
          "Return True, a failure as from Messages.wait, or None: not for here.")
     .def("recv", &Port::recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
-         nb::arg("timeout_s"), "Return the source, a failure, or None: not for here.");
+         nb::arg("timeout_s"), "Return the source, a failure, or None: not for here.")
+    .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
+         "Whether it was sent; it is if nothing has to be waited for.")
+    .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(),
+         nb::arg("tag"), "As Messages.start_recv; None: not for here.");
 }

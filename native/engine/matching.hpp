@@ -32,6 +32,7 @@ struct Op {
   bool is_send = false;
   uint64_t number = 0;     // 0: its caller waits for it, on whose stack it lies
   bool awaited = false;    // somebody waits for it, who will find out by itself
+  bool quiet = false;      // its caller will ask for it, so that the server thread need not look
   size_t moved = 0;        // of a send: bytes of the payload that are written
   bool started = false;    // its message is in part in the ring, or taken out of it
   std::unique_ptr<char[]> rest;  // of a send that was given up: what is left to write

@@ -133,6 +133,7 @@ Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ran
   op->envelope = envelope;
   op->peer = from;
   op->data = data;
+  op->quiet = true;
   op->among = std::move(among);
   const Lock lock(lock_);
   begin_recv(*op);
@@ -143,6 +144,7 @@ Outcome Messages::started(std::unique_ptr<Op> op) {
   Outcome outcome = outcome_of(*op);
   if (!op->done) {
     outcome.number = op->number = ++last_number_;
+    if (!op->quiet) ++watched_;
     open_.emplace(op->number, std::move(op));
     hand_over();
   }
@@ -150,10 +152,26 @@ Outcome Messages::started(std::unique_ptr<Op> op) {
   return outcome;
 }
 
+void Messages::watch(uint64_t number) {
+  const Lock lock(lock_);
+  const auto found = open_.find(number);
+  if (found == open_.end() || !found->second->quiet) return;
+  watch(*found->second);
+  hand_over();
+  settle();
+}
+
+void Messages::watch(Op& op) {
+  op.quiet = false;
+  ++watched_;
+  if (op.done && !op.awaited) anything_ended_ = server_is_due_ = true;
+}
+
 // The outcome of an operation that has ended, which is forgotten with this.
 Outcome Messages::taken(uint64_t number) {
   const auto found = open_.find(number);
   const Outcome outcome = outcome_of(*found->second);
+  if (!found->second->quiet) --watched_;
   open_.erase(found);
   ended_.erase(std::remove(ended_.begin(), ended_.end(), number), ended_.end());
   return outcome;
@@ -221,7 +239,10 @@ void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
 void Messages::finish(Op& op, Code code) {
   op.code = code;
   anything_ended_ = true;
-  if (op.number != 0 && !op.awaited) ended_.push_back(op.number);
+  if (op.number != 0 && !op.awaited) {
+    ended_.push_back(op.number);
+    server_is_due_ |= !op.quiet;
+  }
   op.done.store(true, std::memory_order_release);  // acquire: wait_for
 }
 

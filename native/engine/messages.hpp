@@ -71,7 +71,9 @@ class Messages {
 
   // Start it; a number that is not 0 stands for what is still to come.
   Outcome start_send(int to, const Envelope& envelope, const char* data);
+  // The server thread does not look after it before `watch`.
   Outcome start_recv(int from, const Envelope& envelope, char* data, Ranks among);
+  void watch(uint64_t number);
 
   // Wait for one that was started. Code `unknown`: it has ended, and serve() tells how; `timeout`:
   // it goes on.
@@ -151,6 +153,7 @@ class Messages {
   Code wait_slowly(const Op* op, int64_t timeout_ns);
   bool is_over(const Op* op) const;
   std::vector<int> awaited_ranks(const Op* op);
+  void watch(Op& op);
   void hand_over();
   void settle();
 
@@ -171,12 +174,14 @@ class Messages {
   Matching matching_;
   std::vector<uint64_t> failed_;  // contexts
   std::unordered_map<uint64_t, std::unique_ptr<Op>> open_;
+  size_t watched_ = 0;  // those of open_ that are not quiet
   uint64_t last_number_ = 0;
   std::vector<uint64_t> ended_;  // of open_, to be told by serve()
   int waiters_ = 0;
   bool server_sleeps_ = false;
   int64_t stuck_told_ns_ = 0;  // when serve() last named the ranks that make no room
   bool anything_ended_ = false;
+  bool server_is_due_ = false;  // to tell what has ended
   bool closed_ = false;
   // Sends that were given up halfway; their frames must be completed.
   std::list<std::unique_ptr<Op>> leftovers_;

@@ -118,6 +118,11 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   Lock lock(lock_);
   while (true) {
     progress();
+    for (const int source : active_) {
+      // A long message into a quiet receive: whoever asks for it is busy elsewhere.
+      Op* const into = peer(source).into;
+      if (into != nullptr && into->quiet && waiters_ == 0) watch(*into);
+    }
     settle();
     std::vector<Outcome> outcomes;
     for (const uint64_t number : std::vector<uint64_t>(ended_)) outcomes.push_back(taken(number));
@@ -144,7 +149,7 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
 
 // Have the server thread woken for what is still open, now that nobody here looks after it.
 void Messages::hand_over() {
-  if (!server_sleeps_ || waiters_ != 0 || (open_.empty() && queued_sends_ == 0)) return;
+  if (!server_sleeps_ || waiters_ != 0 || (watched_ == 0 && queued_sends_ == 0)) return;
   bells().server_wants.store(kEverything, std::memory_order_relaxed);
   // Either a sender sees that, or what it wrote is seen here.
   full_fence();
@@ -157,7 +162,9 @@ void Messages::settle() {
   if (!anything_ended_) return;
   anything_ended_ = false;
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
-  if (server_sleeps_ && (!ended_.empty() || closed_)) change_and_wake(bells().server);
+  const bool due = (server_is_due_ && !ended_.empty()) || closed_;
+  server_is_due_ = false;
+  if (server_sleeps_ && due) change_and_wake(bells().server);
 }
 
 }  // namespace unisono

@@ -2,6 +2,7 @@
 #include "messages.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cassert>
 #include <cstdio>
 #include <cstring>
@@ -103,7 +104,7 @@ void test_both_send_first() {
 
 // Everybody sends to everybody, in orders of their own; receives are posted in yet another one.
 void test_random(unsigned seed) {
-  const int ranks = 3, tags = 3, messages = 15;
+  const int ranks = 3, tags = 3, count = 15;
   const size_t sizes[] = {0, 8, 100, 5000, 200'000};
   World world(ranks);
   world.run([&](Messages& messages, int rank) {
@@ -115,7 +116,7 @@ void test_random(unsigned seed) {
       std::vector<int> order;
       for (int peer = 0; peer < ranks; ++peer)
         for (int tag = 0; tag < tags; ++tag)
-          for (int k = 0; k < messages; ++k) order.push_back(peer * tags + tag);
+          for (int k = 0; k < count; ++k) order.push_back(peer * tags + tag);
       std::shuffle(order.begin(), order.end(), random);
       return order;
     };
@@ -151,6 +152,41 @@ void test_random(unsigned seed) {
     // Those of code `unknown` were told to the server thread, at once.
     for (const auto& [in, out] : expected) assert(in == out);
   });
+}
+
+// A receive that is not watched is told to nobody; a long message into it is moved all the same.
+void test_watch() {
+  World world(2);
+  Messages &sender = world[0], &receiver = world[1];
+  std::vector<uint64_t> told;
+  std::atomic<uint64_t> last{0};
+  std::thread server([&] {
+    while (true) {
+      std::vector<int> stuck;
+      const std::vector<Outcome> outcomes = receiver.serve(&stuck);
+      if (outcomes.empty() && stuck.empty()) return;
+      for (const Outcome& outcome : outcomes) told.push_back(outcome.number);
+      if (!told.empty()) last = told.back();
+    }
+  });
+  const std::vector<char> out = pattern(3'000'000, 1);
+  std::vector<char> in(out.size()), small(8);
+  const uint64_t long_one = receiver.start_recv(0, envelope(1, out.size()), in.data(), nullptr).number;
+  assert(sender.send(1, envelope(1, out.size()), out.data(), kMinute).code == Code::ok);
+  const Code code = receiver.wait(long_one, kMinute).code;
+  const uint64_t asked = receiver.start_recv(0, envelope(2, 8), small.data(), nullptr).number;
+  assert(sender.send(1, envelope(2, 8), out.data(), kMinute).code == Code::ok);
+  assert(receiver.wait(asked, kMinute).code == Code::ok);
+  const uint64_t watched = receiver.start_recv(0, envelope(3, 8), small.data(), nullptr).number;
+  receiver.watch(watched);
+  assert(sender.send(1, envelope(3, 8), out.data() + 8, kMinute).code == Code::ok);
+  while (last != watched) std::this_thread::yield();
+  receiver.close(0);
+  server.join();
+  // The server may have been first with the long one: it then tells that.
+  assert(in == out && (code == Code::ok || told.front() == long_one));
+  assert(std::find(told.begin(), told.end(), asked) == told.end());
+  assert(std::memcmp(small.data(), out.data() + 8, 8) == 0);
 }
 
 void test_order_of_any_source() {
@@ -278,6 +314,7 @@ int main() {
   test_ping_pong();
   test_both_send_first();
   for (unsigned seed = 0; seed < 5; ++seed) test_random(seed);
+  test_watch();
   test_order_of_any_source();
   test_mismatch();
   test_time_outs();

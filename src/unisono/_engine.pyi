@@ -187,6 +187,9 @@ class Messages:
     def start_recv(
         self, from_: int, context: int, tag: int, info: int, into: object, among: Sequence[int]
     ) -> tuple[int, int, int, int, int]: ...
+    def watch(self, number: int) -> None:
+        """Have serve() look after a receive."""
+
     def wait(self, number: int, timeout_s: float) -> tuple[int, int, int, int, int]: ...
     def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
     def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
@@ -212,3 +215,9 @@ class Port:
 
     def recv(self, array: object, from_: object | None, tag: object, timeout_s: float) -> object:
         """Return the source, a failure, or None: not for here."""
+
+    def try_send(self, array: object, to: object | None, tag: object) -> bool:
+        """Whether it was sent; it is if nothing has to be waited for."""
+
+    def start_recv(self, array: object, from_: object | None, tag: object) -> object:
+        """As Messages.start_recv; None: not for here."""

@@ -255,6 +255,31 @@ def without_waiting(rank):
     assert (z == 2 - rank).all()
 
 
+def asked_in_other_ways(rank):
+    """A small receive that is polled, chained to, dropped, or ended by another one's wait."""
+    x = np.arange(4.0)
+    polled, chained, dropped, last = (np.zeros(4) for _ in range(4))
+    if rank == 0:
+        dist.barrier()
+        for tag in range(4):
+            dist.isend(x + tag, 1, tag=tag)
+    else:
+        one, other = dist.irecv(polled, 0, tag=0), dist.irecv(chained, 0, tag=1)
+        dist.irecv(dropped, 0, tag=2)
+        assert not one.is_completed()
+        dist.barrier()
+        give_up = time.monotonic() + 60
+        while not one.is_completed() and time.monotonic() < give_up:
+            time.sleep(0.001)
+        assert one.is_success()
+        assert one.source_rank() == 0
+        seen = other.get_future().then(lambda done: done.value()[0].sum()).wait(60)
+        assert seen == x.sum() + 4
+        assert dist.irecv(last, 0, tag=3).wait()
+        assert [polled.sum(), dropped.sum(), last.sum()] == [6, 14, 18]
+    dist.barrier()
+
+
 def plain_mistakes(rank):
     """Mistakes in calls of the plainest kind, which take the short way."""
     told = []

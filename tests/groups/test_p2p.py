@@ -17,6 +17,7 @@ BODIES = [
     (p2p_bodies.both_send_first, 2),
     (p2p_bodies.far_ahead, 2),
     (p2p_bodies.without_waiting, 2),
+    (p2p_bodies.asked_in_other_ways, 2),
 ]
 
 

@@ -117,7 +117,7 @@ class Pending(Completion):
         Raises:
             UsageError: On the thread that runs the call, which would wait for itself for ever.
         """
-        if self.done():
+        if self._done:
             return True
         self.require_other_thread()
         own = self.deadline

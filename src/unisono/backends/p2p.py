@@ -1,13 +1,14 @@
 """Point-to-point calls of the CPU backend: one message each, matched by source and tag.
 
-A plain synchronous call does not come by here: `Port` takes it from the public function to the
-rings of the host, and only its failure is explained here.
+A plain call does not come by here: `Port` takes it from the public function to the rings of the
+host, and only its end is here.
 """
 
 from __future__ import annotations
 
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -69,6 +70,16 @@ class _Message(Pending):
             self.finish(self.explain(transfer.error))
 
         transfer.add_callback(ended)
+
+    def done(self) -> bool:
+        # Who asks instead of waiting wants the message to come by itself.
+        if not self._done and self._transfer is not None:
+            self._transfer.watch()
+        return self._done
+
+    def add_callback(self, callback: Callable[[Self], object]) -> None:
+        super().add_callback(callback)
+        self.done()
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         # Whoever waits for a transfer may be the one who moves its bytes.
@@ -165,20 +176,49 @@ def recv(
 
 
 class Port:
-    """Plain synchronous messages of one group, without Python code on their way.
+    """Plain messages of one group, with little Python code on their way.
 
-    `send` and `recv` take an array, a global rank (None: any source), a tag and a time-out in
-    seconds. They return None if the call is not of the plain kind: the array is not a contiguous
-    NumPy array of a common dtype, an argument may be wrong, the rank is this one or on another
-    host. Otherwise True or the source's rank, and a tuple for `failure`.
+    All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
+    and a tag. `send` and `recv`, which wait, also take a time-out in seconds. They return None if
+    the call is not of the plain kind: another array, an argument that may be wrong, a rank that
+    is this one or on another host. Otherwise True or the source's rank, and a tuple for `failure`.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:
         self._comm = comm
         self._messages = messages
+        self._among = frozenset(comm.others)
         self._native = messages.port(comm.context, comm.ranks, _FORMATS)
         self.send = self._native.send
         self.recv = self._native.recv
+
+    def isend(self, array: Any, peer: int | None, tag: int, owner: Any) -> Pending | None:
+        """Send if nothing has to be waited for; None: nothing was sent.
+
+        Args:
+            array: The memory.
+            peer: Global rank.
+            tag: Of the message.
+            owner: What the user called it with; keeps the memory alive.
+        """
+        if not self._native.try_send(array, peer, tag):
+            return None
+        sent = Pending([owner])
+        sent.finish()
+        return sent
+
+    def irecv(
+        self, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
+    ) -> Pending | None:
+        """Start receiving; None: not of the plain kind. Arguments as for `isend`."""
+        told = self._native.start_recv(array, peer, tag)
+        if told is None:
+            return None
+        data = view(array, write=False)
+        data.owner = owner
+        message = _Message(self._comm, _Said("recv", data, peer, tag), Deadline(timeout_s))
+        message.follow(self._messages.begun(peer, self._comm.context, told, self._among))
+        return message
 
     def failure(
         self, op: str, told: Told, array: Any, peer: int | None, tag: int, timeout_s: float

@@ -37,6 +37,11 @@ def isend(
     """
     if (pg := member_group(group, "isend")) is None:
         return None
+    port = pg.plain_port
+    if port is not None and group_dst is None and not how:
+        sent = port.isend(tensor, dst, tag, tensor)
+        if sent is not None:
+            return Work(sent, "send")
     return pg.send(tensor, group_rank_of(pg, dst, group_dst), tag, async_op=True, **how)
 
 
@@ -51,6 +56,11 @@ def irecv(
     """Start receiving from a rank, or from any if neither `src` nor `group_src` is given."""
     if (pg := member_group(group, "irecv")) is None:
         return None
+    port = pg.plain_port
+    if port is not None and group_src is None and not how:
+        started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
+        if started is not None:
+            return Work(started, "recv")
     peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, **how)
 

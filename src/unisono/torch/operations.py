@@ -26,7 +26,7 @@ from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, is_plain
+from unisono.torch.plain import PLAIN, is_plain, recv, send
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
 
@@ -110,6 +110,27 @@ class Operations:
         return self._as_torch(work, tensors, typed=tensor.dtype is torch.float16)
 
     @operation
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
+        """Send to a rank; done when the tensor may be changed."""
+        if len(tensors) == 1 and (work := send(self._group, tensors[0], dstRank, tag)):
+            return self._as_torch(work, tensors)
+        return self._issue(OPS["send"], (tensors, dstRank, tag), {})
+
+    @operation
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
+        """Receive from a rank."""
+        if len(tensors) == 1 and (work := recv(self._group, tensors[0], srcRank, tag)):
+            return self._as_torch(work, tensors)
+        return self._issue(OPS["recv"], (tensors, srcRank, tag), {})
+
+    @operation
+    def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Receive from whichever rank sends."""
+        if len(tensors) == 1 and (work := recv(self._group, tensors[0], None, tag)):
+            return self._as_torch(work, tensors)
+        return self._issue(OPS["recv_any_source"], (tensors, tag), {})
+
+    @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have come; else the error names all that have not."""
         self._group.barrier(timeout=timeout)
@@ -134,6 +155,6 @@ def _method(schema: OpSchema, name: str) -> Method:
 
 
 for _schema in OPS.values():
-    for _name in {*_schema.c10d_methods, _schema.name} - {"allreduce"}:
-        if hasattr(torch_dist.ProcessGroup, _name):
+    for _name in {*_schema.c10d_methods, _schema.name}:
+        if hasattr(torch_dist.ProcessGroup, _name) and not hasattr(Operations, _name):
             setattr(Operations, _name, _method(_schema, _name))

@@ -19,10 +19,11 @@ from unisono.base.buffers import alias_torch
 from unisono.base.types import dtype_named
 from unisono.groups import collectives
 from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
 from unisono.torch.arguments import UNSET, reduce_op
 from unisono.torch.sparse import all_reduce_sparse
 
-__all__ = ["PLAIN", "as_array", "is_plain"]
+__all__ = ["PLAIN", "as_array", "is_plain", "recv", "send"]
 
 # Types that NumPy has as well. Complex tensors may be conjugate views, and arrive as real ones.
 _DTYPES = {
@@ -135,3 +136,22 @@ PLAIN: dict[str, tuple[int, type[Any], Callable[..., None]]] = {
     "barrier": (0, c10d.BarrierOptions, _barrier),
 }
 """Method of torch's process group -> position and type of its option struct, and its plain call."""
+
+
+def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
+    """Send if nothing has to be waited for; None: nothing was sent."""
+    port = group.plain_port
+    if port is None or not 0 <= peer < len(group.ranks):
+        return None
+    sent = port.isend(as_array(tensor), group.ranks[peer], tag, tensor)
+    return None if sent is None else Work(sent, "send")
+
+
+def recv(group: ProcessGroup, tensor: Any, peer: int | None, tag: int) -> Work | None:
+    """Start receiving, from any rank if `peer` is None; None: not a plain call."""
+    port = group.plain_port
+    if port is None or not (peer is None or 0 <= peer < len(group.ranks)):
+        return None
+    source = None if peer is None else group.ranks[peer]
+    started = port.irecv(as_array(tensor), source, tag, tensor, group.timeout_s)
+    return None if started is None else Work(started, "recv")

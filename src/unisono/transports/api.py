@@ -129,6 +129,9 @@ class Transport(ABC):
     ) -> Transfer:
         """Post a receive; done when `into` is filled.
 
+        With messages in C++ its end may not be noticed before somebody waits for it, or calls
+        `watch`.
+
         Args:
             peer: Sending rank; None takes any source.
             key: Where to look.

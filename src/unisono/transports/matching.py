@@ -79,6 +79,9 @@ class Transfer(Completion):
         self.info = info
         self.among = among
 
+    def watch(self) -> None:
+        """See to it that it ends though nobody waits for it."""
+
 
 class Arrival(NamedTuple):
     """A message that came before its receive."""

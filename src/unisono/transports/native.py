@@ -27,7 +27,7 @@ from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
 from unisono.errors import ClosedError
 from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
-from unisono.transports.message import Key
+from unisono.transports.message import Key, Kind
 
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
@@ -51,18 +51,26 @@ _COPY_S = 5.0
 
 _NONCE_BYTES = 16
 
+_NOTHING = memoryview(b"")
+
 
 class NativeTransfer(Transfer):
     """A send or receive through rings; whoever waits for it does the work."""
 
-    __slots__ = ("_messages", "number", "receives")
+    __slots__ = ("_messages", "_quiet", "number", "receives")
 
     _messages: NativeMessages
+    _quiet: bool
     number: int
     receives: bool
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         return self.done() or self._messages.wait(self, deadline)
+
+    def watch(self) -> None:
+        if self._quiet and not self.done():
+            self._quiet = False
+            self._messages.watch(self)
 
 
 class NativeMessages:
@@ -140,15 +148,23 @@ class NativeMessages:
     def recv(
         self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
     ) -> NativeTransfer:
-        """Start receiving, from `peer` or from any of `among`."""
-        transfer = self._transfer(peer, key, into, info, receives=True)
+        """Start receiving, from `peer` or from any of `among`.
+
+        Its end may not be noticed, nor its bytes be moved, before somebody waits for it or calls
+        `watch`: a server thread that ran for every message would cost more than the message.
+        """
+        transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
         source, sources = (-1, list(among)) if peer is None else (peer, [])
         told = self.native.start_recv(source, key.context, key.tag, info, into, sources)
         self._begin(transfer, told)
-        for each in sources or [source]:
-            if not transfer.done():
-                self._transport.notice_end(each)
         return transfer
+
+    def watch(self, transfer: NativeTransfer) -> None:
+        """Move the bytes of a receive and notice its end, whoever waits for it."""
+        self.native.watch(transfer.number)
+        for source in transfer.among if transfer.peer is None else (transfer.peer,):
+            if not transfer.done():
+                self._transport.notice_end(source)
 
     def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; False at the deadline."""
@@ -199,6 +215,15 @@ class NativeMessages:
         """
         return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(words))
 
+    def begun(
+        self, peer: int | None, context: int, told: Told, among: frozenset[int]
+    ) -> NativeTransfer:
+        """Return the receive that a port has started, whose memory the caller keeps alive."""
+        key = Key(context, Kind.P2P, 0)
+        transfer = self._transfer(peer, key, _NOTHING, 0, receives=True, among=among)
+        self._begin(transfer, told)
+        return transfer
+
     # ---- what comes from the transport ----------------------------------------------------
 
     def deliver(self, context: int, tag: int, arrival: Arrival) -> None:
@@ -247,11 +272,18 @@ class NativeMessages:
     # ---- beginning and ending -------------------------------------------------------------
 
     def _transfer(
-        self, peer: int | None, key: Key, data: memoryview, info: int, *, receives: bool
+        self,
+        peer: int | None,
+        key: Key,
+        data: memoryview,
+        info: int,
+        *,
+        receives: bool,
+        among: frozenset[int] = frozenset(),
     ) -> NativeTransfer:
-        transfer = NativeTransfer(peer, key.context, key[1:], data, info)
+        transfer = NativeTransfer(peer, key.context, key[1:], data, info, among)
         transfer._messages = self
-        transfer.receives = receives
+        transfer._quiet = transfer.receives = receives
         transfer.number = 0
         return transfer
 
