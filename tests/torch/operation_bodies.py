@@ -108,6 +108,13 @@ def calls(rank, size, group):
         dist.reduce_scatter_single(parts[0], new(2 * size), group=group)
         dist.reduce_scatter_single(parts[1], new(3 * size), group=group)
     note("coalesced reduce_scatter", *parts)
+    for turn in range(3):  # repeated calls take another way
+        part, blocks = torch.zeros(4), [new(4, 100 * r + turn) for r in range(size)]
+        dist.reduce_scatter(part, blocks, group=group)
+        note(f"reduce_scatter of a list {turn}", part)
+        outs = [torch.zeros(4) for _ in range(size)]
+        dist.all_to_all(outs, blocks, group=group)
+        note(f"all_to_all of lists {turn}", *outs)
     pair = [new(), new(3)]
     dist.all_reduce_coalesced(pair, group=group)
     note("all_reduce_coalesced", *pair)

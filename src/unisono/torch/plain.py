@@ -109,6 +109,15 @@ def _reduce_scatter_single(group: ProcessGroup, output: Any, tensor: Any, option
     collectives.reduce_scatter_tensor(*arrays, reduce_op(options.reduceOp), group)
 
 
+def _reduce_scatter(group: ProcessGroup, outputs: Any, inputs: Any, options: Any) -> None:
+    lists = list(map(as_array, inputs[0]))
+    collectives.reduce_scatter(as_array(outputs[0]), lists, reduce_op(options.reduceOp), group)
+
+
+def _all_to_all(group: ProcessGroup, outputs: Any, inputs: Any, options: Any) -> None:
+    collectives.all_to_all(list(map(as_array, outputs)), list(map(as_array, inputs)), group)
+
+
 def _all_to_all_single(
     group: ProcessGroup, output: Any, tensor: Any, outs: Any, ins: Any, options: Any
 ) -> None:
@@ -131,6 +140,8 @@ PLAIN: dict[str, tuple[int, type[Any], Callable[..., None]]] = {
     "_allgather_base": (2, c10d.AllgatherOptions, _all_gather_single),
     "reduce_scatter_single": (2, c10d.ReduceScatterOptions, _reduce_scatter_single),
     "_reduce_scatter_base": (2, c10d.ReduceScatterOptions, _reduce_scatter_single),
+    "reduce_scatter": (2, c10d.ReduceScatterOptions, _reduce_scatter),
+    "alltoall": (2, c10d.AllToAllOptions, _all_to_all),
     "all_to_all_single": (4, c10d.AllToAllOptions, _all_to_all_single),
     "alltoall_base": (4, c10d.AllToAllOptions, _all_to_all_single),
     "barrier": (0, c10d.BarrierOptions, _barrier),
