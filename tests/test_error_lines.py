@@ -28,7 +28,6 @@ from unisono.cli import (
 )
 from unisono.elastic.bind import Binding, Machine
 from unisono.elastic.logs import StdChoice, _create
-from unisono.groups.packet import FIRST_BYTES, Packet
 from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import build, layout_for, program
@@ -233,9 +232,6 @@ PLAIN = {
     ),
     # ---- groups
     "the name of a backend must be a string, got 5": ("ArgumentType", lambda: dist.Backend(5)),
-    "a rank sent an array where this one expected an object": (
-        "CollectiveMismatch", lambda: Packet.arriving(np.full(FIRST_BYTES, 0x55, np.uint8)),
-    ),
 }  # fmt: skip
 
 KEY = Key(1, Kind.P2P, 0)

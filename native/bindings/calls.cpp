@@ -149,10 +149,13 @@ void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
 
 bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
   const Span &input = arrays.input.span, &output = arrays.output.span;
+  // Python refuses a call that overlaps one of another thread.
+  const unsigned long thread = PyThread_get_thread_ident(), before = caller_;
+  if (before != 0 && before != thread) return false;
   const uint64_t seq = turn_->take();
   if (seq == 0) return false;
   last_seq_ = seq;
-  caller_ = PyThread_get_thread_ident();
+  caller_ = thread;
   if (!last_call_.is(what.call)) last_call_ = what.call;
   const Known& known = what.known;
   const Buffers buffers = buffers_of(input, output, known.itemsize, what.scratch);
@@ -166,7 +169,7 @@ bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
                          timeout_ns_, &unlocker);
   }
   *failed = !status.is_ok() && !end(what, seq, status, arrays);
-  caller_ = 0;
+  caller_ = before;
   turn_->give();
   if (turn_->wanted) {
     nb::error_scope keep;

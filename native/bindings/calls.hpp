@@ -102,8 +102,9 @@ class Calls {
 
   void open(nanobind::object group, double timeout_s);
   void close() { closed_ = true; }
-  // The thread whose call is being repeated; 0 if none is.
+  // The thread that is in a collective call of the group, here or in Python; 0 if none is.
   unsigned long caller() const { return caller_; }
+  void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
 
   // Python has run a call on these buffers, to which nothing had to be done before or after.

@@ -191,7 +191,8 @@ void bind_quick(nb::module_& m) {
          nb::arg("waiting"))
     .def("open", &unisono::Calls::open, nb::arg("group"), nb::arg("timeout_s"))
     .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
-    .def_prop_ro("caller", &unisono::Calls::caller, "The thread whose call is repeated now, or 0.")
+    .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
+                 "The thread that is in a collective call, or 0.")
     .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
     .def("last", &unisono::Calls::last, "Return (seq, call) of the last call that was repeated, or None.");
 

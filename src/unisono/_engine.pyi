@@ -139,8 +139,10 @@ class Calls:
 
     @property
     def caller(self) -> int:
-        """The thread whose call is repeated now, or 0."""
+        """The thread that is in a collective call, or 0."""
 
+    @caller.setter
+    def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
     def last(self) -> object:
         """Return (seq, call) of the last call that was repeated, or None."""

@@ -23,6 +23,10 @@ def blocks(n=4, count=None):
     return [f32(n) for _ in range(dist.get_world_size() if count is None else count)]
 
 
+def rank():
+    return dist.get_rank()
+
+
 def frozen():
     x = f32()
     x.flags.writeable = False
@@ -102,6 +106,36 @@ CASES = {
         lambda **h: dist.all_reduce(f32(), algorithm="rign", **h),
         lambda **h: dist.all_reduce(f32(), **h),
         InvalidArgumentError, "all_reduce has no algorithm 'rign'",
+    ),
+    "list of gather_object": (
+        lambda **_: dist.gather_object(1, [None] * dist.get_world_size() if rank() else None),
+        lambda **_: dist.gather_object(1, None if rank() else [None] * dist.get_world_size()),
+        InvalidArgumentError, "object_gather_list is ",
+    ),
+    "list of all_gather_object": (
+        lambda **_: dist.all_gather_object([None], 1),
+        lambda **_: dist.all_gather_object([None] * dist.get_world_size(), 1),
+        InvalidArgumentError, "object_list has 1 entries",
+    ),
+    "list of broadcast_object_list": (
+        lambda **_: dist.broadcast_object_list((1,)),
+        lambda **_: dist.broadcast_object_list([1]),
+        ArgumentTypeError, "object_list must be a list, got tuple",
+    ),
+    "list of scatter_object_list": (
+        lambda **_: dist.scatter_object_list([], [1] * dist.get_world_size()),
+        lambda **_: dist.scatter_object_list([0], [1] * dist.get_world_size()),
+        InvalidArgumentError, "scatter_object_output_list must be a list of at least one",
+    ),
+    "serializer": (
+        lambda **_: dist.reduce_object(1, max, serializer=5),
+        lambda **_: dist.reduce_object(1, max),
+        ArgumentTypeError, "serializer must have name, dumps and loads, got 5",
+    ),
+    "timeout of an object call": (
+        lambda **_: dist.all_reduce_object(1, max, timeout="soon"),
+        lambda **_: dist.all_reduce_object(1, max),
+        ArgumentTypeError, "timeout must be seconds",
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ BODIES = [
     object_bodies.messages,
     object_bodies.in_a_group,
     object_bodies.mistakes,
+    object_bodies.from_several_threads,
     object_bodies.serializers,
     object_bodies.torch_tensors,
 ]

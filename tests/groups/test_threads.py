@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import thread_bodies
 
 
@@ -25,6 +26,18 @@ def test_an_object_call_keeps_other_threads_out_between_its_messages(world):
     assert re.fullmatch(
         rf"gather_object on group 'default' at {here} \(thread '[^']+'\) overlaps gather_object at "
         rf"{here} \(thread 'first'\)",
+        line,
+    ), line
+
+
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_a_repeated_call_stays_out_of_an_object_call(world, engine, monkeypatch):
+    monkeypatch.setenv("UNISONO_ENGINE", engine)
+    line = world(thread_bodies.overlapping_repeated, 2)[0].partition("\n")[0]
+    here = r"\S*thread_bodies\.py:\d+"
+    assert re.fullmatch(
+        rf"all_reduce on group 'default' at {here} \(thread '[^']+'\) overlaps "
+        rf"all_reduce_object at {here} \(thread 'first'\)",
         line,
     ), line
 

@@ -95,6 +95,37 @@ def overlapping_objects(rank):
     return str(caught.value)
 
 
+def overlapping_repeated(rank):
+    """A call that the C++ engine would repeat comes between two messages of an object call."""
+    group, x = dist.GroupMember.WORLD, np.ones(3)
+    for _ in range(3):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group)
+    if rank == 0:
+        inside, go_on = threading.Event(), threading.Event()
+
+        def held(a, b):
+            inside.set()
+            assert go_on.wait(30)
+            return a + b
+
+        first = threading.Thread(
+            target=lambda: dist.all_reduce_object(1, held, group), name="first"
+        )
+        try:
+            first.start()
+            assert inside.wait(30)
+            with pytest.raises(UsageError) as caught:
+                dist.all_reduce(x, dist.ReduceOp.MAX, group)
+        finally:
+            go_on.set()
+            first.join()
+    else:
+        assert dist.all_reduce_object(1, None, group) == 2
+    dist.all_reduce(x, dist.ReduceOp.MAX, group)
+    assert (x == 1).all()
+    return str(caught.value) if rank == 0 else None
+
+
 def one_after_another(rank):
     """Threads that take turns are fine: each call has ended before the next one begins."""
     x = np.ones(2)

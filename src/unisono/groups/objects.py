@@ -1,9 +1,10 @@
 """torch.distributed's object collectives, over any serializer.
 
 They take torch's arguments in torch's order, with `timeout` and `serializer` added as keywords,
-and block. A rank whose object cannot be serialised, or whose arguments are wrong, takes part all
-the same and says so: the ranks that would have got its object raise CollectiveError naming it,
-itself raises its own error, and the group stays usable.
+and block. A rank whose arguments are wrong gets its own error, and all others
+CollectiveMismatchError with its text. A rank whose object cannot be serialised takes part all the
+same and says so: the ranks that would have got its object raise CollectiveError naming it, itself
+raises its own error. The group stays usable either way.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -23,6 +24,7 @@ from unisono.errors import (
     CollectiveMismatchError,
     Context,
     InvalidArgumentError,
+    UsageError,
 )
 from unisono.groups.checks import list_on_root, one_each
 from unisono.groups.collectives import group_rank_of, root_of
@@ -40,9 +42,6 @@ __all__ = [
     "scatter_object_list",
     "send_object_list",
 ]
-
-# Of the messages inside gather_object and scatter_object_list; users' tags are usually small.
-_TAG = 2**63 - 1
 
 
 def broadcast_object_list(
@@ -73,8 +72,9 @@ def broadcast_object_list(
     if (pg := member_group(group, "broadcast_object_list")) is None:
         return
     root = root_of(pg, "broadcast_object_list", src, group_src, default=0)
-    length = _length(object_list, pg, "broadcast_object_list")
-    with ObjectCall(pg, f"broadcast_object_list[{length}]", timeout, serializer) as call:
+    with ObjectCall(pg, "broadcast_object_list", timeout, serializer) as call:
+        call.check(_require_list, object_list)
+        call.label = f"broadcast_object_list[{len(object_list)}]"
         if pg.rank() == root:
             call.broadcast(call.pack(lambda: list(object_list)), root)
             call.end()
@@ -100,17 +100,14 @@ def all_gather_object(
         serializer: Pickle if None.
 
     Raises:
-        CollectiveError: A rank's object cannot be serialised, or its list has a wrong length.
+        CollectiveMismatchError: A rank's list has a wrong length.
+        CollectiveError: A rank's object cannot be serialised.
     """
     if (pg := member_group(group, "all_gather_object")) is None:
         return
     with ObjectCall(pg, "all_gather_object", timeout, serializer) as call:
-
-        def mine() -> Any:
-            one_each(pg, object_list, "object_list")
-            return obj
-
-        packets = call.all_gather(call.pack(mine))
+        call.check(one_each, pg, object_list, "object_list")
+        packets = call.all_gather(call.pack(lambda: obj))
         call.end()
         object_list[:] = call.loads_all(packets)
 
@@ -131,18 +128,15 @@ def gather_object(
     `serializer` are as in all_gather_object.
 
     Raises:
+        CollectiveMismatchError: The list is missing, in the wrong place or of a wrong length.
         CollectiveError: On `dst`, if a rank's object cannot be serialised.
     """
     if (pg := member_group(group, "gather_object")) is None:
         return
     root = root_of(pg, "gather_object", dst, group_dst, default=0)
     with ObjectCall(pg, "gather_object", timeout, serializer) as call:
-
-        def mine() -> Any:
-            list_on_root(pg, object_gather_list, root, "object_gather_list")
-            return obj
-
-        packets = call.gather(call.pack(mine), root)
+        call.check(list_on_root, pg, object_gather_list, root, "object_gather_list")
+        packets = call.gather(call.pack(lambda: obj), root)
         call.end()
         if object_gather_list is not None and pg.rank() == root:
             object_gather_list[:] = call.loads_all(packets)
@@ -164,18 +158,23 @@ def scatter_object_list(
     `serializer` are as in all_gather_object.
 
     Raises:
-        InvalidArgumentError: The output list has no entry.
-        CollectiveError: The root's objects cannot be serialised, or are not one per rank.
+        CollectiveMismatchError: The root's objects are not one per rank, or a rank has no place
+            for its own.
+        CollectiveError: The root's objects cannot be serialised.
     """
     if (pg := member_group(group, "scatter_object_list")) is None:
         return
     root = root_of(pg, "scatter_object_list", src, group_src, default=0)
     with ObjectCall(pg, "scatter_object_list", timeout, serializer) as call:
-        packets = call.pack_each(scatter_object_input_list) if pg.rank() == root else None
+        call.check(_require_place, scatter_object_output_list)
+        packets = None
+        if pg.rank() == root:
+            call.check(
+                list_on_root, pg, scatter_object_input_list, root, "scatter_object_input_list"
+            )
+            packets = call.pack_each(scatter_object_input_list or ())
         packet = call.scatter(packets, root)
         call.end()
-        if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
-            raise InvalidArgumentError("scatter_object_output_list must be a list of at least one")
         scatter_object_output_list[0] = call.loads(packet, root)
 
 
@@ -195,6 +194,8 @@ def send_object_list(
     `device` and `use_batch` are accepted for torch's sake. `timeout` and `serializer` are as in
     all_gather_object.
 
+    Several threads may send to one rank, and several may receive from one: each list arrives whole.
+
     Raises:
         InvalidArgumentError: The receiver is this rank.
     """
@@ -203,9 +204,10 @@ def send_object_list(
     peer = group_rank_of(pg, dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError("send_object_list to this rank itself would wait for ever")
-    call = ObjectCall(pg, "send_object_list", timeout, serializer)
-    packet = call.pack(lambda: list(object_list))
-    call.wait([call.send(packet.first, peer, 0), *call.send_parts(packet, peer, 0)])
+    _require_list(object_list)
+    call = ObjectCall(pg, "send_object_list", timeout, serializer).begin()
+    packet = call.pack(lambda: object_list)
+    call.wait([call.send(packet.first, peer, 0), *call.send_parts(packet, peer)])
     call.end()
 
 
@@ -228,32 +230,36 @@ def recv_object_list(
 
     Raises:
         CollectiveMismatchError: The sender's list has another length; this one keeps its entries.
-        CollectiveError: The sender could not serialise its objects.
+        CollectiveError: The sender could not serialise its objects, or this rank cannot read them.
     """
     if (pg := member_group(group, "recv_object_list")) is None:
         return -1
     wanted = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
     if wanted == pg.rank():
         raise InvalidArgumentError("recv_object_list from this rank itself would wait for ever")
-    call = ObjectCall(pg, "recv_object_list", timeout, serializer)
+    _require_list(object_list)
+    call = ObjectCall(pg, "recv_object_list", timeout, serializer).begin()
     first = np.empty(FIRST_BYTES, np.uint8)
     source = pg.recv(first, wanted, 0, timeout=call.remaining_s).source_rank()
     peer = pg.group_rank(source)
-    packet = Packet.arriving(first)
-    call.recv_parts(packet, peer, 0)
+    packet = call.arriving(first, peer)
+    call.recv_parts(packet, peer)
     objects = call.loads(packet, peer)
-    if len(objects) != _length(object_list):
+    if len(objects) != len(object_list):
         raise CollectiveMismatchError(
-            f"recv_object_list: rank {source} sent {len(objects)} objects, this rank expected "
-            f"{len(object_list)}",
-            context=Context(group=pg.name, op="recv_object_list", peers=(source,), usable=True),
+            f"{call}: rank {source} sent {len(objects)} objects, expected {len(object_list)}",
+            context=call.context(peer),
         )
     object_list[:] = objects
     return source
 
 
 class ObjectCall:
-    """One object call: a name, a deadline, and packets moved between the ranks of a group."""
+    """One object call: a name, a deadline, and packets moved between the ranks of a group.
+
+    Attributes:
+        label: What the ranks of a collective must agree on besides its messages.
+    """
 
     def __init__(
         self,
@@ -263,19 +269,41 @@ class ObjectCall:
         serializer: Serializer | None,
     ) -> None:
         self._group = group
-        self._name = name
-        self._deadline = Deadline(group.timeout_s if timeout is None else timeout)
+        self._name = self.label = name
+        self._timeout = group.timeout_s if timeout is None else timeout
         self._serializer = PickleSerializer() if serializer is None else serializer
         self._error: Exception | None = None
         self._caller = 0
 
     def __enter__(self) -> ObjectCall:
         # Its messages have one tag, and nobody could tell those of two calls apart.
-        self._caller = self._group.enter(self._name.partition("[")[0])
+        self._caller = self._group.enter(self._name)
+        try:
+            self.check(self.begin)
+        except BaseException:
+            self._group.leave(self._caller)
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
         self._group.leave(self._caller)
+
+    def check(self, check: Callable[..., object], *arguments: Any) -> None:
+        """Check arguments of a collective before its first message; the others hear if it fails."""
+        try:
+            check(*arguments)
+        except UsageError as error:
+            self._group.refuse(self._name, error)
+            raise
+
+    def begin(self) -> ObjectCall:
+        """Check what the call was made with; its time runs from now on."""
+        self._deadline = Deadline(self._timeout)
+        if not isinstance(self._serializer, Serializer):
+            raise ArgumentTypeError(
+                f"serializer must have name, dumps and loads, got {self._serializer!r}"
+            )
+        return self
 
     @property
     def remaining_s(self) -> float:
@@ -291,11 +319,9 @@ class ObjectCall:
             self._error = error
             return Packet.refusal(error)
 
-    def pack_each(self, objects: Sequence[Any] | None) -> list[Packet]:
+    def pack_each(self, objects: Sequence[Any]) -> list[Packet]:
         """Return one packet per rank; if one cannot be made, all say so."""
         try:
-            list_on_root(self._group, objects, self._group.rank(), "scatter_object_input_list")
-            assert objects is not None
             return [Packet.of(obj, self._serializer) for obj in objects]
         except Exception as error:
             self._error = error
@@ -310,16 +336,50 @@ class ObjectCall:
         """Return the object of a rank's packet."""
         blamed = self._group.ranks[source]
         if (reason := packet.refused()) is not None:
-            op = self._name.partition("[")[0]
             raise CollectiveError(
-                f"{op} in group '{self._group.name}': rank {blamed} had nothing to send: {reason}",
-                context=Context(group=self._group.name, op=op, peers=(blamed,), usable=True),
+                f"{self}: rank {blamed} had nothing to send: {reason}",
+                context=self.context(source),
             )
-        return packet.loads(self._serializer, copy=source == self._group.rank())
+        if not packet.is_by(self._serializer):
+            name = self._serializer.name
+            raise CollectiveMismatchError(
+                f"{self}: rank {blamed} used another serializer, expected {name!r}",
+                context=self.context(source),
+            )
+        try:
+            return packet.loads(self._serializer, copy=source == self._group.rank())
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CollectiveError(
+                f"{self}: the object of rank {blamed} cannot be read here: {reason}",
+                context=self.context(source),
+            ) from error
 
     def loads_all(self, packets: Sequence[Packet]) -> list[Any]:
         """Return the objects of all ranks."""
         return [self.loads(packet, source) for source, packet in enumerate(packets)]
+
+    def arriving(self, first: Any, source: int) -> Packet:
+        """Return the packet of which a rank's first message has arrived."""
+        packet = Packet.arriving(first)
+        if packet is None:
+            blamed = self._group.ranks[source]
+            raise CollectiveMismatchError(
+                f"{self}: rank {blamed} sent an array, expected objects",
+                context=self.context(source),
+                hint="every rank must use the object calls, with the same version of unisono",
+            )
+        return packet
+
+    def __str__(self) -> str:
+        group = self._group
+        return f"{self._name} in group '{group.name}' failed on rank {group.ranks[group.rank()]}"
+
+    def context(self, source: int) -> Context:
+        """Return where an error is that a rank is to blame for."""
+        group = self._group
+        me, blamed = group.ranks[group.rank()], group.ranks[source]
+        return Context(rank=me, group=group.name, op=self._name, peers=(blamed,), usable=True)
 
     # ---- collectives ----------------------------------------------------------------------
 
@@ -329,7 +389,7 @@ class ObjectCall:
         first = np.empty(FIRST_BYTES, np.uint8) if packet is None else packet.first
         self._group.broadcast(first, root, **self._how)
         if packet is None:
-            packet = Packet.arriving(first)
+            packet = self.arriving(first, root)
         self._broadcast_parts(packet, root)
         return packet
 
@@ -346,10 +406,10 @@ class ObjectCall:
         """Return the packets of all ranks on `root`, nothing elsewhere."""
         packets = self._gather_first(mine, root)
         if self._group.rank() != root:
-            self.wait(self.send_parts(mine, root, _TAG))
+            self.wait(self.send_parts(mine, root))
         for peer, packet in enumerate(packets):
             if peer != root:
-                self.recv_parts(packet, peer, _TAG)
+                self.recv_parts(packet, peer)
         return packets
 
     @on_host
@@ -359,12 +419,12 @@ class ObjectCall:
         firsts = None if packets is None else [packet.first for packet in packets]
         self._group.scatter(first, firsts, root, **self._how)
         if packets is None:
-            packet = Packet.arriving(first)
-            self.recv_parts(packet, root, _TAG)
+            packet = self.arriving(first, root)
+            self.recv_parts(packet, root)
             return packet
         for peer, packet in enumerate(packets):
             if peer != root:
-                self.wait(self.send_parts(packet, peer, _TAG))
+                self.wait(self.send_parts(packet, peer))
         return packets[root]
 
     def _gather_first(self, mine: Packet, root: int | None) -> list[Packet]:
@@ -378,7 +438,7 @@ class ObjectCall:
             self._group.gather(mine.first, outputs, root, **self._how)
             if outputs is None:
                 return []
-        return [mine if rank == me else Packet.arriving(firsts[rank]) for rank in range(size)]
+        return [mine if rank == me else self.arriving(firsts[rank], rank) for rank in range(size)]
 
     def _broadcast_parts(self, packet: Packet, root: int) -> None:
         if packet.rest.size:
@@ -390,7 +450,7 @@ class ObjectCall:
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"timeout": self.remaining_s, "_label": self._name}
+        return {"timeout": self.remaining_s, "_label": self.label}
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -398,18 +458,18 @@ class ObjectCall:
         """Start sending bytes to a rank."""
         return self._group.send(data, peer, tag, async_op=True, timeout=self.remaining_s)
 
-    def send_parts(self, packet: Packet, peer: int, tag: int) -> list[Work]:
+    def send_parts(self, packet: Packet, peer: int) -> list[Work]:
         """Start sending what `first` had no room for."""
         parts = [packet.rest] if packet.rest.size else []
-        return [self.send(part, peer, tag) for part in [*parts, *packet.large]]
+        return [self.send(part, peer, packet.tag) for part in [*parts, *packet.large]]
 
-    def recv_parts(self, packet: Packet, peer: int, tag: int) -> None:
+    def recv_parts(self, packet: Packet, peer: int) -> None:
         """Receive what `first` had no room for."""
         if packet.rest.size:
-            self._group.recv(packet.rest, peer, tag, timeout=self.remaining_s)
+            self._group.recv(packet.rest, peer, packet.tag, timeout=self.remaining_s)
         packet.open_rest()
         for part in packet.large:
-            self._group.recv(part, peer, tag, timeout=self.remaining_s)
+            self._group.recv(part, peer, packet.tag, timeout=self.remaining_s)
 
     @on_host
     def wait(self, works: list[Work]) -> None:
@@ -418,11 +478,11 @@ class ObjectCall:
             work.wait()
 
 
-def _length(objects: Any, pg: ProcessGroup | None = None, call: str = "") -> int:
-    """Return the length of a list; in a collective, the other ranks hear that it is none."""
-    if isinstance(objects, list):
-        return len(objects)
-    error = ArgumentTypeError(f"object_list must be a list, got {type(objects).__name__}")
-    if pg is not None:
-        pg.refuse(call, error)
-    raise error
+def _require_list(objects: Any) -> None:
+    if not isinstance(objects, list):
+        raise ArgumentTypeError(f"object_list must be a list, got {type(objects).__name__}")
+
+
+def _require_place(objects: Any) -> None:
+    if not isinstance(objects, list) or not objects:
+        raise InvalidArgumentError("scatter_object_output_list must be a list of at least one")

@@ -1,17 +1,20 @@
 """One object as messages: a first one of fixed size, and what did not fit into it.
 
-    first   [FIRST_BYTES]  what | serializer | bytes of the head | begin of the head
+    first   [FIRST_BYTES]  what | serializer | bytes of the head | tag | begin of the head
     rest                   end of the head
     large                  one message per large buffer, straight from and into its memory
 
     head    number of buffers | size of each | the small ones | the serializer's header
 
 A small object is one message. Every rank knows from `first` how long `rest` is, and from `rest`
-which large buffers follow, so nobody waits for what is not sent.
+which large buffers follow, so nobody waits for what is not sent. From rank to rank `rest` and
+`large` have a tag that the sender uses for no other packet: several threads may send to one rank,
+and several receive from it, and none gets another's bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -19,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from unisono.errors import CollectiveMismatchError
 from unisono.groups.serializer import Serializer
 
 __all__ = ["FIRST_BYTES", "Packet"]
@@ -31,9 +33,13 @@ FIRST_BYTES = 1024
 # A message of its own costs some microseconds; to copy this much costs less.
 _SMALL_BYTES = 16 * 1024
 
-_FIRST = struct.Struct("<4sIQ")
-_OBJECT = b"uno1"
+_FIRST = struct.Struct("<4sIQQ")
+_OBJECT = b"uno2"
 _REFUSAL = b"uno!"
+
+
+# Users' tags are usually small.
+_tags = itertools.count(2**62 + 2**61)
 
 
 class Packet:
@@ -68,25 +74,21 @@ class Packet:
 
     @classmethod
     def _made(cls, kind: bytes, word: int, head: bytes, large: Sequence[Array]) -> Packet:
-        text = _FIRST.pack(kind, word, len(head)) + head
+        text = _FIRST.pack(kind, word, len(head), next(_tags)) + head
         first = np.zeros(FIRST_BYTES, np.uint8)
         known = min(len(text), FIRST_BYTES)
         first[:known] = _array(text)[:known]
         return cls(first, _array(text)[FIRST_BYTES:], large)
 
     @classmethod
-    def arriving(cls, first: Array) -> Packet:
+    def arriving(cls, first: Array) -> Packet | None:
         """Return a packet of which the first message has arrived, with room for the rest.
 
-        Raises:
-            CollectiveMismatchError: It is no packet.
+        None if it is no packet.
         """
-        kind, _, head_bytes = _FIRST.unpack_from(first.data)
+        kind, _, head_bytes, _ = _FIRST.unpack_from(first.data)
         if kind not in (_OBJECT, _REFUSAL):
-            raise CollectiveMismatchError(
-                "a rank sent an array where this one expected an object",
-                hint="every rank must use the object calls, with the same version of unisono",
-            )
+            return None
         return cls(first, np.empty(max(0, _FIRST.size + head_bytes - FIRST_BYTES), np.uint8))
 
     def open_rest(self) -> None:
@@ -94,10 +96,21 @@ class Packet:
         if self.refused() is None:
             self.large = [np.empty(n, np.uint8) for n in self._sizes() if n > _SMALL_BYTES]
 
+    @property
+    def tag(self) -> int:
+        """Tag of the messages that follow the first one."""
+        *_, tag = _FIRST.unpack_from(self.first.data)
+        return int(tag)
+
     def refused(self) -> str | None:
         """Return why the sender had no object, or None."""
-        kind, _, _ = _FIRST.unpack_from(self.first.data)
+        kind, *_ = _FIRST.unpack_from(self.first.data)
         return self._head().decode() if kind == _REFUSAL else None
+
+    def is_by(self, serializer: Serializer) -> bool:
+        """Whether the sender used a serializer of the same name."""
+        _, word, *_ = _FIRST.unpack_from(self.first.data)
+        return bool(word == _word(serializer))
 
     def loads(self, serializer: Serializer, *, copy: bool = False) -> Any:
         """Return the object.
@@ -105,15 +118,7 @@ class Packet:
         Args:
             serializer: As the sender's.
             copy: Copy the large buffers, which belong to the sender's object otherwise.
-
-        Raises:
-            CollectiveMismatchError: The sender used another serializer.
         """
-        _, word, _ = _FIRST.unpack_from(self.first.data)
-        if word != _word(serializer):
-            raise CollectiveMismatchError(
-                f"the sender used another serializer than this rank's {serializer.name!r}"
-            )
         head, at = self._head(), 8 * (1 + len(self._sizes()))
         large = iter([part.copy() for part in self.large] if copy else self.large)
         buffers: list[Any] = []
@@ -127,7 +132,7 @@ class Packet:
 
     def _head(self) -> bytes:
         if self._known_head is None:
-            _, _, head_bytes = _FIRST.unpack_from(self.first.data)
+            _, _, head_bytes, _ = _FIRST.unpack_from(self.first.data)
             parts = self.first[_FIRST.size :], self.rest
             self._known_head = np.concatenate(parts)[:head_bytes].tobytes()
         return self._known_head

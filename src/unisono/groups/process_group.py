@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 from unisono.backends import (
@@ -94,12 +95,12 @@ class ProcessGroup:
         self._closed = False
         # How often a call was made that names something new; the same on all members.
         self.counts: Counter[str] = Counter()
-        # Identity of the thread that is in a collective call, 0 if none is.
-        self._caller = 0
         # Made by the first call in a stream.
         self._communication: Communication | None = None
         # Read by the C++ engine, see engines/quick.py.
         self.calls: Any = None
+        # Its `caller` is the thread that is in a collective call, 0 if none is.
+        self._guard: Any = SimpleNamespace(caller=0)
         # Takes plain messages of CPU arrays; see `backends.p2p.Port`.
         self.port: Any = None
         try:
@@ -107,6 +108,8 @@ class ProcessGroup:
                 self.backends[device] = self._make(backend_name, device, options, _parent)
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
+                # Calls that the C++ engine repeats look at it, too.
+                self._guard = self.calls or self._guard
                 self.port = self.backends["cpu"].port
         except BaseException:
             self.close()
@@ -390,18 +393,17 @@ class ProcessGroup:
 
     def enter(self, op: str) -> int:
         """Keep other threads' collective calls out until `leave`, which takes what this returns."""
-        me = get_ident()
+        guard, me = self._guard, get_ident()
         # No call between the look and the mark, so that no other thread can run in between.
-        caller = self._caller
-        other = caller or (0 if self.calls is None else self.calls.caller)
-        if other != 0 and other != me:
-            raise concurrent_call_error(self, op, other)
-        self._caller = me
-        return caller
+        caller = guard.caller
+        if caller != 0 and caller != me:
+            raise concurrent_call_error(self, op, caller)
+        guard.caller = me
+        return int(caller)
 
     def leave(self, caller: int) -> None:
         """End what `enter` began."""
-        self._caller = caller
+        self._guard.caller = caller
 
     def _call(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         """Make a collective call; refuse it while another thread is in one."""
