@@ -56,12 +56,6 @@ Calls::Calls(nb::object turn, nb::object failed, nb::object waiting)
       waiting_(std::move(waiting)),
       forks_(process.forks) {}
 
-void Calls::open(nb::object group, double timeout_s) {
-  group_ref_ = std::move(group);
-  group_ = nb::cast<Group*>(group_ref_);
-  set_timeout(timeout_s);
-}
-
 void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
 
 Buffers buffers_of(const Span& input, const Span& output, int64_t itemsize, std::vector<char>& scratch) {
@@ -81,10 +75,11 @@ nb::object Argument::owner() const {
   return arrays;
 }
 
-void Calls::note(nb::object program, const Known& known, const Span& input, const Span& output,
-                 nb::object call) {
+void Calls::note(nb::object runner, nb::object program, const Known& known, const Span& input,
+                 const Span& output, nb::object call) {
   noted_ = std::make_unique<Note>();
   noted_->what.known = known;
+  noted_->what.runner = std::move(runner);
   noted_->what.program = std::move(program);
   noted_->what.call = std::move(call);
   noted_->input = input;
@@ -93,16 +88,18 @@ void Calls::note(nb::object program, const Known& known, const Span& input, cons
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &waiting_, &group_ref_, &last_call_}) {
+  for (const nb::object* each : {&turn_ref_, &failed_, &waiting_, &last_call_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
     if (what == nullptr) continue;
+    Py_VISIT(what->runner.ptr());
     Py_VISIT(what->program.ptr());
     Py_VISIT(what->call.ptr());
     Py_VISIT(what->op.ptr());
   }
   if (noted_ != nullptr) {
+    Py_VISIT(noted_->what.runner.ptr());
     Py_VISIT(noted_->what.program.ptr());
     Py_VISIT(noted_->what.call.ptr());
   }
@@ -125,11 +122,10 @@ nb::object Calls::last() const {
 }
 
 Remembered* Calls::find(const Key& key) const {
-  if (group_ == nullptr || closed_ || process.suspended > 0 || forks_ != process.forks || group_->is_aborted()) {
-    return nullptr;
-  }
+  if (closed_ || process.suspended > 0 || forks_ != process.forks) return nullptr;
   const auto& place = table_[key.hash() % table_.size()];
-  return place != nullptr && place->key == key ? place.get() : nullptr;
+  if (place == nullptr || !(place->key == key)) return nullptr;
+  return place->known.runner->is_aborted() ? nullptr : place.get();
 }
 
 void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
@@ -165,8 +161,8 @@ bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
   {
     Unlocker unlocker;
     if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
-    status = group_->run(known.program->view(), buffers, reduce, {known.fingerprint, known.even},
-                         timeout_ns_, &unlocker);
+    status = known.runner->run(known.program->view(), buffers, reduce,
+                               {known.fingerprint, known.even}, timeout_ns_, &unlocker);
   }
   *failed = !status.is_ok() && !end(what, seq, status, arrays);
   caller_ = before;

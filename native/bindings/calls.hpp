@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "group.hpp"
 #include "program.hpp"
+#include "runner.hpp"
 
 namespace unisono {
 
@@ -90,6 +90,7 @@ struct Remembered {
   Key key;
   Known known;
   std::vector<char> scratch;
+  nanobind::object runner;   // keeps known.runner alive
   nanobind::object program;  // keeps known.program alive
   nanobind::object call;     // for errors: the Call of Python
   nanobind::object op;       // keeps the address in the key from being used again
@@ -100,7 +101,6 @@ class Calls {
  public:
   Calls(nanobind::object turn, nanobind::object failed, nanobind::object waiting);
 
-  void open(nanobind::object group, double timeout_s);
   void close() { closed_ = true; }
   // The thread that is in a collective call of the group, here or in Python; 0 if none is.
   unsigned long caller() const { return caller_; }
@@ -108,8 +108,8 @@ class Calls {
   void set_timeout(double timeout_s);
 
   // Python has run a call on these buffers, to which nothing had to be done before or after.
-  void note(nanobind::object program, const Known& known, const Span& input, const Span& output,
-            nanobind::object call);
+  void note(nanobind::object runner, nanobind::object program, const Known& known,
+            const Span& input, const Span& output, nanobind::object call);
   void forget_note() { noted_.reset(); }
 
   // For Python's garbage collector: what is noted refers back to the engine that owns this.
@@ -137,8 +137,6 @@ class Calls {
   Turn* turn_;
   nanobind::object failed_;
   nanobind::object waiting_;
-  nanobind::object group_ref_;
-  Group* group_ = nullptr;
   bool closed_ = false;
   unsigned long caller_ = 0;
   uint64_t forks_;

@@ -21,6 +21,7 @@
 #include "kernels.hpp"
 #include "program.hpp"
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace nb = nanobind;
 
@@ -111,8 +112,8 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
   return group;
 }
 
-// The callback must not keep alive what keeps the group alive.
-void set_late(unisono::Group& group, const nb::typed<nb::callable, void()>& late, int64_t before_ns) {
+// The callback must not keep alive what keeps the runner alive.
+void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& late, int64_t before_ns) {
   auto call = [late] {
     nb::gil_scoped_acquire locked;
     try {
@@ -121,7 +122,7 @@ void set_late(unisono::Group& group, const nb::typed<nb::callable, void()>& late
       error.discard_as_unraisable("unisono: asking the other ranks");
     }
   };
-  group.set_late(std::move(call), before_ns);
+  runner.set_late(std::move(call), before_ns);
 }
 
 // The memory of an array, or of a list of arrays of equal size, for the time of a call; nothing for
@@ -166,10 +167,11 @@ class Memory {
 };
 
 // `calls`: where to note this call, so that it can be repeated; None: nowhere.
-std::pair<int, int> run(unisono::Group& group, nb::object program, nb::handle source,
+std::pair<int, int> run(nb::object self, nb::object program, nb::handle source,
                         nb::handle target, int64_t itemsize, int dtype, int op,
                         uint64_t fingerprint, uint64_t even, double timeout_s,
                         unisono::Calls* calls, nb::object call) {
+  auto& runner = nb::cast<unisono::Runner&>(self);
   const auto& owned = nb::cast<const unisono::OwnedProgram&>(program);
   const Memory input(source);
   const Memory output(target);
@@ -182,22 +184,23 @@ std::pair<int, int> run(unisono::Group& group, nb::object program, nb::handle so
   {
     nb::gil_scoped_release unlocked;
     status =
-      group.run(owned.view(), buffers, reduce, {fingerprint, even}, unisono::nanoseconds(timeout_s));
+      runner.run(owned.view(), buffers, reduce, {fingerprint, even}, unisono::nanoseconds(timeout_s));
   }
   if (status.code == unisono::Code::interrupted) throw nb::python_error();
   if (status.is_ok() && calls != nullptr) {
-    calls->note(std::move(program), {&owned, itemsize, dtype, op, fingerprint, even},
-                input.span(), output.span(), std::move(call));
+    calls->note(std::move(self), std::move(program),
+                {&runner, &owned, itemsize, dtype, op, fingerprint, even}, input.span(),
+                output.span(), std::move(call));
   }
   return {static_cast<int>(status.code), status.peer};
 }
 
-std::tuple<int, int, uint64_t> agree(unisono::Group& group, uint64_t fingerprint, uint64_t even,
+std::tuple<int, int, uint64_t> agree(unisono::Runner& runner, uint64_t fingerprint, uint64_t even,
                                      double timeout_s) {
   unisono::Status status;
   {
     nb::gil_scoped_release unlocked;
-    status = group.agree(fingerprint, &even, unisono::nanoseconds(timeout_s));
+    status = runner.agree(fingerprint, &even, unisono::nanoseconds(timeout_s));
   }
   if (status.code == unisono::Code::interrupted) throw nb::python_error();
   return {static_cast<int>(status.code), status.peer, even};
@@ -240,9 +243,7 @@ NB_MODULE(_engine, m) {
          nb::arg("steps"), nb::arg("step_count"), nb::arg("loops"), nb::arg("loop_count"),
          nb::arg("scratch_count"));
 
-  nb::class_<unisono::Group>(m, "Group")
-    .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
-         nb::arg("spin"))
+  nb::class_<unisono::Runner>(m, "Runner")
     .def("run", &run, nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
          nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
          nb::arg("even"), nb::arg("timeout_s"), nb::arg("calls").none(), nb::arg("call").none(),
@@ -250,11 +251,21 @@ NB_MODULE(_engine, m) {
     .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
          "Call `late` once when a call nears its deadline.")
-    .def("abort", &unisono::Group::abort, "End whatever waits.")
+    .def("abort", &unisono::Runner::abort, "End whatever waits.");
+
+  nb::class_<unisono::Group, unisono::Runner>(m, "Group")
+    .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
+         nb::arg("spin"))
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
 
   bind_store(m);
   bind_store_link(m);
   bind_quick(m);
   bind_p2p(m);
+
+  nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")
+    .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>, std::vector<int>,
+                  unisono::Runner*>(),
+         nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("order"),
+         nb::arg("agreement").none(), nb::keep_alive<1, 6>());
 }

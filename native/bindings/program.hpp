@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "group.hpp"
+#include "runner.hpp"
 
 namespace unisono {
 
@@ -27,6 +27,7 @@ struct OwnedProgram {
 
 // What every run needs besides the memory it works on.
 struct Known {
+  Runner* runner;
   const OwnedProgram* program;
   int64_t itemsize;
   int dtype;

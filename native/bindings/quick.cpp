@@ -189,7 +189,6 @@ void bind_quick(nb::module_& m) {
   nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
     .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
          nb::arg("waiting"))
-    .def("open", &unisono::Calls::open, nb::arg("group"), nb::arg("timeout_s"))
     .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
     .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
                  "The thread that is in a collective call, or 0.")

@@ -16,10 +16,6 @@ namespace unisono {
 
 namespace {
 
-// The columns of schedules/ir.py.
-enum Op : int64_t { kSend, kRecv, kRecvReduce, kCopy, kReduce, kPost, kRead, kReadReduce };
-enum Buf : int64_t { kInput, kOutput, kScratch };
-
 // How often a wait yields the core, looking at the flag `spin` times before each, until it sleeps: some
 // 300 us in all. Less: sleeping and waking costs more than the wait. More: a blocked rank burns its
 // core, which is what users of MPI complain about. Yielding in between costs a rank with a core of
@@ -43,8 +39,6 @@ void relax() {
   asm volatile("yield");
 #endif
 }
-
-bool sends(int64_t op) { return op == kSend || op == kPost; }
 
 }  // namespace
 
@@ -113,8 +107,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   return {};
 }
 
-// Whether no step leaves its buffers, in any repetition: what comes from Python is checked once
-// instead of trusted, because a wrong offset here is a corrupted process somewhere else.
+// Whether no step leaves its buffers or its slot, in any repetition.
 bool Group::fits(const Program& program, const Buffers& buffers) const {
   int64_t input_at = 0;
   int64_t output_at = 0;
@@ -128,7 +121,8 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
     const int64_t input_last = input_at + (loop.repeats - 1) * loop.input_shift;
     const int64_t output_last = output_at + (loop.repeats - 1) * loop.output_shift;
     for (const Step* step = program.steps + loop.first; step != program.steps + loop.end; ++step) {
-      if (!fits(*step, input_last, output_last, buffers)) return false;
+      if (!step_fits(*step, input_last, output_last, buffers, rank_, ranks_)) return false;
+      if (!fits_slot(*step, buffers.itemsize)) return false;
     }
     input_at = input_last + loop.input_shift;
     output_at = output_last + loop.output_shift;
@@ -136,27 +130,11 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
   return true;
 }
 
-bool Group::fits(const Step& step, int64_t input_at, int64_t output_at,
-                 const Buffers& buffers) const {
-  auto inside = [&](int64_t buf, int64_t off) {
-    const int64_t shift = buf == kInput ? input_at : buf == kOutput ? output_at : 0;
-    const int64_t size = buf == kInput    ? buffers.input_count
-                         : buf == kOutput ? buffers.output_count
-                                          : buffers.scratch_count;
-    return buf >= kInput && buf <= kScratch && off >= 0 && shift + off + step.count <= size;
-  };
-  if (step.op < kSend || step.op > kReadReduce || step.count < 0) return false;
-  const bool local = step.op == kCopy || step.op == kReduce;
-  if ((local || sends(step.op)) && !inside(step.src_buf, step.src_off)) return false;
-  const bool readonly =
-      step.dst_buf == kInput || (step.dst_buf == kOutput && buffers.output_is_readonly);
-  if (!sends(step.op) && (readonly || !inside(step.dst_buf, step.dst_off))) return false;
-  if (local) return true;
-  const int64_t slot_end = (step.slot_off + step.count) * buffers.itemsize;
-  const bool any_peer = step.peer == -1 && sends(step.op);
+bool Group::fits_slot(const Step& step, int64_t itemsize) const {
+  if (step.op == kCopy || step.op == kReduce) return true;
+  const int64_t slot_end = (step.slot_off + step.count) * itemsize;
   return step.slot_off >= 0 && slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
-         step.stage > 0 && step.stage < static_cast<int64_t>(kStages) &&
-         (any_peer || (step.peer >= 0 && step.peer < ranks_ && step.peer != rank_));
+         step.stage > 0 && step.stage < static_cast<int64_t>(kStages);
 }
 
 // Enter the epoch: from here on this rank's words and slot may be written. A rank whose first step

@@ -350,7 +350,7 @@ void Messages::peer_down(int rank, Code code) {
 void Messages::fail_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.push_back(context);
-  drop_messages(context);
+  drop_messages([&](const Envelope& each) { return each.context == context; });
   end_all([&](Op& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
 }
 
@@ -358,17 +358,18 @@ void Messages::fail_context(uint64_t context) {
 void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
-  drop_messages(context);
+  forgotten_.erase(context);
+  drop_messages([&](const Envelope& each) { return each.context == context; });
   end_all([&](Op& op) {
     return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
   });
 }
 
-void Messages::drop_messages(uint64_t context) {
+void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwanted) {
   auto& arrivals = matching_.arrivals();
   for (auto it = arrivals.begin(); it != arrivals.end();) {
     const auto each = it++;
-    if (each->envelope.context != context) continue;
+    if (!unwanted(each->envelope)) continue;
     Peer& from = peer(each->source);
     if (from.kept == &*each) from.kept = nullptr;
     matching_.drop(each);

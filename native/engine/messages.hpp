@@ -85,6 +85,17 @@ class Messages {
   // after `close`. `stuck` gets the ranks that do not make room.
   std::vector<Outcome> serve(std::vector<int>* stuck);
 
+  // For programs, whose operations are their own until they are done or given up. `begin` starts
+  // them; after `wait` with code `timeout` its operation goes on; `nudge` makes some progress in
+  // between; `rest` says that nothing more is going to be waited for.
+  void begin(Op* const* ops, size_t count);
+  Code wait(const Op& op, int64_t timeout_ns);
+  void give_up(Op* const* ops, size_t count);
+  void nudge();
+  void rest();
+  // Drop what has come, and will come, for the negative tags of a context from `oldest` on up.
+  void forget_tags(uint64_t context, int64_t oldest);
+
   // Take in a message that came another way.
   void deliver(int source, const Envelope& envelope, const char* data);
 
@@ -143,7 +154,8 @@ class Messages {
   void end_all(const std::function<Code(Op&)>& code_of);
   Code down_for(Op& op);
   bool is_failed(uint64_t context) const;
-  void drop_messages(uint64_t context);
+  bool is_unwanted(const Envelope& envelope) const;
+  void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
   Outcome started(std::unique_ptr<Op> op);
   Outcome taken(uint64_t number);
 
@@ -173,6 +185,7 @@ class Messages {
   std::atomic<int> queued_sends_{0};  // in the queues of all peers
   Matching matching_;
   std::vector<uint64_t> failed_;  // contexts
+  std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
   std::unordered_map<uint64_t, std::unique_ptr<Op>> open_;
   size_t watched_ = 0;  // those of open_ that are not quiet
   uint64_t last_number_ = 0;

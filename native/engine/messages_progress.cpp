@@ -81,7 +81,7 @@ bool Messages::open_frame(Peer& from, int source) {
       op->got_info = envelope.info;
       finish(*op, Code::mismatch);
     }
-  } else if (!is_failed(envelope.context)) {
+  } else if (!is_unwanted(envelope)) {
     if (matching_.has_room(envelope.nbytes) || matching_.anybody_wants(source)) {
       from.kept = matching_.keep(source, envelope);
     }
@@ -201,7 +201,7 @@ void Messages::take_in(int source, const Envelope& envelope, const char* data) {
     const bool fits = op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info;
     if (fits) copy_bytes(op->data, data, envelope.nbytes);
     finish(*op, fits ? Code::ok : Code::mismatch);
-  } else if (!is_failed(envelope.context) && !closed_) {
+  } else if (!is_unwanted(envelope) && !closed_) {
     Arrival* kept = matching_.keep(source, envelope);
     if (kept == nullptr) throw std::bad_alloc();
     copy_bytes(kept->data.get(), data, envelope.nbytes);

@@ -14,8 +14,6 @@ using namespace unisono;
 
 namespace {
 
-constexpr int64_t kSend = 0, kCopy = 3, kPost = 5, kRead = 6, kReadReduce = 7;
-constexpr int64_t kInput = 0, kOutput = 1;
 constexpr int64_t kMinute = 60'000'000'000;
 
 const unsigned char kNonce[16] = {1, 2, 3};

@@ -56,8 +56,7 @@ class Program:
         self, steps: int, step_count: int, loops: int, loop_count: int, scratch_count: int
     ) -> None: ...
 
-class Group:
-    def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
+class Runner:
     def run(
         self,
         program: object,
@@ -83,6 +82,8 @@ class Group:
     def abort(self) -> None:
         """End whatever waits."""
 
+class Group(Runner):
+    def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
     def leave(self) -> None:
         """Tell the others that this rank is gone."""
 
@@ -133,7 +134,6 @@ class Turn:
 
 class Calls:
     def __init__(self, turn: object, failed: object, waiting: object) -> None: ...
-    def open(self, group: object, timeout_s: float) -> None: ...
     def close(self) -> None:
         """Leave every call to Python from now on."""
 
@@ -223,3 +223,13 @@ class Port:
 
     def start_recv(self, array: object, from_: object | None, tag: object) -> object:
         """As Messages.start_recv; None: not for here."""
+
+class Steps(Runner):
+    def __init__(
+        self,
+        messages: Messages,
+        context: int,
+        ranks: Sequence[int],
+        order: Sequence[int],
+        agreement: Runner | None,
+    ) -> None: ...

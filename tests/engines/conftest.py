@@ -2,20 +2,54 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.engines import Communicator, ReferenceEngine
+from unisono.engines import Communicator, ReferenceEngine, is_native_built
+from unisono.engines.native import NativeEngine
 from unisono.transports import InprocTransport, TCPTransport
+from unisono.transports.native import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 
+needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
-@pytest.fixture(params=list(KINDS))
+
+def connected(kind, size):
+    """Return the transports of all ranks."""
+    addresses = {}
+    world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
+    addresses.update(enumerate(transport.address for transport in world))
+    return world
+
+
+def native_engines(kind, size, per_host):
+    """Return native engines of ranks that think they are `per_host` to a host."""
+    world = connected(kind, size)
+    if size > 1:
+        messages = [NativeMessages(transport) for transport in world]
+        words = [each.word for each in messages]
+        for transport, each in zip(world, messages, strict=True):
+            each.introduce(words, crowded=True)
+            transport.use_messages(each)
+    for transport in world:
+        transport.hosts = tuple(f"host {rank // per_host}" for rank in range(size))
+    comms = [Communicator(t, tuple(range(size)), "g") for t in world]
+    return [NativeEngine(comm, crowded=True) for comm in comms]
+
+
+@pytest.fixture(
+    params=[
+        "inproc",
+        "tcp",
+        *(pytest.param(name, marks=needs_native) for name in ("one host", "hosts", "pairs")),
+    ]
+)
 def make(request):
-    """Return a function: world size -> the reference engines of all ranks."""
+    """Return a function: world size -> the engines of all ranks."""
+    per_host = {"one host": 64, "hosts": 1, "pairs": 2}.get(request.param)
+    if per_host is not None:
+        return lambda size: native_engines("tcp", size, per_host)
 
     def build(size):
-        addresses = {}
-        world = [KINDS[request.param](r, size, lambda p: addresses[p]) for r in range(size)]
-        addresses.update(enumerate(transport.address for transport in world))
+        world = connected(request.param, size)
         return [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
 
     return build

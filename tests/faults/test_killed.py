@@ -70,9 +70,17 @@ def test_killed_inside_a_large_all_reduce(tmp_path, moment, world_size, victim):
         assert after.took_s < NOTICE_S
 
 
+def test_ranks_apart_hear_of_a_killed_rank(tmp_path, monkeypatch):
+    """As if each had a host of its own; the last calls wait for ranks that live and never come."""
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
+    test_sub_group_hears_of_a_killed_rank(tmp_path)
+
+
 # Four rounds each: one rank fewer after every one.
-@pytest.mark.parametrize("seed", range(10))
-def test_chaos(tmp_path, seed):
+@pytest.mark.parametrize("per_host", [0, 1])
+@pytest.mark.parametrize("seed", range(6))
+def test_chaos(tmp_path, monkeypatch, seed, per_host):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(per_host))
     results = run(
         killed_bodies.chaos,
         5,

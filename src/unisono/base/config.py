@@ -30,6 +30,9 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
+    "UNISONO_RANKS_PER_HOST": Variable(
+        "0", "treat so many ranks as those of one host, to try out several; 0: as it is"
+    ),
     "UNISONO_TOKEN": Variable(
         "", "secret of the job: without it nobody reaches its store; `unisono run` makes one"
     ),

@@ -34,8 +34,9 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if kind == "reference":
         return ReferenceEngine(comm)
     words = [comm.transport.hosts[rank] for rank in comm.ranks]
-    if all(words) and len(set(words)) == 1:
-        neighbours = comm.transport.hosts.count(words[0])
+    messages = comm.transport.messages
+    if all(words) and (len(set(words)) == 1 or (messages is not None and messages.reaches_all)):
+        neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         _say_once()
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():

@@ -1,17 +1,23 @@
-"""The native engine: programs executed in C++ over shared memory, without the interpreter lock.
+"""The native engine: programs executed in C++, without the interpreter lock.
 
-Order, threads and errors are those of every engine; only the execution of a task differs. The
-memory of a group is made when its first call runs: the group's first rank makes it, the others
+Order, threads and errors are those of every engine; only the execution of a task differs. Programs
+of posts and reads run over memory that all ranks of a group share (`Group`), programs of messages
+over rings and wires (`Steps`).
+
+The memory of a group is made when its first call runs: the group's first rank makes it, the others
 open it through that rank's process id and prove by a nonce that it is the same memory. If one of
-them cannot (another process namespace, say), the whole group stays with messages.
+them cannot (another process namespace, say), or if there are several hosts, the whole group stays
+with messages.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -71,6 +77,14 @@ _LAST_WORDS_S = 0.1
 # A rank that has aborted lives, so its reason will come.
 _ABORT_WORDS_S = 5.0
 
+_GONE: dict[int, str] = {}
+if _engine is not None:
+    _GONE |= {
+        _engine.LOST: "its process ended",
+        _engine.LEFT: "it left: the group was closed",
+        _engine.UNREACHABLE: "it cannot be reached",
+    }
+
 _INT64 = dtype_named("int64")
 
 
@@ -122,6 +136,16 @@ class _NativeProgram(SharedProgram):
         object.__setattr__(self, "native", native)
 
 
+@functools.lru_cache(maxsize=1024)
+def _in_messages(program: Program) -> Any:
+    """Return the copy in C++ of a program's steps."""
+    count = len(program.steps)
+    table = np.full((count, 9), -1, np.int64)
+    table[:, :7] = program.steps
+    loop = np.array([0, count, 1, 0, 0])
+    return _engine.Program(table.ctypes.data, count, loop.ctypes.data, 1, program.scratch_count)
+
+
 def _flat(memory: Memory) -> Memory:
     if isinstance(memory, list):
         return [each.reshape(-1) for each in memory]
@@ -138,6 +162,19 @@ def _ask_others(engine: NativeEngine | None) -> None:
     engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
 
 
+def _rounds_first(hosts: Sequence[str]) -> list[int]:
+    """Return the ranks in an order in which the first neighbours are on other hosts.
+
+    An agreement goes 1, 2, 4, ... places on, so that its last rounds stay inside the hosts.
+    """
+    numbers: dict[str, int] = {}
+    turn = []
+    for host in hosts:
+        turn.append(numbers.setdefault(host, 0))
+        numbers[host] += 1
+    return sorted(range(len(hosts)), key=turn.__getitem__)
+
+
 def _choose_isa(name: str) -> None:
     if name not in _engine.isas():
         raise InvalidArgumentError(
@@ -148,22 +185,24 @@ def _choose_isa(name: str) -> None:
 
 
 class NativeEngine(OrderedEngine):
-    """Runs tasks over shared memory; messages remain for what does not fit it.
+    """Runs tasks over shared memory where the ranks have one host, and with messages.
 
     Args:
-        comm: Its ranks have equal, non-empty host words.
+        comm: Its ranks have non-empty host words.
         crowded: More ranks than cores take part on this host.
     """
 
     name = "native"
-    shares_memory = True
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
         super().__init__(comm, _engine.Turn())
         if isa := config.get("UNISONO_CPU"):
             _choose_isa(isa)
         self._spin = _SPIN_CROWDED if crowded else _SPIN
+        self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
+        self.shares_memory = len(set(self._hosts)) == 1
         self._group: Any = None
+        self._steps: Any = None
         self._told = threading.Event()
         self._connected = False
         self._asked: Question | None = None
@@ -175,7 +214,7 @@ class NativeEngine(OrderedEngine):
         self.calls.set_timeout(timeout_s)
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
-        if layout.in_splits is None and layout.out_splits is None:
+        if self.shares_memory and layout.in_splits is None and layout.out_splits is None:
             rank, count = self.comm.rank, layout.count
             shared = lower_shared(schedule, rank, count, itemsize, SLOT_BYTES)
             if shared is not None:
@@ -184,48 +223,31 @@ class NativeEngine(OrderedEngine):
 
     def perform(self, task: Task) -> None:
         program, exchange = task.program, task.exchange
-        even = exchange.even if exchange is not None else 1
-        if self._group is not None and even and isinstance(program, _NativeProgram):
-            word = task.call.fingerprint
-            if self._execute(task, program, task.dtype, task.input, task.output, word, even):
-                return
-            with Run(self.comm, task) as run:
-                self._exchange(task, run)
-            return
-        with Run(self.comm, task) as run:
-            self._perform_in_steps(task, run)
-
-    def _perform_in_steps(self, task: Task, run: Run) -> None:
-        """Perform a task that needs more than one call of the C++ engine."""
         if not self._connected:
-            self._connect(run)
-        if self._group is None:
-            run.execute(run.agree() if self.comm.size > 1 else task.program)
+            with Run(self.comm, task) as run:
+                self._connect(run)
+        if self.comm.size == 1:
+            with Run(self.comm, task) as run:
+                run.execute(program)
             return
-        even = self._agree(task, task.exchange.even if task.exchange else 1)
-        if task.exchange is not None and not even:
-            self._exchange(task, run)
-        elif isinstance(task.program, _NativeProgram):
-            self._execute(task, task.program, task.dtype, task.input, task.output)
-        else:
-            run.execute(task.program)
+        even = exchange.even if exchange is not None else 1
+        word = task.call.fingerprint
+        if not self._execute(task, program, task.dtype, task.input, task.output, word, even):
+            self._exchange(task)
 
-    def _exchange(self, task: Task, run: Run) -> None:
+    def _exchange(self, task: Task) -> None:
         """Compare the numbers that may differ by rank, and run the program for such."""
         exchange = task.exchange
         assert exchange is not None
         table = self._gather(task, exchange.mine)
         exchange.check(task.call, table)
         program, shared = exchange.program, None
-        if exchange.counts is not None:
+        if self._group is not None and exchange.counts is not None:
             counts = exchange.counts(table)
             shared = lower_uneven(program, counts, self.comm.rank, task.dtype.itemsize, SLOT_BYTES)
         if shared is not None:
             program = _NativeProgram(shared)
-        if isinstance(program, _NativeProgram):
-            self._execute(task, program, task.dtype, task.input, task.output)
-        else:
-            run.execute(program)
+        self._execute(task, program, task.dtype, task.input, task.output)
 
     def close(self) -> None:
         self.calls.close()
@@ -263,23 +285,14 @@ class NativeEngine(OrderedEngine):
     def _perform_rest(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:
             self._raise(task, code, peer)
-        with Run(self.comm, task) as run:
-            self._exchange(task, run)
+        self._exchange(task)
 
     # ---- the C++ engine -------------------------------------------------------------------
-
-    def _agree(self, task: Task, even: int) -> int:
-        """Agree on the call; return `even` if all ranks gave the same, else 0."""
-        fingerprint, left_s = task.call.fingerprint, task.deadline.remaining()
-        code, peer, agreed = self._group.agree(fingerprint, even, left_s)
-        if code:
-            self._raise(task, code, peer)
-        return int(agreed)
 
     def _execute(
         self,
         task: Task,
-        program: _NativeProgram,
+        program: Program,
         dtype: DType,
         source: Memory,
         target: Memory,
@@ -296,8 +309,12 @@ class NativeEngine(OrderedEngine):
         if fingerprint and task.finish is None:
             calls = self.calls
             repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
-        code, peer = self._group.run(
-            program.native,
+        if self._group is not None and isinstance(program, _NativeProgram):
+            runner, native = self._group, program.native
+        else:
+            runner, native = self._steps, _in_messages(program)
+        code, peer = runner.run(
+            native,
             given,
             result,
             dtype.itemsize,
@@ -321,8 +338,6 @@ class NativeEngine(OrderedEngine):
         table = np.empty((comm.size, mine.size), np.int64)
         schedule = build("all_gather", "one_shot", comm.size)
         program = self.lower(schedule, layout_for(schedule, mine.size), 8)
-        if not isinstance(program, _NativeProgram):
-            raise InternalError(f"{mine.size} numbers of {comm.size} ranks do not fit a slot")
         self._execute(task, program, _INT64, mine, table.reshape(-1))
         return table
 
@@ -335,10 +350,9 @@ class NativeEngine(OrderedEngine):
         patience_s = _ABORT_WORDS_S if code == _engine.ABORTED else _LAST_WORDS_S
         if code in (_engine.LOST, _engine.LEFT, _engine.ABORTED) and self._told.wait(patience_s):
             code = _engine.ABORTED
-        if code == _engine.LOST:
-            raise LinkDown(comm.ranks[peer], "its process ended")
-        if code == _engine.LEFT:
-            raise LinkDown(comm.ranks[peer], "it left: the group was closed", left=True)
+        if code in _GONE:
+            rank, left = comm.ranks[peer], code == _engine.LEFT
+            raise comm.transport.mailbox.down(rank) or LinkDown(rank, _GONE[code], left=left)
         if code == _engine.TIMEOUT:
             raise Expired(self._asked)
         failure = comm.transport.failure(comm.context)
@@ -355,22 +369,31 @@ class NativeEngine(OrderedEngine):
         if comm.size == 1:
             self._connected = True
             return
-        segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
+        if self.shares_memory:
+            segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
+            if verdict:
+                self._group = _engine.Group(segment, comm.rank, pids, self._spin)
+            else:
+                _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
+        messages = comm.transport.messages
+        if messages is None:
+            raise InternalError("a world with the native engine has messages in C++")
         self._connected = True
-        if not verdict:
-            _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
-            return
-        self._group = group = _engine.Group(segment, comm.rank, pids, self._spin)
+        self._steps = _engine.Steps(
+            messages.native, comm.context, comm.ranks, _rounds_first(self._hosts), self._group
+        )
+        runners = [each for each in (self._group, self._steps) if each is not None]
         # Without a reference to the engine: nobody can see cycles through C++.
         here = weakref.ref(self)
-        group.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
+        for each in runners:
+            each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
             self._told.set()
-            group.abort()
+            for each in runners:
+                each.abort()
 
         comm.transport.on_failure(comm.context, end)
-        self.calls.open(group, self.timeout_s)
 
     def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
         size, nonce = self.comm.size, os.urandom(16)

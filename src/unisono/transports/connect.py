@@ -67,21 +67,32 @@ def connect(
     try:
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
         inbox = "" if messages is None else messages.word
+        if messages is None and world_size > 1:
+            host = ""
         with _claimed(store, rank, world_size) as number:
             keys = [f"{number}/address/{other}" for other in range(world_size)]
             store.set(keys[rank], f"{world_size} {host} {inbox} {transport.address}")
             published = [text.split(" ", 3)[1:] for text in _gather(store, keys, rank, deadline)]
         addresses += [address for _, _, address in published]
-        transport.hosts = tuple(word for word, _, _ in published)
+        words = [word for word, _, _ in published]
+        transport.hosts = _placed(words)
         if messages is not None:
             inboxes = [word if there == host else "" for there, word, _ in published]
-            messages.introduce(inboxes, crowded=transport.hosts.count(host) > usable_cores())
+            messages.introduce(inboxes, crowded=words.count(host) > usable_cores())
             transport.use_messages(messages)
         transport.watch_neighbours()
     except BaseException:
         transport.close()
         raise
     return transport
+
+
+def _placed(words: list[str]) -> tuple[str, ...]:
+    """Return the words about the hosts, as if so many ranks were on each as the user says."""
+    per_host = int(config.get_float("UNISONO_RANKS_PER_HOST"))
+    if not per_host:
+        return tuple(words)
+    return tuple(word and f"{word}/{rank // per_host}" for rank, word in enumerate(words))
 
 
 @contextlib.contextmanager

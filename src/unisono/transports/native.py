@@ -91,6 +91,7 @@ class NativeMessages:
         self._early: dict[int, Told] = {}
         self._server: threading.Thread | None = None
         self._closed = False
+        self.reaches_all = False
         self.native = _engine.Messages(transport.rank, transport.world_size)
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
@@ -126,6 +127,7 @@ class NativeMessages:
         for word in words:
             pid, fd, nonce = word.split(":") if word else ("0", "0", "")
             addresses.append((int(pid), int(fd), bytes.fromhex(nonce)))
+        self.reaches_all = all(words)
         self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
 
     def has_left(self, peer: int) -> bool:

@@ -1,0 +1,74 @@
+// The part of messages that programs use (steps.cpp).
+#include "messages.hpp"
+
+namespace unisono {
+
+void Messages::begin(Op* const* ops, size_t count) {
+  const Lock lock(lock_);
+  for (size_t i = 0; i < count; ++i) {
+    Op& op = *ops[i];
+    if (op.is_send) {
+      begin_send(op);
+      continue;
+    }
+    // As begin_recv, without looking for what comes: a program posts several, and then waits.
+    if (closed_) {
+      finish(op, Code::closed);
+      continue;
+    }
+    const auto arrival = matching_.find_arrival(op);
+    if (arrival != matching_.arrivals().end()) {
+      take_arrival(op, arrival);
+      continue;
+    }
+    const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
+    if (down != Code::ok) {
+      finish(op, down);
+    } else {
+      matching_.post(&op);
+    }
+  }
+}
+
+Code Messages::wait(const Op& op, int64_t timeout_ns) {
+  Lock lock(lock_);
+  const Code reason = wait_for(&op, timeout_ns, lock);
+  settle();
+  return is_over(&op) ? Code::ok : reason;
+}
+
+void Messages::give_up(Op* const* ops, size_t count) {
+  const Lock lock(lock_);
+  for (size_t i = 0; i < count; ++i) {
+    if (!ops[i]->done) withdraw(*ops[i], Code::cancelled);
+  }
+  settle();
+}
+
+void Messages::nudge() {
+  const Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  progress();
+  settle();
+}
+
+void Messages::rest() {
+  const Lock lock(lock_);
+  hand_over();
+  settle();
+}
+
+bool Messages::is_unwanted(const Envelope& envelope) const {
+  if (is_failed(envelope.context)) return true;
+  if (envelope.tag >= 0 || forgotten_.empty()) return false;
+  const auto found = forgotten_.find(envelope.context);
+  return found != forgotten_.end() && envelope.tag >= found->second;
+}
+
+void Messages::forget_tags(uint64_t context, int64_t oldest) {
+  const Lock lock(lock_);
+  forgotten_[context] = oldest;
+  drop_messages([&](const Envelope& each) { return is_unwanted(each); });
+}
+
+}  // namespace unisono

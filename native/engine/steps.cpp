@@ -1,0 +1,260 @@
+// The order of things in a program of messages; see steps_move.cpp for the messages.
+#include "steps.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "clock.hpp"
+
+namespace unisono {
+
+namespace {
+
+// What may be sent before all ranks have agreed, to save a latency: it lies at a rank that may be
+// in another call, until that turns out.
+constexpr size_t kEarlyBytes = 64 * 1024;
+
+bool overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
+  return a < b + b_bytes && b < a + a_bytes;
+}
+
+}  // namespace
+
+Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
+             std::vector<int> order, Runner* agreement)
+    : messages_(std::move(messages)),
+      context_(context),
+      ranks_(std::move(ranks)),
+      order_(std::move(order)),
+      agreement_(agreement) {
+  const auto me = std::find(ranks_.begin(), ranks_.end(), messages_->rank());
+  rank_ = static_cast<int>(me - ranks_.begin());
+  place_ = static_cast<size_t>(std::find(order_.begin(), order_.end(), rank_) - order_.begin());
+}
+
+char* Steps::place(int64_t buf, int64_t off) const {
+  char* base = buf == kInput    ? const_cast<char*>(buffers_.input)  // never written: step_fits
+               : buf == kOutput ? buffers_.output
+                                : buffers_.scratch;
+  return base + off * itemsize_;
+}
+
+Status Steps::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
+  begin(timeout_ns, nullptr);
+  count_ = 0;
+  Status status = agree_on({fingerprint, *even}, even);
+  if (status.is_ok()) status = settle(nullptr, nullptr);
+  end();
+  return status;
+}
+
+Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+                  int64_t timeout_ns, Idler* idler) {
+  const int ranks = static_cast<int>(ranks_.size());
+  for (size_t i = 0; i < program.step_count; ++i) {
+    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) return {Code::bad_program, rank_};
+  }
+  itemsize_ = buffers.itemsize;
+  reduce_ = reduce;
+  join(buffers);
+  begin(timeout_ns, idler);
+  const Status status = perform(program, words);
+  end();
+  if (status.is_ok()) spread(buffers);
+  return status;
+}
+
+// Make one array of a list: a message may hold several of its arrays.
+void Steps::join(const Buffers& given) {
+  buffers_ = given;
+  const auto gather = [this](const Parts& parts, int64_t total, std::vector<char>* into) {
+    into->resize(static_cast<size_t>(total * itemsize_));
+    const int64_t part = parts.count * itemsize_;
+    for (int64_t i = 0; part != 0 && i < total / parts.count; ++i) {
+      copy_chunked(into->data() + i * part, parts.at[i], static_cast<size_t>(part));
+    }
+    return into->data();
+  };
+  if (given.input_parts.at != nullptr) {
+    buffers_.input = gather(given.input_parts, given.input_count, &joined_input_);
+  }
+  if (given.output_parts.at != nullptr) {
+    buffers_.output = gather(given.output_parts, given.output_count, &joined_output_);
+  }
+}
+
+void Steps::spread(const Buffers& given) const {
+  const Parts& parts = given.output_parts;
+  if (parts.at == nullptr || given.output_is_readonly) return;
+  const int64_t part = parts.count * itemsize_;
+  for (int64_t i = 0; part != 0 && i < given.output_count / parts.count; ++i) {
+    copy_chunked(parts.at[i], joined_output_.data() + i * part, static_cast<size_t>(part));
+  }
+}
+
+Status Steps::perform(const Program& program, Words words) {
+  steps_ = program.steps;
+  count_ = program.step_count;
+  if (words.fingerprint != 0) {
+    uint64_t even = words.even;
+    Status status = agree_on(words, &even);
+    if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
+    if (!status.is_ok()) {
+      // What was sent too early is for nobody.
+      messages_->forget_tags(context_, program_tag());
+      return status;
+    }
+  }
+  return execute();
+}
+
+Status Steps::agree_on(const Words& words, uint64_t* even) {
+  if (agreement_ == nullptr) return pass_around(words, even);
+  if (idler_ != nullptr) idler_->idle();
+  idler_ = nullptr;
+  return agreement_->agree(words.fingerprint, even, std::max<int64_t>(deadline_ns_ - now_ns(), 0));
+}
+
+// In round k each rank says what it knows to the rank 2^k further on, and hears from the one 2^k
+// before it: 0 stands for "not all are equal".
+Status Steps::pass_around(Words words, uint64_t* even) {
+  const size_t p = ranks_.size();
+  Round* round = rounds_.data();
+  for (size_t distance = 1; distance < p; distance *= 2, ++round) {
+    round->said = {words.fingerprint, words.even};
+    const int from = order_[(place_ + p - distance) % p];
+    Op* heard = recv_from(from, agreement_tag(), reinterpret_cast<char*>(&round->heard), 16);
+    receives_.push_back({heard, nullptr, 0});
+    send_to(order_[(place_ + distance) % p], agreement_tag(),
+            reinterpret_cast<const char*>(&round->said), 16);
+    if (distance == 1) send_early();
+    const Status status = wait(*heard);
+    if (!status.is_ok()) return status;
+    recycle(receives_.back());
+    receives_.pop_back();
+    if (round->heard[0] != words.fingerprint) words.fingerprint = 0;
+    if (round->heard[1] != words.even) words.even = 0;
+  }
+  *even = words.even;
+  return words.fingerprint == 0 ? Status{Code::mismatch} : Status{};
+}
+
+// Send what the program sends first; no buffer is written for that.
+void Steps::send_early() {
+  size_t sent = 0;
+  for (size_t i = 0; i < count_; ++i) {
+    const Step& step = steps_[i];
+    if (step.op == kCopy) continue;
+    if (!sends(step.op)) return;
+    const char* data = place(step.src_buf, step.src_off);
+    for (size_t j = 0; j < i; ++j) {  // what a copy is still to write cannot be sent yet
+      const Step& copy = steps_[j];
+      if (copy.op != kCopy) continue;
+      const char* into = place(copy.dst_buf, copy.dst_off);
+      const bool moves = into != place(copy.src_buf, copy.src_off);
+      if (moves && overlap(into, bytes(copy), data, bytes(step))) return;
+    }
+    sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
+    if (sent > kEarlyBytes) return;
+    send(step);
+    early_end_ = i + 1;
+  }
+}
+
+Status Steps::execute() {
+  // Without elements it is a barrier: whoever has agreed has heard from all.
+  const auto has_elements = [](const Step& step) { return step.count != 0; };
+  if (std::none_of(steps_, steps_ + count_, has_elements)) return settle(nullptr, nullptr);
+  for (at_ = 0; at_ < count_; ++at_) {
+    const Step& step = steps_[at_];
+    if (step.count == 0) continue;
+    post_ahead();
+    if (sends(step.op)) {
+      if (at_ >= early_end_) send(step);
+      continue;
+    }
+    const bool local = step.op == kCopy || step.op == kReduce;
+    const Status status = local ? compute(step) : receive(step);
+    if (!status.is_ok()) return status;
+  }
+  return settle(nullptr, nullptr);
+}
+
+Status Steps::compute(const Step& step) {
+  char* into = place(step.dst_buf, step.dst_off);
+  const char* from = place(step.src_buf, step.src_off);
+  const Status status = settle(into, into + bytes(step));
+  if (!status.is_ok()) return status;
+  if (step.op == kReduce) {
+    reduce_(into, from, static_cast<size_t>(step.count));
+  } else if (into != from) {
+    copy_chunked(into, from, bytes(step));
+  }
+  messages_->nudge();
+  return {};
+}
+
+Status Steps::receive(const Step& step) {
+  char* into = place(step.dst_buf, step.dst_off);
+  char* const into_end = into + bytes(step);
+  while (into != into_end) {
+    if (receives_.empty()) {
+      // Not posted yet, because its memory is still on its way out.
+      const Status status = settle(into, into_end);
+      if (!status.is_ok()) return status;
+      post_ahead();
+    }
+    Receiving receiving = receives_.front();
+    Status status = wait(*receiving.op);
+    if (!status.is_ok()) return status;
+    receives_.pop_front();
+    expected_bytes_ -= receiving.nbytes;
+    if (receiving.spare != nullptr) {
+      status = settle(into, into + receiving.nbytes);
+      if (status.is_ok()) reduce(step, into, receiving.spare, receiving.nbytes);
+    }
+    recycle(receiving);
+    if (!status.is_ok()) return status;
+    into += receiving.nbytes;
+    post_ahead();
+    messages_->nudge();
+  }
+  return {};
+}
+
+// Two ranks that swap their vectors put the lower rank's operand first, so that both compute the
+// same expression; see Run.execute in engines/reference.py for where that matters.
+void Steps::reduce(const Step& step, char* into, char* spare, size_t nbytes) {
+  const size_t count = nbytes / static_cast<size_t>(itemsize_);
+  if (step.op == kRecvReduce && step.peer < rank_) {
+    reduce_(spare, into, count);
+    std::memcpy(into, spare, nbytes);
+  } else {
+    reduce_(into, spare, count);
+  }
+}
+
+void Steps::begin(int64_t timeout_ns, Idler* idler) {
+  ++epoch_;
+  deadline_ns_ = now_ns() + timeout_ns;
+  late_told_ = false;
+  broken_ = {};
+  idler_ = idler;
+  at_ = early_end_ = next_ = next_byte_ = expected_bytes_ = 0;
+}
+
+// Leave nothing behind that touches the caller's memory.
+void Steps::end() {
+  std::vector<Op*> open;
+  for (const Sending& sending : sends_) open.push_back(sending.op);
+  for (const Receiving& receiving : receives_) open.push_back(receiving.op);
+  if (!open.empty()) messages_->give_up(open.data(), open.size());
+  for (const Sending& sending : sends_) free_ops_.push_back(sending.op);
+  for (const Receiving& receiving : receives_) recycle(receiving);
+  sends_.clear();
+  receives_.clear();
+  messages_->rest();
+}
+
+}  // namespace unisono

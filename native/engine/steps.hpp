@@ -1,0 +1,125 @@
+// Programs of messages, as engines/reference.py executes them, over rings and wires (messages.hpp).
+//
+// Everything happens on the caller's thread. Receives are posted ahead of their turn where nothing
+// in between touches their memory; what is to be reduced comes in chunks, so that one is reduced
+// while the next is on its way.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "messages.hpp"
+#include "runner.hpp"
+
+namespace unisono {
+
+class Steps final : public Runner {
+ public:
+  // `ranks`: the members, by rank in the group, as ranks of `messages`. `order`: ranks in the group, in
+  // the order in which an agreement passes them. `agreement` agrees in place of messages, unless
+  // it is nullptr.
+  Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
+        std::vector<int> order, Runner* agreement);
+  Steps(const Steps&) = delete;
+  Steps& operator=(const Steps&) = delete;
+
+  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) override;
+  // Loops are not looked at.
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+             int64_t timeout_ns, Idler* idler = nullptr) override;
+
+  void abort() override { aborted_.store(true, std::memory_order_relaxed); }
+  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Sending {
+    Op* op;
+    const char* first;
+    const char* end;
+  };
+  struct Receiving {
+    Op* op;
+    char* spare;  // where it is received, to be reduced; nullptr: at its place
+    size_t nbytes;
+  };
+  struct Round {
+    std::array<uint64_t, 2> said;
+    std::array<uint64_t, 2> heard;
+  };
+
+  // steps.cpp: the order of things
+  Status perform(const Program& program, Words words);
+  Status agree_on(const Words& words, uint64_t* even);
+  Status pass_around(Words words, uint64_t* even);
+  void send_early();
+  Status execute();
+  Status receive(const Step& step);
+  Status compute(const Step& step);
+  void reduce(const Step& step, char* into, char* spare, size_t nbytes);
+  void join(const Buffers& given);
+  void spread(const Buffers& given) const;
+  void begin(int64_t timeout_ns, Idler* idler);
+  void end();
+
+  // steps_move.cpp: messages
+  void send(const Step& step);
+  void send_to(int peer, int64_t tag, const char* data, size_t nbytes);
+  Op* recv_from(int peer, int64_t tag, char* data, size_t nbytes);
+  void post_ahead();
+  bool post_next();
+  bool is_busy(const char* first, size_t nbytes) const;
+  Status settle(const char* first, const char* end);
+  Status wait(Op& op);
+  Status status_of(const Op& op) const;
+  Op* new_op(int peer, int64_t tag, size_t nbytes);
+  void recycle(const Receiving& receiving);
+
+  char* place(int64_t buf, int64_t off) const;
+  size_t bytes(const Step& step) const { return static_cast<size_t>(step.count * itemsize_); }
+  // Two tags per call; those of p2p messages are not negative.
+  int64_t agreement_tag() const { return -2 * epoch_ - 1; }
+  int64_t program_tag() const { return -2 * epoch_ - 2; }
+
+  std::shared_ptr<Messages> messages_;
+  uint64_t context_;
+  std::vector<int> ranks_;
+  std::vector<int> order_;
+  Runner* agreement_;
+  int rank_ = -1;
+  size_t place_ = 0;  // of this rank in the order
+  int64_t epoch_ = 0;
+  std::atomic<bool> aborted_{false};
+
+  // Of the run in progress.
+  const Step* steps_ = nullptr;
+  size_t count_ = 0;
+  Buffers buffers_{};
+  int64_t itemsize_ = 1;
+  ReduceFn reduce_ = nullptr;
+  int64_t deadline_ns_ = 0;
+  bool late_told_ = false;
+  Status broken_{};  // how a send ended as soon as it began
+  Idler* idler_ = nullptr;
+  size_t at_ = 0;         // the step that is executed
+  size_t early_end_ = 0;  // sends before it have been sent
+  size_t next_ = 0;       // the first step that may be a receive which is not posted
+  size_t next_byte_ = 0;  // of that step
+  size_t expected_bytes_ = 0;
+  std::array<Round, 32> rounds_{};
+  std::vector<Sending> sends_;
+  std::deque<Receiving> receives_;
+
+  // Kept for the next run.
+  std::vector<char> joined_input_;
+  std::vector<char> joined_output_;
+  std::deque<Op> ops_;
+  std::vector<Op*> free_ops_;
+  std::vector<std::unique_ptr<char[]>> spares_;
+  std::vector<char*> free_spares_;
+};
+
+}  // namespace unisono

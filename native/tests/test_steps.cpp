@@ -1,0 +1,139 @@
+// Threads as ranks that run programs of messages: results, disagreement, time-outs, aborts.
+#include "steps.hpp"
+
+#include <cassert>
+#include <cstdio>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include <unistd.h>
+
+using namespace unisono;
+
+namespace {
+
+constexpr int64_t kMinute = 60'000'000'000;
+constexpr int64_t kMoment = 30'000'000;
+
+void on_ranks(int ranks, const std::function<void(Steps&, Messages&, int)>& body) {
+  std::vector<Address> addresses(static_cast<size_t>(ranks));
+  std::vector<std::shared_ptr<Messages>> all;
+  std::vector<int> numbers(static_cast<size_t>(ranks));
+  std::iota(numbers.begin(), numbers.end(), 0);
+  for (int rank = 0; rank < ranks; ++rank) {
+    Address& address = addresses[static_cast<size_t>(rank)];
+    address.nonce[0] = static_cast<unsigned char>(rank + 1);
+    all.push_back(std::make_shared<Messages>(rank, ranks));
+    assert(all.back()->create(address.nonce) == 0);
+    address.pid = getpid();
+    address.fd = all.back()->fd();
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    all[static_cast<size_t>(rank)]->introduce(addresses, 10);
+    threads.emplace_back([&, rank] {
+      const auto& messages = all[static_cast<size_t>(rank)];
+      Steps steps(messages, 7, numbers, numbers, nullptr);
+      body(steps, *messages, rank);
+    });
+  }
+  for (auto& each : threads) each.join();
+  for (auto& messages : all) messages->close(0);
+}
+
+// Everybody sends the vector to everybody and adds what comes; OUTPUT's second half is a copy.
+std::vector<Step> all_reduce(int ranks, int rank, int64_t count) {
+  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, -1, -1}};
+  for (int i = 1; i < ranks; ++i) {
+    steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1});
+  }
+  steps.push_back({kCopy, -1, kOutput, 0, kOutput, count, count, -1, -1});
+  return steps;
+}
+
+Status run(Steps& runner, const std::vector<Step>& steps, std::vector<int64_t>& output,
+           uint64_t fingerprint, int64_t timeout_ns = kMinute) {
+  const Program program{steps.data(), steps.size(), nullptr, 0};
+  const auto count = static_cast<int64_t>(output.size());
+  const Buffers buffers{nullptr, 0,       reinterpret_cast<char*>(output.data()), count, false,
+                        nullptr, 0, 8};
+  return runner.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
+                    timeout_ns);
+}
+
+void test_sums(int ranks) {
+  on_ranks(ranks, [&](Steps& steps, Messages&, int rank) {
+    uint64_t call = 0;
+    for (int64_t count : {1, 100, 9'000, 40'000, 300'000}) {
+      std::vector<int64_t> values(static_cast<size_t>(2 * count));
+      std::iota(values.begin(), values.end(), rank);
+      assert(run(steps, all_reduce(ranks, rank, count), values, ++call).is_ok());
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t sum = ranks * i + ranks * (ranks - 1) / 2;
+        assert(values[size_t(i)] == sum && values[size_t(count + i)] == sum);
+      }
+    }
+  });
+}
+
+// What was sent before the ranks knew that they disagree must not be taken for later messages.
+void test_disagreement(int ranks) {
+  on_ranks(ranks, [&](Steps& steps, Messages&, int rank) {
+    for (uint64_t round = 0; round < 50; ++round) {
+      std::vector<int64_t> values(20, rank);
+      const uint64_t odd = rank == 1 && round % 2 == 0;
+      const Status status = run(steps, all_reduce(ranks, rank, 10), values, 1000 + 2 * round + odd);
+      assert(status.code == (round % 2 == 0 ? Code::mismatch : Code::ok));
+      assert(values[0] == (round % 2 == 0 ? rank : ranks * (ranks - 1) / 2));
+    }
+  });
+}
+
+void test_uneven() {
+  on_ranks(3, [&](Steps& steps, Messages&, int rank) {
+    uint64_t even = rank == 1 ? 5 : 6;
+    assert(steps.agree(9, &even, kMinute).is_ok() && even == 0);
+    even = 6;
+    assert(steps.agree(9, &even, kMinute).is_ok() && even == 6);
+  });
+}
+
+void test_timeout_and_abort() {
+  on_ranks(2, [&](Steps& steps, Messages& messages, int rank) {
+    if (rank == 1) return;
+    std::vector<int64_t> values(600'000, 1);
+    bool late = false;
+    steps.set_late([&] { late = true; }, kMoment / 2);
+    const Status status = run(steps, all_reduce(2, 0, 300'000), values, 3, kMoment);
+    assert(status.code == Code::timeout && status.peer == 1 && late);
+    std::thread other([&] { messages.fail_context(7); });
+    assert(run(steps, all_reduce(2, 0, 300'000), values, 3).code == Code::aborted);
+    other.join();
+  });
+}
+
+void test_bad_programs_are_refused() {
+  on_ranks(2, [&](Steps& steps, Messages&, int rank) {
+    std::vector<int64_t> values(8, 1);
+    const std::vector<Step> bad{
+      {kSend, 2, kOutput, 0, -1, -1, 8, -1, -1},   {kSend, rank, kOutput, 0, -1, -1, 8, -1, -1},
+      {kRecv, 1 - rank, -1, -1, kOutput, 1, 8, -1, -1}, {kRecv, 1 - rank, -1, -1, kInput, 0, 1, -1, -1},
+      {9, -1, kOutput, 0, kOutput, 0, 1, -1, -1},
+    };
+    for (const Step& step : bad) assert(run(steps, {step}, values, 1).code == Code::bad_program);
+  });
+}
+
+}  // namespace
+
+int main() {
+  test_sums(2);
+  test_sums(5);
+  test_disagreement(2);
+  test_disagreement(4);
+  test_uneven();
+  test_timeout_and_abort();
+  test_bad_programs_are_refused();
+  std::puts("ok");
+}

@@ -1,0 +1,89 @@
+"""Groups of ranks that count as several hosts: programs of messages in C++."""
+
+from functools import partial
+
+import mismatch_bodies
+import pytest
+import quick_bodies
+import stress_bodies
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_mismatch import check
+
+from unisono.base import config
+from unisono.engines import is_native_built
+from unisono.testing import run
+
+pytestmark = [
+    pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
+    pytest.mark.skipif(
+        config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
+    ),
+]
+
+
+@pytest.fixture(params=[1, 2], autouse=True)
+def per_host(monkeypatch, request):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(request.param))
+    return request.param
+
+
+@pytest.fixture(params=["threads", "processes"])
+def apart(request, per_host):
+    """Return `run`, on threads and on processes; on processes with one rank per host only."""
+    if request.param == "processes" and per_host > 1:
+        pytest.skip("threads will do")
+    return partial(run, ranks=request.param)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32), size=st.integers(2, 5))
+def test_as_the_reference_engine_bit_for_bit(seed, size):
+    native, reference = (
+        run(stress_bodies.random_calls, size, engine=engine, args=(seed, 12))
+        for engine in ("native", "reference")
+    )
+    for ours, theirs in zip(native, reference, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a[:4] == b[:4]
+            assert a == b, a[:4]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_rank_names_both_sides(size):
+    check(run(mismatch_bodies.every_case, size, args=(1, False)), 1)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_calls_are_repeated_without_python(apart, size):
+    for wrong, seen in apart(quick_bodies.every_function, size):
+        assert wrong == 0
+        assert [seen[i] for i in range(len(seen)) if i % 3] == [True] * 8
+
+
+def test_a_missing_rank_is_named(apart):
+    results = apart(quick_bodies.missing, 3, args=(0.3,))
+    for told, broken in (results[0], results[2]):
+        assert "timed out after 0.3 s" in told
+        assert "rank 1 never entered it" in told
+        assert broken
+
+
+def test_abort_ends_a_repeated_call(apart):
+    results = apart(quick_bodies.aborted, 3)
+    assert results[0] == "aborted"
+    assert all("enough" in result for result in results[1:])
+
+
+def test_a_mismatch_among_repeated_calls(apart):
+    for texts, x in apart(quick_bodies.odd_one, 3):
+        assert [k for k, _ in texts] == [0, 1, 2, 3]
+        assert x == [9.0] * 3
+
+
+def test_an_even_exchange_among_uneven_ones(apart):
+    even = [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    odd = [[0, 10, 20], [1, 21, 22], [2, 11, 12]]
+    assert apart(quick_bodies.one_uneven, 3) == [
+        [e, o, e, o] for e, o in zip(even, odd, strict=True)
+    ]
