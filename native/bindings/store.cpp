@@ -3,10 +3,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
+#include "load.hpp"
 #include "server.hpp"
 
 namespace nb = nanobind;
@@ -16,10 +18,11 @@ namespace {
 class StoreServer {
  public:
   StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token,
-              bool serves_strangers, uint64_t max_reply_bytes)
+              bool serves_strangers, uint64_t max_reply_bytes, std::size_t max_greetings)
       : server_(unisono::store::Server::start(
           std::move(listeners), log_fd,
-          {std::string(token.c_str(), token.size()), serves_strangers, max_reply_bytes})) {}
+          {std::string(token.c_str(), token.size()), serves_strangers, max_reply_bytes,
+           max_greetings})) {}
 
   void stop() {
     nb::gil_scoped_release unlocked;
@@ -31,13 +34,21 @@ class StoreServer {
   unisono::store::Server::Owner server_;
 };
 
+double store_load(const std::vector<int>& connections, const nb::bytes& request, uint64_t count) {
+  const std::string_view bytes(request.c_str(), request.size());
+  nb::gil_scoped_release unlocked;
+  return unisono::store::drive(connections, bytes, count);
+}
+
 }  // namespace
 
 void bind_store(nb::module_& m) {
   nb::class_<StoreServer>(m, "StoreServer")
-    .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t>(),
+    .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t, std::size_t>(),
          nb::arg("listeners"), nb::arg("log_fd"), nb::arg("token"), nb::arg("serves_strangers"),
-         nb::arg("max_reply_bytes"), "Serve torch's TCPStore protocol on a thread of its own.")
+         nb::arg("max_reply_bytes"), nb::arg("max_greetings"), "Serve torch's TCPStore protocol on a thread of its own.")
     .def("stop", &StoreServer::stop, "End the thread and close every socket.")
     .def_prop_ro("clients", &StoreServer::clients);
+  m.def("store_load", &store_load, nb::arg("connections"), nb::arg("request"), nb::arg("count"),
+        "Repeat a request `count` times; return the seconds it took.");
 }

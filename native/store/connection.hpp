@@ -16,6 +16,10 @@ struct Server::Connection final : Waiter {
   void wake() override {
     // STOP_WAITING, the answer to WAIT and to BARRIER alike.
     out.append_number(kStopWaiting);
+    send_soon();
+  }
+
+  void send_soon() {
     if (!is_dirty) owner->dirty_.push_back(this);
     is_dirty = true;
   }

@@ -119,7 +119,6 @@ void Server::handle(Connection& client) {
   switch (request.op) {
     case Op::validate: break;
     case Op::set: table_.set(request.key, request.value); break;
-    case Op::append: table_.append(request.key, request.value); break;
     case Op::queue_push: table_.queue_push(request.key, request.value); break;
     case Op::multi_set:
       for (std::size_t i = 0; i < request.keys.size(); ++i) {
@@ -159,6 +158,11 @@ void Server::answer_more(Connection& client) {
       }
       break;
     }
+    case Op::append:
+      if (!table_.append(request.key, request.value)) {
+        doom(client, "append(" + quoted(request.key) + "): the value becomes too long");
+      }
+      break;
     case Op::wait:
       if (table_.wait(client, request.keys)) client.out.append_number(kStopWaiting);
       break;

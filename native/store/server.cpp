@@ -15,6 +15,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "connection.hpp"
@@ -29,8 +30,9 @@ constexpr int kChunksPerTurn = 8;
 constexpr int kAcceptsPerTurn = 64;
 // A client that does not read its replies is not read from either once this much is queued.
 constexpr std::size_t kUnsent = 1024 * 1024;
+// How long a client may take to say who it is.
 constexpr int64_t kGreetingNs = 30'000'000'000;
-// What is cut off that when there are no descriptors left: strangers who say nothing must not keep
+// What is cut off that time when there are no descriptors left: strangers who say nothing must not keep
 // out the job's own clients.
 constexpr int64_t kHurryNs = kGreetingNs - 1'000'000'000;
 constexpr int kRetryAcceptMs = 100;
@@ -160,7 +162,7 @@ void Server::close_sockets() {
   client_count_ = 0;
 }
 
-void Server::run() {
+void Server::run() try {
   epoll_event events[kEvents];
   while (!stopping_.load(std::memory_order_relaxed)) {
     const int count = epoll_wait(epoll_, events, kEvents, timeout_ms());
@@ -181,6 +183,15 @@ void Server::run() {
     if (may_accept_) accept_some();
     tidy();
   }
+} catch (...) {
+  // There was no memory for a few bytes, perhaps in the middle of a change. Every client sees its
+  // connection end: nobody is left waiting, or reads what is half done.
+  log("the server ends: out of memory");
+  const std::lock_guard<std::mutex> held(connections_lock_);
+  for (int& fd : listeners_) close(std::exchange(fd, -1));
+  for (const auto& item : connections_) close(item.first);
+  connections_.clear();
+  client_count_ = 0;
 }
 
 int Server::timeout_ms() {
@@ -216,38 +227,47 @@ bool Server::accept_from(int listener) {
     }
     return errno == ECONNABORTED || errno == EINTR;
   }
-  auto client = std::make_unique<Connection>(this, fd, next_id_++, from);
   epoll_event event{};
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
-  event.data.ptr = client.get();
-  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
+  try {
+    auto client = std::make_unique<Connection>(this, fd, next_id_++, from);
+    event.data.ptr = client.get();
+    greetings_.push_back({now_ns() + kGreetingNs, fd, client->id});
+    connections_.emplace(fd, std::move(client));
+  } catch (const std::bad_alloc&) {
+    log("accept failed: out of memory");
     close(fd);
     return true;
   }
-  greetings_.push_back({now_ns() + kGreetingNs, fd, client->id});
-  connections_.emplace(fd, std::move(client));
+  if (epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) != 0) {
+    connections_.erase(fd);
+    close(fd);
+    return true;
+  }
   client_count_.store(connections_.size(), std::memory_order_relaxed);
   return true;
 }
 
-// Reads, answers and sends, as far as it goes without waiting.
+// Reads and answers, as far as it goes without waiting. A short answer is sent after all clients
+// had their turn: whoever waits on several connections then finds many answers at once.
 void Server::serve(Connection& client) try {
   int chunks = 0;
   while (!client.is_doomed) {
-    flush(client);
+    if (chunks > 0 || client.out.size() > kUnsent) flush(client);
     if (client.out.size() > kUnsent) return;  // goes on when the client has read something
     if (client.is_held) {
       take_kept(client);
       continue;
     }
-    if (!client.has_input) return;
+    if (!client.has_input) break;
     if (++chunks > kChunksPerTurn) {
       if (!client.is_later) later_.push_back(&client);
       client.is_later = true;
-      return;
+      break;
     }
     receive(client);
   }
+  if (!client.out.is_empty()) client.send_soon();
 } catch (const std::bad_alloc&) {
   doom(client, "out of memory");
 }
@@ -337,7 +357,8 @@ void Server::tidy() {
     auto found = connections_.find(oldest.fd);
     const bool waits = found != connections_.end() && found->second->id == oldest.id &&
                        found->second->phase != Connection::Phase::open;
-    if (waits && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
+    const bool is_crowded = greetings_.size() > options_.max_greetings;
+    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
     if (waits) doom(*found->second, "it did not say what it is");
     greetings_.pop_front();
   }
@@ -361,10 +382,11 @@ void Server::drop(Connection& client) {
   may_accept_ = may_accept_ || out_of_descriptors_;
 }
 
-void Server::log(const std::string& line) {
-  std::string text = line + "\n";
+void Server::log(std::string_view line) {
+  char end = '\n';
+  const iovec parts[] = {{const_cast<char*>(line.data()), line.size()}, {&end, 1}};
   // A full pipe loses the line: strangers must not be able to stop the server by knocking.
-  if (write(log_fd_, text.data(), text.size()) < 0) return;
+  if (writev(log_fd_, parts, 2) < 0) return;
 }
 
 }  // namespace unisono::store

@@ -29,6 +29,8 @@ class Server {
     std::string token;      // clients must prove that they know it; empty: there is none
     bool serves_strangers;  // clients without a token may be on other machines too
     uint64_t max_reply_bytes = kMaxReplyBytes;
+    // So many may come after a client that has not said yet who it is; then it is dropped.
+    std::size_t max_greetings = 4096;
   };
   struct End {
     void operator()(Server* server) const;
@@ -73,7 +75,7 @@ class Server {
   void doom(Connection& client, const std::string& why = {});
   void tidy();
   void drop(Connection& client);
-  void log(const std::string& line);
+  void log(std::string_view line);
   void close_sockets();
 
   std::vector<int> listeners_;

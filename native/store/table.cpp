@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <charconv>
 #include <limits>
+#include <new>
 #include <utility>
+
+#include "wire.hpp"
 
 namespace unisono::store {
 
@@ -45,26 +48,35 @@ const std::string* Table::find(std::string_view key) const {
 }
 
 void Table::set(std::string_view key, std::string_view value) {
-  values_[scratch(key)].assign(value);
+  // Made first: if there is no memory for it, the key stays as it was.
+  std::string copy(value);
+  values_[scratch(key)] = std::move(copy);
   changed(key);
 }
 
-void Table::append(std::string_view key, std::string_view value) {
-  values_[scratch(key)].append(value);
+bool Table::append(std::string_view key, std::string_view value) {
+  auto found = values_.find(scratch(key));
+  if (found == values_.end()) {
+    set(key, value);
+    return true;
+  }
+  if (found->second.size() + value.size() > kMaxValueBytes) return false;
+  found->second.append(value);
   changed(key);
+  return true;
 }
 
 bool Table::add(std::string_view key, int64_t amount, int64_t* total) {
   auto found = values_.find(scratch(key));
   *total = amount;
-  if (found == values_.end()) {
-    found = values_.try_emplace(scratch_).first;
-  } else if (!checked_sum(found->second, amount, total)) {
-    return false;
-  }
+  if (found != values_.end() && !checked_sum(found->second, amount, total)) return false;
   char digits[24];
   const auto end = std::to_chars(digits, digits + sizeof digits, *total).ptr;
-  found->second.assign(digits, end);
+  if (found == values_.end()) {
+    values_.emplace(scratch_, std::string(digits, end));
+  } else {
+    found->second.assign(digits, end);
+  }
   changed(key);
   return true;
 }
@@ -83,13 +95,14 @@ std::string_view Table::compare_set(std::string_view key, std::string_view expec
 bool Table::delete_key(std::string_view key) { return values_.erase(scratch(key)) > 0; }
 
 void Table::queue_push(std::string_view key, std::string_view value) {
-  queues_[scratch(key)].emplace_back(value);
+  std::string copy(value);
+  queues_[scratch(key)].push_back(std::move(copy));
   changed(key);
 }
 
 bool Table::queue_pop(std::string_view key, std::string* value) {
   auto found = queues_.find(scratch(key));
-  if (found == queues_.end()) return false;
+  if (found == queues_.end() || found->second.empty()) return false;
   *value = std::move(found->second.front());
   found->second.pop_front();
   if (found->second.empty()) queues_.erase(found);
@@ -112,7 +125,7 @@ bool Table::is_ready(std::string_view key) const {
   return queue_len(key) > (reserved == reserved_.end() ? 0 : reserved->second);
 }
 
-bool Table::wait(Waiter& waiter, const Keys& keys) {
+bool Table::wait(Waiter& waiter, const Keys& keys) try {
   forget(waiter);
   const auto missing =
     std::find_if_not(keys.begin(), keys.end(), [&](auto key) { return is_ready(key); });
@@ -124,6 +137,8 @@ bool Table::wait(Waiter& waiter, const Keys& keys) {
   waiter.missing_ = static_cast<std::size_t>(missing - keys.begin());
   watches_[scratch(*missing)].push_back(&waiter);
   return false;
+} catch (const std::bad_alloc&) {
+  throw Broken();
 }
 
 void Table::promise(Waiter& waiter, std::string_view key) {
@@ -142,7 +157,7 @@ void Table::end_promise(const std::string& key) {
   changed(key);
 }
 
-bool Table::arrive(Waiter& waiter, std::string_view key, int64_t world_size) {
+bool Table::arrive(Waiter& waiter, std::string_view key, int64_t world_size) try {
   forget(waiter);
   auto [found, is_new] = barriers_.try_emplace(scratch(key));
   Barrier& barrier = found->second;
@@ -160,6 +175,8 @@ bool Table::arrive(Waiter& waiter, std::string_view key, int64_t world_size) {
     }
   }
   return true;
+} catch (const std::bad_alloc&) {
+  throw Broken();
 }
 
 void Table::forget(Waiter& waiter) {
@@ -181,8 +198,13 @@ void Table::unwatch(Waiter& waiter) {
   waiter.keys_ = {};
 }
 
-void Table::changed(std::string_view key) {
-  if (watches_.empty()) return;
+void Table::changed(std::string_view key) try {
+  if (!watches_.empty()) wake_watchers(key);
+} catch (const std::bad_alloc&) {
+  throw Broken();
+}
+
+void Table::wake_watchers(std::string_view key) {
   auto found = watches_.find(scratch(key));
   if (found == watches_.end()) return;
   const std::vector<Waiter*> waiters = std::move(found->second);

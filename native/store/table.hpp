@@ -28,6 +28,9 @@ class Waiter {
   bool in_barrier_ = false;
 };
 
+// Memory ran out while waiters were told or noted down: some of them may be lost.
+struct Broken {};
+
 class Table {
  public:
   using Keys = std::vector<std::string_view>;
@@ -37,7 +40,8 @@ class Table {
   const std::unordered_map<std::string, std::string>& values() const { return values_; }
 
   void set(std::string_view key, std::string_view value);
-  void append(std::string_view key, std::string_view value);
+  // False: it would become longer than a value may be.
+  bool append(std::string_view key, std::string_view value);
   // False: what is stored is no number, or the sum leaves 64 bits. Nothing has changed then.
   bool add(std::string_view key, int64_t amount, int64_t* total);
   // Returns what compare_set answers; the view is valid until the next change.
@@ -79,6 +83,7 @@ class Table {
   void promise(Waiter& waiter, std::string_view key);
   void unwatch(Waiter& waiter);
   void changed(std::string_view key);
+  void wake_watchers(std::string_view key);
 
   std::unordered_map<std::string, std::string> values_;
   std::unordered_map<std::string, std::deque<std::string>> queues_;

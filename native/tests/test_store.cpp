@@ -1,8 +1,12 @@
 // The store server: frames in pieces and out of bounds, the table's waiters, proofs, and clients
 // on real sockets that wait, leave and talk nonsense.
+#include <atomic>
 #include <cassert>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,6 +24,22 @@
 #include "wire.hpp"
 
 using namespace unisono::store;
+
+namespace {
+
+// How many allocations of the server's thread succeed before one fails; none fails below 0.
+std::atomic<int64_t> allocations_left{-1};
+thread_local bool is_test_thread = false;
+
+}  // namespace
+
+void* operator new(std::size_t nbytes) {
+  if (!is_test_thread && allocations_left >= 0 && allocations_left-- == 0) throw std::bad_alloc();
+  if (void* memory = std::malloc(nbytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
@@ -196,10 +216,18 @@ struct Running {
   }
   ~Running() { close(log[0]); }
 
-  int connect_raw() const {
+  int try_connect(bool* is_connected = nullptr) const {
     const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    const int failed = connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at);
-    assert(failed == 0);
+    const timeval patience{20, 0};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    const bool is_done = connect(fd, reinterpret_cast<const sockaddr*>(&at), sizeof at) == 0;
+    if (is_connected != nullptr) *is_connected = is_done;
+    return fd;
+  }
+  int connect_raw() const {
+    bool is_connected = false;
+    const int fd = try_connect(&is_connected);
+    assert(is_connected);
     return fd;
   }
 
@@ -215,6 +243,7 @@ void say(int fd, const std::string& bytes) {
 std::string hear(int fd, std::size_t nbytes) {
   std::string answer(nbytes, '\0');
   const ssize_t count = recv(fd, answer.data(), nbytes, MSG_WAITALL);
+  assert(count >= 0 || errno != EAGAIN);  // not that the time is over
   answer.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
   return answer;
 }
@@ -309,9 +338,52 @@ void test_tokens() {
   }
 }
 
+// Memory that runs out at any one allocation: each client gets the right answer or loses its
+// connection, nobody is left waiting, and the process lives.
+void test_no_memory() {
+  const std::string key(100, 'k'), other(100, 'o'), value(200, 'v');
+  bool has_failed = true;
+  for (int64_t left = 0; has_failed; ++left) {
+    Running running;
+    allocations_left = left;
+    const int waiter = running.try_connect(), second = running.try_connect(),
+              third = running.try_connect();
+    const auto tell = [](int fd, const std::string& bytes) {
+      const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+      static_cast<void>(sent);
+    };
+    tell(waiter, kValidate + frame(Op::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
+    tell(second, kValidate + frame(Op::barrier, sized(key) + bytes_of(int64_t{2})));
+    tell(third, kValidate + frame(Op::ping, bytes_of(uint32_t{7})));
+    hear(third, 4);
+    tell(third, frame(Op::set, sized(key) + sized(value)) + frame(Op::get, sized(key)));
+    const std::string got = hear(third, 8 + value.size());
+    assert(got.empty() || got == sized(value));
+    tell(third, frame(Op::append, sized(other) + sized(value)) +
+                  frame(Op::add, sized(other + "n") + bytes_of(int64_t{1} << 60)) +
+                  frame(Op::queue_push, sized("q") + sized(value)) +
+                  frame(Op::barrier, sized(key) + bytes_of(int64_t{2})) +
+                  frame(Op::ping, bytes_of(uint32_t{7})));
+    hear(third, 8 + 4);
+    has_failed = allocations_left.exchange(-1) < 0;
+    // In place of what a lost client did not do.
+    const int helper = running.try_connect();
+    tell(helper, kValidate + frame(Op::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
+                                                    sized(other) + sized("")) +
+                   frame(Op::barrier, sized(key) + bytes_of(int64_t{2})));
+    for (int fd : {waiter, second}) {
+      const std::string answer = hear(fd, 1);
+      assert(answer == std::string(1, kStopWaiting) || (answer.empty() && has_failed));
+    }
+    for (int fd : {helper, third, waiter, second}) close(fd);
+  }
+}
+
 }  // namespace
 
 int main() {
+  is_test_thread = true;
+  test_no_memory();
   test_frames_in_pieces();
   test_frames_out_of_bounds();
   test_random_frames();

@@ -95,6 +95,7 @@ class StoreServer:
         token: bytes,
         serves_strangers: bool,
         max_reply_bytes: int,
+        max_greetings: int,
     ) -> None:
         """Serve torch's TCPStore protocol on a thread of its own."""
 
@@ -103,6 +104,9 @@ class StoreServer:
 
     @property
     def clients(self) -> int: ...
+
+def store_load(connections: Sequence[int], request: bytes, count: int) -> float:
+    """Repeat a request `count` times; return the seconds it took."""
 
 class StoreLink:
     def __init__(self, fd: int) -> None: ...

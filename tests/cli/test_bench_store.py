@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import subprocess
+import sys
 
 import pytest
 
@@ -61,3 +65,30 @@ def test_missing_programs_are_said(monkeypatch):
     monkeypatch.setattr(bench_store_servers.shutil, "which", lambda name: None)
     assert "redis-server is not installed" in bench_store_servers.why_not("redis")
     assert bench_store_servers.why_not("unisono") == ""
+
+
+def test_slow_connections_are_said_and_left_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench_store, "why_not", lambda kind: "" if kind == "unisono" else "no")
+    monkeypatch.setattr(bench_store, "_PATIENCE_S", 0.0)
+    path = tmp_path / "out.json"
+    assert main(["bench", "store", "--rounds", "1", "--json", str(path)]) == 0
+    rows = {row["row"] for row in json.loads(path.read_text())["rows"]}
+    assert "16 clients connect" not in rows
+    assert "16 clients pass a barrier" in rows
+    assert "without 16 clients of unisono: one takes" in capsys.readouterr().out
+
+
+def test_servers_end_with_a_killed_benchmark():
+    script = (
+        "from unisono.cli.bench_store_servers import Server\n"
+        "server = Server('unisono'); server.pause()\n"
+        "print(server._process.pid, flush=True); input()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        pidfd = os.pidfd_open(int(process.stdout.readline()))
+        process.kill()
+        ended, _, _ = select.select([pidfd], [], [], 20)
+        os.close(pidfd)
+    assert ended

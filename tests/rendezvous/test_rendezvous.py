@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from datetime import timedelta
 
@@ -178,6 +179,18 @@ def test_bad_variable_is_named(environment, change, text):
 def test_bad_url(url, text):
     with pytest.raises(RendezvousError, match=text):
         meet(url)
+
+
+def test_unknown_parameters_are_told(tmp_path, caplog):
+    query = "rank=0&world_size=1&use_libuv=0&run_idd=7&x=1"
+    with caplog.at_level(logging.WARNING, "unisono"):
+        store, *place = meet(f"file://{tmp_path}/f?{query}")
+        store.close()
+        assert place == [0, 1]
+        meet("tcp://127.0.0.1:0?rank=0&world_size=1&use_libuv=1")[0].close()
+    (record,) = caplog.records
+    assert "run_idd and x has no meaning" in record.getMessage()
+    assert "(known: rank, run_id, world_size)" in record.getMessage()
 
 
 def test_rank_given_twice():

@@ -132,6 +132,8 @@ def test_loopback_server_is_not_reachable_from_outside():
         ("node1", {"node1": ["127.0.1.1"]}, {"0.0.0.0"}),
         ("node1", {"node1": ["127.0.1.1", "::1"]}, {"0.0.0.0", "::"}),
         ("localhost", {"localhost": ["127.0.0.1", "::1"]}, {"127.0.0.1", "::1"}),
+        ("localhost", {"localhost": ["127.0.0.1", "::ffff:127.0.0.1"]}, {"127.0.0.1"}),
+        ("localhost", {"localhost": ["::ffff:127.0.0.1"]}, {"127.0.0.1"}),
         # Of another machine, as it seems: a router may lead from there to here.
         ("192.0.2.1", {}, {"0.0.0.0"}),
     ],
@@ -185,6 +187,41 @@ def test_refused_connection_names_the_address_within_the_timeout():
         with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.2 s.*refused"):
             TCPStore("127.0.0.1", port, timeout=0.2)
     assert time.monotonic() - start < 5
+
+
+def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        unused = stack.enter_context(socket.socket())
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        real = socket.getaddrinfo
+
+        def look_up(name, *args, **options):
+            names = ["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"] if name == "node1" else [name]
+            return [info for each in names for info in real(each, *args, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+        with pytest.raises(StoreConnectionError) as caught:
+            TCPStore("node1", port, timeout=0)
+    first, head, *table, _hint = str(caught.value).splitlines()
+    assert first.startswith(f"cannot connect from node2 to the store at node1:{port}")
+    assert first.endswith("(connection refused)")
+    assert head.strip() == "who could not reach whom:"
+    assert [line.strip() for line in table] == [
+        f"node2 -> 127.0.0.2:{port}: connection refused",
+        f"node2 -> 127.0.0.3:{port}: connection refused",
+    ]
+
+
+def test_replies_come_although_the_client_sends_no_more(master):
+    with raw_client(master.port) as sock:
+        sock.sendall(encode_request(Op.ADD, "/n", 5) * 3)
+        sock.shutdown(socket.SHUT_WR)
+        replies = b""
+        while chunk := sock.recv(100):
+            replies += chunk
+    assert replies == b"".join(encode_reply(Op.ADD, total) for total in (5, 10, 15))
 
 
 def test_unknown_host_is_named():
@@ -436,8 +473,11 @@ def test_client_that_reads_nothing_does_not_fill_the_server(master):
 
 def test_large_values_and_many_keys(master, server_kind):
     large = os.urandom(1 << 20) * 64
-    master.set("large", large)
-    assert master.get("large") == large
+    master.set("large", large[1:])
+    master.append("large", large[:1])
+    with pytest.raises(InvalidArgumentError, match="append of 1 bytes to the 67108864 bytes"):
+        master.append("large", b"x")
+    assert master.get("large") == large[1:] + large[:1]
     count = 100_000 if server_kind == "native" else 20_000
     names = [f"key{number:06d}" for number in range(count)]
     master.multi_set(names, [b""] * len(names))

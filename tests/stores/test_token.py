@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
-from unisono.stores.native_server import engine
+from unisono.stores.native_server import NativeServer
+from unisono.stores.tcp_server import PythonServer
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
 
@@ -126,9 +127,29 @@ def test_strangers_are_hung_up_on(server, sent):
         assert store.num_keys() == 0
 
 
+def test_silent_strangers_are_bounded(server_kind, caplog):
+    kind = NativeServer if server_kind == "native" else PythonServer
+    listeners = listen("127.0.0.1", 0)
+    with (
+        contextlib.closing(kind(listeners, token=TOKEN.encode(), max_greetings=8)) as server,
+        contextlib.ExitStack() as stack,
+    ):
+        address = ("127.0.0.1", server.port)
+        silent = [
+            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(12)
+        ]
+        assert [received(sock) for sock in silent[:4]] == [b""] * 4
+        with TCPStore("127.0.0.1", server.port, token=TOKEN, timeout=20) as store:
+            store.set("k", "v")
+        # Those who came last still have their time.
+        silent[-1].sendall(HELLO + bytes(NONCE_BYTES))
+        assert silent[-1].recv(1) == bytes([Answer.CHALLENGE])
+        assert server.clients <= 8
+        assert "did not say what it is" in log_of(caplog, server)[0]
+
+
+@pytest.mark.usefixtures("server_kind")
 def test_silent_strangers_do_not_keep_others_out():
-    if engine() is None:
-        pytest.skip("the native server's way with few descriptors")
     script = (
         "import resource, sys; from unisono.stores import TCPStore\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))\n"

@@ -19,6 +19,7 @@ from importlib import import_module, util
 from typing import IO, Any
 
 from unisono.base.deadline import Deadline
+from unisono.elastic.process import parent_death_hook
 from unisono.errors import InvalidArgumentError
 from unisono.stores import TCPStore
 
@@ -50,7 +51,12 @@ class Server:
         self.kind = kind
         command = _redis_command() if kind == "redis" else [sys.executable, "-m", _MODULE, kind]
         self._process: subprocess.Popen[str] = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # Also a stopped one, and Redis: whatever ends the benchmark ends its servers.
+            preexec_fn=parent_death_hook(),
         )
         try:
             self.port = (

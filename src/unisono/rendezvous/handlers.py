@@ -19,6 +19,7 @@ from unisono.rendezvous.url import (
     parse_query,
     rank_and_size,
     ranks_of,
+    warn_unknown,
 )
 from unisono.stores import FileStore, HashStore, Store, TCPStore
 from unisono.stores.addresses import format_address
@@ -26,6 +27,7 @@ from unisono.stores.addresses import format_address
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANKS = {"rank", "world_size"}
 _Met = Iterator[tuple[Store, int, int]]
 _WORLD = "unisono/world"
 _PAUSE_S = 0.02
@@ -47,6 +49,7 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
     Source: torch.distributed.rendezvous, torch 2.13.
     """
     query = parse_query(url)
+    warn_unknown(url, query, _RANKS)
     environment = config.environ()
     place = None if query else find_place(environment)
     if place is not None and place.launcher is not LAUNCHERS[0]:
@@ -70,6 +73,7 @@ def tcp_handler(url: str, timeout: Timeout) -> _Met:
     Source: torch.distributed.rendezvous, torch 2.13.
     """
     host, port = host_and_port(url)
+    warn_unknown(url, parse_query(url), _RANKS)
     rank, world_size = rank_and_size(url, "tcp://")
     yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
     _only_once("tcp://")
@@ -95,7 +99,9 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     if not parts.path:
         raise RendezvousError(f"the URL {url!r} has no path; write file:///absolute/path")
     rank, world_size = rank_and_size(url, "file://")
-    run_id = parse_query(url).get("run_id") or job_of(config.environ())
+    query = parse_query(url)
+    warn_unknown(url, query, _RANKS | {"run_id"})
+    run_id = query.get("run_id") or job_of(config.environ())
     yield FileStore(parts.path, world_size, timeout=timeout, run_id=run_id), rank, world_size
     _only_once("file://")
 

@@ -1,9 +1,10 @@
-"""Reading rendezvous URLs; pure functions."""
+"""Reading rendezvous URLs."""
 
 from __future__ import annotations
 
 from urllib.parse import urlsplit
 
+from unisono.base.log import get_logger
 from unisono.errors import RendezvousError
 
 __all__ = [
@@ -13,8 +14,11 @@ __all__ = [
     "parse_query",
     "rank_and_size",
     "ranks_of",
+    "warn_unknown",
 ]
 
+
+_LOG = get_logger("rendezvous")
 _MAX_PORT = 65535
 
 
@@ -33,6 +37,17 @@ def parse_query(url: str) -> dict[str, str]:
             raise RendezvousError(f"{name} occurs twice in the URL {url!r}")
         found[name] = text
     return found
+
+
+def warn_unknown(url: str, query: dict[str, str], known: set[str]) -> None:
+    """Warn about parameters that a method does not have; torch takes them in silence."""
+    if unknown := sorted(query.keys() - known - {"use_libuv"}):
+        _LOG.warning(
+            "the URL %r: %s has no meaning there and is ignored (known: %s)",
+            url,
+            " and ".join(unknown),
+            ", ".join(sorted(known)),
+        )
 
 
 def parse_integer(text: str, what: str) -> int:

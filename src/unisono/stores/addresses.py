@@ -21,6 +21,7 @@ _LAST_BACKOFF_S = 1.0
 _BACKLOG = 4096
 _TRIES = 16
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
+_MAPPED = "::ffff:"
 _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # The host lacks this address family; another one will do.
 _NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
@@ -51,8 +52,7 @@ def is_local(sock: socket.socket) -> bool:
     """Return whether the other end of a connection is on this machine."""
     try:
         peer, own = (
-            str(name[0]).removeprefix("::ffff:")
-            for name in (sock.getpeername(), sock.getsockname())
+            str(name[0]).removeprefix(_MAPPED) for name in (sock.getpeername(), sock.getsockname())
         )
     except OSError:
         return False
@@ -183,29 +183,33 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
         retry: Whether to go on trying, with growing pauses, as long as nobody listens.
 
     Raises:
-        StoreConnectionError: The text lists every address tried with its error.
+        StoreConnectionError: The text has a table of the addresses tried, each with its error.
     """
     backoff_s = _FIRST_BACKOFF_S
     while True:
-        failures = []
+        failures: list[tuple[str, str]] = []
         try:
             for family, address in _resolve(host, port):
                 try:
                     return _connect_one(family, address, deadline)
                 except OSError as error:
-                    failures.append(f"{address[0]}: {_reason(error)}")
+                    failures.append((format_address(str(address[0]), port), _reason(error)))
         except socket.gaierror as error:
-            failures.append(f"{host}: {error.strerror}")
+            failures.append((format_address(host, port), str(error.strerror)))
         if not retry or deadline.expired():
             break
         # Jitter keeps a thousand clients from knocking at the same moments.
         time.sleep(min(backoff_s * random.uniform(0.5, 1.0), deadline.remaining()))
         backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
     waited = f" within {deadline.timeout_s:g} s" if retry else ""
+    here = socket.gethostname()
+    what = (
+        f"cannot connect from {here} to the store at {format_address(host, port)}{waited} "
+        f"({'; '.join(dict.fromkeys(reason for _, reason in failures))})"
+    )
+    table = [f"{here} -> {there}: {reason}" for there, reason in failures]
     raise StoreConnectionError(
-        f"cannot connect from {socket.gethostname()} to the store at "
-        f"{format_address(host, port)}{waited} "
-        f"({'; '.join(failures)})",
+        "\n    ".join([what, "who could not reach whom:", *table]),
         hint="is rank 0 (or the launcher) running there, and is the port open?",
     )
 
@@ -246,7 +250,10 @@ def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Ad
     ):
         seen = [known[0] if passive else known for known in found]
         item = (int(family), address)
-        if family in _WILDCARDS and (item[0] if passive else item) not in seen:
+        if str(address[0]).startswith(_MAPPED):
+            # An IPv4 address in its IPv6 form, which no IPv6 socket can listen on.
+            item = (int(socket.AF_INET), (str(address[0])[len(_MAPPED) :], port))
+        if item[0] in _WILDCARDS and (item[0] if passive else item) not in seen:
             found.append(item)
     return found
 

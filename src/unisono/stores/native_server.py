@@ -15,6 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
+from unisono.stores.tcp_server import MAX_GREETINGS
 from unisono.stores.wire import MAX_REPLY_BYTES
 
 __all__ = ["NativeServer", "engine"]
@@ -38,6 +39,7 @@ class NativeServer:
         token: See `start_server`.
         serves_strangers: Likewise.
         max_reply_bytes: A larger multi_get is refused.
+        max_greetings: See `tcp_server.MAX_GREETINGS`.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class NativeServer:
         token: bytes = b"",
         serves_strangers: bool = False,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        max_greetings: int = MAX_GREETINGS,
     ) -> None:
         self.port: int = listeners[0].getsockname()[1]
         self._pid = os.getpid()
@@ -55,7 +58,7 @@ class NativeServer:
         sockets = [listener.detach() for listener in listeners]
         try:
             self._server = _engine.StoreServer(
-                sockets, log_fd, token, serves_strangers, max_reply_bytes
+                sockets, log_fd, token, serves_strangers, max_reply_bytes, max_greetings
             )
         except RuntimeError as error:
             os.close(lines)

@@ -34,7 +34,7 @@ from unisono.stores.api import (
 from unisono.stores.server import StoreServer, start_server
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp_connection import ConnectionPool
-from unisono.stores.wire import READY, Op
+from unisono.stores.wire import MAX_VALUE_BYTES, READY, Op
 
 __all__ = ["TCPStore"]
 
@@ -122,7 +122,13 @@ class TCPStore(Store):
 
     def append(self, key: str, value: Value) -> None:
         """Append `value` to what `key` holds."""
-        self._call(Op.APPEND, _wire_key(key), check_value(value))
+        more = check_value(value)
+        try:
+            self._call(Op.APPEND, _wire_key(key), more)
+        except StoreConnectionError:
+            # As for add: a server drops whoever makes a value too long.
+            self._explain_append(key, len(more))
+            raise
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return the value of `key`, waiting until there is one."""
@@ -289,14 +295,27 @@ class TCPStore(Store):
 
     def _explain_add(self, key: str, amount: int) -> None:
         """Raise StoreKeyError if the stored value is why the server ended the connection."""
+        value = self._present(key)
+        if value is not None:
+            checked_sum(key, value, amount)
+
+    def _explain_append(self, key: str, nbytes: int) -> None:
+        """Raise InvalidArgumentError if the sum of sizes is why the server ended the connection."""
+        present = len(self._present(key) or b"")
+        if present + nbytes > MAX_VALUE_BYTES:
+            raise InvalidArgumentError(
+                f"append of {nbytes} bytes to the {present} bytes of {key!r}: a value has at most "
+                f"{MAX_VALUE_BYTES} bytes"
+            )
+
+    def _present(self, key: str) -> bytes | None:
+        """Return the value of a key; None if there is none, or no server to ask."""
         self._check_open()
         try:
-            value = self._call(Op.GET, _wire_key(key))
-            present = self._call(Op.CHECK, [_wire_key(key)]) == READY
+            value: bytes = self._call(Op.GET, _wire_key(key))
+            return value if self._call(Op.CHECK, [_wire_key(key)]) == READY else None
         except StoreError:
-            return
-        if present:
-            checked_sum(key, value, amount)
+            return None
 
     def __repr__(self) -> str:
         role = ", master" if self._server else ""

@@ -24,6 +24,7 @@ from unisono.stores.table import Table, Watch
 from unisono.stores.token import Gate, Refused
 from unisono.stores.wire import (
     MAX_REPLY_BYTES,
+    MAX_VALUE_BYTES,
     NOT_READY,
     READY,
     STOP_WAITING,
@@ -35,14 +36,20 @@ from unisono.stores.wire import (
     encode_reply,
 )
 
-__all__ = ["PythonServer"]
+__all__ = ["MAX_GREETINGS", "PythonServer"]
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
 # A client that does not read its replies is not read from either once this much is queued.
 _UNSENT_BYTES = 1024 * 1024
-# How long a client may take to say what it is.
+# How long a client may take to say what it is: less when there are no descriptors left, for who
+# says nothing must not keep out the job's own clients.
 _GREETING_S = 30.0
+_HURRY_S = 1.0
+_REST_S = 0.1
+
+MAX_GREETINGS = 4096
+"""So many may come after a client that has not said yet what it is; then it is dropped."""
 
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
@@ -82,6 +89,7 @@ class PythonServer:
         token: See `start_server`.
         serves_strangers: Likewise.
         max_reply_bytes: A larger multi_get is refused.
+        max_greetings: See `MAX_GREETINGS`.
     """
 
     def __init__(
@@ -91,11 +99,16 @@ class PythonServer:
         token: bytes = b"",
         serves_strangers: bool = False,
         max_reply_bytes: int = MAX_REPLY_BYTES,
+        max_greetings: int = MAX_GREETINGS,
     ) -> None:
         self._token = token
         self._serves_strangers = serves_strangers
         self._max_reply_bytes = max_reply_bytes
-        self._greetings: deque[tuple[Deadline, _Connection]] = deque()
+        self._max_greetings = max_greetings
+        self._greetings: deque[tuple[float, _Connection]] = deque()
+        # Those not listened to for now: there are no descriptors left.
+        self._resting: list[socket.socket] = []
+        self._rest = Deadline(_REST_S)
         self.port: int = listeners[0].getsockname()[1]
         self._listeners = listeners
         self._table = Table()
@@ -163,15 +176,18 @@ class PythonServer:
         except BlockingIOError:
             return
         except OSError as error:
-            _LOG.warning("port %d: accept failed: %s", self.port, error)
-            # Out of file descriptors: the connection stays queued, so select returns at once.
-            time.sleep(0.05)
+            if not self._resting:
+                _LOG.warning("port %d: accept failed: %s", self.port, error)
+            # Mostly no descriptors: the connection stays queued, and select would return at once.
+            self._selector.unregister(listener)
+            self._resting.append(listener)
+            self._rest = Deadline(_REST_S)
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         gate = Gate(self._token, self._serves_strangers, lambda: is_local(sock))
         connection = _Connection(sock, f"{address[0]}:{address[1]}", gate)
-        self._greetings.append((Deadline(_GREETING_S), connection))
+        self._greetings.append((time.monotonic(), connection))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -209,14 +225,21 @@ class PythonServer:
 
     def _patience_s(self) -> float | None:
         """Drop who did not say in time what it is; return when to look again."""
+        if self._resting and self._rest.expired():
+            for listener in self._resting:
+                self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._resting.clear()
+        rest_s = self._rest.remaining() if self._resting else None
+        allowed_s = _HURRY_S if self._resting else _GREETING_S
         while self._greetings:
-            deadline, connection = self._greetings[0]
+            came_s, connection = self._greetings[0]
             if connection.gate is not None and connection in self._connections:
-                if not deadline.expired():
-                    return deadline.remaining()
+                left_s = came_s + allowed_s - time.monotonic()
+                if left_s > 0 and len(self._greetings) <= self._max_greetings:
+                    return left_s if rest_s is None else min(left_s, rest_s)
                 self._drop(connection, "it did not say what it is")
             self._greetings.popleft()
-        return None
+        return rest_s
 
     def _answer(self, connection: _Connection) -> None:
         """Handle what was received, as far as the client reads its replies."""
@@ -262,7 +285,7 @@ class PythonServer:
             case Op.COMPARE_SET:
                 return table.compare_set(*args)
             case Op.APPEND:
-                return table.append(*args)
+                return self._append(*args)
             case Op.DELETE_KEY:
                 return int(table.delete_key(*args))
             case Op.NUM_KEYS:
@@ -286,6 +309,11 @@ class PythonServer:
                 return args[0]
             case _:
                 return None
+
+    def _append(self, key: str, value: bytes) -> None:
+        if len(self._table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
+            raise InvalidArgumentError(f"append({key!r}): the value becomes too long")
+        self._table.append(key, value)
 
     def _multi_get(self, keys: list[str]) -> list[bytes]:
         values = [self._table.values.get(key, b"") for key in keys]
