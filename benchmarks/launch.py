@@ -122,11 +122,15 @@ class Job:
         return None
 
     def memory_bytes(self) -> int:
-        """Return the launcher's resident memory at its highest."""
-        status = Path(f"/proc/{self._popen.pid}/status").read_text()
-        match = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert match is not None
-        return int(match[1]) * 1024
+        """Return the resident memory of the launcher's two processes at its highest, in all."""
+        guard = self._popen.pid
+        [launcher] = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+        found = 0
+        for pid in (guard, launcher):
+            match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            assert match is not None
+            found += int(match[1]) * 1024
+        return found
 
     def end(self) -> int:
         """Let the workers end well; return the launcher's exit code."""

@@ -430,11 +430,14 @@ def never_done(group):
         work.wait()
 
 
-def no_reaper(monkeypatch):
-    from unisono.elastic import process
+def no_more_processes(monkeypatch):
+    from unisono.elastic import guard
 
-    monkeypatch.setattr(process.sys, "executable", "/nonexistent/python")
-    process.Reaper("id")
+    def fork():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(guard.os, "fork", fork)
+    guard.go_on_guarded(())
 
 
 def no_mpi(monkeypatch):
@@ -703,7 +706,7 @@ MATCHED = {
     r"cannot listen on any address of this rank \(192\.0\.2\.1: .*\)": (
         "Transport", lambda: listen(("192.0.2.1",)),
     ),
-    r"cannot start the reaper process: .*": ("Launch", no_reaper),
+    r"cannot start the launcher's second process: .*": ("Launch", no_more_processes),
     r"cannot write the log '.*': Not a directory": (
         "Launch",
         lambda tmp_path: ((tmp_path / "file").touch(), _create(str(tmp_path / "file/a/log"))),

@@ -107,6 +107,12 @@ def test_services(flags, url):
         (["--rdzv-backend=c10d", "--rdzv-endpoint=a:x"], "--rdzv-endpoint: .* is not host:port"),
         (["--nnodes=1:2"], "needs --rdzv-backend c10d: static is for a fixed number"),
         (["--node-rank=2"], "--node-rank must be 0 to 1, got 2"),
+        (["--node-rank=1", "--nnodes=1"], "--node-rank must be 0 to 0, got 1"),
+        (["--nnodes=1", "--rdzv-backend=foo"], "unknown --rdzv-backend 'foo'"),
+        (["--nnodes=1", "--rdzv-conf=join_timeout=x"], "join_timeout must be a number of seconds"),
+        (["--master-port=0"], "--master-port: port 0 means any free one"),
+        (["--rdzv-endpoint=a:0"], "--rdzv-endpoint: port 0 means any free one, which 2 nodes"),
+        (["--rdzv-backend=c10d", "--rdzv-endpoint=a:0"], "--rdzv-endpoint: port 0 means"),
         (["--standalone"], "--standalone is for one node, but --nnodes says 2:2"),
         (["--rdzv-conf=join_timeout=x"], "join_timeout must be a number of seconds"),
         (["--rdzv-conf=keep_alive_interval=0"], "keep_alive_interval must be more than 0"),
@@ -115,6 +121,19 @@ def test_services(flags, url):
 def test_contradictions(flags, message):
     with pytest.raises(InvalidArgumentError, match=message):
         parse("--nnodes=2", *flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rdzv-backend=c10d"],
+        ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        ["--master-port=0"],
+        ["--standalone", "--rdzv-backend=foo", "--node-rank=3", "--rdzv-endpoint=?"],
+    ],
+)
+def test_one_node_needs_no_meeting(flags):
+    assert parse(*flags)["meeting"] == Meeting()
 
 
 @pytest.mark.parametrize("conf", ["join_timeout", "x=1", "join_timeout="])

@@ -30,7 +30,7 @@ ERR = [b"err 0\n", b"err 1\n"]
 
 
 def environment(**extra):
-    drop = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "UNISONO_LAUNCH")
+    drop = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     env = {k: v for k, v in os.environ.items() if k not in drop}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     return env | extra
@@ -146,6 +146,17 @@ def test_prefix(run, arguments, env, expected):
     code, out, _ = run(*arguments, "talk.py", **env)
     prefix = expected.format(host=os.uname().nodename)
     assert (code, out) == (0, f"{prefix}equal\n{prefix}out 0\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--local-ranks-filter", "0,2-3"), ("--tee", "0:0,3:1"), ("-r", "3:1,2:2")]
+)
+def test_flag_about_a_worker_that_is_not_there(run, flag, value):
+    code, _, err = run("-n2", "--log-dir=logs", flag, value, "talk.py")
+    assert code == 0
+    name = "--redirects" if flag == "-r" else flag
+    ranks = "3" if flag == "--tee" else "2-3"
+    assert f"unisono run: {name} names local rank {ranks}, but this node has 0-1 only\n" in err
 
 
 def test_log_folder_that_cannot_be_made(run):
@@ -275,7 +286,10 @@ def test_after_two_dashes_all_is_the_scripts(run, tmp_path):
 def test_usage_errors_of_a_later_program(run, following, message):
     code, out, err = run("talk.py", ":", *following)
     assert (code, out) == (2, "")
-    assert message in err.splitlines()[-1]
+    usage, last = err.splitlines()
+    assert usage == ("usage: unisono run [options] script ... : -n N [-m | --no-python] script ...")
+    assert last.startswith("unisono run (program 2): error: ")
+    assert message in last
 
 
 # ---- plan and binding ----------------------------------------------------------------------

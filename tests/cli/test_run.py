@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 def environment(**extra):
     """The environment of a user who is not inside a launch."""
-    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT", "UNISONO_LAUNCH")
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     return env | extra
@@ -32,9 +32,10 @@ def environment(**extra):
 class Launcher:
     """A running `unisono run`, and the processes whose numbers its workers print."""
 
-    def __init__(self, *arguments, cwd, env=None):
+    def __init__(self, *arguments, cwd, env=None, program=None, **options):
         self.popen = subprocess.Popen(
-            [sys.executable, "-W", "error", "-m", "unisono", "run", *map(str, arguments)],
+            program
+            or [sys.executable, "-W", "error", "-m", "unisono", "run", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -43,6 +44,7 @@ class Launcher:
             env=env or environment(),
             # pytest may run as a shell's background job, which ignores SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            **options,
         )
         self.handles = []
 
@@ -73,11 +75,11 @@ class Launcher:
     def close(self):
         if self.popen.poll() is None:
             self.popen.kill()
-        self.popen.communicate()
         for handle in self.handles:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             os.close(handle)
+        self.popen.communicate(timeout=LIMIT_S)
 
 
 @pytest.fixture
@@ -164,6 +166,21 @@ def finish(*arguments, cwd):
 def test_underscores_in_flags(tmp_path):
     (tmp_path / "s.py").write_text("print('x')")
     assert finish("--nproc_per_node=3", "s.py", cwd=tmp_path) == (0, "x\n" * 3, "")
+
+
+@pytest.mark.parametrize(
+    ("closed", "seen"), [("<&-", "x\n"), (">&-", ""), ("2>&-", "x\n"), ("<&- >&- 2>&-", "")]
+)
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_streams_that_are_closed(tmp_path, closed, seen, nprocs):
+    (tmp_path / "s.py").write_text("import os; open('seen' + os.environ['RANK'], 'w'); print('x')")
+    words = f"exec {sys.executable} -m unisono run -n {nprocs} s.py {closed}"
+    launcher = Launcher(program=["sh", "-c", words], cwd=tmp_path)
+    try:
+        assert launcher.finish() == (0, seen * nprocs, "")
+    finally:
+        launcher.close()
+    assert len(list(tmp_path.glob("seen?"))) == nprocs
 
 
 def test_module(tmp_path):
@@ -396,25 +413,118 @@ def test_signal_to_the_launcher_ends_the_whole_family(launch, signum):
     assert launcher.survivors(0.1) == 0
 
 
-def test_killed_launcher_leaves_nothing(launch):
-    launcher = launch(FAMILY)
-    launcher.follow(6)
-    launcher.popen.kill()
+def inner(launcher):
+    """The process number of the one that has the workers."""
+    main_thread = Path(f"/proc/{launcher.popen.pid}/task/{launcher.popen.pid}")
+    [pid] = (main_thread / "children").read_text().split()
+    return int(pid)
+
+
+# What `env -i` and `setsid` leave of a process is its descent; `--fork` makes it lose its parent.
+ESCAPED = """
+import os, signal, subprocess, sys
+child = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+subprocess.run(["env", "-i", "setsid", "--fork", sys.executable, "-S", "-c", child])
+print(os.getpid(), flush=True)
+signal.pause()
+"""
+WAYS = {
+    "killed": lambda launcher: launcher.popen.kill(),
+    "killed inside": lambda launcher: os.kill(inner(launcher), signal.SIGKILL),
+    "stopped": lambda launcher: launcher.popen.terminate(),
+    "a worker killed": lambda launcher: signal.pidfd_send_signal(launcher.handles[0], 9),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("script", ["FAMILY", "ESCAPED"])
+def test_nothing_is_left_however_it_ends(launch, script, way):
+    launcher = launch(globals()[script])
+    launcher.follow(6 if script == "FAMILY" else 4)
+    WAYS[way](launcher)
     assert launcher.survivors(2.0) == 0
 
 
-def test_workers_end_with_the_launcher_even_without_the_reaper(launch):
+def test_killed_process_group_leaves_nothing(tmp_path):
+    # As timeout(1) and CI systems do it.
+    (tmp_path / "script.py").write_text(ESCAPED)
+    launcher = Launcher("--nproc-per-node=2", "script.py", cwd=tmp_path, process_group=0)
+    try:
+        launcher.follow(4)
+        os.killpg(launcher.popen.pid, signal.SIGKILL)
+        assert launcher.survivors(2.0) == 0
+    finally:
+        launcher.close()
+
+
+def test_launcher_that_is_killed_inside_says_so(launch):
     launcher = launch(DEAF)
     launcher.follow(2)
-    main_thread = Path(f"/proc/{launcher.popen.pid}/task/{launcher.popen.pid}")
-    for pid in (main_thread / "children").read_text().split():
-        if b"reaper.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            os.kill(int(pid), signal.SIGKILL)
-            break
-    else:
-        pytest.fail("the launcher has no reaper")
-    launcher.popen.kill()
-    assert launcher.survivors(2.0) == 0
+    os.kill(inner(launcher), signal.SIGKILL)
+    code, _, err = launcher.finish()
+    assert code == 137
+    assert err == "unisono run: the launcher was killed by SIGKILL, and all workers with it\n"
+
+
+def test_strangers_are_spared(tmp_path):
+    # A shell's background job becomes the launcher's child by `exec`.
+    (tmp_path / "script.py").write_text(DEAF)
+    words = [sys.executable, "-m", "unisono", "run", "--nproc-per-node=1", "script.py"]
+    shell = f"sleep 3600 >/dev/null 2>&1 & echo $!; exec {' '.join(words)}"
+    launcher = Launcher(program=["sh", "-c", shell], cwd=tmp_path)
+    try:
+        launcher.follow(2)
+        stranger = launcher.handles[0]
+        table = Path(f"/proc/{launcher.popen.pid}/task/{launcher.popen.pid}/children")
+        [pid] = [p for p in table.read_text().split() if b"unisono" in cmdline(p)]
+        os.kill(int(pid), signal.SIGKILL)
+        assert launcher.popen.wait(LIMIT_S) == 137
+        assert not select.select([stranger], [], [], 0)[0]
+    finally:
+        launcher.close()
+
+
+def cmdline(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_orphans_that_end_do_not_pile_up(launch):
+    script = """
+import os, subprocess, sys
+for _ in range(5):
+    subprocess.run(["setsid", "--fork", "true"])
+print(os.getpid())
+sys.stdin.read()
+"""
+    launcher = launch(script, nprocs=1)
+    launcher.follow(1)
+    pid = inner(launcher)
+    deadline = time.monotonic() + LIMIT_S
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    while len(children.read_text().split()) > 1:
+        assert time.monotonic() < deadline, children.read_text()
+        time.sleep(0.01)
+    assert launcher.finish()[0] == 0
+
+
+def test_stop_and_go_on(launch):
+    launcher = launch(DEAF)
+    launcher.follow(2)
+    both = [launcher.popen.pid, inner(launcher)]
+
+    def states():
+        return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in both]
+
+    def wait_for(*expected):
+        deadline = time.monotonic() + LIMIT_S
+        while not all(state in expected for state in states()):
+            assert time.monotonic() < deadline, states()
+            time.sleep(0.01)
+
+    launcher.popen.send_signal(signal.SIGTSTP)
+    wait_for("T")
+    launcher.popen.send_signal(signal.SIGCONT)
+    wait_for("S", "R")
 
 
 def test_killed_worker_takes_its_children_along(launch):
@@ -518,9 +628,11 @@ def test_launcher_stays_light(tmp_path):
     (tmp_path / "s.py").write_text("")
     limit_kib = 60 * 1024
     program = (
-        "import sys; from unisono.cli.main import main; code = main(['run', 's.py']); "
-        "peak = next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
-        "print(code, sorted({'numpy', 'torch'} & set(sys.modules)), peak.split()[1])"
+        "import os, sys; from unisono.cli.main import main; code = main(['run', 's.py']); "
+        # The launcher's two processes.
+        "files = [open(f'/proc/{pid}/status') for pid in (os.getpid(), os.getppid())]\n"
+        "peak = sum(int(line.split()[1]) for f in files for line in f if line[:5] == 'VmHWM')\n"
+        "print(code, sorted({'numpy', 'torch'} & set(sys.modules)), peak)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

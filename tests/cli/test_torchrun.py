@@ -102,8 +102,7 @@ def test_plug_in_for_logs_is_refused():
 
 
 def finish(launcher, *arguments, cwd=None, **variables):
-    env = {k: v for k, v in os.environ.items() if k != "UNISONO_LAUNCH"}
-    env["PYTHONPATH"] = SRC
+    env = dict(os.environ) | {"PYTHONPATH": SRC}
     return subprocess.run(
         [*launcher, *map(str, arguments)],
         cwd=cwd,
@@ -127,7 +126,6 @@ OWN = {
     "TORCHELASTIC_RUN_ID": "random",
     "TORCHELASTIC_ERROR_FILE": "in a new folder",
     "SEEN": "of this test",
-    "UNISONO_LAUNCH": "ours",
     "UNISONO_TOKEN": "ours",
     "PYTHONFAULTHANDLER": "ours",
     "NODE_RANK": "ours",

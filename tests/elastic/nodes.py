@@ -61,7 +61,7 @@ def free_port():
 
 def environment(**extra):
     """The environment of a user who is not inside a launch."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "UNISONO_LAUNCH")
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in names and k[:4] != "PET_"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     return env | extra

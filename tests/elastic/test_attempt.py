@@ -7,6 +7,7 @@ import pytest
 from unisono.elastic.attempt import Attempt
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import Place
+from unisono.elastic.family import Family
 from unisono.elastic.logs import LogOptions, Output
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import LaunchSpec
@@ -34,6 +35,7 @@ def attempt_of():
                 output=output,
                 signals=signals,
                 warm=WarmWorkers(spec.commands, 0),
+                family=Family(),
                 must_stop=must_stop,
                 on_failure=failures.append,
             )

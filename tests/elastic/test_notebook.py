@@ -51,7 +51,7 @@ except OwnError as error:
 
 @pytest.fixture(scope="module")
 def outputs():
-    drop = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "UNISONO_LAUNCH")
+    drop = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: text for name, text in os.environ.items() if name not in drop}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     done = subprocess.run(

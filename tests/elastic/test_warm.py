@@ -81,6 +81,10 @@ if attempt == "0":
 """
 
 
+def children(pid):
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Job:
     """A running launch whose first attempt waits to be told to fail."""
 
@@ -93,7 +97,7 @@ class Job:
         (folder / "script.py").write_text(SCRIPT)
         for rank in range(2):
             os.mkfifo(folder / f"fifo_{rank}")
-        drop = ("RANK", "WORLD_SIZE", "UNISONO_LAUNCH", "PYTHONPATH")
+        drop = ("RANK", "WORLD_SIZE", "PYTHONPATH")
         env = {k: v for k, v in os.environ.items() if k not in drop}
         path = os.pathsep.join(filter(None, [str(folder), SRC, variables.pop("path", "")]))
         self.popen = subprocess.Popen(
@@ -129,15 +133,15 @@ class Job:
         return (self.folder / f"loaded_{pid}").exists() and state == "S"
 
     def _warm(self, count):
-        main = self.popen.pid
         found = set()
-        for pid in Path(f"/proc/{main}/task/{main}/children").read_text().split():
+        # The process that was started here has one child, which has all the others.
+        for pid in [pid for main in children(self.popen.pid) for pid in children(main)]:
             try:
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
             if any(entry.startswith(b"UNISONO_WARM_LINK=") for entry in environ):
-                found.add(int(pid))
+                found.add(pid)
         return found if len(found) == count else None
 
     def started(self, attempt):
@@ -202,7 +206,7 @@ def test_a_script_cannot_tell(job, tmp_path, command, users_own):
         assert not [m for m in more if m.lstrip("_").partition(".")[0] not in ALSO_OF_TORCH]
         assert [s.pop("site") for s in (first, second)] == (["0", "1"] if users_own else ["", ""])
         for state in (first, second):
-            for name in (*PER_ATTEMPT, "UNISONO_LAUNCH"):
+            for name in PER_ATTEMPT:
                 del state["environ"][name]
         assert second == first
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of the process if None.
     """
+    _open_closed_streams()
     parser = argparse.ArgumentParser(
         prog="unisono", description="c10d-style collectives for NumPy, torch and friends."
     )
@@ -31,3 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"unisono: error: {error}", file=sys.stderr)
         return 1
     return code
+
+
+def _open_closed_streams() -> None:
+    """Put /dev/null in the place of streams that were closed (`unisono run ... >&-`).
+
+    The next file that is opened would get the number, and programs that we start would write to it.
+    """
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            nothing = os.open(os.devnull, os.O_RDWR)
+            if nothing != fd:
+                os.dup2(nothing, fd)
+                os.close(nothing)
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))

@@ -158,16 +158,14 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
         InvalidArgumentError: Flags that contradict each other, or a backend that is missing.
     """
     low, high = options.nnodes
-    if options.standalone:
-        if high > 1:
-            raise InvalidArgumentError(
-                f"--standalone is for one node, but --nnodes says {low}:{high}"
-            )
-        options.rdzv_endpoint = ""
+    if options.standalone and high > 1:
+        raise InvalidArgumentError(f"--standalone is for one node, but --nnodes says {low}:{high}")
     single = high == 1
+    # What is said about a meeting is checked even if nobody else will come to it.
+    meeting = Meeting() if options.standalone else _meeting(options, low, high)
     return {
         "limits": Limits(min_nodes=low, max_nodes=high, max_restarts=options.max_restarts),
-        "meeting": Meeting() if single else _meeting(options, low, high),
+        "meeting": Meeting() if single else meeting,
         "run_id": options.rdzv_id or (None if single else "none"),
         "role": options.role,
         "monitor_interval_s": options.monitor_interval,
@@ -184,6 +182,8 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
     common = _times(conf) | {"address": options.local_addr}
     if backend == "static":
         return _static(options, low, high, common)
+    if high == 1 and not options.rdzv_endpoint:
+        return Meeting(**common)
     if not options.rdzv_endpoint:
         raise InvalidArgumentError(
             f"--nnodes {low}:{high} --rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT",
@@ -198,7 +198,8 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
     hosting = {"1": True, "true": True, "0": False, "false": False}.get(
         conf.get("is_host", "").lower()
     )
-    return Meeting(endpoint=_endpoint(options.rdzv_endpoint), hosting=hosting, **common)
+    endpoint = _endpoint(options.rdzv_endpoint, high)
+    return Meeting(endpoint=endpoint, hosting=hosting, **common)
 
 
 def _service(options: argparse.Namespace) -> str:
@@ -221,17 +222,30 @@ def _static(options: argparse.Namespace, low: int, high: int, common: dict[str, 
     port = 29500 if options.master_port is None else options.master_port
     endpoint = (options.master_addr, port)
     if options.rdzv_endpoint:
-        endpoint = _endpoint(options.rdzv_endpoint)
+        endpoint = _endpoint(options.rdzv_endpoint, high)
     return Meeting(
-        endpoint=endpoint, hosting=rank == 0, node_rank=int(rank), share_port=True, **common
+        endpoint=_known_port(*endpoint, "--master-port", high),
+        hosting=rank == 0,
+        node_rank=int(rank),
+        share_port=True,
+        **common,
     )
 
 
-def _endpoint(text: str) -> tuple[str, int]:
+def _endpoint(text: str, nodes: int) -> tuple[str, int]:
     try:
-        return parse_endpoint(text)
+        return _known_port(*parse_endpoint(text), "--rdzv-endpoint", nodes)
     except RendezvousError as error:
         raise InvalidArgumentError(f"--rdzv-endpoint: {error.what}") from None
+
+
+def _known_port(host: str, port: int, flag: str, nodes: int) -> tuple[str, int]:
+    if port == 0 and nodes > 1:
+        raise InvalidArgumentError(
+            f"{flag}: port 0 means any free one, which {nodes} nodes cannot guess",
+            hint="give all nodes the same number; without one it is that of torchrun",
+        )
+    return host, port
 
 
 def _times(conf: dict[str, str]) -> dict[str, Any]:

@@ -48,19 +48,23 @@ def worker_commands(
 
     Args:
         options: What `add_program_flags` of the first program made of the arguments.
-        parser: Reports the error.
+        parser: Reports an error of the first program.
         unbuffered: Whether Python shall not keep output back.
     """
     first, *others = _split(options.command)
     options.command = first
-    programs = [options]
-    for words in others:
-        following = argparse.ArgumentParser(prog=f"{parser.prog} ... :", allow_abbrev=False)
+    programs = [(options, parser)]
+    for number, words in enumerate(others, 2):
+        following = argparse.ArgumentParser(
+            prog=f"{parser.prog} (program {number})",
+            usage=f"{parser.prog} [options] script ... : -n N [-m | --no-python] script ...",
+            allow_abbrev=False,
+        )
         add_program_flags(following)
-        programs.append(following.parse_args(words))
+        programs.append((following.parse_args(words), following))
     commands: list[Sequence[str]] = []
-    for program in programs:
-        command = _command(program, parser, unbuffered)
+    for program, its_parser in programs:
+        command = _command(program, its_parser, unbuffered)
         for _ in range(program.nproc_per_node):
             local_rank = str(len(commands))
             commands.append([word.replace(_LOCAL_RANK, local_rank) for word in command])

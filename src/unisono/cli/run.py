@@ -23,6 +23,9 @@ from unisono.cli.torchrun import NUMA_BINDINGS, add_torchrun_flags
 from unisono.elastic.agent import GRACE_S, Agent, LaunchResult, LaunchSpec
 from unisono.elastic.bind import MODES
 from unisono.elastic.environment import ERROR_FILE_VARIABLE
+from unisono.elastic.guard import go_on_guarded
+from unisono.elastic.logs import LogOptions
+from unisono.elastic.ranges import format_ranges
 from unisono.elastic.report import error_document, is_consequence, render, signal_name
 from unisono.elastic.spec import as_document
 from unisono.errors import RendezvousError
@@ -127,9 +130,11 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     if spec.limits.max_nodes == 1 and not options.standalone:
         _warn_of_other_launcher()
+    _warn_of_absent_workers(logs, len(commands))
+    family = go_on_guarded(spec.signals)
     tell = _say if status is None else partial(_say, show=status.say)
     with _telling_warnings(tell):
-        result = Agent(spec, notify=tell).run()
+        result = Agent(spec, notify=tell, family=family).run()
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
     # This launcher may be the worker of another one.
@@ -167,6 +172,21 @@ def _warn_of_other_launcher() -> None:
             f"its own; for one world: --nnodes {place.world_size} --rdzv-backend c10d "
             "--rdzv-endpoint HOST; if this is meant: --standalone"
         )
+
+
+def _warn_of_absent_workers(logs: LogOptions, nprocs: int) -> None:
+    """Say so if a flag is about a worker that this node does not have."""
+    named = {
+        "--local-ranks-filter": logs.local_ranks,
+        "--redirects": logs.redirects and logs.redirects.single,
+        "--tee": logs.tee and logs.tee.single,
+    }
+    for flag, ranks in named.items():
+        if absent := [rank for rank in ranks or () if rank >= nprocs]:
+            _say(
+                f"{flag} names local rank {format_ranges(absent)}, but this node has "
+                f"{format_ranges(range(nprocs))} only"
+            )
 
 
 def _count(text: str) -> int | None:

@@ -22,6 +22,7 @@ from unisono.base.config import get
 from unisono.elastic.attempt import Attempt, Outcome
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
+from unisono.elastic.family import Family
 from unisono.elastic.logs import Output
 from unisono.elastic.report import Failure, is_consequence, order, signal_name
 from unisono.elastic.signals import Signals
@@ -49,9 +50,15 @@ class Agent:
         spec: What to launch.
         notify: Called with a line of text when something happens that a user should know:
             a restart, a node that came or went.
+        family: Who may be killed; all that is started from now on if None.
     """
 
-    def __init__(self, spec: LaunchSpec, notify: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        notify: Callable[[str], None] = lambda line: None,
+        family: Family | None = None,
+    ) -> None:
         self._spec = spec
         self._notify = notify
         self._run_id = spec.run_id or new_launch_id()
@@ -61,6 +68,7 @@ class Agent:
         self._binding = Binding.make(spec.bind, spec.nprocs)
         self._signals = Signals(spec.signals)
         self._warm = WarmWorkers(spec.commands, spec.warm)
+        self._family = Family() if family is None else family
         self._end: End | None = None
         self._stop: Stop | None = None
         self._restarts = 0
@@ -185,6 +193,7 @@ class Agent:
             output=output,
             signals=self._signals,
             warm=self._warm,
+            family=self._family,
             must_stop=self._must_stop,
             on_failure=on_failure,
         )

@@ -1,8 +1,5 @@
 """One attempt: the workers of one node in one world, from their start to the end of the last.
 
-    attempt ─┬─ reaper     ends the workers if the agent is killed
-             └─ workers    one session each
-
 Start all; wait until all have ended. If one fails, the others get SIGTERM, and SIGKILL after the
 grace period. In the end whatever is left of the workers is killed, whether all went well or not,
 so that nothing of one attempt lives on into the next.
@@ -20,15 +17,11 @@ from dataclasses import dataclass
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
 from unisono.elastic.bind import Binding
-from unisono.elastic.environment import (
-    ERROR_FILE_VARIABLE,
-    LAUNCH_VARIABLE,
-    Place,
-    worker_environment,
-)
+from unisono.elastic.environment import ERROR_FILE_VARIABLE, Place, worker_environment
+from unisono.elastic.family import Family
 from unisono.elastic.logs import Output, WorkerName
 from unisono.elastic.oom import OomWatch
-from unisono.elastic.process import Reaper, Worker
+from unisono.elastic.process import Worker
 from unisono.elastic.report import Failure, error_text, is_consequence, order
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import SETTLE_S, LaunchSpec
@@ -39,6 +32,7 @@ __all__ = ["Attempt", "Outcome"]
 
 _POLL_S = 0.05
 _TAIL_WAIT_S = 0.2
+_END_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +63,7 @@ class Attempt:
         output: Where the workers' output goes.
         signals: Waited at; a knock makes it ask `must_stop`.
         warm: Half-started workers, taken if there are any, and made for the next attempt.
+        family: Who may be killed in the end, if not all went well.
         must_stop: Whether the rendezvous wants the workers to end.
         on_failure: Called once, when it is known that workers failed, while the others are
             still ending; with the first failure.
@@ -84,6 +79,7 @@ class Attempt:
         output: Output,
         signals: Signals,
         warm: WarmWorkers,
+        family: Family,
         must_stop: Callable[[], bool],
         on_failure: Callable[[Failure], None],
     ) -> None:
@@ -96,7 +92,7 @@ class Attempt:
         self._must_stop = must_stop
         self._on_failure = on_failure
         self._warm = warm
-        self._launch_id = warm.launch_id
+        self._family = family
         self._workers: list[Worker] = []
         self._stderr: dict[int, Stream] = {}
         self._error_files: dict[int, str] = {}
@@ -115,10 +111,9 @@ class Attempt:
         """
         with self._oom:
             with contextlib.ExitStack() as stack:
-                reaper = Reaper(self._launch_id)
-                stack.callback(self._end, reaper)
+                stack.callback(self._end)
                 for local_rank in range(self._spec.nprocs):
-                    self._start(local_rank, reaper)
+                    self._start(local_rank)
                 self._warm.begin(wanted=self._may_follow())
                 self._output.status(len(self._workers), self._place.restarts)
                 self._watch()
@@ -134,12 +129,11 @@ class Attempt:
         limits = self._spec.limits
         return self._place.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
 
-    def _start(self, local_rank: int, reaper: Reaper) -> None:
+    def _start(self, local_rank: int) -> None:
         env = self._environment(local_rank)
         worker = self._warm.take(local_rank, env) or self._new_worker(local_rank, env)
         worker.rank = self._place.first_rank + local_rank
         self._workers.append(worker)
-        reaper.watch(worker)
         self._error_files[worker.rank] = env[ERROR_FILE_VARIABLE]
         self._stderr[worker.rank] = self._output.attach(worker, self._name(local_rank))
 
@@ -155,7 +149,6 @@ class Attempt:
         inherited = environ()
         env = dict(inherited) | worker_environment(local_rank, self._place, inherited=inherited)
         env |= self._binding.environment(local_rank, inherited)
-        env[LAUNCH_VARIABLE] = self._launch_id
         env[ERROR_FILE_VARIABLE] = self._output.error_file(self._name(local_rank))
         return env
 
@@ -185,10 +178,12 @@ class Attempt:
                 selector.select(self._timeout(running))
                 for signum in self._signals.read():
                     self._on_signal(signum)
+                self._family.reap([*(w.pid for w in self._workers), *self._warm.pids()])
                 for worker in [w for w in running if w.poll() is not None]:
                     running.remove(worker)
                     if worker.exit_fd is not None:
                         selector.unregister(worker.exit_fd)
+                    self._family.look_away(2 * _END_S)
                     self._on_exit(worker)
                     self._output.status(len(running), self._place.restarts)
                 self._on_clock()
@@ -245,17 +240,14 @@ class Attempt:
         for worker in self._workers:
             worker.stop(signum)
 
-    def _end(self, reaper: Reaper) -> None:
+    def _end(self) -> None:
         """End everything that still runs, and only then give the numbers back."""
         for worker in self._workers:
             worker.kill_group()
-        reaper.forget()
-        try:
-            for worker in self._workers:
-                worker.reap()
-        finally:
-            clean = not self._stopping and len(self._ended_s) == self._spec.nprocs
-            reaper.close(sweep=not clean)
+        if self._stopping or len(self._ended_s) < self._spec.nprocs:
+            self._family.end(_END_S, spared=self._warm.pids())
+        for worker in self._workers:
+            worker.reap()
 
     def _error_text(self, worker: Worker) -> str:
         return error_text(self._stderr[worker.rank].tail(), self._error_files[worker.rank])

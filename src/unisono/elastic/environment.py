@@ -12,7 +12,6 @@ from unisono.rendezvous.state import Node
 
 __all__ = [
     "ERROR_FILE_VARIABLE",
-    "LAUNCH_VARIABLE",
     "LOOPBACK",
     "Place",
     "new_launch_id",
@@ -21,9 +20,6 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
-
-LAUNCH_VARIABLE = "UNISONO_LAUNCH"
-"""Carries the launch's random id into every descendant; the reaper finds strays by it."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's `record` decorator, or a worker itself, describes an exception as JSON."""

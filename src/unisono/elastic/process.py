@@ -1,6 +1,6 @@
-"""Processes of a launch: one worker, and the reaper that outlives the launcher.
+"""One worker process.
 
-A worker leads a session and process group of its own, so a Ctrl-C on the terminal reaches
+It leads a session and process group of its own, so a Ctrl-C on the terminal reaches
 the launcher only, and the worker's own children can be found and ended with it.
 """
 
@@ -14,17 +14,11 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, Literal
 
-from unisono.base.config import environ
-from unisono.base.log import get_logger
-from unisono.elastic import reaper
-from unisono.elastic.environment import LAUNCH_VARIABLE
 from unisono.errors import LaunchError
 
-__all__ = ["Reaper", "Stdout", "Worker", "parent_death_hook"]
+__all__ = ["Stdout", "Worker", "parent_death_hook"]
 
 Stdout = Literal["inherited", "pipe", "terminal"]
-
-_log = get_logger("elastic")
 
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
@@ -207,57 +201,3 @@ def _open_exit_fd(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-class Reaper:
-    """The process that ends the workers if this one dies; see `unisono.elastic.reaper`."""
-
-    def __init__(self, launch_id: str) -> None:
-        program = os.path.abspath(reaper.__file__)
-        # Inside another launch, that one's reaper must not find and kill ours at work.
-        env = {k: v for k, v in environ().items() if k != LAUNCH_VARIABLE}
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", program, launch_id],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                cwd="/",
-                env=env,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot start the reaper process: {error}") from error
-
-    def watch(self, worker: Worker) -> None:
-        """Register a worker that has just been started."""
-        self._tell(f"+ {worker.pid} {reaper.start_time(worker.pid)}\n")
-
-    def forget(self) -> None:
-        """Withdraw all workers; must come before the first of them is reaped."""
-        self._tell("forget\n")
-
-    def close(self, *, sweep: bool) -> None:
-        """End the reaper; with `sweep` it first kills what escaped from the workers' groups."""
-        if not sweep:
-            self._tell("quit\n")
-        assert self._popen.stdin is not None
-        with contextlib.suppress(OSError):
-            self._popen.stdin.close()
-        try:
-            self._popen.wait(_REAP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
-
-    def _tell(self, line: str) -> None:
-        assert self._popen.stdin is not None
-        try:
-            self._popen.stdin.write(line.encode())
-            self._popen.stdin.flush()
-        except OSError:
-            _log.warning(
-                "the reaper process (pid %d) is gone: should the launcher be killed now, "
-                "children of workers would survive",
-                self._popen.pid,
-            )

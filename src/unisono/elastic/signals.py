@@ -9,12 +9,14 @@ import threading
 from collections.abc import Collection
 from typing import Self
 
-__all__ = ["ENDING", "Signals"]
+__all__ = ["ENDING", "PASSED_ON", "Signals"]
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """These end the launch unless the user names others."""
 
-_PASSED_ON = ("SIGUSR1", "SIGUSR2")
+PASSED_ON = ("SIGUSR1", "SIGUSR2")
+"""These go to the workers unless the user lets them end the launch."""
+
 _KNOCK = b"\0"
 
 
@@ -43,11 +45,11 @@ class Signals:
         os.set_blocking(self._sender, False)
         if threading.current_thread() is threading.main_thread():
             # With SIGCHLD ignored (inherited), the kernel would throw exit codes away.
-            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _do_nothing)
             self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
-            for signum in self._ending | {getattr(signal, name) for name in _PASSED_ON}:
+            for signum in self._ending | {getattr(signal, name) for name in PASSED_ON}:
                 if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._previous[signum] = signal.signal(signum, lambda signum, frame: None)
+                    self._previous[signum] = signal.signal(signum, _do_nothing)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -69,8 +71,12 @@ class Signals:
             os.write(self._sender, _KNOCK)
 
     def read(self) -> list[int]:
-        """Return the signals that came, oldest first; knocks are not among them."""
+        """Return the signals that came, oldest first; not knocks, and not that a child ended."""
         try:
-            return [signum for signum in os.read(self.fd, 4096) if signum]
+            return [n for n in os.read(self.fd, 4096) if n not in (_KNOCK[0], signal.SIGCHLD)]
         except BlockingIOError:
             return []
+
+
+def _do_nothing(signum: int, frame: object) -> None:
+    """Be a handler: Python writes to the descriptor only where there is one."""

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from unisono.base.deadline import Deadline
 from unisono.elastic import warm_site
-from unisono.elastic.environment import LAUNCH_VARIABLE, new_launch_id
 from unisono.elastic.process import Worker
 from unisono.errors import LaunchError
 
@@ -40,13 +39,9 @@ class WarmWorkers:
     Args:
         commands: Command line of each worker.
         count: How many of the first workers may have one.
-
-    Attributes:
-        launch_id: Of the attempt for which they are meant.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], count: int) -> None:
-        self.launch_id = new_launch_id()
         self._commands = commands[:count]
         self._candidates = list(range(len(self._commands)))
         self._waiting: dict[int, tuple[Worker, socket.socket]] = {}
@@ -56,7 +51,6 @@ class WarmWorkers:
     def begin(self, *, wanted: bool) -> None:
         """Take note that an attempt has started; `wanted`: there may be a further one."""
         self.close()
-        self.launch_id = new_launch_id()
         self._pause_s = FIRST_LOOK_S
         self._next = Deadline(self._pause_s) if self._candidates and wanted else None
 
@@ -104,6 +98,10 @@ class WarmWorkers:
         _discard(worker)
         return None
 
+    def pids(self) -> list[int]:
+        """Return the process numbers of those that wait."""
+        return [worker.pid for worker, _ in self._waiting.values()]
+
     def close(self) -> None:
         """End those that nobody has taken."""
         for worker, link in self._waiting.values():
@@ -123,7 +121,6 @@ class WarmWorkers:
         ours.setblocking(False)
         paths = [os.path.dirname(warm_site.__file__), env.get("PYTHONPATH", "")]
         env |= {
-            LAUNCH_VARIABLE: self.launch_id,
             "UNISONO_WARM_LINK": f"{theirs.fileno()}:{torch_folder}",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }
