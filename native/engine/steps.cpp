@@ -41,9 +41,11 @@ char* Steps::place(int64_t buf, int64_t off) const {
 }
 
 Status Steps::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
+  if (agreement_ != nullptr) return agreement_->agree(fingerprint, even, timeout_ns);
   begin(timeout_ns, nullptr);
+  ++epoch_;
   count_ = 0;
-  Status status = agree_on({fingerprint, *even}, even);
+  Status status = pass_around({fingerprint, *even}, even);
   if (status.is_ok()) status = settle(nullptr, nullptr);
   end();
   return status;
@@ -96,9 +98,19 @@ void Steps::spread(const Buffers& given) const {
 Status Steps::perform(const Program& program, Words words) {
   steps_ = program.steps;
   count_ = program.step_count;
-  if (words.fingerprint != 0) {
-    uint64_t even = words.even;
-    Status status = agree_on(words, &even);
+  uint64_t even = words.even;
+  if (words.fingerprint != 0 && agreement_ != nullptr) {
+    // Ranks that turn out to be uneven may have given it to another runner, so this is no epoch yet.
+    if (idler_ != nullptr) idler_->idle();
+    idler_ = nullptr;
+    const int64_t left_ns = std::max<int64_t>(deadline_ns_ - now_ns(), 0);
+    const Status status = agreement_->agree(words.fingerprint, &even, left_ns);
+    if (!status.is_ok()) return status;
+    if (even == 0) return {Code::uneven, rank_};
+  }
+  ++epoch_;
+  if (words.fingerprint != 0 && agreement_ == nullptr) {
+    Status status = pass_around(words, &even);
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
       // What was sent too early is for nobody.
@@ -107,13 +119,6 @@ Status Steps::perform(const Program& program, Words words) {
     }
   }
   return execute();
-}
-
-Status Steps::agree_on(const Words& words, uint64_t* even) {
-  if (agreement_ == nullptr) return pass_around(words, even);
-  if (idler_ != nullptr) idler_->idle();
-  idler_ = nullptr;
-  return agreement_->agree(words.fingerprint, even, std::max<int64_t>(deadline_ns_ - now_ns(), 0));
 }
 
 // In round k each rank says what it knows to the rank 2^k further on, and hears from the one 2^k
@@ -236,7 +241,6 @@ void Steps::reduce(const Step& step, char* into, char* spare, size_t nbytes) {
 }
 
 void Steps::begin(int64_t timeout_ns, Idler* idler) {
-  ++epoch_;
   deadline_ns_ = now_ns() + timeout_ns;
   late_told_ = false;
   broken_ = {};

@@ -53,7 +53,6 @@ class Steps final : public Runner {
 
   // steps.cpp: the order of things
   Status perform(const Program& program, Words words);
-  Status agree_on(const Words& words, uint64_t* even);
   Status pass_around(Words words, uint64_t* even);
   void send_early();
   Status execute();

@@ -25,3 +25,8 @@ def test_on_processes():
 
 def test_in_a_world_of_one():
     run(uneven_bodies.alone, 1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_by_turns(size):
+    run(uneven_bodies.by_turns, size)

@@ -150,3 +150,16 @@ def alone(rank):
 
 
 BODIES = [everything, mistakes]
+
+
+def by_turns(rank):
+    """Blocks that one rank knows in part, then blocks that all know: other ways for programs."""
+    for _ in range(3):
+        sizes = [rank + 1 for rank in range(dist.get_world_size())]
+        into = zeros(sizes, np.int64) if rank == 0 else None
+        dist.gather(np.full(sizes[rank], rank), into, dst=0, timeout=20)
+        everything = zeros(sizes, np.int64)
+        dist.all_gather(everything, np.full(sizes[rank], rank), timeout=20)
+        equal(everything, [np.full(n, r) for r, n in enumerate(sizes)], "all_gather")
+        if into is not None:
+            equal(into, everything, "gather")
