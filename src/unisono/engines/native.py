@@ -74,7 +74,7 @@ if _engine is not None:
 # at once; for this long its reason may be still on the way.
 _LAST_WORDS_S = 0.1
 
-# A rank that has aborted lives, so its reason will come.
+# A rank that has aborted lives, so its reason will come, unless it ends before that.
 _ABORT_WORDS_S = 5.0
 
 _GONE: dict[int, str] = {}
@@ -347,8 +347,7 @@ class NativeEngine(OrderedEngine):
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        patience_s = _ABORT_WORDS_S if code == _engine.ABORTED else _LAST_WORDS_S
-        if code in (_engine.LOST, _engine.LEFT, _engine.ABORTED) and self._told.wait(patience_s):
+        if (code in _GONE or code == _engine.ABORTED) and self._is_told(comm.ranks[peer], code):
             code = _engine.ABORTED
         if code in _GONE:
             rank, left = comm.ranks[peer], code == _engine.LEFT
@@ -360,6 +359,16 @@ class NativeEngine(OrderedEngine):
             blamed = comm.ranks[peer]
             raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
         raise InternalError(f"the native engine ended with status {code}, peer {peer}")
+
+    def _is_told(self, peer: int, code: int) -> bool:
+        """Wait for the reason of a rank that takes no part any more; whether it came."""
+        if code == _engine.ABORTED:
+            transport, deadline = self.comm.transport, Deadline(_ABORT_WORDS_S)
+            transport.notice_end(peer)
+            while not deadline.expired() and transport.mailbox.down(peer) is None:
+                if self._told.wait(_LAST_WORDS_S):
+                    return True
+        return self._told.wait(_LAST_WORDS_S)
 
     # ---- setting up -----------------------------------------------------------------------
 
