@@ -16,6 +16,8 @@ class Address {
   std::string text() const;
   // Whether it is a process of this machine, connected to it by socket `fd`.
   bool is_local(int fd) const;
+  // Whether such a process belongs to another user, or has gone; false if the system does not tell.
+  bool is_foreign(int fd) const;
 
  private:
   bool is_loopback() const;

@@ -51,8 +51,15 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     return expected.size();
   }
   if (data[0] == static_cast<char>(Op::validate)) {
-    if (options_.serves_strangers || client.peer.is_local(client.fd)) {
+    if (options_.serves_strangers) {
       client.phase = Connection::Phase::validating;
+    } else if (client.peer.is_local(client.fd)) {
+      // Processes of this user could read the token anyway.
+      if (!options_.token.empty() && client.peer.is_foreign(client.fd)) {
+        refuse(client, kTokenNeeded, "it is another user's and has no token");
+      } else {
+        client.phase = Connection::Phase::validating;
+      }
     } else if (options_.token.empty()) {
       refuse(client, kLocalOnly, "it is on another machine, and there is no token");
     } else {

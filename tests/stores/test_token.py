@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
 from unisono.stores.native_server import NativeServer
+from unisono.stores.owner import is_foreign
 from unisono.stores.tcp_server import PythonServer
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
@@ -30,6 +32,7 @@ _spec.loader.exec_module(netns)
 
 VALIDATE = encode_request(Op.VALIDATE, MAGIC)
 TOKEN = "right"
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -71,6 +74,73 @@ def test_local_client_without_token(server):
     # Torch's client, for one.
     with TCPStore("127.0.0.1", server.port, token="") as store:
         assert store.add("n", 1) == 1
+
+
+def system_tells_whose_sockets_are() -> bool:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sock,
+        mock.patch.object(os, "geteuid", return_value=NOBODY),
+    ):
+        return is_foreign(sock)
+
+
+needs_another_user = pytest.mark.skipif(
+    os.geteuid() != 0 or not system_tells_whose_sockets_are(),
+    reason="only root can become another user, and the kernel has to tell whose a socket is",
+)
+
+
+def as_another_user(call) -> int:
+    """Call in a child that is nobody; return its exit code: 1 if the call returned False."""
+    pid = os.fork()
+    if pid == 0:
+        code = 2
+        with contextlib.suppress(BaseException):
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            code = 0 if call() else 1
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def knock(port: int) -> bytes:
+    """What a client without a token hears, as torch's is one."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        sock.sendall(VALIDATE + encode_request(Op.PING, 7))
+        return sock.recv(4)
+
+
+@needs_another_user
+def test_another_users_client_without_token(server, caplog):
+    """Without a proof nobody gets in but this user, torch's client that is."""
+    assert knock(server.port) == (7).to_bytes(4, "little")
+    needed = bytes([Answer.TOKEN_NEEDED])
+    assert as_another_user(lambda: knock(server.port) == needed) == 0
+    with TCPStore("127.0.0.1", server.port, token=TOKEN) as store:
+        store.set("k", "v")
+        assert as_another_user(lambda: knock(server.port) == needed) == 0
+    lines = log_of(caplog, server)
+    assert len(lines) == 2
+    assert "it is another user's and has no token" in lines[0]
+
+
+@needs_another_user
+def test_another_users_server_without_token(server_kind, monkeypatch):
+    """A client with a token does not take the word of a server that cannot know it."""
+    monkeypatch.delenv("UNISONO_TOKEN", raising=False)
+
+    def is_refused():
+        try:
+            TCPStore("127.0.0.1", master.port, token=TOKEN, timeout=20).close()
+        except HandshakeError as error:
+            return "the server has none" in str(error)
+        return False
+
+    with TCPStore("127.0.0.1", 0, is_master=True, token="") as master:
+        assert as_another_user(is_refused) == 0
+        assert not is_refused()
 
 
 def test_wrong_token(server, caplog):
@@ -196,9 +266,9 @@ def test_false_server(answer, match):
         thread.join()
 
 
-@given(st.lists(st.binary(max_size=60)), st.booleans(), st.booleans())
-def test_gate_lets_nobody_in_without_a_proof(chunks, local, starts_right):
-    gate = Gate(b"token", False, lambda: local)
+@given(st.lists(st.binary(max_size=60)), st.booleans(), st.booleans(), st.booleans())
+def test_gate_lets_nobody_in_without_a_proof(chunks, local, foreign, starts_right):
+    gate = Gate(b"token", False, lambda: local, lambda: foreign)
     said = b""
     try:
         for chunk in [HELLO, *chunks] if starts_right else chunks:
@@ -206,17 +276,17 @@ def test_gate_lets_nobody_in_without_a_proof(chunks, local, starts_right):
             gate.feed(chunk)
     except Refused:
         pass
-    assert not gate.is_open or (local and said[:1] == b"\x00")
+    assert not gate.is_open or (local and not foreign and said[:1] == b"\x00")
 
 
 def test_gate_without_a_token_is_for_local_clients():
     hello = HELLO + bytes(NONCE_BYTES)
-    assert Gate(b"", False, lambda: True).feed(hello + b"x") == (
+    assert Gate(b"", False, lambda: True, lambda: True).feed(hello + b"x") == (
         bytes([Answer.NO_TOKEN_HERE]),
         b"x",
     )
     with pytest.raises(Refused) as caught:
-        Gate(b"", False, lambda: False).feed(hello)
+        Gate(b"", False, lambda: False, lambda: True).feed(hello)
     assert caught.value.answer == bytes([Answer.NO_TOKEN_HERE])
 
 

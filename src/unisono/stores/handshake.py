@@ -10,6 +10,7 @@ from typing import NoReturn
 from unisono.base.deadline import Deadline
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
 from unisono.stores.addresses import is_local
+from unisono.stores.owner import is_foreign
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
 
@@ -102,8 +103,8 @@ def _prove(sock: socket.socket, address: str, token: bytes, deadline: Deadline) 
             "torch's TCPStore server does so, for it knows no tokens",
             hint="unset UNISONO_TOKEN for this process, or pass token=''",
         )
-    if answer == bytes([Answer.NO_TOKEN_HERE]) and is_local(sock):
-        # On one machine a token is not asked of anybody; see `Gate`.
+    if answer == bytes([Answer.NO_TOKEN_HERE]) and is_local(sock) and not is_foreign(sock):
+        # A server that could read the token anyway; see `Gate`.
         _introduce(sock, address, b"", deadline)
         return
     if answer[0] != Answer.CHALLENGE:

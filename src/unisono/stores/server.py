@@ -35,7 +35,7 @@ def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreSer
     turn on; `barrier` leaves no key behind.
 
     Clients prove that they know the token. Those that have none (torch's) are served if they are
-    on this machine, from elsewhere only with UNISONO_INSECURE=1.
+    processes of this user on this machine, others only with UNISONO_INSECURE=1.
 
     Args:
         listeners: All on the same port.

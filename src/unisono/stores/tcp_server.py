@@ -20,6 +20,7 @@ from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.stores.addresses import is_local
+from unisono.stores.owner import is_foreign
 from unisono.stores.table import Table, Watch
 from unisono.stores.token import Gate, Refused
 from unisono.stores.wire import (
@@ -185,7 +186,12 @@ class PythonServer:
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        gate = Gate(self._token, self._serves_strangers, lambda: is_local(sock))
+        gate = Gate(
+            self._token,
+            self._serves_strangers,
+            lambda: is_local(sock),
+            lambda: is_foreign(sock),
+        )
         connection = _Connection(sock, f"{address[0]}:{address[1]}", gate)
         self._greetings.append((time.monotonic(), connection))
         self._connections.add(connection)

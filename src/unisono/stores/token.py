@@ -11,8 +11,9 @@ A client with a token shows it before its first request; the token itself is nev
 
 What was recorded is of no use later, for each end proves itself on bytes that the other one has
 just made up. A client without a token begins with its first request, as torch's does. It is
-served if it is on the server's machine, or if the server serves strangers. A server without a
-token says so, and a client on the same machine goes on without one. Whoever is refused gets one
+served if it is a process of the server's user on the server's machine, which could read the token
+anyway, or if the server serves strangers. A server without a token says so, and a client of the
+same user on the same machine goes on without one. Whoever is refused gets one
 byte, an `Answer`, and the connection ends. Until then nothing but bytes of fixed number is read.
 """
 
@@ -83,9 +84,17 @@ class Gate:
         token: Of the job; empty if there is none.
         serves_strangers: Clients without a token may be on other machines too.
         is_local: Says whether the client is on this machine.
+        is_foreign: Says whether a client on this machine is another user's.
     """
 
-    def __init__(self, token: bytes, serves_strangers: bool, is_local: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        serves_strangers: bool,
+        is_local: Callable[[], bool],
+        is_foreign: Callable[[], bool],
+    ) -> None:
+        self._is_foreign = is_foreign
         self._token = token
         self._serves_strangers = serves_strangers
         self._is_local = is_local
@@ -115,7 +124,11 @@ class Gate:
         return answer, self._data if self.is_open else b""
 
     def _check_stranger(self) -> None:
-        if self._serves_strangers or self._is_local():
+        if self._serves_strangers:
+            return
+        if self._is_local():
+            if self._token and self._is_foreign():
+                raise Refused(_said(Answer.TOKEN_NEEDED), "it is another user's and has no token")
             return
         if self._token:
             raise Refused(_said(Answer.TOKEN_NEEDED), "it is on another machine and has no token")
