@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import apart_bodies
 import mismatch_bodies
 import pytest
 import quick_bodies
@@ -87,3 +88,12 @@ def test_an_even_exchange_among_uneven_ones(apart):
     assert apart(quick_bodies.one_uneven, 3) == [
         [e, o, e, o] for e, o in zip(even, odd, strict=True)
     ]
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("algorithm", ["two_level", None])
+def test_two_levels(apart, per_host, hosts, algorithm):
+    size = hosts * per_host
+    if per_host == 1 and algorithm:
+        pytest.skip("there is one level only")
+    apart(apart_bodies.two_levels, size, args=(algorithm,))

@@ -297,7 +297,12 @@ class CPUBackend(DeviceBackend):
         return self._engine.runs_here()
 
     def info(self) -> dict[str, str]:
-        return {"engine": self._engine.name, "transport": self._comm.transport.name}
+        engine = self._engine
+        return {
+            "engine": engine.name,
+            "over": engine.over.replace(" ", "-"),
+            "transport": self._comm.transport.name,
+        }
 
     # ---- the common way -------------------------------------------------------------------
 

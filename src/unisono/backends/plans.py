@@ -91,7 +91,7 @@ class Planner:
     def __init__(self, comm: Communicator, engine: Engine) -> None:
         self._comm = comm
         self._engine = engine
-        self._topology = Topology(comm.size, engine.shares_memory)
+        self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
         # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
         self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
@@ -136,7 +136,8 @@ class Planner:
             uneven=blocks is not None, ordered=ordered,
         )  # fmt: skip
         if splits is None or blocks is not None:
-            schedule = build(collective, algorithm, size, root, pipeline)
+            local = self._topology.local
+            schedule = build(collective, algorithm, size, root, pipeline, local)
             given = {} if blocks is None else {_SPLITS[collective]: blocks}
             layout = layout_for(schedule, count, **given)
             program = self._engine.lower(schedule, layout, itemsize)
@@ -194,7 +195,7 @@ class Planner:
             counts = partial(sent_blocks, root=root, collective=collective)
         program = uneven = self._engine.lower(schedule, layout, itemsize)
         if splits.even:
-            schedule = build(collective, algorithm, size, root)
+            schedule = build(collective, algorithm, size, root, local=self._topology.local)
             program = self._engine.lower(schedule, layout_for(schedule, count), itemsize)
         word = fingerprint_of(count, algorithm) if splits.even else 0
         return Exchange(word, mine, check, uneven, counts), program

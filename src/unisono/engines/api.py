@@ -184,6 +184,12 @@ class Engine(ABC):
     shares_memory = False
     """Whether programs of `post` and `read` steps are the fast ones."""
 
+    ranks_per_host = 1
+    """If the ranks are numbered host by host, with as many on each; else 1."""
+
+    over = "messages"
+    """What programs run over, as far as it is known."""
+
     calls: Any = None
     """What repeats calls without Python code, if the engine can; see `engines.quick`."""
 

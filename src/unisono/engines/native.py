@@ -175,6 +175,14 @@ def _rounds_first(hosts: Sequence[str]) -> list[int]:
     return sorted(range(len(hosts)), key=turn.__getitem__)
 
 
+def _regular(hosts: Sequence[str]) -> int:
+    """Return the ranks per host if they are numbered host by host, as many on each; else 1."""
+    count = hosts.count(hosts[0])
+    rows = [set(hosts[at : at + count]) for at in range(0, len(hosts), count)]
+    regular = all(len(row) == 1 for row in rows) and len(set(hosts)) * count == len(hosts)
+    return count if regular else 1
+
+
 def _choose_isa(name: str) -> None:
     if name not in _engine.isas():
         raise InvalidArgumentError(
@@ -201,6 +209,8 @@ class NativeEngine(OrderedEngine):
         self._spin = _SPIN_CROWDED if crowded else _SPIN
         self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
         self.shares_memory = len(set(self._hosts)) == 1
+        self.ranks_per_host = _regular(self._hosts)
+        self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None
         self._steps: Any = None
         self._told = threading.Event()
@@ -383,6 +393,7 @@ class NativeEngine(OrderedEngine):
             if verdict:
                 self._group = _engine.Group(segment, comm.rank, pids, self._spin)
             else:
+                self.over = "messages"
                 _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
         messages = comm.transport.messages
         if messages is None:

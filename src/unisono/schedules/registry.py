@@ -20,6 +20,7 @@ from unisono.schedules import (
     ring,
     scan,
     tree,
+    two_level,
     two_shot,
 )
 from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
@@ -32,13 +33,14 @@ class Entry:
     """One algorithm for one collective.
 
     Attributes:
-        builder: Called with the world size, then the root if the collective has one, then the
-            pipeline depth if `pipelined`.
+        builder: Called with the world size, then the ranks per host if `two_level`, then the root
+            if the collective has one, then the pipeline depth if `pipelined`.
         applies: Whether it works for a world size, and `needs` in words.
         needs: What `applies` asks for, for error messages.
         pipelined: Whether it can cut the data into a pipeline of chunks.
         uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
         ordered: Whether it reduces in the order of ranks; see `rank_order`.
+        two_level: Whether it needs several hosts with equally many ranks, which follow one another.
     """
 
     builder: Callable[..., Schedule]
@@ -47,10 +49,21 @@ class Entry:
     pipelined: bool = False
     uneven: bool = False
     ordered: bool = False
+    two_level: bool = False
+
+    def serves(self, world_size: int, local: int) -> bool:
+        """Whether it works for so many ranks, `local` on each host."""
+        levels = 1 < local < world_size and world_size % local == 0
+        return self.applies(world_size) and (levels or not self.two_level)
 
 
 def _power_of_two(builder: Callable[..., Schedule], *, uneven: bool = False) -> Entry:
     return Entry(builder, is_power_of_two, "a power of two as world size", uneven=uneven)
+
+
+def _levels(builder: Callable[..., Schedule], *, pipelined: bool = False) -> Entry:
+    needs = "several hosts with equally many ranks, two at least, numbered host by host"
+    return Entry(builder, needs=needs, pipelined=pipelined, two_level=True)
 
 
 _TABLE: dict[str, dict[str, Entry]] = {
@@ -65,6 +78,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "two_shot": Entry(two_shot.all_reduce, pipelined=True),
         "rank_order": Entry(rank_order.all_reduce, pipelined=True, ordered=True),
         "cube_mesh": Entry(cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"),
+        "two_level": _levels(two_level.all_reduce, pipelined=True),
     },
     "broadcast": {
         "linear": Entry(linear.broadcast),
@@ -74,6 +88,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "double_tree": Entry(double_tree.broadcast, pipelined=True),
         "halving_doubling": Entry(halving_doubling.broadcast),
         "one_shot": Entry(one_shot.broadcast),
+        "two_level": _levels(two_level.broadcast, pipelined=True),
     },
     "reduce": {
         "linear": Entry(linear.reduce),
@@ -85,6 +100,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "one_shot": Entry(one_shot.reduce_to_root),
         "two_shot": Entry(two_shot.reduce),
         "rank_order": Entry(rank_order.reduce, ordered=True),
+        "two_level": _levels(two_level.reduce, pipelined=True),
     },
     "all_gather": {
         "linear": Entry(linear.all_gather, uneven=True),
@@ -92,6 +108,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "recursive_doubling": _power_of_two(recursive_doubling.all_gather, uneven=True),
         "bruck": Entry(bruck.all_gather),
         "one_shot": Entry(one_shot.all_gather, uneven=True),
+        "two_level": _levels(two_level.all_gather),
     },
     "gather": {
         "linear": Entry(linear.gather, uneven=True),
@@ -105,6 +122,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "pairwise": Entry(pairwise.reduce_scatter, uneven=True),
         "one_shot": Entry(one_shot.reduce_scatter, uneven=True),
         "rank_order": Entry(rank_order.reduce_scatter, uneven=True, ordered=True),
+        "two_level": _levels(two_level.reduce_scatter),
     },
     "scatter": {
         "linear": Entry(linear.scatter, uneven=True),
@@ -152,7 +170,12 @@ def entry(collective: str, algorithm: str) -> Entry:
 
 
 def available(
-    collective: str, world_size: int, *, uneven: bool = False, ordered: bool = False
+    collective: str,
+    world_size: int,
+    *,
+    uneven: bool = False,
+    ordered: bool = False,
+    local: int = 1,
 ) -> tuple[str, ...]:
     """Return the algorithms that serve `collective` for this world size.
 
@@ -161,6 +184,7 @@ def available(
         world_size: How many ranks take part.
         uneven: Only those that allow blocks of different size.
         ordered: Of a collective that reduces only those that do so in the order of ranks.
+        local: Ranks per host, if they are numbered host by host.
 
     Raises:
         InvalidArgumentError: Unknown collective.
@@ -169,7 +193,7 @@ def available(
     return tuple(
         name
         for name, candidate in _TABLE[collective].items()
-        if candidate.applies(world_size)
+        if candidate.serves(world_size, local)
         and (candidate.uneven or not uneven)
         and (candidate.ordered or not ordered or collective not in REDUCING)
     )
@@ -177,7 +201,12 @@ def available(
 
 @lru_cache(maxsize=4096)
 def build(
-    collective: str, algorithm: str, world_size: int, root: int = -1, pipeline: int = 1
+    collective: str,
+    algorithm: str,
+    world_size: int,
+    root: int = -1,
+    pipeline: int = 1,
+    local: int = 1,
 ) -> Schedule:
     """Return the schedule; the same object for the same arguments.
 
@@ -187,6 +216,7 @@ def build(
         world_size: How many ranks take part.
         root: The root's rank; -1 for a collective without one.
         pipeline: How many chunks follow one another; 1 for algorithms without a pipeline.
+        local: Ranks per host, for algorithms with two levels.
 
     Raises:
         InvalidArgumentError: Unknown names, an algorithm that does not serve this world size, a
@@ -196,8 +226,8 @@ def build(
     name = f"{collective} ({algorithm})"
     if world_size < 1:
         raise InvalidArgumentError(f"{name}: world size is {world_size}, expected 1 or more")
-    if not found.applies(world_size):
-        usable = ", ".join(available(collective, world_size))
+    if not found.serves(world_size, local):
+        usable = ", ".join(available(collective, world_size, local=local))
         raise InvalidArgumentError(
             f"{name} needs {found.needs}, got {world_size} (for {world_size}: {usable})"
         )
@@ -208,6 +238,7 @@ def build(
         raise InvalidArgumentError(f"{name} has no root, got root {root}")
     if collective in ROOTED and not 0 <= root < world_size:
         raise InvalidArgumentError(f"{name}: root is {root}, expected 0..{world_size - 1}")
-    extra = [root] if collective in ROOTED else []
+    extra = [local] if found.two_level else []
+    extra += [root] if collective in ROOTED else []
     extra += [pipeline] if found.pipelined else []
     return found.builder(world_size, *extra)

@@ -37,10 +37,13 @@ class Topology:
     Attributes:
         world_size: How many ranks take part.
         shared_memory: Whether all ranks can read one another's memory.
+        local: Ranks per host if all hosts have as many, numbered host by host; 1 if nothing is
+            known about that.
     """
 
     world_size: int
     shared_memory: bool = False
+    local: int = 1
 
 
 def select(
@@ -71,15 +74,15 @@ def select(
         InvalidArgumentError: Unknown names; an algorithm that does not serve this call; the
             text lists those that do.
     """
-    p = topology.world_size
-    names = available(collective, p, uneven=uneven, ordered=ordered)
+    p, local = topology.world_size, topology.local
+    names = available(collective, p, uneven=uneven, ordered=ordered, local=local)
     if algorithm is not None:
         needs = entry(collective, algorithm).needs
         if algorithm not in names:
-            raise _unusable(collective, f"algorithm {algorithm!r}", needs, p, names)
+            raise _unusable(collective, f"algorithm {algorithm!r}", needs, topology, names)
         chosen = algorithm
     else:
-        permitted = _permitted(collective, names, p, override)
+        permitted = _permitted(collective, names, topology, override)
         favourites = _favourites(collective, nbytes, topology)
         if ordered and collective in REDUCING:
             favourites = _ordered(collective, nbytes, p)
@@ -90,14 +93,16 @@ def select(
     return Choice(chosen, depth)
 
 
-def _permitted(collective: str, names: tuple[str, ...], p: int, override: str) -> list[str]:
+def _permitted(
+    collective: str, names: tuple[str, ...], topology: Topology, override: str
+) -> list[str]:
     """Return the algorithms that the override leaves, never none."""
     parsed = parse_override(override)
     if collective in parsed:
         permitted = parsed[collective].among(names)
         if not permitted:
             wish = f"the override '{collective}:{parsed[collective]}'"
-            raise _unusable(collective, wish, "another world or call", p, names)
+            raise _unusable(collective, wish, "another world or call", topology, names)
         return permitted
     if EVERY in parsed:
         # An entry for all collectives says nothing about those that lack its algorithms.
@@ -106,12 +111,13 @@ def _permitted(collective: str, names: tuple[str, ...], p: int, override: str) -
 
 
 def _unusable(
-    collective: str, wish: str, needs: str, p: int, names: tuple[str, ...]
+    collective: str, wish: str, needs: str, topology: Topology, names: tuple[str, ...]
 ) -> InvalidArgumentError:
     """Return the error of a wish; `names` are the algorithms that serve this very call."""
-    everything = available(collective, p)
+    p, local = topology.world_size, topology.local
+    everything = available(collective, p, local=local)
     kind = ""
-    if names != everything and names == available(collective, p, ordered=True):
+    if names != everything and names == available(collective, p, ordered=True, local=local):
         kind, needs = ", deterministic,", "no particular order of reduction"
     elif names != everything:
         kind, needs = " with blocks of different size", "blocks of equal size"
@@ -125,7 +131,15 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
     """Return the default rule's choice, then what to take where that does not apply."""
     if topology.shared_memory:
         return (_shared(collective, nbytes, topology.world_size),)
-    return _messages(collective, nbytes, topology.world_size)
+    flat = _messages(collective, nbytes, topology.world_size)
+    return ("two_level", *flat) if _has_levels(collective, nbytes, topology) else flat
+
+
+def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
+    """Whether to save traffic between hosts, for a round or two more."""
+    block = nbytes // topology.world_size
+    least = {"all_reduce": 4 * KIB, "reduce_scatter": KIB, "broadcast": 4 * KIB, "reduce": 4 * KIB}
+    return topology.local > 1 and block >= least.get(collective, 0)
 
 
 def _ordered(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
@@ -194,7 +208,7 @@ def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
     """Return how many segments of data follow one another, a power of two."""
     if not entry(collective, algorithm).pipelined:
         return 1
-    streams = {"double_tree": 2, "two_shot": p, "rank_order": p}.get(algorithm, 1)
+    streams = {"double_tree": 2, "two_shot": p, "rank_order": p, "two_level": p}.get(algorithm, 1)
     segments = -(-nbytes // (streams * SEGMENT))
     # Powers of two, so that a program of many sizes builds few schedules.
     return min(1 << (max(segments, 1) - 1).bit_length(), MAX_PIPELINE)

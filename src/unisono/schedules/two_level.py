@@ -1,0 +1,239 @@
+"""Two levels: ranks of a host share the work, and every piece of data passes once between hosts.
+
+The ranks of each host follow one another, and there are as many on every host: rank h*L + l is the
+l-th of L on host h of H. Each carries its shard of the data, one L-th, between the hosts; a host
+then sends and receives as little as if it were a single rank.
+n is the size of the whole data (the vector, or p blocks), p = H*L, m the pipeline depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from unisono.schedules.ir import (
+    BoolArray,
+    Buf,
+    IntArray,
+    Schedule,
+    ceil_log2,
+    copy,
+    recv,
+    recv_reduce,
+    send,
+)
+
+__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
+
+INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
+NAME = "two_level"
+
+Rows = list[IntArray]
+# (stage of a segment, its number, ranks) -> rows that send, rows that receive
+Stage = Callable[[int, int, IntArray], tuple[Rows, Rows]]
+
+
+def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
+    """Reduce-scatter inside the hosts, all-reduce the shards in rings, all-gather inside.
+
+    Cost: 2H-1+m rounds; 2n(H-1)/p sent to other hosts, 2n(L-1)/L inside.
+    Source: Open MPI's coll/han; NCCL's rings with one NIC per GPU.
+    """
+    hosts = p // local
+
+    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
+        host = r // local
+        shard = (s * local + r % local) * hosts
+        peers = _neighbours(r, local)
+        theirs = (s * local + peers % local) * hosts
+        column, mine = r[:, None], shard[:, None]
+        if t == 0:
+            sends = [send(column, peers, OUTPUT, theirs, hosts)]
+            return sends, [recv_reduce(column, peers, OUTPUT, mine, hosts)]
+        if t == 2 * hosts - 1:
+            sends = [send(column, peers, OUTPUT, mine, hosts)]
+            return sends, [recv(column, peers, OUTPUT, theirs, hosts)]
+        after, before = (r + local) % p, (r - local) % p
+        gathers = t >= hosts
+        given = host + 1 - (t - hosts) if gathers else host - (t - 1)
+        step = recv if gathers else recv_reduce
+        return (
+            [send(r, after, OUTPUT, shard + given % hosts)],
+            [step(r, before, OUTPUT, shard + (given - 1) % hosts)],
+        )
+
+    chunks = pipeline * local * hosts
+    return _pipelined("all_reduce", p, 2 * hosts, pipeline, stage, chunks)
+
+
+def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
+    """Scatter inside the root's host, send the shards down binomial trees, all-gather inside.
+
+    Cost: 1+ceil(lg H)+m rounds; at most n ceil(lg H)/L sent to other hosts.
+    Source: Open MPI's coll/han, with van de Geijn's scatter and all-gather inside.
+    """
+    hosts = p // local
+    depth = ceil_log2(hosts)
+
+    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
+        mine = s * local + r % local
+        peers = _neighbours(r, local)
+        if t == 0:
+            at_root = r[r == root][:, None]
+            to = _neighbours(at_root[:, 0], local)
+            near = (r // local == root // local) & (r != root)
+            return (
+                [send(at_root, to, OUTPUT, s * local + to % local)],
+                [recv(r, root, OUTPUT, mine, where=near)],
+            )
+        if t <= depth:
+            gives, takes, to, source = _branch(r, local, root, hosts, t - 1)
+            return (
+                [send(r, to, OUTPUT, mine, where=gives)],
+                [recv(r, source, OUTPUT, mine, where=takes)],
+            )
+        column = r[:, None]
+        return (
+            [send(column, peers, OUTPUT, mine[:, None], where=peers != root)],
+            [recv(column, peers, OUTPUT, s * local + peers % local, where=column != root)],
+        )
+
+    return _pipelined("broadcast", p, depth + 2, pipeline, stage, pipeline * local, root)
+
+
+def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
+    """Reduce-scatter inside the hosts, reduce the shards up binomial trees, gather on the root.
+
+    Cost: 1+ceil(lg H)+m rounds; at most n/L sent to other hosts.
+    Source: the broadcast, backwards.
+    """
+    hosts = p // local
+    depth = ceil_log2(hosts)
+
+    def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
+        mine = s * local + r % local
+        peers = _neighbours(r, local)
+        if t == 0:
+            column = r[:, None]
+            return (
+                [send(column, peers, OUTPUT, s * local + peers % local)],
+                [recv_reduce(column, peers, OUTPUT, mine[:, None])],
+            )
+        if t <= depth:
+            takes, gives, source, to = _branch(r, local, root, hosts, depth - t)
+            return (
+                [send(r, to, OUTPUT, mine, where=gives)],
+                [recv_reduce(r, source, OUTPUT, mine, where=takes)],
+            )
+        at_root = r[r == root][:, None]
+        near = _neighbours(at_root[:, 0], local)
+        gives = (r // local == root // local) & (r != root)
+        return (
+            [send(r, root, OUTPUT, mine, where=gives)],
+            [recv(at_root, near, OUTPUT, s * local + near % local)],
+        )
+
+    return _pipelined("reduce", p, depth + 2, pipeline, stage, pipeline * local, root)
+
+
+def all_gather(p: int, local: int) -> Schedule:
+    """Pass blocks around rings of ranks of different hosts, and what has come on inside.
+
+    Cost: H rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
+    Source: Open MPI's coll/han.
+    """
+    hosts = p // local
+
+    def own(r: IntArray) -> Iterable[IntArray]:
+        yield copy(r, (INPUT, 0), (OUTPUT, r))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        column, peers = r[:, None], _neighbours(r, local)
+        mine = (r - k * local) % p
+        buf, chunk = (INPUT, r * 0) if k == 0 else (OUTPUT, mine)
+        if k < hosts - 1:
+            yield send(r, (r + local) % p, buf, chunk)
+        yield send(column, peers, buf, chunk[:, None])
+        if k < hosts - 1:
+            yield recv(r, (r - local) % p, OUTPUT, (mine - local) % p)
+        yield recv(column, peers, OUTPUT, (peers - k * local) % p)
+
+    return Schedule(
+        "all_gather", NAME, p, hosts, exchange, input_chunks=1, output_chunks=p, before=own
+    )
+
+
+def reduce_scatter(p: int, local: int) -> Schedule:
+    """Reduce inside a host what each other host is to get, and send it there.
+
+    Cost: H rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
+    Source: the all_gather, backwards.
+    """
+    hosts = p // local
+
+    def load(r: IntArray) -> Iterable[IntArray]:
+        for k in range(1, hosts):
+            block = (r + k * local) % p
+            yield copy(r, (INPUT, block), (SCRATCH, block))
+        yield copy(r, (INPUT, r), (OUTPUT, 0))
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        column, peers = r[:, None], _neighbours(r, local)
+        # What round k reduces is sent in the next one, to the host k+1 further on; the own host's
+        # comes last.
+        own = k == hosts - 1
+        buf, chunk = (OUTPUT, r * 0) if own else (SCRATCH, (r + (k + 1) * local) % p)
+        to = (r + k * local) % p
+        if k > 0:
+            yield send(r, to, SCRATCH, to)
+        yield send(column, peers, INPUT, (peers + (k + 1) * local) % p)
+        if k > 0:
+            yield recv_reduce(r, (r - k * local) % p, OUTPUT, 0)
+        yield recv_reduce(column, peers, buf, chunk[:, None])
+
+    return Schedule(
+        "reduce_scatter",
+        NAME,
+        p,
+        hosts,
+        exchange,
+        input_chunks=p,
+        output_chunks=1,
+        scratch_chunks=p,
+        before=load,
+    )
+
+
+def _neighbours(r: IntArray, local: int) -> IntArray:
+    """Return [ranks, L-1]: the other ranks of each rank's host, from the next one on."""
+    return r[:, None] // local * local + (r[:, None] + np.arange(1, local)) % local
+
+
+def _branch(
+    r: IntArray, local: int, root: int, hosts: int, level: int
+) -> tuple[BoolArray, BoolArray, IntArray, IntArray]:
+    """Return who is above and who below on one level of binomial trees, and the other ends."""
+    p, d = hosts * local, 1 << level
+    v = (r // local - root // local) % hosts
+    upper, lower = (v < d) & (v + d < hosts), (v >= d) & (v < 2 * d)
+    return upper, lower, (r + d * local) % p, (r - d * local) % p
+
+
+def _pipelined(
+    collective: str, p: int, stages: int, pipeline: int, stage: Stage, chunks: int, root: int = -1
+) -> Schedule:
+    """Return the schedule in which segments follow one another through the stages."""
+
+    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        sends: Rows = []
+        receives: Rows = []
+        # Both lists in the order of segments: ranks that meet in several match first in, first out.
+        for s in range(max(0, k - stages + 1), min(k, pipeline - 1) + 1):
+            out, back = stage(k - s, s, r)
+            sends += out
+            receives += back
+        return sends + receives
+
+    rounds = stages + pipeline - 1
+    return Schedule(collective, NAME, p, rounds, exchange, root, output_chunks=chunks)

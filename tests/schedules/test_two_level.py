@@ -1,0 +1,71 @@
+"""Schedules of two levels: proved for many worlds, and what they send between hosts."""
+
+import numpy as np
+import pytest
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import Topology, available, build, select
+from unisono.schedules.ir import ROOTED, Op
+from unisono.schedules.verify import verify
+
+PIPELINED = ("all_reduce", "broadcast", "reduce")
+COLLECTIVES = (*PIPELINED, "all_gather", "reduce_scatter")
+WORLDS = [(2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (5, 4), (8, 2), (2, 8)]
+
+
+def schedules(collective, hosts, local):
+    roots = (0, local - 1, hosts * local - 1) if collective in ROOTED else (-1,)
+    depths = (1, 2, 5) if collective in PIPELINED else (1,)
+    for root in sorted(set(roots)):
+        for depth in depths:
+            yield build(collective, "two_level", hosts * local, root, depth, local)
+
+
+@pytest.mark.parametrize(("hosts", "local"), WORLDS)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_proved(collective, hosts, local):
+    for schedule in schedules(collective, hosts, local):
+        verify(schedule)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_proved_in_place(collective):
+    verify(build(collective, "two_level", 6, local=2), in_place=True)
+
+
+def between(schedule, local):
+    """Return the chunks that the busiest host sends to others, as a part of the whole data."""
+    p = schedule.world_size
+    rows = np.concatenate([schedule.steps(k, np.arange(p)) for k in range(schedule.stages)])
+    rows = rows[(rows[:, 1] == Op.SEND) & (rows[:, 0] // local != rows[:, 2] // local)]
+    sent = np.bincount(rows[:, 0] // local, rows[:, 7], p // local)
+    return sent.max() / schedule.work_chunks
+
+
+@pytest.mark.parametrize(("hosts", "local"), WORLDS)
+def test_hosts_send_as_little_as_one_rank_of_a_ring_would(hosts, local):
+    def sent(collective, *arguments):
+        return between(build(collective, "two_level", hosts * local, *arguments, local), local)
+
+    assert sent("all_reduce", -1, 3) == pytest.approx(2 * (hosts - 1) / hosts)
+    assert sent("all_gather", -1, 1) == pytest.approx((hosts - 1) / hosts)
+    assert sent("reduce_scatter", -1, 1) == pytest.approx((hosts - 1) / hosts)
+    assert sent("reduce", 1, 2) == 1
+
+
+@pytest.mark.parametrize(("p", "local"), [(4, 1), (4, 4), (6, 4), (1, 1)])
+def test_worlds_without_two_levels(p, local):
+    assert "two_level" not in available("all_reduce", p, local=local)
+    with pytest.raises(InvalidArgumentError, match="needs several hosts with equally many ranks"):
+        build("all_reduce", "two_level", p, local=local)
+
+
+def test_selected_where_it_saves_traffic():
+    hosts = Topology(8, local=4)
+    assert select("all_reduce", 8, hosts).algorithm == "recursive_doubling"
+    assert select("all_reduce", 1 << 20, hosts).algorithm == "two_level"
+    assert select("all_reduce", 1 << 26, hosts) == ("two_level", 32)
+    assert select("all_reduce", 1 << 20, Topology(8)).algorithm == "ring"
+    assert select("all_reduce", 1 << 20, hosts, "ring").algorithm == "ring"
+    with pytest.raises(InvalidArgumentError, match="needs several hosts"):
+        select("all_reduce", 1 << 20, Topology(8), "two_level")
