@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
-
-from unisono.base.log import get_logger
 
 __all__ = ["torch_backend"]
 
@@ -12,9 +11,13 @@ __all__ = ["torch_backend"]
 def torch_backend() -> None:
     """Register the backend "unisono" with torch.distributed; an error is logged, never raised.
 
-    An exception here would make `import torch` fail, for programs too that never heard of us.
+    An exception here, or where this module is loaded, would make `import torch` fail, for programs
+    too that never heard of us. So nothing of ours is imported but in the try block, the logger
+    with its settings neither.
     """
     try:
         import_module("unisono.torch")
     except Exception:
-        get_logger("autoload").warning("no backend 'unisono' for torch", exc_info=True)
+        logging.getLogger("unisono.autoload").warning(
+            "no backend 'unisono' for torch", exc_info=True
+        )

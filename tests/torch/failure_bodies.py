@@ -121,6 +121,8 @@ def waits(rank, path):
         dist.barrier()
         group = dist.new_group()
         dist.barrier(group=group)
+        # Of the world: who is still in the other one would hear of the abort there.
+        dist.barrier()
         if rank == 0:
             group.abort()
         else:

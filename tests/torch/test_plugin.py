@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -32,10 +33,11 @@ def alone():
     torch_dist.destroy_process_group()
 
 
-def run_script(script: str) -> str:
+def run_script(script: str, **settings: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=90, check=True
-    )
+        [sys.executable, "-c", script],
+        capture_output=True, text=True, timeout=90, check=True, env=os.environ | settings,
+    )  # fmt: skip
     return done.stdout.strip()
 
 
@@ -56,15 +58,52 @@ def test_autoload_registers_without_loading_numpy_or_an_engine():
     assert run_script(script) == "True []"
 
 
-def test_autoload_never_raises(monkeypatch, caplog):
+SABOTAGE = """
+import sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise {error}("sabotage")
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "setting", "works"),
+    [
+        ("numpy", "", True),
+        ("unisono._engine", "", True),
+        ("unisono.errors", "", False),
+        ("", "nonsense", True),
+    ],
+)
+def test_nothing_about_unisono_breaks_import_torch(broken, setting, works):
+    # torch calls the function as it ends its import.
+    script = (
+        "import warnings\nwarnings.simplefilter('ignore')\n"
+        f"{SABOTAGE.format(module=broken, error='ModuleNotFoundError')}\n"
+        "import torch\nfrom unisono.autoload import torch_backend\ntorch_backend()\n"
+        "print(torch.ones(2).sum().item(), 'UNISONO' in torch.distributed.Backend._plugins)"
+    )
+    settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "UNISONO_LOG": setting}
+    assert run_script(script, **settings) == f"2.0 {works}"
+
+
+@pytest.mark.parametrize("what", ["old", "without torch.distributed"])
+def test_a_torch_that_does_not_fit_is_logged(what, monkeypatch, caplog):
     from unisono.autoload import torch_backend
 
-    def broken(name):
-        raise ImportError("no such torch")
-
-    monkeypatch.setattr("unisono.autoload.import_module", broken)
+    monkeypatch.delitem(sys.modules, "unisono.torch")
+    monkeypatch.delitem(torch_dist.Backend._plugins, "UNISONO")
+    if what == "old":
+        monkeypatch.delattr(torch_dist.Backend, "register_backend")
+    else:
+        monkeypatch.setattr(torch_dist, "is_available", lambda: False)
     torch_backend()
-    assert "no such torch" in caplog.text
+    assert "no backend 'unisono' for torch" in caplog.text
+    assert ("register_backend" if what == "old" else "lacks") in caplog.text
 
 
 def test_the_entry_point_names_the_function():
@@ -100,6 +139,27 @@ def test_short_forms_of_the_methods(alone):
     alone.alltoall([outs[0]], [3 * x]).wait()
     assert outs[0].tolist() == [3.0] * 3
     alone.barrier().wait()
+
+
+def test_plain_calls_with_odd_arguments_are_refused(alone):
+    c10d, x = torch._C._distributed_c10d, torch.ones(2)
+    for method, options in (
+        ("allreduce", c10d.AllreduceOptions()),
+        ("broadcast", c10d.BroadcastOptions()),
+    ):
+        options.asyncOp = False
+        with pytest.raises(TypeError, match="list of 2"):
+            getattr(alone, method)([x, x], options)
+    for root in (-1, 1):
+        options = c10d.BroadcastOptions()
+        options.rootRank, options.asyncOp = root, False
+        with pytest.raises(ValueError, match=f"={root} is not a rank|rank {root}"):
+            alone.broadcast([x], opts=options)
+    for peer in (-1, 1):
+        with pytest.raises(ValueError, match=f"dst={peer} is not a rank"):
+            alone.send([x], peer, 0)
+    with pytest.raises(TypeError, match="list of 2"):
+        alone.recv_anysource([x, x], 0)
 
 
 def test_timeouts_of_short_forms_reach_the_call(alone):

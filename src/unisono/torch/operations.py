@@ -26,7 +26,7 @@ from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, is_plain, recv, send
+from unisono.torch.plain import PLAIN, recv, send
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
 
@@ -45,7 +45,7 @@ def operation(method: Method) -> Method:
     """
     name = method.__name__
     title = f"unisono:{name}"
-    at, kind, plain = PLAIN.get(name, (0, None, None))
+    plain = PLAIN.get(name)
 
     @functools.wraps(method)
     def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +56,7 @@ def operation(method: Method) -> Method:
             if _profiled():
                 with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
-            options = args[at] if len(args) > at else kwargs.get("opts")
-            if plain is not None and type(options) is kind and is_plain(options):
-                plain(self._group, *args[:at], options)
+            if plain is not None and plain(self._group, args, kwargs):
                 return None
             return method(self, *args, **kwargs)
         except UnisonoError as error:
@@ -97,7 +95,7 @@ class Operations:
 
         Written out, because DDP and most scripts make more calls of it than of all others.
         """
-        if not hasattr(opts, "asyncOp") or not isinstance(tensors, list):
+        if not (hasattr(opts, "asyncOp") and isinstance(tensors, list) and len(tensors) == 1):
             arguments = (tensors,) if opts is None else (tensors, opts)
             return self._issue(OPS["all_reduce"], arguments, kwargs)
         tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
