@@ -212,7 +212,7 @@ PLAIN = {
     "cannot receive into read-only memory": (
         "InvalidArgument", lambda: with_transport(lambda t: t.recv(0, KEY, memoryview(b"abc"))),
     ),
-    "protocol version 99 called, this is version 1": (
+    "protocol version 99 called, this is version 2": (
         "Handshake", lambda: Hello.parse(changed_hello(version=99)),
     ),
     # ---- launcher and command line
@@ -263,7 +263,7 @@ def with_transport(use):
 
 
 def changed_hello(**changes):
-    fields = list(HELLO.unpack(Hello(1, 0, 0, bytes(16)).pack()))
+    fields = list(HELLO.unpack(Hello(1, 0, 0, 0, bytes(16)).pack()))
     fields[1] = changes.get("version", fields[1])
     return HELLO.pack(*fields)
 

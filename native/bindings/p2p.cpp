@@ -95,11 +95,12 @@ int create(Messages& messages, const nb::bytes& nonce) {
   return messages.create(static_cast<const unsigned char*>(nonce.data()));
 }
 
-void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes>>& all,
-               int spin) {
+void introduce(Messages& messages,
+               const std::vector<std::tuple<int, int, nb::bytes, bool>>& all, int spin) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
-    const auto& [pid, fd, nonce] = all[i];
+    const auto& [pid, fd, nonce, has_wires] = all[i];
+    addresses[i].has_wires = has_wires;
     addresses[i].pid = pid;
     addresses[i].fd = fd;
     std::memcpy(addresses[i].nonce, nonce.data(),
@@ -159,6 +160,17 @@ void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> s
       stuck(ranks, sends);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("a wait for a message");
+    }
+  });
+}
+
+void set_wire(Messages& messages, std::function<void(int, bool)> wire) {
+  messages.set_wire([wire = std::move(wire)](int rank, bool ended) {
+    nb::gil_scoped_acquire locked;
+    try {
+      wire(rank, ended);
+    } catch (nb::python_error& error) {
+      error.discard_as_unraisable("a wire to another rank");
     }
   });
 }
@@ -293,10 +305,17 @@ void bind_p2p(nb::module_& m) {
     .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
     .def("fd", &Messages::fd)
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
-         "Say where every rank's inbox is: (pid, fd, nonce); pid 0: nowhere.")
+         "Say where inboxes are: (pid, fd, nonce, has_wires); pid 0: nowhere.")
     .def("reaches", &Messages::reaches, nb::arg("peer"))
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
+    .def("set_wire", &set_wire, nb::arg("wire"), "Gets (rank, whether its wire has ended).")
+    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("fd"),
+         "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
+    .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
+    .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
+    .def("release", &Messages::release)
+    .def("close_in_child", &Messages::close_in_child)
     .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
@@ -312,7 +331,7 @@ void bind_p2p(nb::module_& m) {
          nb::arg("info"), nb::arg("data"))
     .def("peer_down",
          [](Messages& messages, int peer, bool left) {
-           messages.peer_down(peer, left ? Code::left : Code::lost);
+           return messages.peer_down(peer, left ? Code::left : Code::lost);
          },
          nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
     .def("fail_context", &Messages::fail_context, nb::arg("context"),
@@ -320,8 +339,11 @@ void bind_p2p(nb::module_& m) {
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
     .def("close",
-         [](Messages& messages, double timeout_s) { messages.close(nanoseconds(timeout_s)); },
-         nb::arg("timeout_s"), nb::call_guard<nb::gil_scoped_release>());
+         [](Messages& messages, double timeout_s) {
+           return messages.close(nanoseconds(timeout_s));
+         },
+         nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
+         nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<Port>(m, "Port")
     .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,

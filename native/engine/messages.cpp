@@ -36,6 +36,7 @@ Messages::Messages(int rank, int ranks)
       peers_(static_cast<size_t>(ranks)) {}
 
 void Messages::introduce(std::vector<Address> addresses, int spin) {
+  const Lock lock(lock_);
   addresses_ = std::move(addresses);
   addresses_.resize(static_cast<size_t>(ranks_));
   spin_ = std::max(spin, 1);
@@ -45,7 +46,7 @@ bool Messages::is_forked() const { return forks.load(std::memory_order_relaxed) 
 
 bool Messages::reaches(int peer) {
   const Lock lock(lock_);
-  return peer == rank_ || attach(peer);
+  return peer == rank_ || find_way(peer);
 }
 
 bool Messages::has_left(int rank) {
@@ -123,9 +124,11 @@ Outcome Messages::start_send(int to, const Envelope& envelope, const char* data)
   op->peer = to;
   op->data = const_cast<char*>(data);  // only read
   op->is_send = true;
-  const Lock lock(lock_);
+  Lock lock(lock_);
   begin_send(*op);
-  return started(std::move(op));
+  const Outcome outcome = started(std::move(op));
+  tell_of_wires(lock);
+  return outcome;
 }
 
 Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
@@ -202,7 +205,7 @@ void Messages::begin_send(Op& op) {
     op.source = op.peer;
     return finish(op, to.down);
   }
-  if (!attach(op.peer)) return finish(op, Code::unreachable);
+  if (!find_way(op.peer)) return finish(op, Code::unreachable);
   to.sends.push_back(&op);
   ++queued_sends_;
   if (to.sends.size() == 1) push(to);
@@ -214,7 +217,7 @@ void Messages::begin_recv(Op& op) {
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
   if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
   matching_.post(&op);
-  progress();
+  progress(&op);
   const Code down = op.done || op.started ? Code::ok : down_for(op);
   if (down != Code::ok && matching_.unpost(&op)) finish(op, down);
 }
@@ -319,13 +322,10 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
   settle();
 }
 
-void Messages::peer_down(int rank, Code code) {
-  const Lock lock(lock_);
+// End what waits for a rank of which nothing comes any more.
+void Messages::end_peer(int rank, Code code) {
   Peer& gone = peer(rank);
-  look_for_senders();
-  // What it has sent is there to be received.
-  while (gone.active && pull(rank)) continue;
-  if (gone.kept != nullptr) {  // and what it has sent half of, never will be
+  if (gone.kept != nullptr) {  // what it has sent half of, it never will
     auto& arrivals = matching_.arrivals();
     matching_.drop(std::find_if(arrivals.begin(), arrivals.end(),
                                 [&](const Arrival& each) { return &each == gone.kept; }));
@@ -376,19 +376,23 @@ void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwante
   }
 }
 
-void Messages::close(int64_t timeout_ns) {
-  if (is_forked()) return;
+std::vector<int> Messages::close(int64_t timeout_ns) {
+  std::vector<int> fds;
+  if (is_forked()) return fds;
   Lock lock(lock_);
-  if (closed_) return;
+  if (closed_) return fds;
   if (queued_sends_ != 0) wait_for(nullptr, timeout_ns, lock);
   closed_ = true;
   for (Peer& to : peers_) {
     if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
+    const int fd = to.wire == nullptr ? -1 : to.wire->part();
+    if (fd >= 0) fds.push_back(fd);
   }
   end_all([](Op&) { return Code::closed; });
   anything_ended_ = true;
   settle();
   inbox_.close_fd();
+  return fds;
 }
 
 }  // namespace unisono

@@ -1,4 +1,5 @@
-// One rank's messages through shared memory: sending, receiving, waiting, and progress meanwhile.
+// One rank's messages: sending, receiving, waiting, and progress meanwhile. They go through a ring
+// to a rank whose memory can be opened, and over a wire to others.
 //
 // Progress is made by whoever waits, and by a server thread (of Python's, which calls serve())
 // for what nobody waits for. Everything happens under one lock, which nobody holds while sleeping
@@ -6,7 +7,9 @@
 //
 // A rank that waits takes in all that arrives, so that two ranks that both send first come to
 // their receives. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
-// the ring, and their sender waits.
+// the ring or wire, and their sender waits.
+//
+// Wires are made by Python, when the first message wants one. Python also finds out who is gone.
 #pragma once
 
 #include <atomic>
@@ -16,11 +19,15 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
+
+#include <poll.h>
 
 #include "matching.hpp"
 #include "ring.hpp"
 #include "status.hpp"
+#include "wires.hpp"
 
 namespace unisono {
 
@@ -33,11 +40,12 @@ struct Outcome {
   uint32_t info = 0;
 };
 
-// Where another rank's inbox can be found; pid 0: nowhere.
+// Where another rank's inbox can be found; pid 0: nowhere. `has_wires`: it can be called instead.
 struct Address {
   int pid = 0;
   int fd = -1;
   unsigned char nonce[16] = {};
+  bool has_wires = false;
 };
 
 class Messages {
@@ -59,6 +67,8 @@ class Messages {
 
   // Called by a wait once it has become long: (peers waited for, whether one must make room).
   void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) { stuck_ = stuck; }
+  // Called when a wire to a rank is needed, and when it has ended. The lock is not held.
+  void set_wire(std::function<void(int, bool ended)> wire) { wire_ = wire; }
   // Called by a wait now and then; true ends it. For Ctrl-C.
   void set_poll(std::function<bool()> poll) { poll_ = poll; }
 
@@ -99,13 +109,27 @@ class Messages {
   // Take in a message that came another way.
   void deliver(int source, const Envelope& envelope, const char* data);
 
-  // From now on: this rank is gone (`lost` or `left`); this context is broken; it never was.
-  void peer_down(int peer, Code code);
+  // Use this connected, non-blocking socket for messages with a rank; there is one at most. It is
+  // this object's from now on.
+  void add_wire(int peer, int fd);
+  // Have the server thread take in what arrives, though nobody here waits: senders do.
+  void attend();
+
+  // From now on: this rank is gone (`lost` or `left`); this context is broken; it never was. What a
+  // rank has sent over a wire may still be on its way: true if the server has to take that in.
+  bool peer_down(int peer, Code code);
   void fail_context(uint64_t context);
   void forget_context(uint64_t context);
 
-  // Give what was sent until `timeout_ns` to get into the rings, then end everything.
-  void close(int64_t timeout_ns);
+  // Give what was sent until `timeout_ns` to get into rings and wires, then end everything. Returns
+  // the sockets, which have said their last. A socket that is closed with something unread in it
+  // takes back what its peer has not read: read them until their peers have closed them.
+  std::vector<int> close(int64_t timeout_ns);
+
+  // Around a fork: hold everything still, and go on. In the child: give up the copies of files.
+  void hold() { lock_.lock(); }
+  void release() { lock_.unlock(); }
+  void close_in_child();
 
   // Whether this is the child of a fork, in which nothing here may be used.
   bool is_forked() const;
@@ -116,8 +140,13 @@ class Messages {
     std::unique_ptr<Outbox> outbox;  // once attached
     bool unreachable = false;
     bool joined = false;
+    bool wants_wire = false;  // it has been asked for
+    std::unique_ptr<Wire> wire;
     Code down = Code::ok;
-    std::list<Op*> sends;  // in order; what the ring had no room for
+    // What Python has found out, while what it sent before may still come.
+    Code parting = Code::ok;
+    int64_t parting_ends_ns = 0;
+    std::list<Op*> sends;  // in order; what the ring or wire had no room for
     // What comes from it.
     Ring ring;
     bool active = false;
@@ -133,19 +162,34 @@ class Messages {
   Bells& bells() const { return inbox_.head().bells; }
 
   // messages_progress.cpp: moving bytes
-  bool progress();
+  bool progress(const Op* awaited = nullptr);
   void look_for_senders();
   bool pull(int source);
-  bool open_frame(Peer& from, int source);
-  void take_bytes(Peer& from, size_t nbytes);
+  bool open_frame(Peer& from, int source, const FrameHead& head);
+  char* place(const Peer& from) const;
+  Op* advance(Peer& from, size_t nbytes);
   bool push(Peer& to);
   bool push_some(Peer& to, Op& op);
   void ring_bell(Outbox& outbox, bool ring_is_full);
   void ask_for_room();
   void take_in(int source, const Envelope& envelope, const char* data);
 
+  // messages_wires.cpp: the same over wires, and sleeping on them
+  bool progress_wires(const Op* awaited);
+  bool pull_wire(int source);
+  void end_partings();
+  void end_peer(int rank, Code code);
+  void tell_of_wires(Lock& lock);
+  bool begin_polling();
+  void end_polling();
+  void watch_wires();
+  void poll_wires(int64_t limit_ns);
+  void repoll();
+  short wanted_events(Peer& other) const;
+
   // messages.cpp: beginning and ending
   bool attach(int rank);
+  bool find_way(int rank);
   void begin_send(Op& op);
   void begin_recv(Op& op);
   void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
@@ -162,12 +206,17 @@ class Messages {
   // messages_wait.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);
   Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
+  bool spin(const Op* op, int64_t ends_ns, Lock& lock);
   Code wait_slowly(const Op* op, int64_t timeout_ns);
   bool is_over(const Op* op) const;
+  Code sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls);
+  bool is_unattended() const;
+  void server_sleep(uint64_t seen, Lock& lock);
+  void wake_server();
   std::vector<int> awaited_ranks(const Op* op);
   void watch(Op& op);
   void hand_over();
-  void settle();
+  void settle(bool here_polls = false);
 
   const int rank_;
   const int ranks_;
@@ -177,6 +226,7 @@ class Messages {
   std::vector<Address> addresses_;
   std::function<void(const std::vector<int>&, bool)> stuck_;
   std::function<bool()> poll_;
+  std::function<void(int, bool)> wire_;
 
   std::mutex lock_;
   std::vector<Peer> peers_;
@@ -198,6 +248,19 @@ class Messages {
   bool closed_ = false;
   // Sends that were given up halfway; their frames must be completed.
   std::list<std::unique_ptr<Op>> leftovers_;
+
+  // Wires. One thread at a time sleeps on them; others sleep on the bells, and are woken by it.
+  std::vector<int> wired_;                      // ranks that have a wire
+  std::vector<std::pair<int, bool>> wire_news_;  // what set_wire's function is to be told
+  Bell bell_;
+  bool polling_ = false;
+  std::vector<pollfd> poll_set_;  // belongs to that thread
+  bool server_polls_ = false;    // it is the server
+  bool server_idles_ = false;    // nothing is open, as far as the server knows
+  bool attends_ = false;         // senders wait, though nobody here does
+  int parting_ = 0;              // ranks
+  int64_t last_wait_ns_ = 0;     // when somebody last stopped waiting
+  int64_t doze_ns_ = 0;
 };
 
 }  // namespace unisono

@@ -13,14 +13,16 @@ constexpr size_t kPullBytes = 4 * kRingBytes;
 
 }  // namespace
 
-// Move whatever can be moved; whether that was anything.
-bool Messages::progress() {
+// Move whatever can be moved; whether that was anything. Looking at a wire costs a system call: if
+// `awaited` depends on one only, the others are left alone.
+bool Messages::progress(const Op* awaited) {
   look_for_senders();
   bool moved = false;
   for (int source : active_) moved |= pull(source);
+  if (!wired_.empty()) moved |= progress_wires(awaited);
   if (queued_sends_ == 0) return moved;
   for (Peer& to : peers_) {
-    if (!to.sends.empty()) moved |= push(to);
+    if (!to.sends.empty() && to.outbox != nullptr) moved |= push(to);
   }
   return moved;
 }
@@ -45,11 +47,25 @@ bool Messages::pull(int source) {
   size_t pulled = 0;
   size_t available = from.ring.available();
   while (available != 0 && pulled < kPullBytes) {
-    if (!from.in_frame && !open_frame(from, source)) break;
-    const size_t before = from.filled;
-    const size_t left = static_cast<size_t>(from.frame.nbytes) - before;
+    if (!from.in_frame) {
+      FrameHead head;
+      from.ring.read(&head, sizeof(head));
+      if (!open_frame(from, source, head)) {
+        from.ring.unread(sizeof(head));
+        break;
+      }
+    }
+    const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
     const size_t nbytes = std::min({from.ring.available(), left, kStepBytes});
-    take_bytes(from, nbytes);
+    if (char* into = place(from)) {
+      from.ring.read(into, nbytes);
+    } else {
+      from.ring.skip(nbytes);
+    }
+    Op* const done = advance(from, nbytes);
+    if (!from.in_frame) from.ring.pad();
+    from.ring.release();
+    if (done != nullptr) finish(*done, Code::ok);
     pulled += nbytes + 1;
     available = from.ring.available();
     if (from.in_frame && nbytes == 0) break;
@@ -65,10 +81,8 @@ bool Messages::pull(int source) {
   return true;
 }
 
-// Read the head of the next frame and find its place; false: there is none now.
-bool Messages::open_frame(Peer& from, int source) {
-  FrameHead head;
-  from.ring.read(&head, sizeof(head));
+// Find the place of the frame that begins with this head; false: there is none now.
+bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
   Op* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
@@ -85,10 +99,7 @@ bool Messages::open_frame(Peer& from, int source) {
     if (matching_.has_room(envelope.nbytes) || matching_.anybody_wants(source)) {
       from.kept = matching_.keep(source, envelope);
     }
-    if (from.kept == nullptr) {
-      from.ring.unread(sizeof(head));
-      return false;
-    }
+    if (from.kept == nullptr) return false;
   }
   from.frame = envelope;
   from.filled = 0;
@@ -96,26 +107,23 @@ bool Messages::open_frame(Peer& from, int source) {
   return true;
 }
 
-// Take this much of the frame's payload out of the ring, and end the frame with its last byte.
-void Messages::take_bytes(Peer& from, size_t nbytes) {
-  if (from.into != nullptr) {
-    from.ring.read(from.into->data + from.filled, nbytes);
-  } else if (from.kept != nullptr) {
-    from.ring.read(from.kept->data.get() + from.filled, nbytes);
-    from.kept->filled += nbytes;
-  } else {
-    from.ring.skip(nbytes);
-  }
+// Where the next bytes of the frame go; nullptr: nowhere.
+char* Messages::place(const Peer& from) const {
+  if (from.into != nullptr) return from.into->data + from.filled;
+  return from.kept != nullptr ? from.kept->data.get() + from.filled : nullptr;
+}
+
+// Note that so much of the frame has come. The last byte ends the frame; returns the receive that
+// is served with it, which the caller finishes.
+Op* Messages::advance(Peer& from, size_t nbytes) {
   from.filled += nbytes;
-  const bool complete = from.filled == from.frame.nbytes;
-  if (complete) from.ring.pad();
-  from.ring.release();
-  if (!complete) return;
-  Op* op = from.into;
+  if (from.kept != nullptr) from.kept->filled += nbytes;
+  if (from.filled != from.frame.nbytes) return nullptr;
+  Op* const op = from.into;
   from.in_frame = false;
   from.into = nullptr;
   from.kept = nullptr;
-  if (op != nullptr) finish(*op, Code::ok);
+  return op;
 }
 
 bool Messages::push(Peer& to) {
@@ -135,12 +143,22 @@ bool Messages::push(Peer& to) {
       finish(op, Code::ok);
     }
   }
-  if (moved) ring_bell(*to.outbox, false);
+  if (moved && to.outbox != nullptr) ring_bell(*to.outbox, false);
   return moved;
 }
 
-// Write what the ring takes; whether the frame is complete.
+// Write what the ring or wire takes; whether the frame is complete.
 bool Messages::push_some(Peer& to, Op& op) {
+  const Envelope& envelope = op.envelope;
+  if (to.outbox == nullptr) {
+    if (to.wire == nullptr) return false;
+    if (!op.started) {
+      to.wire->begin({envelope.context, envelope.tag, envelope.nbytes, envelope.info, 0});
+      op.started = true;
+    }
+    op.moved += to.wire->write(op.data + op.moved, static_cast<size_t>(envelope.nbytes) - op.moved);
+    return to.wire->head_is_out() && op.moved == envelope.nbytes;
+  }
   Ring& ring = to.outbox->ring;
   if (!op.started) {
     if (ring.room() < kFrameAlign) return false;
@@ -149,7 +167,6 @@ bool Messages::push_some(Peer& to, Op& op) {
       ring.words->joined.store(1, std::memory_order_release);
       to.outbox->head().joined.fetch_add(1, std::memory_order_release);
     }
-    const Envelope& envelope = op.envelope;
     const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, 0};
     ring.write(&head, sizeof(head));
     op.started = true;
@@ -178,6 +195,7 @@ void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
     bells.server_wants.store(kNothing, std::memory_order_relaxed);
     change_and_wake(bells.server);
   }
+  outbox.ring_pipe();
 }
 
 // Have the bell rung when there is room again. Followed by a push, lest room that came just before
@@ -185,7 +203,7 @@ void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
 void Messages::ask_for_room() {
   if (queued_sends_ == 0) return;
   for (Peer& to : peers_) {
-    if (to.sends.empty()) continue;
+    if (to.sends.empty() || to.outbox == nullptr) continue;
     to.outbox->ring.words->wants_room.store(1, std::memory_order_relaxed);
     ring_bell(*to.outbox, true);  // has the fence that the push needs
   }

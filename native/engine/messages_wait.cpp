@@ -14,6 +14,16 @@ namespace {
 // How often a long wait says that it is stuck, after the first time.
 constexpr int64_t kStuckNs = 1'000'000'000;
 
+// A look at a wire is a system call, so the looks of a wait are counted in time as well; and at
+// the wires that it does not depend on it looks now and then only.
+constexpr int64_t kSpinNs = 300'000;
+constexpr int kLookAround = 16;
+
+// For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
+// message would wake two threads. It then looks again, less and less often.
+constexpr int64_t kStandBackNs = 1'000'000;
+constexpr int64_t kDozeNs = 4'000'000;
+
 }  // namespace
 
 // Wait for an operation whose memory is the caller's: it ends here in any case.
@@ -31,48 +41,75 @@ bool Messages::is_over(const Op* op) const {
 // Make progress until `op` is done, or nothing is left to send if it is nullptr.
 Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   ++waiters_;
+  attends_ = false;
   if (server_sleeps_) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
+  if (server_polls_) bells().polls.store(0, std::memory_order_relaxed);
+  tell_of_wires(lock);
+  const int64_t spin_ends_ns = wired_.empty() ? INT64_MAX : now_ns() + kSpinNs;
   lock.unlock();
+  Code reason = Code::ok;
+  if (!spin(op, spin_ends_ns, lock)) {
+    reason = wait_slowly(op, timeout_ns);
+    lock.lock();
+  }
+  --waiters_;
+  if (!wired_.empty()) last_wait_ns_ = now_ns();
+  return reason;
+}
+
+// Look until `op` is done, with the lock held then; false: that may take long.
+bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
   for (int round = 0; round < kYields; ++round) {
     for (int i = 0; i < spin_; ++i) {
       if (lock.try_lock()) {
-        progress();
-        if (is_over(op)) {
-          --waiters_;
-          return Code::ok;
-        }
+        progress(i % kLookAround == 0 ? nullptr : op);
+        if (is_over(op)) return true;
         settle();
         lock.unlock();
       }
       relax();
     }
+    if (ends_ns != INT64_MAX && now_ns() > ends_ns) return false;
     sched_yield();
   }
-  const Code reason = wait_slowly(op, timeout_ns);
-  lock.lock();
-  --waiters_;
-  return reason;
+  return false;
 }
 
 Code Messages::wait_slowly(const Op* op, int64_t timeout_ns) {
+  bool polls = false;
+  const Code reason = sleep_until_over(op, timeout_ns, &polls);
+  if (polls) {
+    const Lock lock(lock_);
+    end_polling();
+  }
+  return reason;
+}
+
+// `polls` says whether this thread has become the one that sleeps on wires.
+Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t tell_ns = look_ns;
   while (true) {
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t seen = bells().waiters.load(std::memory_order_seq_cst);
-    full_fence();
     {
-      const Lock lock(lock_);
+      Lock lock(lock_);
+      *polls = *polls || begin_polling();
+      if (*polls) bells().polls.store(1, std::memory_order_seq_cst);
+      full_fence();
       ask_for_room();
       progress();
-      settle();
+      settle(*polls);
+      tell_of_wires(lock);
+      *polls ? watch_wires() : repoll();
     }
-    const int64_t left_ns = deadline_ns - now_ns();
-    if (!is_over(op) && left_ns > 0) {
-      futex_wait(bells().waiters, seen, std::min(left_ns, kSliceNs));
+    if (*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+    const int64_t limit_ns = std::min(deadline_ns - now_ns(), kSliceNs);
+    if (!is_over(op) && limit_ns > 0) {
+      *polls ? poll_wires(limit_ns) : futex_wait(bells().waiters, seen, limit_ns);
     }
-    bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (!*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (is_over(op)) return Code::ok;
     const int64_t now = now_ns();
     if (now >= deadline_ns) return Code::timeout;
@@ -118,25 +155,21 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   Lock lock(lock_);
   while (true) {
     progress();
-    for (const int source : active_) {
+    for (const Peer& from : peers_) {
       // A long message into a quiet receive: whoever asks for it is busy elsewhere.
-      Op* const into = peer(source).into;
+      Op* const into = from.into;
       if (into != nullptr && into->quiet && waiters_ == 0) watch(*into);
     }
     settle();
     std::vector<Outcome> outcomes;
     for (const uint64_t number : std::vector<uint64_t>(ended_)) outcomes.push_back(taken(number));
     if (!outcomes.empty() || closed_) return outcomes;
+    tell_of_wires(lock);
     const uint64_t seen = bells().server.load(std::memory_order_seq_cst);
     server_sleeps_ = true;
     bells().server_wants.store(kFullRings, std::memory_order_seq_cst);
     hand_over();
-    if (ended_.empty()) {
-      const int64_t limit_ns = queued_sends_ != 0 ? kSliceNs : 1000 * kSliceNs;
-      lock.unlock();
-      futex_wait(bells().server, seen, limit_ns);
-      lock.lock();
-    }
+    if (ended_.empty() && !closed_) server_sleep(seen, lock);
     server_sleeps_ = false;
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
     if (queued_sends_ != 0 && now_ns() - stuck_told_ns_ > kStuckNs) {
@@ -147,24 +180,70 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   }
 }
 
+// Whether there is something that goes on without anybody who waits.
+bool Messages::is_unattended() const {
+  return watched_ != 0 || queued_sends_ != 0 || parting_ != 0 || attends_;
+}
+
+void Messages::server_sleep(uint64_t seen, Lock& lock) {
+  const bool unattended = !wired_.empty() && is_unattended();
+  int64_t limit_ns = queued_sends_ != 0 || parting_ != 0 ? kSliceNs : 1000 * kSliceNs;
+  const bool stands_back = waiters_ != 0 || now_ns() - last_wait_ns_ < kStandBackNs;
+  if (unattended && !stands_back && begin_polling()) {
+    doze_ns_ = 0;
+    server_polls_ = true;
+    bells().server_wants.store(kNothing, std::memory_order_relaxed);
+    bells().polls.store(1, std::memory_order_seq_cst);
+    full_fence();
+    progress();
+    settle();
+    watch_wires();
+    lock.unlock();
+    poll_wires(limit_ns);
+    lock.lock();
+    server_polls_ = false;
+    end_polling();
+    return;
+  }
+  if (unattended) {
+    doze_ns_ = std::clamp(2 * doze_ns_, kStandBackNs, kDozeNs);
+    limit_ns = doze_ns_;
+  }
+  server_idles_ = !unattended;
+  lock.unlock();
+  futex_wait(bells().server, seen, limit_ns);
+  lock.lock();
+  server_idles_ = false;
+}
+
 // Have the server thread woken for what is still open, now that nobody here looks after it.
 void Messages::hand_over() {
-  if (!server_sleeps_ || waiters_ != 0 || (watched_ == 0 && queued_sends_ == 0)) return;
-  bells().server_wants.store(kEverything, std::memory_order_relaxed);
+  if (!server_sleeps_ || waiters_ != 0 || !is_unattended()) return;
+  if (server_idles_ && !wired_.empty()) return wake_server();
+  if (server_polls_) bells().polls.store(1, std::memory_order_relaxed);
+  bells().server_wants.store(server_polls_ ? kNothing : kEverything, std::memory_order_relaxed);
   // Either a sender sees that, or what it wrote is seen here.
   full_fence();
   ask_for_room();
   progress();
+  repoll();
 }
 
-// Tell the other threads of this rank what has ended.
-void Messages::settle() {
+void Messages::wake_server() {
+  server_idles_ = false;
+  change_and_wake(bells().server);
+  if (server_polls_) bell_.ring();
+}
+
+// Tell the other threads of this rank what has ended. `here_polls`: this is the one on the wires.
+void Messages::settle(bool here_polls) {
   if (!anything_ended_) return;
   anything_ended_ = false;
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
   const bool due = (server_is_due_ && !ended_.empty()) || closed_;
   server_is_due_ = false;
-  if (server_sleeps_ && due) change_and_wake(bells().server);
+  if (polling_ && !server_polls_ && !here_polls) bell_.ring();
+  if (server_sleeps_ && due) wake_server();
 }
 
 }  // namespace unisono

@@ -19,6 +19,12 @@ constexpr uint64_t kMagic = 0x786f626e6f73696e;  // "nisonbox"
 
 size_t inbox_bytes(uint64_t ranks) { return kPageBytes + ranks * kRingStride; }
 
+int open_file_of(int pid, int fd) {
+  char path[64];
+  std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", pid, fd);
+  return open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+}
+
 }  // namespace
 
 size_t Ring::room() {
@@ -83,10 +89,23 @@ void Inbox::close_fd() {
   fd_ = -1;
 }
 
+Outbox::~Outbox() {
+  if (pipe_ >= 0) close(pipe_);
+}
+
+void Outbox::ring_pipe() {
+  Bells& bells = head().bells;
+  if (bells.polls.load(std::memory_order_relaxed) == 0 || bells.polls.exchange(0) == 0) return;
+  // Both ends of it: one without a reader would end this process.
+  if (pipe_ < 0) pipe_ = open_file_of(pid_, bells.pipe.load(std::memory_order_relaxed));
+  // A full one wakes as well.
+  if (pipe_ < 0) return;
+  [[maybe_unused]] const ssize_t written = write(pipe_, "!", 1);
+}
+
 int Outbox::attach(int pid, int fd, const unsigned char* nonce, int me) {
-  char path[64];
-  std::snprintf(path, sizeof(path), "/proc/%d/fd/%d", pid, fd);
-  const int opened = open(path, O_RDWR | O_CLOEXEC);
+  pid_ = pid;
+  const int opened = open_file_of(pid, fd);
   if (opened < 0) return errno;
   struct stat info;
   int error = 0;

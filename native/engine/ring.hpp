@@ -69,6 +69,10 @@ struct Bells {
   // it is to be woken for.
   alignas(kLineBytes) std::atomic<uint64_t> server;
   std::atomic<uint32_t> server_wants;
+  // Set by the one thread that sleeps on wires and a pipe instead, taken back by who rings that: it
+  // is file `pipe` of the owner.
+  alignas(kLineBytes) std::atomic<uint32_t> polls;
+  std::atomic<int32_t> pipe;
 };
 enum Wants : uint32_t { kNothing, kFullRings, kEverything };
 
@@ -153,10 +157,18 @@ class Outbox {
   // Map what process `pid` holds open as `fd`; 0 or an errno. EXDEV: it is not the inbox with this
   // nonce, so `pid` is not a process of this host's view.
   int attach(int pid, int fd, const unsigned char* nonce, int me);
+  // Wake the thread of its owner that sleeps on wires, if there is one.
+  void ring_pipe();
+  ~Outbox();
+  Outbox() = default;
+  Outbox(const Outbox&) = delete;
+  Outbox& operator=(const Outbox&) = delete;
   InboxHead& head() const { return *reinterpret_cast<InboxHead*>(head_.base()); }
   Ring ring;
 
  private:
+  int pid_ = 0;
+  int pipe_ = -1;
   Mapping head_;
   Mapping ring_;
 };

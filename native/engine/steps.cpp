@@ -113,6 +113,12 @@ Status Steps::perform(const Program& program, Words words) {
     Status status = pass_around(words, &even);
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
+      // The others are to learn of it.
+      const auto* said = reinterpret_cast<const char*>(rounds_.data());
+      if (status.code == Code::mismatch || status.code == Code::uneven) {
+        const Status sent = settle(said, said + sizeof(rounds_));
+        if (!sent.is_ok()) status = sent;
+      }
       // What was sent too early is for nobody.
       messages_->forget_tags(context_, program_tag());
       return status;

@@ -1,73 +1,8 @@
-// Threads as ranks that send one another messages: order, tags, sizes, and every way to end.
-#include "messages.hpp"
-
-#include <algorithm>
-#include <atomic>
-#include <cassert>
-#include <cstdio>
-#include <cstring>
-#include <functional>
-#include <random>
-#include <thread>
-
-#include <unistd.h>
-
-using namespace unisono;
+// Threads as ranks that send one another messages over rings, over wires, or over both: order,
+// tags, sizes, and every way to end.
+#include "world.hpp"
 
 namespace {
-
-constexpr int64_t kMinute = 60'000'000'000;
-constexpr int64_t kMoment = 30'000'000;
-
-struct World {
-  explicit World(int ranks) {
-    std::vector<Address> addresses(static_cast<size_t>(ranks));
-    for (int rank = 0; rank < ranks; ++rank) {
-      Address& address = addresses[static_cast<size_t>(rank)];
-      address.nonce[0] = static_cast<unsigned char>(rank + 1);
-      all.push_back(std::make_unique<Messages>(rank, ranks));
-      assert(all.back()->create(address.nonce) == 0);
-      address.pid = getpid();
-      address.fd = all.back()->fd();
-    }
-    for (auto& messages : all) messages->introduce(addresses, 10);
-  }
-  ~World() {
-    for (auto& messages : all) messages->close(0);
-  }
-  Messages& operator[](int rank) { return *all[static_cast<size_t>(rank)]; }
-
-  // Run one body per rank, and a server thread each.
-  void run(const std::function<void(Messages&, int)>& body) {
-    std::vector<std::thread> bodies, servers;
-    for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
-      bodies.emplace_back([&, rank] { body((*this)[rank], rank); });
-      servers.emplace_back([&, rank] {
-        while (true) {
-          std::vector<int> stuck;
-          if ((*this)[rank].serve(&stuck).empty() && stuck.empty()) return;
-        }
-      });
-    }
-    for (auto& each : bodies) each.join();
-    for (auto& messages : all) messages->close(kMinute);
-    for (auto& each : servers) each.join();
-  }
-
-  std::vector<std::unique_ptr<Messages>> all;
-};
-
-Envelope envelope(int64_t tag, uint64_t nbytes, uint64_t context = 7) {
-  return {context, tag, nbytes, 5};
-}
-
-std::vector<char> pattern(size_t nbytes, unsigned seed) {
-  std::vector<char> bytes(nbytes);
-  for (size_t i = 0; i < nbytes; ++i) bytes[i] = static_cast<char>((i * 7 + seed * 31) % 251);
-  return bytes;
-}
-
-Ranks both() { return std::make_shared<const std::vector<int>>(std::vector<int>{0, 1}); }
 
 void test_ping_pong() {
   World world(2);
@@ -107,7 +42,7 @@ void test_random(unsigned seed) {
   const int ranks = 3, tags = 3, count = 15;
   const size_t sizes[] = {0, 8, 100, 5000, 200'000};
   World world(ranks);
-  world.run([&](Messages& messages, int rank) {
+  world.run([&](Messages& here, int rank) {
     std::mt19937 random(seed * 10 + static_cast<unsigned>(rank));
     auto size_of = [&](int from, int to, int tag, int k) {
       return sizes[static_cast<size_t>(from * 3 + to * 5 + tag * 7 + k) % 5];
@@ -131,19 +66,19 @@ void test_random(unsigned seed) {
       const int s = sends[i], to = s / tags, tag = s % tags;
       const size_t nbytes = size_of(rank, to, tag, sent[static_cast<size_t>(s)]++);
       kept.push_back(pattern(nbytes, static_cast<unsigned>(rank * 100 + tag)));
-      numbers.push_back(messages.start_send(to, envelope(tag, nbytes), kept.back().data()).number);
+      numbers.push_back(here.start_send(to, envelope(tag, nbytes), kept.back().data()).number);
       const int r = receives[i], from = r / tags, wanted = r % tags;
       const size_t room = size_of(from, rank, wanted, got[static_cast<size_t>(r)]++);
       expected.emplace_back(std::vector<char>(room),
                             pattern(room, static_cast<unsigned>(from * 100 + wanted)));
       char* into = expected.back().first.data();
-      numbers.push_back(messages.start_recv(from, envelope(wanted, room), into, nullptr).number);
+      numbers.push_back(here.start_recv(from, envelope(wanted, room), into, nullptr).number);
       // Its message may be sent later only, so this cannot wait for long.
-      if (random() % 2 == 0) messages.wait(numbers.back(), 100'000);
+      if (random() % 2 == 0) here.wait(numbers.back(), 100'000);
     }
     for (uint64_t number : numbers) {
       while (true) {
-        const Outcome outcome = number == 0 ? Outcome{} : messages.wait(number, kMoment);
+        const Outcome outcome = number == 0 ? Outcome{} : here.wait(number, kMoment);
         assert(outcome.code == Code::ok || outcome.code == Code::unknown ||
                outcome.code == Code::timeout);
         if (outcome.code != Code::timeout) break;
@@ -257,9 +192,10 @@ void test_ends() {
     const uint64_t other = world[0].start_recv(1, envelope(1, 8, 8), in, nullptr).number;
     assert(world[0].wait(other, kMoment).code == Code::timeout);
     if (way == 0) world[0].fail_context(7);
+    if (way == 1 || way == 2) World::end(world[2], kMinute);
     if (way == 1) world[0].peer_down(2, Code::lost);
     if (way == 2) world[0].peer_down(2, Code::left);
-    if (way == 3) world[0].close(0);
+    if (way == 3) World::end(world[0], 0);
     waiter.join();
     const Outcome later = world[0].recv(2, envelope(1, 8), in, nullptr, kMinute);
     assert(later.code == expected[way]);
@@ -281,6 +217,7 @@ void test_any_source_of_ranks_that_go() {
   char in[8];
   const auto all = std::make_shared<const std::vector<int>>(std::vector<int>{0, 1, 2});
   const uint64_t number = world[0].start_recv(-1, envelope(1, 8), in, all).number;
+  for (int rank : {1, 2}) World::end(world[rank], kMinute);
   world[0].peer_down(1, Code::left);
   assert(world[0].wait(number, kMoment).code == Code::timeout);
   world[0].peer_down(2, Code::left);
@@ -311,15 +248,19 @@ void test_unreachable() {
 }  // namespace
 
 int main() {
-  test_ping_pong();
-  test_both_send_first();
-  for (unsigned seed = 0; seed < 5; ++seed) test_random(seed);
-  test_watch();
-  test_order_of_any_source();
-  test_mismatch();
-  test_time_outs();
-  test_ends();
-  test_any_source_of_ranks_that_go();
+  for (Ways each : {kRings, kWires, kBoth}) {
+    ways = each;
+    test_ping_pong();
+    test_both_send_first();
+    for (unsigned seed = 0; seed < 5; ++seed) test_random(seed);
+    test_watch();
+    test_order_of_any_source();
+    test_mismatch();
+    test_time_outs();
+    test_ends();
+    test_any_source_of_ranks_that_go();
+  }
+  ways = kRings;
   test_unreachable();
   std::puts("ok");
   return 0;

@@ -17,7 +17,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 2
+ABI: int = 3
 
 BUILD: str = "gcc 12.2.0"
 
@@ -179,12 +179,22 @@ class Messages:
         """Make the inbox; return an errno or 0."""
 
     def fd(self) -> int: ...
-    def introduce(self, addresses: Sequence[tuple[int, int, bytes]], spin: int) -> None:
-        """Say where every rank's inbox is: (pid, fd, nonce); pid 0: nowhere."""
+    def introduce(self, addresses: Sequence[tuple[int, int, bytes, bool]], spin: int) -> None:
+        """Say where inboxes are: (pid, fd, nonce, has_wires); pid 0: nowhere."""
 
     def reaches(self, peer: int) -> bool: ...
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool], None]) -> None: ...
+    def set_wire(self, wire: Callable[[int, bool], None]) -> None:
+        """Gets (rank, whether its wire has ended)."""
+
+    def add_wire(self, peer: int, fd: int) -> None:
+        """Take over a connected socket."""
+
+    def attend(self) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    def close_in_child(self) -> None: ...
     def start_send(
         self, to: int, context: int, tag: int, info: int, data: object
     ) -> tuple[int, int, int, int, int]:
@@ -202,10 +212,11 @@ class Messages:
         """Return (outcomes, ranks that make no room); nothing after close()."""
 
     def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...
-    def peer_down(self, peer: int, left: bool) -> None: ...
+    def peer_down(self, peer: int, left: bool) -> bool: ...
     def fail_context(self, context: int) -> None: ...
     def forget_context(self, context: int) -> None: ...
-    def close(self, timeout_s: float) -> None: ...
+    def close(self, timeout_s: float) -> list[int]:
+        """Return the sockets, to be read until they end."""
 
 class Port:
     def __init__(

@@ -21,13 +21,14 @@ def connected(kind, size):
 
 
 def native_engines(kind, size, per_host):
-    """Return native engines of ranks that think they are `per_host` to a host."""
+    """Return native engines of ranks that are `per_host` to a host, with wires between hosts."""
     world = connected(kind, size)
     if size > 1:
         messages = [NativeMessages(transport) for transport in world]
         words = [each.word for each in messages]
         for transport, each in zip(world, messages, strict=True):
-            each.introduce(words, crowded=True)
+            near = [rank // per_host == transport.rank // per_host for rank in range(size)]
+            each.introduce(words, near, crowded=True)
             transport.use_messages(each)
     for transport in world:
         transport.hosts = tuple(f"host {rank // per_host}" for rank in range(size))

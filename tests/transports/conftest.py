@@ -7,31 +7,40 @@ from unisono.transports import InprocTransport, TCPTransport
 from unisono.transports.native import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
-WITH_RINGS = ["inproc+rings", "tcp+rings", "inproc+some", "tcp+some"]
+# What carries messages between two ranks, by the sum of their numbers.
+WAYS = {
+    "rings": ["ring"],
+    "wires": ["wire"],
+    "rings+links": ["link", "ring"],
+    "rings+wires": ["wire", "ring"],
+    "all": ["wire", "ring", "link"],
+}
+NATIVE = ["inproc:rings", "inproc:rings+links", *(f"tcp:{ways}" for ways in WAYS)]
 
 
-@pytest.fixture(params=[*KINDS, *(WITH_RINGS if is_native_built() else [])])
+@pytest.fixture(params=[*KINDS, *(NATIVE if is_native_built() else [])])
 def make(request):
-    kind, _, rings = request.param.partition("+")
+    kind, _, ways = request.param.partition(":")
 
     def build(size):
         addresses = {}
         world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
         addresses.update(enumerate(transport.address for transport in world))
-        if rings:
-            # With "some", ranks 0 and 2 cannot open the memory of one another, nor 1 and 3.
-            share_memory(world, lambda rank, peer: rings == "rings" or (rank + peer) % 2 == 1)
+        if ways:
+            use_native(world, WAYS[ways])
         return world
 
-    build.kind, build.messages = kind, bool(rings)
+    build.kind, build.messages = kind, bool(ways)
     return build
 
 
-def share_memory(world, reaches):
-    """Give transports rings, between the pairs of ranks for which `reaches(rank, peer)`."""
+def use_native(world, ways):
+    """Give transports messages in C++."""
     everybody = [NativeMessages.make(transport) for transport in world]
-    words = [messages.word for messages in everybody]
     for rank, messages in enumerate(everybody):
-        known = [word if reaches(rank, peer) else "" for peer, word in enumerate(words)]
-        messages.introduce(known, crowded=True)
+        kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
+        words = [
+            "" if way == "link" else other.word for way, other in zip(kinds, everybody, strict=True)
+        ]
+        messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
         world[rank].use_messages(messages)

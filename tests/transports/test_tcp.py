@@ -77,7 +77,7 @@ def test_calls_that_cross_end_in_one_link():
 
 def hello_of(world, rank, peer):
     token = TCPAddress.unpack(world[peer].address).token
-    return Hello(len(world), rank, peer, token).pack()
+    return Hello(len(world), rank, peer, 0, token).pack()
 
 
 def test_a_parked_call_is_taken_when_the_own_one_fails():
@@ -98,7 +98,7 @@ def test_a_parked_call_is_taken_when_the_own_one_fails():
         into = bytearray(24)
         received = b.recv(0, KEY, memoryview(into))  # calls rank 0
         patience = Deadline(SOON)
-        while a._outgoing[1]._spare is None:
+        while a._outgoing[1, 0]._spare is None:
             assert not patience.expired()
         assert not received.done()
         caller.close()
@@ -150,7 +150,7 @@ def test_address_of_another_kind(address):
 )
 def test_wrong_hello_is_refused(change, caplog):
     with tcp_world(2) as world:
-        right = Hello(2, 1, 0, TCPAddress.unpack(world[0].address).token)
+        right = Hello(2, 1, 0, 0, TCPAddress.unpack(world[0].address).token)
         with dial(world[0]) as sock:
             sock.sendall(right._replace(**change).pack())
             assert sock.recv(10) == REFUSE

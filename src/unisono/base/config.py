@@ -33,6 +33,7 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_RANKS_PER_HOST": Variable(
         "0", "treat so many ranks as those of one host, to try out several; 0: as it is"
     ),
+    "UNISONO_SHARED_MEMORY": Variable("1", "0: what this rank sends and gets goes over sockets"),
     "UNISONO_TOKEN": Variable(
         "", "secret of the job: without it nobody reaches its store; `unisono run` makes one"
     ),

@@ -16,6 +16,7 @@ import functools
 import os
 import struct
 import threading
+import uuid
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,7 +97,8 @@ def is_native_built() -> bool:
 def host_word() -> str:
     """Return a word that is equal on ranks that may share memory; "" if this one cannot.
 
-    A rank that is to use the reference engine says so here, or the others would not know.
+    A rank that is to use the reference engine says so here, or the others would not know; and so
+    does one that is to share no memory.
     """
     if _engine is None or config.get("UNISONO_ENGINE") == "reference":
         return ""
@@ -104,7 +106,8 @@ def host_word() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-    return f"{boot}/{_engine.ABI}"
+    alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
+    return f"{boot}/{_engine.ABI}{alone}"
 
 
 class _Repeated(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -97,7 +98,7 @@ class Transport(ABC):
             info: A word that the receiver compares with its own (a dtype code, say).
         """
         _require_bytes(data)
-        if self.messages is not None and key.kind is Kind.P2P:
+        if self.messages is not None:
             sent = self.messages.send(peer, key, data, info)
             if sent is not None:
                 return sent
@@ -147,7 +148,7 @@ class Transport(ABC):
         if into.readonly:
             raise InvalidArgumentError("cannot receive into read-only memory")
         sources = self._others if among is None else frozenset(among) - {self.rank}
-        if self.messages is not None and key.kind is Kind.P2P:
+        if self.messages is not None:
             return self.messages.recv(peer, key, into, info, sources)
         transfer = Transfer(
             peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
@@ -300,7 +301,7 @@ class Transport(ABC):
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
         elif kind is Kind.KNOCK and self.messages is not None:
-            self.messages.ensure_server()
+            self.messages.attend()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # With a link of our own we would see the end ourselves.
             self.spread(LinkDown(words["peer"], words["reason"]))
@@ -390,6 +391,21 @@ class Transport(ABC):
     def unreached(self) -> Unreached:
         """Return which ranks could not be reached, so far."""
         return {}
+
+    makes_wires = False
+    """Whether there are connections for C++ to use."""
+
+    def make_wire(self, peer: int) -> None:
+        """Give the C++ messages a connection to a rank, soon, unless that rank does so."""
+        raise NotImplementedError
+
+    def wire_ended(self, peer: int) -> None:
+        """Find out why a wire has ended."""
+        raise NotImplementedError
+
+    def read_to_end(self, sock: socket.socket) -> None:
+        """Read a socket that has said its last until its peer has, too."""
+        raise NotImplementedError
 
     def _linked(self) -> list[int]:
         """Return the ranks there is a working link to."""

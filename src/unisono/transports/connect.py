@@ -66,9 +66,13 @@ def connect(
         raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
     try:
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
-        inbox = "" if messages is None else messages.word
         if messages is None and world_size > 1:
             host = ""
+        inbox = ""
+        if messages is not None:
+            # Now: a rank that is through with this sends before this one is.
+            transport.use_messages(messages)
+            inbox = messages.word
         with _claimed(store, rank, world_size) as number:
             keys = [f"{number}/address/{other}" for other in range(world_size)]
             store.set(keys[rank], f"{world_size} {host} {inbox} {transport.address}")
@@ -77,9 +81,9 @@ def connect(
         words = [word for word, _, _ in published]
         transport.hosts = _placed(words)
         if messages is not None:
-            inboxes = [word if there == host else "" for there, word, _ in published]
-            messages.introduce(inboxes, crowded=words.count(host) > usable_cores())
-            transport.use_messages(messages)
+            near = [word == host for word in words]
+            inboxes = [inbox for _, inbox, _ in published]
+            messages.introduce(inboxes, near, crowded=sum(near) > usable_cores())
         transport.watch_neighbours()
     except BaseException:
         transport.close()

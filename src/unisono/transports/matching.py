@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from unisono.base.completion import Completion
@@ -20,6 +20,8 @@ from unisono.transports.message import Kind
 
 __all__ = ["Arrival", "Cancelled", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
 
+
+Tag = tuple[Kind, int]
 
 LEFT = "it left: its transport was closed"
 """Reason of a `LinkDown` of a rank that said good-bye."""
@@ -66,7 +68,7 @@ class Transfer(Completion):
         self,
         peer: int | None,
         context: int,
-        tag: Hashable,
+        tag: Tag,
         into: memoryview,
         info: int = 0,
         among: frozenset[int] = frozenset(),
@@ -101,10 +103,10 @@ class _Slot:
         self.arrivals: deque[Arrival] = deque()
 
 
-class PointToPoint(Protocol):
-    """What matches point-to-point messages instead of the mailbox."""
+class Matcher(Protocol):
+    """What matches messages instead of the mailbox."""
 
-    def deliver(self, context: int, tag: int, arrival: Arrival) -> None: ...
+    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None: ...
     def peer_down(self, error: LinkDown) -> None: ...
     def fail_context(self, context: int) -> None: ...
     def forget_context(self, context: int, error: BaseException) -> None: ...
@@ -116,12 +118,12 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[tuple[int, Hashable], _Slot] = {}
+        self._slots: dict[tuple[int, Tag], _Slot] = {}
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
-        # If set, it has the point-to-point messages, and hears of what ends them.
-        self.messages: PointToPoint | None = None
+        # If set, it has all messages, and hears of what ends them.
+        self.messages: Matcher | None = None
 
     def post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with the message that is already here."""
@@ -140,9 +142,7 @@ class Mailbox:
         else:
             _fill(transfer, arrival)
 
-    def deliver(
-        self, source: int, context: int, tag: Hashable, data: memoryview, info: int
-    ) -> None:
+    def deliver(self, source: int, context: int, tag: Tag, data: memoryview, info: int) -> None:
         """Hand over a complete message; copies `data` unless a receive takes it at once."""
         transfer = self.claim(source, context, tag)
         if transfer is not None:
@@ -150,18 +150,18 @@ class Mailbox:
         else:
             self.keep(context, tag, Arrival(source, memoryview(bytes(data)), info))
 
-    def claim(self, source: int, context: int, tag: Hashable) -> Transfer | None:
+    def claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
         """Remove and return the receive that the next message from `source` belongs to."""
         with self._lock:
             return self._claim(source, context, tag)
 
-    def keep(self, context: int, tag: Hashable, arrival: Arrival) -> None:
+    def keep(self, context: int, tag: Tag, arrival: Arrival) -> None:
         """Store a message that found no receive; its data must be its own.
 
         A receive posted since `claim` said no takes it at once.
         """
-        if self.messages is not None and isinstance(tag, tuple) and tag[0] is Kind.P2P:
-            self.messages.deliver(context, tag[1], arrival)
+        if self.messages is not None:
+            self.messages.deliver(context, *tag, arrival)
             return
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
@@ -246,7 +246,7 @@ class Mailbox:
         crashed = next((error for error in gone if not error.left), None)
         return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
 
-    def _claim(self, source: int, context: int, tag: Hashable) -> Transfer | None:
+    def _claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
         slot = self._slots.get((context, tag))
         if slot is None:
             return None
@@ -288,7 +288,7 @@ class Mailbox:
             del self._slots[key]
         return failed
 
-    def _drop_if_empty(self, key: tuple[int, Hashable], slot: _Slot) -> None:
+    def _drop_if_empty(self, key: tuple[int, Tag], slot: _Slot) -> None:
         if not slot.posted and not slot.arrivals:
             self._slots.pop(key, None)
 

@@ -1,9 +1,11 @@
-"""Point-to-point messages between ranks of one host: over rings in shared memory, in C++.
+"""Messages in C++: over rings in shared memory inside a host, over wires between hosts.
 
-Every rank makes an inbox and publishes where it is. Who sends to it opens it through the owner's
-process id and compares a nonce; if that fails (another process namespace, say) the messages of
-this pair go through the transport. Matching is in C++ for both, so that a receive from any source
-has one place to look.
+Every rank makes an inbox and publishes where it is. Who sends to a rank of its host opens the
+inbox through the owner's process id and compares a nonce. If that fails (another process
+namespace, say), and for ranks of other hosts, the transport makes a wire: a connection whose
+socket C++ takes over. A rank that has no inbox, for want of the extension, gets its messages
+through the transport. Matching is in C++ for all of them, so that a receive from any source has
+one place to look.
 
 A rank that waits moves the bytes itself. For sends and receives that nobody waits for there is a
 server thread, made when it is first needed; it gives up the interpreter lock while it works or
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +35,7 @@ from unisono.transports.message import Key, Kind
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
 
-__all__ = ["NativeMessages", "NativeTransfer"]
+__all__ = ["NativeMessages", "NativeTransfer", "tag_of"]
 
 _log = get_logger("transports.native")
 
@@ -54,8 +57,16 @@ _NONCE_BYTES = 16
 _NOTHING = memoryview(b"")
 
 
+def tag_of(kind: Kind, tag: int) -> int:
+    """Return the one number that stands for both in C++.
+
+    Tags of calls are not negative. Programs in C++ use -1, -2, ... of the same contexts.
+    """
+    return tag if kind is Kind.P2P else tag - (1 << 62)
+
+
 class NativeTransfer(Transfer):
-    """A send or receive through rings; whoever waits for it does the work."""
+    """A send or receive in C++; whoever waits for it does the work."""
 
     __slots__ = ("_messages", "_quiet", "number", "receives")
 
@@ -74,10 +85,10 @@ class NativeTransfer(Transfer):
 
 
 class NativeMessages:
-    """One rank's end of the rings of its host.
+    """One rank's end of the messages in C++.
 
     Args:
-        transport: Carries what cannot be shared, and notices who is gone.
+        transport: Makes wires, carries what can go no other way, and notices who is gone.
 
     Raises:
         OSError: The memory cannot be made.
@@ -98,6 +109,8 @@ class NativeMessages:
         # Weak: the collector of cycles does not see through C++.
         told = weakref.WeakMethod(self._stuck)
         self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
+        news = weakref.WeakMethod(self._wire)
+        self.native.set_wire(lambda rank, ended: (method := news()) and method(rank, ended))
 
     @classmethod
     def make(cls, transport: Transport) -> NativeMessages | None:
@@ -116,18 +129,20 @@ class NativeMessages:
         """What the other ranks need to find this rank's inbox; without spaces."""
         return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}"
 
-    def introduce(self, words: Sequence[str], *, crowded: bool) -> None:
-        """Say where the inboxes are.
+    def introduce(self, words: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
+        """Say where the inboxes are, before anything is sent from here.
 
         Args:
-            words: Of all ranks; "" for one that cannot be reached.
+            words: Of all ranks; "" for one that has none.
+            near: Whether a rank's memory may be opened.
             crowded: More ranks than cores take part on this host.
         """
         addresses = []
-        for word in words:
-            pid, fd, nonce = word.split(":") if word else ("0", "0", "")
-            addresses.append((int(pid), int(fd), bytes.fromhex(nonce)))
-        self.reaches_all = all(words)
+        for word, is_near in zip(words, near, strict=True):
+            pid, fd, nonce = word.split(":") if word and is_near else ("0", "0", "")
+            has_wires = bool(word) and self._transport.makes_wires
+            addresses.append((int(pid), int(fd), bytes.fromhex(nonce), has_wires))
+        self.reaches_all = all(pid or has_wires for pid, _, _, has_wires in addresses)
         self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
 
     def has_left(self, peer: int) -> bool:
@@ -139,7 +154,7 @@ class NativeMessages:
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
         """Start sending; None if `peer` cannot be reached this way."""
         transfer = self._transfer(peer, key, data, info, receives=False)
-        told = self.native.start_send(peer, key.context, key.tag, info, data)
+        told = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
         if told[1] == _engine.UNREACHABLE:
             return None
         self._begin(transfer, told)
@@ -157,7 +172,8 @@ class NativeMessages:
         """
         transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
         source, sources = (-1, list(among)) if peer is None else (peer, [])
-        told = self.native.start_recv(source, key.context, key.tag, info, into, sources)
+        tag = tag_of(key.kind, key.tag)
+        told = self.native.start_recv(source, key.context, tag, info, into, sources)
         self._begin(transfer, told)
         return transfer
 
@@ -228,14 +244,19 @@ class NativeMessages:
 
     # ---- what comes from the transport ----------------------------------------------------
 
-    def deliver(self, context: int, tag: int, arrival: Arrival) -> None:
-        """Take in a message of a rank that cannot reach this one's inbox."""
+    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
+        """Take in a message that came through the transport."""
         data = arrival.data if arrival.data.nbytes else b""
-        self.native.deliver(arrival.source, context, tag, arrival.info, data)
+        self.native.deliver(arrival.source, context, tag_of(kind, tag), arrival.info, data)
+
+    def add_wire(self, peer: int, sock: socket.socket) -> None:
+        """Use this connection for messages with a rank."""
+        self.native.add_wire(peer, sock.detach())
 
     def peer_down(self, error: LinkDown) -> None:
         """End what waits for a rank that is gone, once everything it sent is taken in."""
-        self.native.peer_down(error.peer, error.left)
+        if self.native.peer_down(error.peer, error.left):
+            self.ensure_server()
 
     def fail_context(self, context: int) -> None:
         """End everything of a broken context, now and later."""
@@ -259,6 +280,11 @@ class NativeMessages:
                     self._server = threading.Thread(target=self._serve, name=name, daemon=True)
                     self._server.start()
 
+    def attend(self) -> None:
+        """Take in what arrives though nobody waits for it: its senders wait."""
+        self.ensure_server()
+        self.native.attend()
+
     def is_server(self) -> bool:
         """Whether the calling thread is the server."""
         return threading.current_thread() is self._server
@@ -267,7 +293,8 @@ class NativeMessages:
         """End everything, after what was sent has gone out or a moment has passed."""
         with self._lock:
             self._closed = True
-        self.native.close(_LINGER_S)
+        for fd in self.native.close(_LINGER_S):
+            self._transport.read_to_end(socket.socket(fileno=fd))
         if self._server is not None and not self.is_server():
             self._server.join()
 
@@ -335,6 +362,12 @@ class NativeMessages:
             for told in outcomes:
                 self._end(told)
             self._stuck(stuck, True)
+
+    def _wire(self, rank: int, ended: bool) -> None:
+        if ended:
+            self._transport.wire_ended(rank)
+        else:
+            self._transport.make_wire(rank)
 
     def _stuck(self, ranks: list[int], sends: bool) -> None:
         """See to it that the end of these ranks is noticed, and that they take in messages."""

@@ -1,7 +1,9 @@
 """Links over TCP: one listening socket and one I/O thread per rank, connections made lazily.
 
 Any of two ranks may call the other; if both call at once, the call of the lower rank stands.
-One connection per pair carries both directions, so that its end (EOF) cannot overtake data.
+One connection per pair carries both directions, so that its end (EOF) cannot overtake data. Where
+both ranks have the C++ extension there is a second one for messages, a wire, made the same way and
+then left to C++ (`native`); the link remains for questions, failures and the end of a rank.
 
 The I/O thread takes in everything that arrives and finishes sends that the kernel did not take
 at once. It never waits for anything but the selector.
@@ -40,6 +42,12 @@ _log = get_logger("transports.tcp")
 # a job wait for a peer that is stopped.
 _LINGER_S = 2.0
 
+# How long the link may take to explain why a wire has ended. A rank that ends or leaves ends both.
+_EXPLAIN_S = 0.3
+
+# What a connection is for, in its hello.
+_LINK, _WIRE = 0, 1
+
 # Pause of accept() after it failed. Without one the loop would spin: the caller still waits.
 _ACCEPT_PAUSE_S = 0.1
 
@@ -75,9 +83,11 @@ class TCPTransport(Transport):
         self._links_lock = threading.Lock()
         self._released = False
         # These belong to the I/O thread.
-        self._outgoing: dict[int, Call] = {}
+        self._outgoing: dict[tuple[int, int], Call] = {}
         self._failed_calls: dict[int, Call] = {}
         self._parting: set[Link] = set()
+        self._wired: set[int] = set()
+        self._ending: set[socket.socket] = set()
         self._linger_until: float | None = None
         self._chunk = memoryview(bytearray(CHUNK_BYTES))
         self._loop = Loop()
@@ -113,8 +123,30 @@ class TCPTransport(Transport):
             return [peer for peer, link in self._links.items() if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
-        calls = {**self._failed_calls, **self._outgoing}
+        calls = {**self._failed_calls, **{key[0]: call for key, call in self._outgoing.items()}}
         return {peer: told for peer, call in calls.items() if (told := call.unreached())}
+
+    makes_wires = True
+
+    def make_wire(self, peer: int) -> None:
+        self._link(peer)
+        self._loop.later(lambda: self._call_wire(peer))
+
+    def wire_ended(self, peer: int) -> None:
+        def give_up() -> None:
+            if self.mailbox.down(peer) is None:
+                self._drop(self._link(peer), "its data connection was closed")
+
+        self._loop.later(lambda: self._loop.start_timer(give_up, _EXPLAIN_S))
+
+    def read_to_end(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+
+        def begin() -> None:
+            self._ending.add(sock)
+            self._loop.watch(sock, READ, lambda events: self._read_out(sock))
+
+        self._loop.later(begin)
 
     def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
@@ -167,7 +199,7 @@ class TCPTransport(Transport):
                 self._control(link.peer, 0, Kind.GOODBYE, {})
             if link.ready and not link.pending():
                 link.end_writing()
-        done = not any(link.ready or link.pending() for link in links)
+        done = not self._ending and not any(link.ready or link.pending() for link in links)
         return done or time.monotonic() >= self._linger_until
 
     def _release(self) -> None:
@@ -206,11 +238,10 @@ class TCPTransport(Transport):
             Greeting(self._loop, sock, self._greeted)
 
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
-        """Answer a caller; the connection becomes the link to its rank, waits, or ends."""
-        peer, link = hello.rank, self._links.get(hello.rank)
-        taken = link is not None and (link.ready or link.closed)
+        """Answer a caller; the connection becomes a link or wire to its rank, waits, or ends."""
+        peer, channel = hello.rank, hello.channel
         known = self._knows(hello)
-        if not known or taken or self.mailbox.down(peer) is not None:
+        if not known or self._has(peer, channel) or self.mailbox.down(peer) is not None:
             # A rank whose call has crossed ours is nothing that anybody needs to know.
             level = logging.DEBUG if known else logging.WARNING
             _log.log(level, "rank %d refused a caller (rank %d, it says)", self.rank, peer)
@@ -218,13 +249,20 @@ class TCPTransport(Transport):
                 sock.send(REFUSE)
             sock.close()
             return
-        call = self._outgoing.get(peer)
+        call = self._outgoing.get((peer, channel))
         if call is not None and self.rank < peer:
             call.park(sock)
             return
         if call is not None:
             call.cancel()
-        self._take(peer, sock)
+        self._take(peer, channel, sock)
+
+    def _has(self, peer: int, channel: int) -> bool:
+        """Whether such a connection stands, or is not wanted."""
+        if channel == _WIRE:
+            return peer in self._wired or self.messages is None
+        link = self._links.get(peer)
+        return channel != _LINK or (link is not None and (link.ready or link.closed))
 
     def _knows(self, hello: Hello) -> bool:
         return (
@@ -233,10 +271,14 @@ class TCPTransport(Transport):
             and hmac.compare_digest(hello.token, self._token)
         )
 
-    def _take(self, peer: int, sock: socket.socket) -> None:
+    def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept a rank's call."""
-        with contextlib.suppress(OSError):  # the link will notice
+        with contextlib.suppress(OSError):  # the link or wire will notice
             sock.send(ACCEPT)
+        if channel == _WIRE:
+            self._link(peer)
+            self._hand_over(peer, sock)
+            return
         with self._links_lock:
             link = self._links.get(peer)
             if link is None:
@@ -255,22 +297,63 @@ class TCPTransport(Transport):
                 # Nothing was ever heard of it: it may have left in peace.
                 self._drop(link, reason, left=True)
             elif reason:
-                self._take(peer, sock)
+                self._take(peer, _LINK, sock)
             else:
                 self._establish(link, sock)
 
         try:
-            address = TCPAddress.unpack(self._find(peer))
+            call = self._make_call(peer, _LINK, done)
         except Exception as error:
             self._drop(link, f"its address is of no use: {reason_of(error)}")
             return
-        hello = Hello(self.world_size, self.rank, peer, address.token)
-        call = self._outgoing[peer] = Call(self._loop, hello, address, done)
         call.start()
+
+    def _make_call(
+        self, peer: int, channel: int, done: Callable[[socket.socket | None, str], None]
+    ) -> Call:
+        address = TCPAddress.unpack(self._find(peer))
+        hello = Hello(self.world_size, self.rank, peer, channel, address.token)
+        call = self._outgoing[peer, channel] = Call(self._loop, hello, address, done)
+        return call
+
+    def _call_wire(self, peer: int) -> None:
+        if peer in self._wired or self.mailbox.down(peer) is not None:
+            return
+
+        def done(sock: socket.socket | None, reason: str) -> None:
+            if sock is None:
+                self.wire_ended(peer)
+            elif reason:
+                self._take(peer, _WIRE, sock)
+            else:
+                self._hand_over(peer, sock)
+
+        # The link calls first, so an address that is of no use has been noticed.
+        with contextlib.suppress(Exception):
+            self._make_call(peer, _WIRE, done).start()
+
+    def _hand_over(self, peer: int, sock: socket.socket) -> None:
+        """Make a connected socket the wire to a rank."""
+        self._outgoing.pop((peer, _WIRE), None)
+        self._wired.add(peer)
+        assert self.messages is not None
+        self.messages.add_wire(peer, sock)
+
+    def _read_out(self, sock: socket.socket) -> None:
+        try:
+            if sock.recv_into(self._chunk):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._loop.unwatch(sock)
+        self._ending.discard(sock)
+        sock.close()
 
     def _establish(self, link: Link, sock: socket.socket) -> None:
         """Make a connected socket the link to its peer and send what waits for it."""
-        self._outgoing.pop(link.peer, None)
+        self._outgoing.pop((link.peer, _LINK), None)
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
         self._serve(link, WRITE)
@@ -307,7 +390,9 @@ class TCPTransport(Transport):
             self._loop.want(link.sock, READ | WRITE)
 
     def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
-        self._outgoing.pop(link.peer, None)
+        self._outgoing.pop((link.peer, _LINK), None)
+        if (call := self._outgoing.pop((link.peer, _WIRE), None)) is not None:
+            call.cancel()
         if link.closed:
             return
         if link.sock is not None:
@@ -322,10 +407,16 @@ class TCPTransport(Transport):
 
     def hold(self) -> bool:
         """Stop the I/O thread between two handlers, where every socket is in its place."""
-        return self._loop.hold()
+        if not self._loop.hold():
+            return False
+        if self.messages is not None:
+            self.messages.native.hold()
+        return True
 
     def release(self) -> None:
         """Let the I/O thread go on, on the thread that called `hold`."""
+        if self.messages is not None:
+            self.messages.native.release()
         self._loop.release()
 
     def close_in_child(self) -> None:
@@ -334,6 +425,8 @@ class TCPTransport(Transport):
         Otherwise peers would not see the end of a killed parent while its child lives on.
         """
         self._closed = True
+        if self.messages is not None:
+            self.messages.native.close_in_child()
         for call in self._outgoing.values():
             call.close_spare()
         self._close_listeners()

@@ -1,7 +1,7 @@
 """Bytes of the TCP transport: handshake and frame header. Pure; no socket here.
 
 A connection starts with a hello of fixed size, answered by one byte, so that a stranger reaches
-nothing beyond 40 bytes. Frames follow: a fixed header, then `nbytes` of payload.
+nothing beyond 44 bytes. Frames follow: a fixed header, then `nbytes` of payload.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from unisono.transports.message import Key, Kind
 __all__ = ["ACCEPT", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
 
 _MAGIC = b"unisono\x00"
-_VERSION = 1
+_VERSION = 2
 
-HELLO = struct.Struct("<8sIIII16s")
-"""magic, version, world size, sender's rank, receiver's rank, receiver's token."""
+HELLO = struct.Struct("<8sIIIII16s")
+"""magic, version, world size, sender's rank, receiver's rank, channel, receiver's token."""
 
 ACCEPT = b"\x01"
 """The connection stands."""
@@ -30,11 +30,15 @@ FRAME = struct.Struct("<BxxxIQqQ")
 
 
 class Hello(NamedTuple):
-    """Who calls whom. The receiver's token proves that the caller has read the store."""
+    """Who calls whom, and for what: channel 0 is the link, 1 a wire.
+
+    The receiver's token proves that the caller has read the store.
+    """
 
     world_size: int
     rank: int
     peer: int
+    channel: int
     token: bytes
 
     def pack(self) -> bytes:

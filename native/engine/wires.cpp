@@ -1,0 +1,128 @@
+#include "wires.hpp"
+
+#include <algorithm>
+#include <cerrno>
+
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+namespace unisono {
+
+namespace {
+
+// How much one system call moves: others on this rank may be waiting for the lock.
+constexpr size_t kCallBytes = 1024 * 1024;
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+}  // namespace
+
+void Wire::close_fd() {
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
+}
+
+int Wire::part() {
+  const int fd = fd_;
+  fd_ = -1;
+  if (fd >= 0) shutdown(fd, SHUT_WR);
+  return fd;
+}
+
+void Wire::begin(const FrameHead& head) {
+  head_ = head;
+  head_at_ = 0;
+}
+
+size_t Wire::write(const char* data, size_t nbytes) {
+  size_t written = 0;
+  while (!has_ended() && (!head_is_out() || written < nbytes)) {
+    const size_t head_left = sizeof(head_) - head_at_;
+    iovec parts[2] = {
+      {reinterpret_cast<char*>(&head_) + head_at_, head_left},
+      {const_cast<char*>(data) + written, std::min(nbytes - written, kCallBytes)},
+    };
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = 2;
+    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      // A broken wire may still hold something to read, which also tells of the end.
+      break;
+    }
+    const size_t of_head = std::min(static_cast<size_t>(sent), head_left);
+    head_at_ += of_head;
+    written += static_cast<size_t>(sent) - of_head;
+  }
+  return written;
+}
+
+const FrameHead* Wire::next_head() {
+  if (end_ - at_ < sizeof(FrameHead)) {
+    std::copy(buffer_.begin() + static_cast<ptrdiff_t>(at_),
+              buffer_.begin() + static_cast<ptrdiff_t>(end_), buffer_.begin());
+    end_ -= at_;
+    at_ = 0;
+    receive(nullptr, 0);
+    if (end_ < sizeof(FrameHead)) return nullptr;
+  }
+  std::memcpy(&in_, buffer_.data() + at_, sizeof(in_));
+  return &in_;
+}
+
+size_t Wire::read(char* into, size_t nbytes) {
+  size_t taken = std::min(nbytes, end_ - at_);
+  if (into != nullptr) copy_bytes(into, buffer_.data() + at_, taken);
+  at_ += taken;
+  if (taken == nbytes) return taken;
+  if (into != nullptr) return taken + receive(into + taken, nbytes - taken);
+  at_ = end_ = 0;
+  receive(nullptr, 0);
+  const size_t more = std::min(nbytes - taken, end_);
+  at_ = more;
+  return taken + more;
+}
+
+// Receive into `into` first and the buffer, which holds nothing else then, or to the end of what
+// the buffer holds.
+size_t Wire::receive(char* into, size_t nbytes) {
+  if (has_ended()) return 0;
+  if (nbytes != 0) at_ = end_ = 0;
+  const size_t direct = std::min(nbytes, kCallBytes);
+  iovec parts[2] = {{into, direct}, {buffer_.data() + end_, kBufferBytes - end_}};
+  const bool whole = direct == nbytes;  // what follows in the stream is not payload
+  const ssize_t received = readv(fd_, parts, whole ? 2 : 1);
+  if (received <= 0) {
+    if (received == 0 || !would_block()) close_fd();
+    return 0;
+  }
+  const size_t into_place = std::min(static_cast<size_t>(received), direct);
+  end_ += static_cast<size_t>(received) - into_place;
+  return into_place;
+}
+
+int Bell::make() {
+  if (fds_[0] >= 0) return 0;
+  return pipe2(fds_, O_NONBLOCK | O_CLOEXEC) == 0 ? 0 : errno;
+}
+
+void Bell::close_fds() {
+  for (int& fd : fds_) {
+    if (fd >= 0) close(fd);
+    fd = -1;
+  }
+}
+
+// A full pipe wakes as well.
+void Bell::ring() const {
+  [[maybe_unused]] const ssize_t written = write(fds_[1], "!", 1);
+}
+
+void Bell::drain() const {
+  char bytes[64];
+  while (read(fds_[0], bytes, sizeof(bytes)) == sizeof(bytes)) continue;
+}
+
+}  // namespace unisono
