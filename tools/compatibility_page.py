@@ -35,8 +35,10 @@ libraries use.
 | extended | the same, and more: what else it takes or has |
 | refused | `unisono.NAME` raises `UnsupportedError` with this reason; `hasattr` is False |
 
-Wherever a function takes **how**, that is `timeout` (seconds or timedelta) and `algorithm`, by
-keyword. Errors are those of `unisono.errors`: RuntimeError all of them, and ValueError, TypeError,
+Wherever a function takes **how**, that is `timeout` (seconds or timedelta), `algorithm` and
+`deterministic` (reduce in the order of ranks, see [reductions](reductions.md)), by keyword.
+The methods of a ProcessGroup take c10d's keywords, too (`tensors`, `opts`, `srcRank`, ...). Errors
+are those of `unisono.errors`: RuntimeError all of them, and ValueError, TypeError,
 TimeoutError, ... besides where torch raises that.
 
 """

@@ -1,5 +1,9 @@
 """Private-use devices: a made-up one with its own buffers and backend has all of c10d's ops."""
 
+import datetime
+import functools
+import re
+
 import device_bodies
 import numpy as np
 import pytest
@@ -133,3 +137,58 @@ def test_forms_that_are_wrong(alone):
         alone.allgather_into_tensor_coalesced([x, x], [x])
     with pytest.raises(InvalidArgumentError, match=r"hold \[2\] elements and inputs \[3\]"):
         alone.allgather_into_tensor_coalesced([x], [np.ones(3)])
+
+
+def overloads(name):
+    """Return torch's parameters of a method, as far as they have names: [{name: type}, ...]."""
+    text = getattr(pytest.importorskip("torch").distributed.ProcessGroup, name).__doc__
+    for line in re.findall(rf"{name}\(self: \S+, (.*)\) -> ", text):
+        yield dict(re.findall(r"(?:^|, )(\w+): (.*?)(?=, \w+: |$)", line))
+
+
+def value_for(name, kind, x, out):
+    """Return what to pass for a parameter; `out` is what the call writes."""
+    data = out if name.startswith("output") else x
+    if "Options" in kind:
+        return getattr(dist, re.search(r"\w+Options", kind)[0])()
+    if "torch.Tensor" in kind:
+        return functools.reduce(lambda v, _: [v], range(kind.count("Sequence[")), data)
+    if "timedelta" in kind:
+        return datetime.timedelta(seconds=5)
+    if "ReduceOp" in kind:
+        return dist.ReduceOp.SUM
+    return [] if "Sequence" in kind else 0
+
+
+@pytest.mark.parametrize(
+    "schema", [s for s in OPS.values() if s.c10d_methods], ids=lambda s: s.name
+)
+def test_methods_take_the_keywords_of_torch(alone, schema):
+    seen = 0
+    for name in schema.c10d_methods:
+        for parameters in overloads(name):
+            seen += 1
+            if "arg0" in parameters:  # has no names in torch
+                continue
+            x, out = np.arange(3.0), np.zeros(3)
+            how = {p: value_for(p, kind, x, out) for p, kind in parameters.items()}
+            other = {"send": alone.recv, "recv": alone.send}.get(name)
+            works = [getattr(alone, name)(**how)]
+            if other is not None:
+                box = out if name == "send" else np.arange(3.0)
+                works.append(other(box, 0, 0, async_op=True))
+                x, out = (x, out) if name == "send" else (box, x)
+            for work in works:
+                assert work.wait(), (name, parameters)
+            written = any(p.startswith("output") for p in parameters) or other is not None
+            assert (out == x).all() or not written, (name, parameters)
+    assert seen
+
+
+def test_a_form_of_c10d_is_not_mistaken_for_ours(alone):
+    x = np.ones(2)
+    with pytest.raises(ArgumentTypeError, match="unexpected keyword argument 'optz'"):
+        alone.broadcast(x, optz=1)
+    assert alone.barrier(dist.BarrierOptions(asyncOp=False)).is_completed()
+    assert alone.broadcast.__name__ == "broadcast"
+    assert alone.all_to_all_single(np.zeros(2), x, [], [], dist.AllToAllOptions()).wait()

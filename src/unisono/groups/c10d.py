@@ -9,13 +9,14 @@ one call of our own method, by the table in `groups/dispatch.py`:
     pg.gather([outs], [x], opts)     pg.gather(x, outs, opts.rootRank, async_op=opts.asyncOp)
 
 A method that has one name in both worlds (`broadcast`, `gather`, ...) takes c10d's form if its
-first argument is a list.
+first argument is a list, its last one an options object, or a keyword one of c10d's.
 
 Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -127,6 +128,16 @@ class BarrierOptions(_Options):
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp"}
 
+# c10d's names of what is called so in our methods.
+_KEYWORDS = {
+    "output": ("output_tensors", "output_tensor", "outputTensor"),
+    "outputs": ("output_tensors", "output_lists"),
+    "tensor": ("tensors", "input_tensors", "input_tensor", "input", "inputTensor"),
+    "tensors": ("inputs", "input_list"),
+    "inputs": ("input_tensors", "input"),
+    "peer": ("srcRank", "dstRank"),
+}
+
 
 def call_c10d_form(
     group: ProcessGroup, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
@@ -161,10 +172,17 @@ def call_c10d_form(
             opts = value
             break
         given[name] = value
+    for name in names:
+        for keyword in _KEYWORDS.get(name, ()):
+            if keyword in how:
+                given[name] = how.pop(keyword)
+    given |= how
     for shown, name in zip(data, names, strict=True):
         if shown != name and name in given:
             given[name] = _unwrapped(given[name], name)
-    given |= how
+        elif name.endswith("split_sizes"):
+            # c10d's word for equal parts is an empty list.
+            given[name] = given.get(name) or None
     if opts is not None:
         given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
         given["timeout"] = None if opts.timeout < timedelta(0) else opts.timeout
@@ -190,17 +208,40 @@ def _unwrapped(value: Any, name: str) -> Any:
 
 
 def add_c10d_methods(group: type[ProcessGroup]) -> None:
-    """Give the class c10d's methods, as far as they have names of their own."""
+    """Give the class c10d's methods, and c10d's form to those that it has by the same name."""
     for schema in OPS.values():
         for name in schema.c10d_methods:
-            if not hasattr(group, name):
-                setattr(group, name, _method(schema, name))
+            own = getattr(group, name, None)
+            setattr(group, name, _method(schema, name) if own is None else _both(schema, own))
 
 
 def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
     def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
         return call_c10d_form(self, schema.name, arguments, how)
 
-    method.__name__ = name
+    _rename(method, name)
     method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless the options say no."
     return method
+
+
+def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
+    names = [name.strip("[]") for name in schema.data.split()]
+    known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}
+
+    @functools.wraps(own)
+    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+        foreign = how and not known.isdisjoint(how)
+        if arguments and not foreign:
+            foreign = type(arguments[0]) is list or hasattr(arguments[-1], "asyncOp")
+        if foreign:
+            return call_c10d_form(self, schema.name, arguments, how)
+        return own(self, *arguments, **how)
+
+    _rename(method, own.__name__)
+    return method
+
+
+def _rename(method: Any, name: str) -> None:
+    method.__name__ = name
+    # What errors about threads and tracebacks call it.
+    method.__code__ = method.__code__.replace(co_name=name)

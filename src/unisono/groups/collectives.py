@@ -125,7 +125,7 @@ def all_reduce(
         op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
         group: The default group if None.
         async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
-        **how: timeout (seconds or timedelta), algorithm.
+        **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
         UnsupportedError: `op` is not defined on the dtype; the group is untouched.

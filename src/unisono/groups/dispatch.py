@@ -84,7 +84,7 @@ OPS: dict[str, OpSchema] = {
         ),
         OpSchema("all_to_all", "alltoall_", ("alltoall",), "outputs inputs"),
         OpSchema(
-            "all_to_all_single", "alltoall_base_", ("alltoall_base",),
+            "all_to_all_single", "alltoall_base_", ("alltoall_base", "all_to_all_single"),
             "output tensor output_split_sizes input_split_sizes",
         ),
         OpSchema("barrier", "barrier", ("barrier",)),

@@ -23,7 +23,7 @@ from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
-from unisono.groups.c10d import add_c10d_methods, call_c10d_form
+from unisono.groups.c10d import add_c10d_methods
 from unisono.groups.callers import concurrent_call_error
 from unisono.groups.checks import CHECKS
 from unisono.groups.communication import Communication
@@ -190,8 +190,6 @@ class ProcessGroup:
 
     def broadcast(self, tensor: Any, root: int = 0, **how: Any) -> Work:
         """Copy root's tensor into everybody's."""
-        if type(tensor) is list:
-            return call_c10d_form(self, "broadcast", (tensor, root), how)
         return self._call("broadcast", (tensor, root), how)
 
     def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
@@ -206,8 +204,6 @@ class ProcessGroup:
 
     def reduce(self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
         """Replace root's tensor by the reduction over all ranks; the others keep theirs."""
-        if type(tensor) is list:
-            return call_c10d_form(self, "reduce", (tensor, root, op), how)
         return self._call("reduce", (tensor, root, op), how)
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, **how: Any) -> Work:
@@ -246,24 +242,18 @@ class ProcessGroup:
         self, tensor: Any, outputs: Sequence[Any] | None = None, root: int = 0, **how: Any
     ) -> Work:
         """Copy rank i's tensor into outputs[i] on root; `outputs` is None elsewhere."""
-        if type(tensor) is list:
-            return call_c10d_form(self, "gather", (tensor, outputs, root), how)
         return self._call("gather", (tensor, outputs, root), how)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None = None, root: int = 0, **how: Any
     ) -> Work:
         """Copy root's inputs[i] into the output of rank i; `inputs` is None elsewhere."""
-        if type(output) is list:
-            return call_c10d_form(self, "scatter", (output, inputs, root), how)
         return self._call("scatter", (output, inputs, root), how)
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
     ) -> Work:
         """Fill rank i's output with the reduction of everybody's inputs[i]."""
-        if type(output) is list:
-            return call_c10d_form(self, "reduce_scatter", (output, inputs, op), how)
         return self._call("reduce_scatter", (output, inputs, op), how)
 
     def reduce_scatter_tensor(
@@ -317,24 +307,18 @@ class ProcessGroup:
         """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
         return self._call("exscan", (tensor, op), how)
 
-    def barrier(self, opts: Any = None, **how: Any) -> Work:
-        """End on no rank before every rank has begun; `opts` is c10d's BarrierOptions."""
-        if opts is not None:
-            return call_c10d_form(self, "barrier", (opts,), how)
+    def barrier(self, **how: Any) -> Work:
+        """End on no rank before every rank has begun."""
         return self._call("barrier", (), how)
 
     # ---- point to point -------------------------------------------------------------------
 
     def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
         """Send to a rank; done when the tensor may be changed."""
-        if type(tensor) is list:
-            return call_c10d_form(self, "send", (tensor, peer, tag), how)
         return self._start("send", (tensor, peer, tag), how)
 
     def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
         """Receive from a rank, or from any if None."""
-        if type(tensor) is list:
-            return call_c10d_form(self, "recv", (tensor, peer, tag), how)
         if peer is None:
             return self.recv_any_source(tensor, tag, **how)
         return self._start("recv", (tensor, peer, tag), how)
