@@ -2,19 +2,23 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.lateness import Lateness
 from unisono.errors import (
     ArgumentTypeError,
     ClosedError,
     CollectiveAbortedError,
+    CollectiveMismatchError,
     CollectiveTimeoutError,
     InvalidArgumentError,
     PeerLostError,
 )
+from unisono.groups import world
 
 NOT_MINE = dist.GroupMember.NON_GROUP_MEMBER
 
@@ -230,6 +234,7 @@ def monitored_missing(rank, absent):
 
 
 def monitored_killed(rank, victims):
+    whole = dist.new_group()
     dist.barrier()
     if rank in victims:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -239,7 +244,7 @@ def monitored_killed(rank, victims):
         assert caught.value.context.peers == victims
         assert "lost rank" in caught.value.what
     # A rank that leaves is lost too; the others have not all been told yet.
-    smaller = dist.shrink_group(list(victims), dist.new_group())
+    smaller = dist.shrink_group(list(victims), whole)
     dist.barrier(smaller)
     return caught.value.what
 
@@ -259,3 +264,60 @@ def names(rank):
         False,
     ]
     assert dist.get_backend() == dist.Backend("UNISONO") == dist.Backend.UNISONO
+
+
+def told_differently(rank):
+    """Ranks that make different groups hear so at once, on all ranks, and no group is made."""
+    p, slowest_s = dist.get_world_size(), 0.0
+    for name, (one, other, text) in DIFFERENT.items():
+        with Lateness() as lateness:
+            began = time.monotonic()
+            with pytest.raises(CollectiveMismatchError) as caught:
+                (one if rank == 1 else other)()
+            took_s = time.monotonic() - began
+        slowest_s = max(slowest_s, took_s - lateness.slack_s)
+        assert text in caught.value.what, (name, caught.value.what)
+        assert "rank 1 called" in caught.value.what
+        assert caught.value.context.usable
+    with pytest.raises(InvalidArgumentError if rank == 1 else CollectiveMismatchError) as caught:
+        dist.new_group([0, 99] if rank == 1 else [0, 1])
+    assert "ranks [99] are outside the world" in caught.value.what
+    with pytest.raises(InvalidArgumentError if rank == 1 else CollectiveMismatchError) as caught:
+        dist.new_subgroups(2 if rank == 1 else 3)
+    assert "group_size=2 must be positive and divide" in caught.value.what
+    assert len(world.current().groups) == 1
+    x = np.ones(2)
+    dist.all_reduce(x, group=dist.new_group())
+    assert (x == p).all()
+    return slowest_s
+
+
+# What differs -> (what rank 1 calls, what the others call, a part of the error's first line)
+DIFFERENT = {
+    "members": (
+        lambda: dist.new_group([0, 1]), lambda: dist.new_group([0, 2]), "called new_group([0, 2])",
+    ),
+    "order": (
+        lambda: dist.new_group([0, 1]), lambda: dist.new_group([1, 0], sort_ranks=False),
+        "called new_group([1, 0])",
+    ),
+    "backend": (
+        lambda: dist.new_group([0, 1]), lambda: dist.new_group([0, 1], backend="gloo"),
+        "called new_group([0, 1], backend='cpu:",
+    ),
+    "group or call": (dist.barrier, dist.new_group, "called barrier()"),
+    "enumeration": (
+        lambda: dist.new_subgroups_by_enumeration([[0], [1, 2]]),
+        lambda: dist.new_subgroups_by_enumeration([[0, 1], [2]]),
+        "called new_subgroups_by_enumeration([[0, 1], [2]])",
+    ),
+    "size": (
+        lambda: dist.new_subgroups(1), lambda: dist.new_subgroups(3),
+        "called new_subgroups_by_enumeration([[0, 1, 2]])",
+    ),
+    "split": (
+        lambda: dist.split_group(split_ranks=[[0], [1, 2]]),
+        lambda: dist.split_group(split_ranks=[[0, 1, 2]]),
+        "called split_group([[0, 1, 2]])",
+    ),
+}  # fmt: skip

@@ -40,6 +40,16 @@ def test_blocks_are_those_of_a_host_by_default(monkeypatch):
     run(subgroup_bodies.blocks_of_a_host, 4)
 
 
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_ranks_that_make_different_groups(engine):
+    # A bound that shows that nobody sat out the time-out of 60 s.
+    assert max(run(subgroup_bodies.told_differently, 3, engine=engine)) < 20
+
+
+def test_ranks_that_make_different_groups_hear_so_within_a_second():
+    assert max(run(subgroup_bodies.told_differently, 3, ranks="processes")) < 1
+
+
 def test_shrink(world):
     world(subgroup_bodies.shrink, 4)
 

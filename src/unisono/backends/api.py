@@ -17,7 +17,7 @@ __all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
 
 # What a backend has besides operations.
 _NO_OPERATIONS = (
-    "name", "device", "refuse", "split", "abort", "close", "broken", "info", "runs_here",
+    "name", "device", "agree", "refuse", "split", "abort", "close", "broken", "info", "runs_here",
 )  # fmt: skip
 
 
@@ -257,6 +257,15 @@ class DeviceBackend(ABC):
     def barrier(self, options: CallOptions) -> Pending:
         """End on no rank before every rank has begun."""
         self._lacks("barrier")
+
+    def agree(self, text: str, options: CallOptions) -> Pending:
+        """End with CollectiveMismatchError on all ranks unless all say the same.
+
+        A backend that cannot tell, as here, takes it for granted.
+        """
+        pending = Pending()
+        pending.finish(None)
+        return pending
 
     def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
         """Send to a rank; done when the tensor may be changed."""

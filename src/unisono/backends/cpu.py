@@ -13,7 +13,7 @@ from typing import Any
 from unisono.backends import p2p
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.plans import Asked, Planner
-from unisono.backends.refusal import refuse
+from unisono.backends.refusal import agree, refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
 from unisono.backends.splits import Blocks, Splits, split_sizes
 from unisono.backends.staging import Flat, apart, listed, many, one, striped
@@ -261,6 +261,9 @@ class CPUBackend(DeviceBackend):
 
     def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
         return p2p.recv(self._comm, tensor, None, tag, options)
+
+    def agree(self, text: str, options: CallOptions) -> Pending:
+        return agree(self._engine, text, options.deadline, inline=not options.async_op)
 
     def refuse(self, op: str, why: str, deadline: Deadline, *, wait: bool) -> None:
         if self.broken() is None:

@@ -1,4 +1,4 @@
-"""A collective call that this rank cannot make: the other ranks, who are in it, must hear of it."""
+"""Calls that move nothing: what all ranks must agree on, and what one rank cannot take part in."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Engine, Task
 from unisono.schedules import Program
 
-__all__ = ["refuse"]
+__all__ = ["agree", "refuse"]
 
 # A rank whose call is refused often ends with that error. The other ranks may be a little later,
 # and should still hear the reason, not that it has gone.
 _STAY_S = 1.0
 
 _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+
+
+def agree(engine: Engine, text: str, deadline: Deadline, *, inline: bool) -> Pending:
+    """Make a call that fails on all ranks unless all say the same.
+
+    Args:
+        engine: Of the group.
+        text: The call with its arguments, which must be equal on all ranks.
+        deadline: Of the call.
+        inline: Return when it has ended.
+    """
+    call = Call.of(text.partition("(")[0], text, ("agree", text))
+    return _submitted(engine, call, deadline, inline=inline)
 
 
 def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool) -> None:
@@ -32,8 +45,13 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
         wait: Wait for the agreement, but not for long.
     """
     call = Call.of(op, f"{op}, but refused it: {why}", ("refused",))
-    task = Task(call, _NO_STEPS, None, None, dtype_named("uint8"), ReduceOp.SUM, deadline)
-    pending = Pending(runs_here=engine.runs_here)
-    engine.submit(task, pending, inline=False)
+    pending = _submitted(engine, call, deadline, inline=False)
     if wait and not engine.runs_here():
         pending.wait_until(Deadline(min(_STAY_S, deadline.remaining())))
+
+
+def _submitted(engine: Engine, call: Call, deadline: Deadline, *, inline: bool) -> Pending:
+    task = Task(call, _NO_STEPS, None, None, dtype_named("uint8"), ReduceOp.SUM, deadline)
+    pending = Pending(runs_here=engine.runs_here)
+    engine.submit(task, pending, inline=inline)
+    return pending

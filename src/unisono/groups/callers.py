@@ -29,13 +29,13 @@ def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> Us
         op: What this thread called.
         other_thread: Identity of the thread whose call is under way.
     """
-    here, _ = _call_site(group, sys._getframe())
+    here, called = _call_site(group, sys._getframe())
     there, other_op = _call_site(group, sys._current_frames().get(other_thread))
     threads = {thread.ident: thread.name for thread in threading.enumerate()}
     this, other = threading.current_thread().name, threads.get(other_thread, "?")
     return UsageError(
-        f"{op} on group '{group.name}' at {here} (thread '{this}') overlaps {other_op} at {there} "
-        f"(thread '{other}')",
+        f"{called} on group '{group.name}' at {here} (thread '{this}') overlaps {other_op} at "
+        f"{there} (thread '{other}')",
         context=Context(rank=group.ranks[group.rank()], group=group.name, op=op, usable=True),
         hint="ranks must see the calls of a group in one order: give each thread a group of its "
         "own (new_group), or let one stream make the calls",

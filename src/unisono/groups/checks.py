@@ -100,6 +100,7 @@ CHECKS: dict[str, Callable[..., Checked]] = {
     "all_to_all": _all_to_all,
     "all_to_all_single": lambda group, *arguments: (arguments[1], arguments),
     "barrier": lambda group: (None, ()),
+    "agree": lambda group, text: (None, (text,)),
     "send": lambda group, tensor, peer, tag: (
         tensor,
         (tensor, _member(group, peer, "dst"), _tag(tag)),

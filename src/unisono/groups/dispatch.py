@@ -93,6 +93,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema("recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag"),
         OpSchema("scan"),
         OpSchema("exscan"),
+        OpSchema("agree"),
     )
 }  # fmt: skip
 

@@ -311,6 +311,14 @@ class ProcessGroup:
         """End on no rank before every rank has begun."""
         return self._call("barrier", (), how)
 
+    def agree(self, text: str, **how: Any) -> None:
+        """Raise CollectiveMismatchError on all ranks unless all say the same text; moves nothing.
+
+        On a broken group it does nothing: what is left of it may go on in groups of its own.
+        """
+        if self.size() > 1 and next(iter(self.backends.values())).broken() is None:
+            self._call("agree", (text,), how)
+
     # ---- point to point -------------------------------------------------------------------
 
     def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
@@ -433,7 +441,7 @@ class ProcessGroup:
         work = Work(self._communication.call(op, device, begin, options), op)
         if not options.async_op:
             # As in torch; a receive's result is whom it came from.
-            looked_at = op in ("barrier", "recv", "recv_any_source")
+            looked_at = op in ("agree", "barrier", "recv", "recv_any_source")
             work.wait_on_host() if looked_at else work.wait()
         return work
 

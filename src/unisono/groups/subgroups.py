@@ -5,17 +5,18 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
 from unisono.groups.checks import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.queries import get_process_group_ranks, require_group
-from unisono.groups.world import GroupMember, current, resolve
+from unisono.groups.world import GroupMember, current
 from unisono.stores import PrefixStore
 
 __all__ = [
@@ -44,9 +45,9 @@ def new_group(
 ) -> Any:
     """Make a group of some ranks of the world.
 
-    All ranks of the world must make the same groups in the same order, members or not; with
-    `use_local_synchronization` only the members call. The links of the world are shared, so
-    nothing is sent and nobody waits.
+    All ranks of the world must make the same groups in the same order, members or not, and this
+    is checked: it returns when all have called. With `use_local_synchronization` only the members
+    call, and nobody waits. The links of the world are shared.
 
     Args:
         ranks: Global ranks; all if None.
@@ -64,21 +65,52 @@ def new_group(
 
     Raises:
         InvalidArgumentError: Duplicates, or ranks outside the world.
+        CollectiveMismatchError: Ranks make different groups; no group is made.
+        CollectiveTimeoutError: A rank did not call.
     """
     default = require_group(None)
-    world = current()
+    if not use_local_synchronization:
+        with _told(default, "new_group"):
+            members = _check_members(ranks, default, sort_ranks)
+            kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
+        default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
+        return _next(default, members, timeout, backend, pg_options, group_desc)
     members = _check_members(ranks, default, sort_ranks)
-    if use_local_synchronization:
-        # Ranks outside do not count this group, so its key must not depend on the count of all.
-        # It is never used again: another member may not have destroyed an older group yet.
-        count = world.made_local[members]
-        world.made_local[members] += 1
-        key = f"local/{'-'.join(map(str, members))}/{count}"
-    else:
-        key = str(world.made)
-        world.made += 1
     if default.rank() not in members:
-        return None if use_local_synchronization else GroupMember.NON_GROUP_MEMBER
+        return None
+    # Ranks outside do not count this group, so its key must not depend on the count of all.
+    # It is never used again: another member may not have destroyed an older group yet.
+    world = current()
+    count = world.made_local[members]
+    world.made_local[members] += 1
+    key = f"local/{'-'.join(map(str, members))}/{count}"
+    return _make(default, members, key, timeout, backend, pg_options, group_desc)
+
+
+@contextlib.contextmanager
+def _told(group: ProcessGroup, call: str) -> Iterator[None]:
+    """Tell the other ranks of `group`, who wait in `call`, of wrong arguments here."""
+    try:
+        yield
+    except UsageError as error:
+        group.refuse(call, error)
+        raise
+
+
+def _next(
+    default: ProcessGroup,
+    members: tuple[int, ...],
+    timeout: Timeout | None,
+    backend: str | None,
+    pg_options: Any,
+    group_desc: str | None,
+) -> Any:
+    """Return the next group that all ranks of the world count."""
+    world = current()
+    key = str(world.made)
+    world.made += 1
+    if default.rank() not in members:
+        return GroupMember.NON_GROUP_MEMBER
     return _make(default, members, key, timeout, backend, pg_options, group_desc)
 
 
@@ -155,18 +187,18 @@ def new_subgroups(
     Raises:
         InvalidArgumentError: No size is known, or it does not divide.
     """
-    ranks = get_process_group_ranks(group)
-    if group_size is None:
-        group_size = _local_world_size()
-    size = as_integer(group_size, "group_size")
-    if size < 1 or len(ranks) % size:
-        raise InvalidArgumentError(
-            f"group_size={size} must be positive and divide the number of ranks, {len(ranks)}"
-        )
+    pg, ranks = require_group(group), get_process_group_ranks(group)
+    with _told(pg, "new_subgroups"):
+        size = as_integer(_local_world_size() if group_size is None else group_size, "group_size")
+        if size < 1 or len(ranks) % size:
+            raise InvalidArgumentError(
+                f"group_size={size} must be positive and divide the number of ranks, {len(ranks)}"
+            )
     lists = [ranks[at : at + size] for at in range(0, len(ranks), size)]
-    if resolve(group) is current().default:
+    if pg is current().default:
         return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
-    mine = next(part for part in lists if ranks[require_group(group).rank()] in part)
+    pg.agree(f"new_subgroups({size})", timeout=timeout)
+    mine = next(part for part in lists if ranks[pg.rank()] in part)
     made = new_group(
         mine, timeout, backend, pg_options, use_local_synchronization=True, group_desc=group_desc
     )
@@ -206,12 +238,14 @@ def new_subgroups_by_enumeration(
     Raises:
         InvalidArgumentError: No list, lists that overlap, or ranks outside the world. No group
             is made then.
+        CollectiveMismatchError: Ranks gave different lists. No group is made then.
     """
     default = require_group(None)
-    lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
-    groups = [
-        new_group(part, timeout, backend, pg_options, group_desc=group_desc) for part in lists
-    ]
+    call = "new_subgroups_by_enumeration"
+    with _told(default, call):
+        lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
+    default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
+    groups = [_next(default, part, timeout, backend, pg_options, group_desc) for part in lists]
     mine = (made for made, part in zip(groups, lists, strict=True) if default.rank() in part)
     return next(mine, None), groups
 
@@ -245,7 +279,7 @@ def split_group(
     """Cut a group into disjoint ones; all its ranks call, and nobody else.
 
     Works on every device that the parent has a backend for, the CPU included. The links of the
-    parent are shared, so nothing is sent.
+    parent are shared. It returns when all its ranks have called.
 
     Args:
         parent_pg: What to cut; the default group if None.
@@ -261,11 +295,14 @@ def split_group(
     Raises:
         InvalidArgumentError: No list, lists that overlap, ranks outside the parent, or a backend
             that the parent does not have. No group is made then.
+        CollectiveMismatchError: Ranks gave different lists. No group is made then.
     """
     parent = require_group(parent_pg)
-    lists = _check_lists(split_ranks, parent, "split_ranks")
-    if backend is not None:
-        _check_kept(BackendConfig(backend), parent)
+    with _told(parent, "split_group"):
+        lists = _check_lists(split_ranks, parent, "split_ranks")
+        if backend is not None:
+            _check_kept(BackendConfig(backend), parent)
+    parent.agree(f"split_group({[list(part) for part in lists]})", timeout=timeout)
     number = parent.counts["split"]
     parent.counts["split"] += 1
     for at, part in enumerate(lists):
