@@ -264,8 +264,8 @@ NB_MODULE(_engine, m) {
   bind_p2p(m);
 
   nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")
-    .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>, std::vector<int>,
-                  unisono::Runner*>(),
-         nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("order"),
+    .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>,
+                  const std::vector<int>&, unisono::Runner*>(),
+         nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("hosts"),
          nb::arg("agreement").none(), nb::keep_alive<1, 6>());
 }

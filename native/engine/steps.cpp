@@ -22,15 +22,22 @@ bool overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
 }  // namespace
 
 Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-             std::vector<int> order, Runner* agreement)
+             const std::vector<int>& hosts, Runner* agreement)
     : messages_(std::move(messages)),
       context_(context),
       ranks_(std::move(ranks)),
-      order_(std::move(order)),
       agreement_(agreement) {
   const auto me = std::find(ranks_.begin(), ranks_.end(), messages_->rank());
   rank_ = static_cast<int>(me - ranks_.begin());
-  place_ = static_cast<size_t>(std::find(order_.begin(), order_.end(), rank_) - order_.begin());
+  const auto first_on = [&hosts](int host) {
+    return static_cast<int>(std::find(hosts.begin(), hosts.end(), host) - hosts.begin());
+  };
+  leader_ = first_on(hosts[static_cast<size_t>(rank_)]);
+  for (int rank = 0; rank < static_cast<int>(hosts.size()); ++rank) {
+    const int leader = first_on(hosts[static_cast<size_t>(rank)]);
+    if (leader == rank) leaders_.push_back(rank);
+    if (leader == rank_ && rank != rank_) followers_.push_back(rank);
+  }
 }
 
 char* Steps::place(int64_t buf, int64_t off) const {
@@ -113,10 +120,10 @@ Status Steps::perform(const Program& program, Words words) {
     Status status = pass_around(words, &even);
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
-      // The others are to learn of it.
-      const auto* said = reinterpret_cast<const char*>(rounds_.data());
-      if (status.code == Code::mismatch || status.code == Code::uneven) {
-        const Status sent = settle(said, said + sizeof(rounds_));
+      const bool ended = status.code == Code::mismatch || status.code == Code::uneven;
+      for (size_t i = 0; i < said_.size() && ended; ++i) {  // the others are to learn of it
+        const auto* said = reinterpret_cast<const char*>(&said_[i]);
+        const Status sent = settle(said, said + sizeof(Verdict));
         if (!sent.is_ok()) status = sent;
       }
       // What was sent too early is for nobody.
@@ -127,28 +134,54 @@ Status Steps::perform(const Program& program, Words words) {
   return execute();
 }
 
-// In round k each rank says what it knows to the rank 2^k further on, and hears from the one 2^k
-// before it: 0 stands for "not all are equal".
+// Every host's first rank hears from the others there, agrees with those of the other hosts, and
+// tells the result: there are as few messages between hosts as can be.
 Status Steps::pass_around(Words words, uint64_t* even) {
-  const size_t p = ranks_.size();
-  Round* round = rounds_.data();
-  for (size_t distance = 1; distance < p; distance *= 2, ++round) {
-    round->said = {words.fingerprint, words.even};
-    const int from = order_[(place_ + p - distance) % p];
-    Op* heard = recv_from(from, agreement_tag(), reinterpret_cast<char*>(&round->heard), 16);
-    receives_.push_back({heard, nullptr, 0});
-    send_to(order_[(place_ + distance) % p], agreement_tag(),
-            reinterpret_cast<const char*>(&round->said), 16);
-    if (distance == 1) send_early();
-    const Status status = wait(*heard);
-    if (!status.is_ok()) return status;
-    recycle(receives_.back());
-    receives_.pop_back();
-    if (round->heard[0] != words.fingerprint) words.fingerprint = 0;
-    if (round->heard[1] != words.even) words.even = 0;
+  Verdict verdict{words.fingerprint, words.even};
+  Status status{};
+  if (rank_ == leader_) {
+    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) {
+      status = hear(followers_[i], &verdict);
+    }
+    if (status.is_ok()) status = pass_among_hosts(&verdict);
+    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) say(followers_[i], verdict);
+  } else {
+    say(leader_, verdict);
+    send_early();
+    status = hear(leader_, &verdict);
   }
-  *even = words.even;
-  return words.fingerprint == 0 ? Status{Code::mismatch} : Status{};
+  if (!status.is_ok()) return status;
+  *even = verdict.even;
+  return verdict.fingerprint == 0 ? Status{Code::mismatch} : Status{};
+}
+
+// In round k a leader says what it knows to the one 2^k further on, and hears from the one 2^k before.
+Status Steps::pass_among_hosts(Verdict* mine) {
+  const size_t count = leaders_.size();
+  const auto me = std::find(leaders_.begin(), leaders_.end(), rank_);
+  const auto at = static_cast<size_t>(me - leaders_.begin());
+  for (size_t distance = 1; distance < count; distance *= 2) {
+    say(leaders_[(at + distance) % count], *mine);
+    if (distance == 1) send_early();
+    const Status status = hear(leaders_[(at + count - distance) % count], mine);
+    if (!status.is_ok()) return status;
+  }
+  return {};
+}
+
+void Steps::say(int peer, const Verdict& verdict) {
+  said_.push_back(verdict);
+  send_to(peer, agreement_tag(), reinterpret_cast<const char*>(&said_.back()), sizeof(Verdict));
+}
+
+Status Steps::hear(int peer, Verdict* into) {
+  Verdict heard{};
+  Op* op = recv_from(peer, agreement_tag(), reinterpret_cast<char*>(&heard), sizeof(heard));
+  const Status status = wait(*op);
+  if (!status.is_ok()) messages_->give_up(&op, 1);
+  free_ops_.push_back(op);
+  into->merge(heard);
+  return status;
 }
 
 // Send what the program sends first; no buffer is written for that.
@@ -264,6 +297,7 @@ void Steps::end() {
   for (const Receiving& receiving : receives_) recycle(receiving);
   sends_.clear();
   receives_.clear();
+  said_.clear();
   messages_->rest();
 }
 

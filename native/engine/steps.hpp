@@ -5,7 +5,6 @@
 // while the next is on its way.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -19,11 +18,11 @@ namespace unisono {
 
 class Steps final : public Runner {
  public:
-  // `ranks`: the members, by rank in the group, as ranks of `messages`. `order`: ranks in the group, in
-  // the order in which an agreement passes them. `agreement` agrees in place of messages, unless
-  // it is nullptr.
+  // `ranks`: the members, by rank in the group, as ranks of `messages`. `hosts`: where they are;
+  // numbers that are equal for ranks of one host. `agreement` agrees in place of messages, unless it
+  // is nullptr.
   Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-        std::vector<int> order, Runner* agreement);
+        const std::vector<int>& hosts, Runner* agreement);
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
@@ -46,14 +45,23 @@ class Steps final : public Runner {
     char* spare;  // where it is received, to be reduced; nullptr: at its place
     size_t nbytes;
   };
-  struct Round {
-    std::array<uint64_t, 2> said;
-    std::array<uint64_t, 2> heard;
+  // What ranks say to one another in an agreement; fingerprint 0: not all are equal.
+  struct Verdict {
+    uint64_t fingerprint;
+    uint64_t even;
+
+    void merge(const Verdict& other) {
+      if (other.fingerprint != fingerprint) fingerprint = 0;
+      if (other.even != even) even = 0;
+    }
   };
 
   // steps.cpp: the order of things
   Status perform(const Program& program, Words words);
   Status pass_around(Words words, uint64_t* even);
+  Status pass_among_hosts(Verdict* mine);
+  Status hear(int peer, Verdict* into);
+  void say(int peer, const Verdict& verdict);
   void send_early();
   Status execute();
   Status receive(const Step& step);
@@ -86,10 +94,11 @@ class Steps final : public Runner {
   std::shared_ptr<Messages> messages_;
   uint64_t context_;
   std::vector<int> ranks_;
-  std::vector<int> order_;
   Runner* agreement_;
   int rank_ = -1;
-  size_t place_ = 0;  // of this rank in the order
+  std::vector<int> leaders_;    // the first rank of every host
+  std::vector<int> followers_;  // the other ranks of this one's host, if it is the leader there
+  int leader_ = -1;             // of its host
   int64_t epoch_ = 0;
   std::atomic<bool> aborted_{false};
 
@@ -108,7 +117,7 @@ class Steps final : public Runner {
   size_t next_ = 0;       // the first step that may be a receive which is not posted
   size_t next_byte_ = 0;  // of that step
   size_t expected_bytes_ = 0;
-  std::array<Round, 32> rounds_{};
+  std::deque<Verdict> said_;
   std::vector<Sending> sends_;
   std::deque<Receiving> receives_;
 

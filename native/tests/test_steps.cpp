@@ -16,11 +16,13 @@ namespace {
 constexpr int64_t kMinute = 60'000'000'000;
 constexpr int64_t kMoment = 30'000'000;
 
-void on_ranks(int ranks, const std::function<void(Steps&, Messages&, int)>& body) {
+void on_ranks(int ranks, int per_host, const std::function<void(Steps&, Messages&, int)>& body) {
   std::vector<Address> addresses(static_cast<size_t>(ranks));
   std::vector<std::shared_ptr<Messages>> all;
   std::vector<int> numbers(static_cast<size_t>(ranks));
   std::iota(numbers.begin(), numbers.end(), 0);
+  std::vector<int> hosts;
+  for (int rank = 0; rank < ranks; ++rank) hosts.push_back(rank / per_host);
   for (int rank = 0; rank < ranks; ++rank) {
     Address& address = addresses[static_cast<size_t>(rank)];
     address.nonce[0] = static_cast<unsigned char>(rank + 1);
@@ -34,7 +36,7 @@ void on_ranks(int ranks, const std::function<void(Steps&, Messages&, int)>& body
     all[static_cast<size_t>(rank)]->introduce(addresses, 10);
     threads.emplace_back([&, rank] {
       const auto& messages = all[static_cast<size_t>(rank)];
-      Steps steps(messages, 7, numbers, numbers, nullptr);
+      Steps steps(messages, 7, numbers, hosts, nullptr);
       body(steps, *messages, rank);
     });
   }
@@ -63,7 +65,7 @@ Status run(Steps& runner, const std::vector<Step>& steps, std::vector<int64_t>& 
 }
 
 void test_sums(int ranks) {
-  on_ranks(ranks, [&](Steps& steps, Messages&, int rank) {
+  on_ranks(ranks, 2, [&](Steps& steps, Messages&, int rank) {
     uint64_t call = 0;
     for (int64_t count : {1, 100, 9'000, 40'000, 300'000}) {
       std::vector<int64_t> values(static_cast<size_t>(2 * count));
@@ -79,7 +81,7 @@ void test_sums(int ranks) {
 
 // What was sent before the ranks knew that they disagree must not be taken for later messages.
 void test_disagreement(int ranks) {
-  on_ranks(ranks, [&](Steps& steps, Messages&, int rank) {
+  on_ranks(ranks, 2, [&](Steps& steps, Messages&, int rank) {
     for (uint64_t round = 0; round < 50; ++round) {
       std::vector<int64_t> values(20, rank);
       const uint64_t odd = rank == 1 && round % 2 == 0;
@@ -91,7 +93,7 @@ void test_disagreement(int ranks) {
 }
 
 void test_uneven() {
-  on_ranks(3, [&](Steps& steps, Messages&, int rank) {
+  on_ranks(3, 1, [&](Steps& steps, Messages&, int rank) {
     uint64_t even = rank == 1 ? 5 : 6;
     assert(steps.agree(9, &even, kMinute).is_ok() && even == 0);
     even = 6;
@@ -100,7 +102,7 @@ void test_uneven() {
 }
 
 void test_timeout_and_abort() {
-  on_ranks(2, [&](Steps& steps, Messages& messages, int rank) {
+  on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {
     if (rank == 1) return;
     std::vector<int64_t> values(600'000, 1);
     bool late = false;
@@ -114,7 +116,7 @@ void test_timeout_and_abort() {
 }
 
 void test_bad_programs_are_refused() {
-  on_ranks(2, [&](Steps& steps, Messages&, int rank) {
+  on_ranks(2, 1, [&](Steps& steps, Messages&, int rank) {
     std::vector<int64_t> values(8, 1);
     const std::vector<Step> bad{
       {kSend, 2, kOutput, 0, -1, -1, 8, -1, -1},   {kSend, rank, kOutput, 0, -1, -1, 8, -1, -1},

@@ -245,6 +245,6 @@ class Steps(Runner):
         messages: Messages,
         context: int,
         ranks: Sequence[int],
-        order: Sequence[int],
+        hosts: Sequence[int],
         agreement: Runner | None,
     ) -> None: ...

@@ -167,19 +167,6 @@ def _ask_others(engine: NativeEngine | None) -> None:
     engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
 
 
-def _rounds_first(hosts: Sequence[str]) -> list[int]:
-    """Return the ranks in an order in which the first neighbours are on other hosts.
-
-    An agreement goes 1, 2, 4, ... places on, so that its last rounds stay inside the hosts.
-    """
-    numbers: dict[str, int] = {}
-    turn = []
-    for host in hosts:
-        turn.append(numbers.setdefault(host, 0))
-        numbers[host] += 1
-    return sorted(range(len(hosts)), key=turn.__getitem__)
-
-
 def _regular(hosts: Sequence[str]) -> int:
     """Return the ranks per host if they are numbered host by host, as many on each; else 1."""
     count = hosts.count(hosts[0])
@@ -406,9 +393,8 @@ class NativeEngine(OrderedEngine):
         if messages is None:
             raise InternalError("a world with the native engine has messages in C++")
         self._connected = True
-        self._steps = _engine.Steps(
-            messages.native, comm.context, comm.ranks, _rounds_first(self._hosts), self._group
-        )
+        numbers = [self._hosts.index(host) for host in self._hosts]
+        self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]
         # Without a reference to the engine: nobody can see cycles through C++.
         here = weakref.ref(self)
