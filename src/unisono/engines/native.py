@@ -106,10 +106,13 @@ def host_word() -> str:
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Memory is opened by way of a process number. Containers count their own processes, so
+        # those of two containers on one machine are hosts of their own.
+        container = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return ""
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
-    return f"{boot}/{_engine.ABI}{alone}"
+    return f"{boot}/{container}/{_engine.ABI}{alone}"
 
 
 class _Repeated(NamedTuple):
