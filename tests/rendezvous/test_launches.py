@@ -1,9 +1,12 @@
-"""Many launches at once on one machine, none of which was told a port."""
+"""Many launches at once without a port, and attempts that share torchrun's store."""
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+
+import pytest
 
 LAUNCHES = 50
 
@@ -49,3 +52,37 @@ def test_fifty_launches_at_once():
         timeout=300,
     )
     assert done.stdout == f"{LAUNCHES}\n", done.stderr
+
+
+TWO_ATTEMPTS = """
+import os
+import numpy as np
+import unisono as dist
+
+dist.init_process_group(timeout=60)
+x = np.ones(1)
+dist.all_reduce(x)
+store = dist.group.WORLD.store
+found = "stale" if store.check(["left"]) else "fresh"
+os.write(1, f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {x[0]:g} {found}\\n".encode())
+dist.barrier()
+store.set("left", "behind")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(3)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_restarted_workers_of_torchrun_find_nothing_of_those_before(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(TWO_ATTEMPTS)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "--max-restarts", "1", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 fresh"] * 2 + ["1 2 fresh"] * 2

@@ -86,7 +86,7 @@ def test_arguments_stand_in_for_the_query(tmp_path):
     store.close()
 
 
-def test_agent_store_has_only_clients(environment):
+def test_agent_store_has_only_clients(environment, monkeypatch):
     with TCPStore("127.0.0.1", 0, is_master=True) as agent:
         environment(
             RANK="0",
@@ -96,9 +96,13 @@ def test_agent_store_has_only_clients(environment):
             TORCHELASTIC_USE_AGENT_STORE="True",
         )
         store, _, _ = meet("env://")
-        assert not store.is_master
+        assert not store.underlying_store.is_master
         store.set("k", "v")
-        assert agent.get("k") == b"v"
+        assert agent.get("worker/attempt_0/k") == b"v"
+        store.close()
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        store, _, _ = meet("env://")
+        assert not store.check(["k"])
         store.close()
 
 

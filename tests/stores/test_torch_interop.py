@@ -68,6 +68,32 @@ def test_torch_client_in_the_servers_own_process(torch_on_torch):
     assert output_of("beside") == torch_on_torch
 
 
+@pytest.mark.parametrize("master", ["unisono", "torch"])
+def test_master_of_one_waits_for_worker_of_the_other(server_kind, master):
+    """Shared servers on sockets that were opened before; keys are the same seen from both."""
+    if master == "torch" and server_kind == "python":
+        pytest.skip("no server of ours in this one")
+    (listener,) = listen("127.0.0.1", 0)
+    port, fd = listener.getsockname()[1], listener.detach()
+    mine = {"multi_tenant": True, "master_listen_fd": fd} if master == "unisono" else {}
+    theirs = ["worker", str(port)] if master == "unisono" else ["master", str(port), str(fd)]
+    pass_fds = [] if master == "unisono" else [fd]
+    with torch_process(*theirs, pass_fds=pass_fds, stdin=subprocess.PIPE) as process:
+        if master == "torch":
+            os.close(fd)
+        try:
+            with TCPStore(
+                "127.0.0.1", port, 2, is_master=master == "unisono", timeout=TIMEOUT_S, **mine
+            ) as store:
+                assert store.get("torch") == b"met"
+                store.set("unisono", "too")
+                store.barrier("both", 2)
+                output, errors = process.communicate(timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, output) == (0, "b'too'\n"), errors
+
+
 @pytest.fixture(scope="module")
 def torch_port():
     with torch_process("hold", stdin=subprocess.PIPE) as process:

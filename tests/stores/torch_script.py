@@ -1,6 +1,6 @@
 """What torch's TCPStore client sees; run by test_torch_interop in a process of its own.
 
-usage: torch_script.py [client HOST PORT | beside | serve | hold]
+usage: torch_script.py [client HOST PORT | beside | serve | hold | worker PORT | master PORT FD]
 """
 
 from __future__ import annotations
@@ -88,8 +88,28 @@ def prefixes(store):
     yield clone.get("q/p/k")
 
 
+def meet(port: int, listen_fd: int | None) -> None:
+    """Be one of two clients that a master waits for, or be that master, with a shared server."""
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        2,
+        is_master=listen_fd is not None,
+        timeout=LONG,
+        multi_tenant=listen_fd is not None,
+        master_listen_fd=listen_fd,
+    )
+    store.set("torch", "met")
+    print(store.get("unisono"), flush=True)
+    store.barrier("both", 2)
+    sys.stdin.read()
+
+
 def main() -> None:
     mode, *rest = sys.argv[1:]
+    if mode in ("worker", "master"):
+        meet(int(rest[0]), int(rest[1]) if mode == "master" else None)
+        return
     if mode == "client":
         store = dist.TCPStore(rest[0], int(rest[1]), 1, False, LONG)
     elif mode == "beside":

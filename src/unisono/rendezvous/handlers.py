@@ -21,7 +21,7 @@ from unisono.rendezvous.url import (
     ranks_of,
     warn_unknown,
 )
-from unisono.stores import FileStore, HashStore, Store, TCPStore
+from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unisono.stores.addresses import format_address
 
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
@@ -120,8 +120,12 @@ def _foreign_store(place: Place, timeout: Timeout) -> Store:
     return open_store(place, environment, timeout)
 
 
-def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> TCPStore:
-    """Open the store: as its server on rank 0, unless the launcher runs one."""
+def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:
+    """Open the store: as its server on rank 0, unless the launcher runs one.
+
+    torchrun's serves all attempts of a job: each has keys of its own, so that workers that were
+    restarted do not find what those before them left.
+    """
     agent_has_store = config.environ().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
     def connect(timeout: Timeout) -> TCPStore:
@@ -137,7 +141,8 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
         )
 
     if agent_has_store:
-        return connect(timeout)
+        attempt = config.environ().get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"worker/attempt_{attempt}", connect(timeout), owns_store=True)
     if rank == 0:
         store = connect(timeout)
         store.set(_WORLD, uuid.uuid4().hex)
