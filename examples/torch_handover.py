@@ -116,7 +116,9 @@ def train(store: dist.Store, folder: str) -> None:
         ddp(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
         if rank == 0:
-            torch.save(module.state_dict(), saved)
+            # By renaming: who is killed halfway leaves the file as it was.
+            torch.save(module.state_dict(), new := saved.with_suffix(".new"))
+            new.replace(saved)
             serve(store, folder, module)
             more.fill_(0 if store.check(["done"]) else 1)
         torch_dist.broadcast(more, 0)

@@ -196,6 +196,61 @@ def test_a_tensor_of_another_device_goes_to_its_backend():
         torch_dist.destroy_process_group()
 
 
+class Recorder:
+    """In place of torch's process group of a device: notes the names of what it is asked for."""
+
+    def __init__(self):
+        self.names = []
+
+    def __getattr__(self, name):
+        def called(*args, **kwargs):
+            self.names.append(name)
+            done = torch.futures.Future()
+            done.set_result(None)
+            return torch._C._distributed_c10d._create_work_from_future(done)
+
+        return called
+
+
+def test_every_operation_goes_to_the_backend_of_its_device():
+    dist, meta = torch_dist, torch.device("meta")
+    x, y = torch.ones(2, device="meta"), torch.ones(2, device="meta")
+    # torch on the CPU has no nccl: it must not be needed before a tensor on a GPU comes.
+    store = dist.HashStore()
+    dist.init_process_group("cpu:unisono,meta:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        group = dist.distributed_c10d._get_default_group()
+        group._devices["meta"] = asked = Recorder()
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        dist.reduce(x, 0)
+        dist.all_gather([y], x)
+        dist.all_gather_single(y, x)
+        dist.gather(x, [y])
+        dist.scatter(x, [y])
+        dist.reduce_scatter(x, [y])
+        dist.reduce_scatter_single(x, y)
+        dist.all_to_all([y], [x])
+        dist.all_to_all_single(y, x)
+        dist.isend(x, 0)
+        dist.irecv(x, 0)
+        dist.irecv(x)
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.irecv, y, 0)])
+        with dist._coalescing_manager(group, meta):
+            dist.all_reduce(x)
+            dist.all_reduce(y)
+        group.abort()
+    finally:
+        dist.destroy_process_group()
+    assert asked.names == [
+        "allreduce", "allreduce", "broadcast", "reduce", "allgather", "all_gather_single", "gather",
+        "scatter", "reduce_scatter", "reduce_scatter_single", "alltoall", "all_to_all_single",
+        "send", "recv", "recv_anysource", "send", "recv",
+        "_start_coalescing", "allreduce_coalesced", "_end_coalescing", "abort",
+    ]  # fmt: skip
+
+
 def test_a_device_without_backend_is_an_error_that_says_how(alone):
     with pytest.raises(NotImplementedError, match=r"'meta'.*cpu"):
         torch_dist.all_reduce(torch.ones(2, device="meta"))

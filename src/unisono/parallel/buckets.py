@@ -31,7 +31,7 @@ class Bucket:
         self._is_last = is_last
         first = self._parameters[0]
         total = sum(p.numel() for p in self._parameters)
-        self._buffer = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.set_buffer(torch.zeros(total, dtype=first.dtype, device=first.device))
         self.pending = 0
         """Parameters whose gradient is still to come in this backward pass."""
 
@@ -50,6 +50,8 @@ class Bucket:
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat tensor by one of the same size."""
         self._buffer = buffer
+        # Made once: a gradient's place is asked for whenever one arrives.
+        self._gradients = self.views(buffer)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters."""
@@ -57,7 +59,7 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, shaped like the parameters; they are views of the buffer."""
-        return self.views(self._buffer)
+        return list(self._gradients)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return the parts of a flat tensor that belong to the parameters."""

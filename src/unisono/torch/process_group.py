@@ -174,6 +174,20 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             self._devices[device] = group
         return self._devices[device]
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescer(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._coalescer(device)._end_coalescing(device)
+
+    def _coalescer(self, device: torch.device) -> Any:
+        if device.type == "cpu":
+            raise UnsupportedError(
+                "backend 'unisono' does not coalesce calls on the CPU one by one",
+                hint="leave `device` out: the coalescing manager then makes one call of them",
+            )
+        return self.on_device(device.type)
+
     # ---- life -----------------------------------------------------------------------------
 
     def split_group(
@@ -222,6 +236,8 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     def abort(self) -> None:
         """End every call of the group with an error, on all ranks."""
         self._group.abort("torch's abort() was called")
+        for group in self._devices.values():
+            group.abort()
 
     def shutdown(self) -> None:
         """Close the group; no collective. What is under way ends with an error."""
