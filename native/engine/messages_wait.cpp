@@ -19,6 +19,9 @@ constexpr int64_t kStuckNs = 1'000'000'000;
 constexpr int64_t kSpinNs = 300'000;
 constexpr int kLookAround = 16;
 
+// So many looks at a wire take as long as some hundred at a ring; then others may want the core.
+constexpr int kWireLooks = 8;
+
 // For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
 // message would wake two threads. It then looks again, less and less often.
 constexpr int64_t kStandBackNs = 1'000'000;
@@ -59,8 +62,9 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
 
 // Look until `op` is done, with the lock held then; false: that may take long.
 bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
+  const int looks = wired_.empty() ? spin_ : std::min(spin_, kWireLooks);
   for (int round = 0; round < kYields; ++round) {
-    for (int i = 0; i < spin_; ++i) {
+    for (int i = 0; i < looks; ++i) {
       if (lock.try_lock()) {
         progress(i % kLookAround == 0 ? nullptr : op);
         if (is_over(op)) return true;
