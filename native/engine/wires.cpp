@@ -4,6 +4,8 @@
 #include <cerrno>
 
 #include <fcntl.h>
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -15,9 +17,27 @@ namespace {
 // How much one system call moves: others on this rank may be waiting for the lock.
 constexpr size_t kCallBytes = 1024 * 1024;
 
+// What is on its way to a rank nearby shall stay in the processor's cache: with the system's
+// megabytes of buffer, messages of 1 MiB and more took twice as long between two namespaces of one
+// host. The system doubles this. At the round trip's limit it lets 5 GB/s through; beyond, where a
+// wire needs more to be full, the system's own choice stands.
+constexpr int kNearBytes = 128 * 1024;
+constexpr uint32_t kNearUs = 50;
+
+void keep_in_cache(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  if (info.tcpi_min_rtt <= kNearUs) {
+    setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &kNearBytes, sizeof(kNearBytes));
+  }
+}
+
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
 }  // namespace
+
+Wire::Wire(int fd) : fd_(fd) { keep_in_cache(fd); }
 
 void Wire::close_fd() {
   if (fd_ >= 0) close(fd_);

@@ -17,7 +17,7 @@ namespace unisono {
 // noted, not explained.
 class Wire {
  public:
-  explicit Wire(int fd) : fd_(fd) {}
+  explicit Wire(int fd);
   ~Wire() { close_fd(); }
   Wire(const Wire&) = delete;
   Wire& operator=(const Wire&) = delete;

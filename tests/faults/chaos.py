@@ -28,12 +28,12 @@ def random_work(rank, folder, seed, way, victim):
     """Make random calls, each with a check, until the end of one rank ends them all."""
     shared, p = np.random.default_rng(seed), dist.get_world_size()
     dist.group.WORLD.set_timeout(TIMEOUT_S if way == "stop" else 60)
-    dist.barrier()
-    if rank == victim:
-        delay_s = float(np.random.default_rng((seed, 1)).exponential(0.01))
-        threading.Timer(delay_s, _end, (folder, way)).start()
     calls = 0
     try:
+        dist.barrier()
+        if rank == victim:
+            delay_s = float(np.random.default_rng((seed, 1)).exponential(0.01))
+            threading.Timer(delay_s, _end, (folder, way)).start()
         while True:
             calls += 1
             _one_call(
