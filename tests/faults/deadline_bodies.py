@@ -13,6 +13,7 @@ from fault_calls import COLLECTIVES, attempt, groups_for, pids, store
 
 import unisono as dist
 from tests.lateness import Lateness
+from unisono.groups import world
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 # So many at the same time: one after another would take minutes, all at once a whole core.
@@ -44,6 +45,10 @@ BEYOND = {
     "reduce_object": lambda g, t: dist.reduce_object(1, max, 0, g, timeout=t),
     "should_stop": lambda g, t: dist.should_stop(g, timeout=t),
     "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
+    "split_group": lambda g, t: dist.split_group(g, [[0, 1], [2]], t),
+    "new_subgroups": lambda g, t: dist.new_subgroups(1, g, t),
+    "agree": lambda g, t: g.agree("save(3)", timeout=t),
+    "_coalescing_manager": lambda g, t: coalesced(g, t),
 }
 
 # What every rank can make alone: nobody takes part but the one that does not come.
@@ -98,9 +103,41 @@ def message_calls(timeout_s):
     return calls
 
 
-def large_send(timeout_s):
-    """A send of more than anything between two processes can hold."""
-    return {"send": lambda: dist.send(np.zeros(LARGE, np.uint8), 2, timeout=timeout_s)}
+def coalesced(group, timeout_s):
+    with dist._coalescing_manager(group):
+        dist.all_reduce(np.ones(2), group=group, timeout=timeout_s)
+        dist.all_reduce(np.ones(3), group=group, timeout=timeout_s)
+
+
+def large_sends(timeout_s):
+    """Messages of more than anything between two processes can hold."""
+    large = np.zeros(LARGE, np.uint8)
+    return {
+        "send": lambda: dist.send(large, 2, timeout=timeout_s),
+        "isend, wait": lambda: dist.isend(large, 2, timeout=timeout_s).wait(),
+        "send_object_list": lambda: dist.send_object_list([large], 2, timeout=timeout_s),
+    }
+
+
+def world_calls(timeout_s, second):
+    """Return {name: call} of what makes a world or a group of it; the last one breaks the world."""
+
+    apart = PrefixStore("late init", store())
+
+    def init():
+        with world.use(world.World()):
+            dist.init_process_group(store=apart, rank=me, world_size=3, timeout=timeout_s)
+
+    def shrink():
+        with world.use(second):
+            dist.shrink_group([1 - me], timeout=timeout_s)
+
+    me = dist.get_rank()
+    return {
+        "init_process_group": init,
+        "shrink_group": shrink,
+        "new_group": lambda: dist.new_group(timeout=timeout_s),
+    }
 
 
 def stream_calls(timeout_s):
@@ -120,6 +157,9 @@ def store_calls(timeout_s, stopped, folder):
     hashed, file = HashStore(), FileStore(str(Path(folder, f"store{dist.get_rank()}")), 1)
     shared, rank = PrefixStore("shared", store()), dist.get_rank()
     calls = {
+        "TCPStore.wait_for_workers": lambda: TCPStore(
+            "127.0.0.1", 0, 2, is_master=True, timeout=timeout_s
+        ),
         "TCPStore.get": lambda: shared.get("absent", timeout_s),
         "TCPStore.wait": lambda: shared.wait(["absent"], timeout_s),
         "TCPStore.queue_pop": lambda: shared.queue_pop("absent", timeout=timeout_s),
@@ -181,6 +221,9 @@ def time_outs(rank, timeout_s, stop, folder):
     if server is not None:
         store().set("port", str(server.port))
     client = None if rank == 2 else TCPStore("127.0.0.1", int(store().get("port")))
+    second, apart = world.World(), PrefixStore("second", store())
+    with world.use(second):
+        dist.init_process_group(store=apart, rank=rank, world_size=3)
     if stop:
         # Connected: the memory that ranks share is made by a group's first call.
         for group in groups.values():
@@ -195,9 +238,10 @@ def time_outs(rank, timeout_s, stop, folder):
             results |= attempts(calls)
             results |= attempts(message_calls(timeout_s))
             if stop:  # a process that runs takes in what arrives
-                results |= attempts(large_send(timeout_s))
+                results |= attempts(large_sends(timeout_s))
             results |= attempts(stream_calls(timeout_s))
             results |= store_calls(timeout_s, client if stop else None, folder)
+            results |= attempts(world_calls(timeout_s, second))
         finally:
             store().add("done", 1)
             while stop and rank == 0 and store().add("done", 0) < 2:
@@ -208,4 +252,5 @@ def time_outs(rank, timeout_s, stop, folder):
     store().barrier("end", 3, 120.0)
     if server is not None:
         server.close()
+    second.close()
     return results

@@ -226,13 +226,15 @@ def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
 
 def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
     names = [name.strip("[]") for name in schema.data.split()]
+    in_lists = schema.data.startswith("[")
     known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}
 
     @functools.wraps(own)
     def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
         foreign = how and not known.isdisjoint(how)
         if arguments and not foreign:
-            foreign = type(arguments[0]) is list or hasattr(arguments[-1], "asyncOp")
+            listed = in_lists and type(arguments[0]) is list
+            foreign = listed or hasattr(arguments[-1], "asyncOp")
         if foreign:
             return call_c10d_form(self, schema.name, arguments, how)
         return own(self, *arguments, **how)
