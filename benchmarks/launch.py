@@ -122,12 +122,16 @@ class Job:
         return None
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of the launcher's two processes at its highest, in all."""
-        guard = self._popen.pid
-        [launcher] = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+        """Return the launcher's resident memory at its highest: of its two processes, if so."""
+        first = Path(f"/proc/{self._popen.pid}")
+        children = (first / f"task/{self._popen.pid}/children").read_text().split()
+        # The second one was forked, so it has the same command line.
+        words = (first / "cmdline").read_bytes()
+        both = [Path(f"/proc/{pid}") for pid in children]
+        both = [first, *(path for path in both if (path / "cmdline").read_bytes() == words)]
         found = 0
-        for pid in (guard, launcher):
-            match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        for path in both:
+            match = re.search(r"VmHWM:\s+(\d+) kB", (path / "status").read_text())
             assert match is not None
             found += int(match[1]) * 1024
         return found

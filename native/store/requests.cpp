@@ -61,9 +61,11 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
         client.phase = Connection::Phase::validating;
       }
     } else if (options_.token.empty()) {
-      refuse(client, kLocalOnly, "it is on another machine, and there is no token");
+      refuse(client, kLocalOnly, "it is on another machine, and there is no token"
+             "; UNISONO_INSECURE=1 here would let it in");
     } else {
-      refuse(client, kTokenNeeded, "it is on another machine and has no token");
+      refuse(client, kTokenNeeded, "it is on another machine and has no token"
+             "; UNISONO_INSECURE=1 here would let it in");
     }
     return 0;
   }

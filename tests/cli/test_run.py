@@ -317,6 +317,16 @@ raise ValueError("the cause")
     assert consequence.endswith("exited with code 1: PeerLostError: rank 1 is gone")
 
 
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_consequences_alone_are_a_failure(run, nprocs):
+    # No connection between ranks is enough for that: each says that the other was lost.
+    script = "class PeerLostError(Exception): pass\nraise PeerLostError('the other')"
+    code, _, err = run(script, "--max-restarts=1", nprocs=nprocs)
+    assert code == 1
+    assert err.count("restart 1 of 1") == 1
+    assert err.splitlines()[-1] == "PeerLostError: the other"
+
+
 def test_other_workers_may_clean_up(run):
     script = """
 import os, signal, sys

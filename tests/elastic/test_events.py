@@ -164,6 +164,36 @@ def test_crash_in_native_code_shows_the_python_stack(job_of):
     assert failure["exception"] == "Fatal Python error: Segmentation fault"
 
 
+def test_worker_that_only_reports_a_lost_peer_counts_in_the_end(job_of):
+    job = job_of(
+        WORKER.replace(
+            "stop = np",
+            "class PeerLostError(Exception): pass\n"
+            "if env['TORCHELASTIC_RESTART_COUNT'] == '0' and env['RANK'] == '1':\n"
+            "    raise PeerLostError('somebody')\n"
+            "stop = np",
+        )
+    )
+    first, second, _, _ = pair(job, "--max-restarts=1")
+    ups = sorted(first.next_ups(1) + second.next_ups(1), key=lambda up: up.rank)
+    assert places(ups) == [(0, 2, 1, 2), (1, 2, 1, 2)]
+    job.stop()
+    assert (first.finish(), second.finish()) == (0, 0)
+
+
+def test_worker_that_cannot_be_started(job):
+    conf = f"{CONF},last_call_timeout=1"
+    first = job.node(nnodes="1:2", conf=f"{conf},is_host=1")
+    # The worker's file is no program.
+    second = job.node("--no-python", nnodes="1:2", conf=f"{conf},is_host=0")
+    assert second.finish() == 1
+    assert re.search(r"cannot start rank [01] \(.*worker.py\): .*Permission denied", second.err)
+    # The other one goes on without that node.
+    first.until(lambda: "up 0 1 0 0 " in first.out, "world of one")
+    job.stop()
+    assert first.finish() == 0
+
+
 # --- an agent dies
 
 
@@ -419,7 +449,7 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
         pytest.skip("on one host everybody is let in")
     job = job_of(TORCH, GLOO_SOCKET_IFNAME="eth0")
     first, _ = (job.node(conf=f"{CONF},is_host={serves}") for serves in (1, 0))
-    first.told("it is on another machine and has no token")
+    first.told("it is on another machine and has no token; UNISONO_INSECURE=1 here would let it in")
 
 
 def test_torch_script_restarts_on_several_nodes(job_of):

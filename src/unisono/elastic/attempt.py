@@ -189,6 +189,9 @@ class Attempt:
                 self._on_clock()
                 if not self._stopping:
                     self._warm.look(self._workers, self._environment, self._new_worker)
+            if self._settle is not None:
+                # All have ended, so nobody here will say more.
+                self._fail()
 
     def _timeout(self, running: Sequence[Worker]) -> float | None:
         waits = [d.remaining() for d in (self._settle, self._grace) if d is not None]

@@ -130,9 +130,10 @@ class Gate:
             if self._token and self._is_foreign():
                 raise Refused(_said(Answer.TOKEN_NEEDED), "it is another user's and has no token")
             return
+        why, remedy = "it is on another machine", "UNISONO_INSECURE=1 here would let it in"
         if self._token:
-            raise Refused(_said(Answer.TOKEN_NEEDED), "it is on another machine and has no token")
-        raise Refused(_said(Answer.LOCAL_ONLY), "it is on another machine, and there is no token")
+            raise Refused(_said(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
+        raise Refused(_said(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
 
     def _challenge(self) -> bytes:
         """Answer a hello that is complete, with the proof that this is no false server."""
