@@ -62,7 +62,7 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
 
 // Look until `op` is done, with the lock held then; false: that may take long.
 bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
-  const int looks = wired_.empty() ? spin_ : std::min(spin_, kWireLooks);
+  const int looks = ends_ns == INT64_MAX ? spin_ : std::min(spin_, kWireLooks);
   for (int round = 0; round < kYields; ++round) {
     for (int i = 0; i < looks; ++i) {
       if (lock.try_lock()) {

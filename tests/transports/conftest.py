@@ -1,20 +1,17 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from unisono.engines import is_native_built
-from unisono.transports import InprocTransport, TCPTransport
-from unisono.transports.native import NativeMessages
 
-KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
-# What carries messages between two ranks, by the sum of their numbers.
-WAYS = {
-    "rings": ["ring"],
-    "wires": ["wire"],
-    "rings+links": ["link", "ring"],
-    "rings+wires": ["wire", "ring"],
-    "all": ["wire", "ring", "link"],
-}
+# Bodies that run on ranks live in modules of their own, which child processes import by name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from worlds import KINDS, WAYS, use_native
+
 NATIVE = ["inproc:rings", "inproc:rings+links", *(f"tcp:{ways}" for ways in WAYS)]
 
 
@@ -32,15 +29,3 @@ def make(request):
 
     build.kind, build.messages = kind, bool(ways)
     return build
-
-
-def use_native(world, ways):
-    """Give transports messages in C++."""
-    everybody = [NativeMessages.make(transport) for transport in world]
-    for rank, messages in enumerate(everybody):
-        kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
-        words = [
-            "" if way == "link" else other.word for way, other in zip(kinds, everybody, strict=True)
-        ]
-        messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
-        world[rank].use_messages(messages)

@@ -9,47 +9,19 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from worlds import KEY, SOON, tcp_world, works
 
 from unisono.base.deadline import Deadline
-from unisono.transports import Key, LinkDown, TCPTransport, tcp_call
+from unisono.transports import Key, LinkDown, tcp_call
 from unisono.transports.address import TCPAddress
 from unisono.transports.api import Kind
 from unisono.transports.wire import HELLO, REFUSE, Frame, Hello
-
-KEY = Key(1, Kind.P2P, 0)
-SOON = 10.0
-
-
-@contextlib.contextmanager
-def tcp_world(size, edit=lambda addresses: None):
-    addresses = {}
-    world = [TCPTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
-    addresses.update(enumerate(transport.address for transport in world))
-    edit(addresses)
-    try:
-        yield world
-    finally:
-        closers = [threading.Thread(target=transport.close) for transport in world]
-        for thread in closers:
-            thread.start()
-        for thread in closers:
-            thread.join()
 
 
 def dial(transport):
     return socket.create_connection(
         ("127.0.0.1", TCPAddress.unpack(transport.address).port), timeout=SOON
     )
-
-
-def works(a, b, nbytes=1000):
-    data, into = os.urandom(nbytes), bytearray(nbytes)
-    received = b.recv(a.rank, KEY, memoryview(into))
-    sent = a.send(b.rank, KEY, memoryview(data))
-    assert sent.wait_until(Deadline(SOON))
-    assert received.wait_until(Deadline(SOON))
-    assert (sent.error, received.error) == (None, None)
-    assert into == data
 
 
 def test_calls_that_cross_end_in_one_link():

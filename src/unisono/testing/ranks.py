@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import os
 import pickle
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unisono.backends import CPUOptions
+from unisono.base.config import VARIABLES, environ
 from unisono.elastic import SpawnContext
 from unisono.errors import LaunchError, PeerError, WorkerFailedError
 from unisono.groups.lifecycle import init_process_group
@@ -158,7 +160,7 @@ def _run_processes(
 ) -> list[_Outcome | None]:
     context = SpawnContext(
         _process_rank,
-        (fn, args, timeout, options),
+        (fn, args, timeout, options, _settings()),
         world_size,
         daemon=False,
         start_method="forkserver",
@@ -181,9 +183,24 @@ def _run_processes(
     return outcomes
 
 
+def _settings() -> dict[str, str]:
+    # The token is the launcher's business.
+    names = VARIABLES.keys() - {"UNISONO_TOKEN"}
+    return {name: value for name, value in environ().items() if name in names}
+
+
 def _process_rank(
-    rank: int, fn: Body, args: Sequence[Any], timeout: float, options: CPUOptions
+    rank: int,
+    fn: Body,
+    args: Sequence[Any],
+    timeout: float,
+    options: CPUOptions,
+    settings: dict[str, str],
 ) -> _Outcome:
+    # The process comes from a server that may have been started with others.
+    for name in _settings().keys() - settings.keys():
+        del os.environ[name]
+    os.environ.update(settings)
     outcome = _body(rank, fn, args, timeout, options)
     try:
         pickle.loads(pickle.dumps(outcome))

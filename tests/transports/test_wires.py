@@ -1,0 +1,109 @@
+"""Messages over wires between processes, and every way in which a wire ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import wire_bodies
+from worlds import KEY, SOON, WAYS, tcp_world, use_native, works
+
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.engines import is_native_built
+from unisono.testing import run
+from unisono.transports import LinkDown
+
+pytestmark = [
+    pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
+    pytest.mark.skipif(
+        config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
+    ),
+]
+
+
+@pytest.fixture
+def on_wires(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+
+    def start(body, size, *args, **how):
+        return run(body, size, ranks="processes", args=args, **how)
+
+    return start
+
+
+def test_large_messages_both_ways(on_wires):
+    assert on_wires(wire_bodies.large_both_ways, 2, 24 << 20) == [True, True]
+
+
+def test_more_than_sockets_take_before_anybody_asks(on_wires):
+    assert on_wires(wire_bodies.unasked, 2, 40, 1 << 20) == [True, True]
+
+
+def test_last_words_of_a_rank_that_leaves(on_wires):
+    assert on_wires(wire_bodies.last_words, 2)[0] == ((1,), True)
+
+
+def test_any_source(on_wires):
+    assert on_wires(wire_bodies.any_source, 3, 20)[0] == [0, 20, 20]
+
+
+def test_a_blocked_rank_sleeps(on_wires):
+    assert on_wires(wire_bodies.blocked, 2, 1.0)[1] < 0.2
+
+
+def test_killed_in_the_middle_of_a_message(on_wires, tmp_path):
+    path = tmp_path / "died_s"
+    told = on_wires(wire_bodies.killed_while_it_sends, 2, path, dead={1})[0]
+    for peers, late_s in told:
+        assert peers == (1,)
+        assert late_s < SOON
+
+
+def test_a_wire_that_breaks_ends_the_rank_it_led_to():
+    """Its link lives on, so nothing else would."""
+    with tcp_world(2) as world:
+        copies = []
+        for transport in world:
+            # Before it hands a socket over.
+            def dup(peer, sock, add=None, transport=transport):
+                copies.append(socket.socket(fileno=os.dup(sock.fileno())))
+                return type(transport.messages).add_wire(transport.messages, peer, sock)
+
+            use = transport.use_messages
+
+            def use_watched(messages, use=use, dup=dup):
+                use(messages)
+                messages.add_wire = dup
+
+            transport.use_messages = use_watched
+        use_native(world, WAYS["wires"])
+        a, b = world
+        works(a, b)
+        waiting = [
+            each.recv(1 - each.rank, KEY, memoryview(bytearray(8)), 0, None) for each in world
+        ]
+        for copy in copies:
+            copy.shutdown(socket.SHUT_RDWR)
+            copy.close()
+        for rank, transfer in enumerate(waiting):
+            assert transfer.wait_until(Deadline(SOON))
+            assert isinstance(transfer.error, LinkDown)
+            assert transfer.error.peer == 1 - rank
+            assert not transfer.error.left
+        assert any("data connection" in transfer.error.reason for transfer in waiting)
+
+
+REFERENCE = {"UNISONO_ENGINE": "reference"}
+APART = {"UNISONO_SHARED_MEMORY": "0"}
+
+
+@pytest.mark.parametrize("settings", [[{}, REFERENCE, APART, {}], [APART, APART, REFERENCE]])
+def test_ranks_of_all_kinds_in_one_world(tmp_path, settings):
+    size = len(settings)
+    path = str(tmp_path / "store")
+    results = run(wire_bodies.mixed, size, ranks="processes", args=(path, settings))
+    for rank, (boxes, least, most) in enumerate(results):
+        assert boxes == [peer for peer in range(size) if peer != rank]
+        assert least == most == size * (size + 1) / 2

@@ -1,0 +1,63 @@
+"""Worlds of transports in one process, with and without messages in C++."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+from unisono.base.deadline import Deadline
+from unisono.transports import InprocTransport, Key, TCPTransport
+from unisono.transports.api import Kind
+from unisono.transports.native import NativeMessages
+
+KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
+KEY = Key(1, Kind.P2P, 0)
+SOON = 10.0
+
+# What carries messages between two ranks, by the sum of their numbers.
+WAYS = {
+    "rings": ["ring"],
+    "wires": ["wire"],
+    "rings+links": ["link", "ring"],
+    "rings+wires": ["wire", "ring"],
+    "all": ["wire", "ring", "link"],
+}
+
+
+@contextlib.contextmanager
+def tcp_world(size, edit=lambda addresses: None):
+    addresses = {}
+    world = [TCPTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
+    addresses.update(enumerate(transport.address for transport in world))
+    edit(addresses)
+    try:
+        yield world
+    finally:
+        closers = [threading.Thread(target=transport.close) for transport in world]
+        for thread in closers:
+            thread.start()
+        for thread in closers:
+            thread.join()
+
+
+def works(a, b, nbytes=1000):
+    data, into = os.urandom(nbytes), bytearray(nbytes)
+    received = b.recv(a.rank, KEY, memoryview(into))
+    sent = a.send(b.rank, KEY, memoryview(data))
+    assert sent.wait_until(Deadline(SOON))
+    assert received.wait_until(Deadline(SOON))
+    assert (sent.error, received.error) == (None, None)
+    assert into == data
+
+
+def use_native(world, ways):
+    """Give transports messages in C++."""
+    everybody = [NativeMessages.make(transport) for transport in world]
+    for rank, messages in enumerate(everybody):
+        kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
+        words = [
+            "" if way == "link" else other.word for way, other in zip(kinds, everybody, strict=True)
+        ]
+        messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
+        world[rank].use_messages(messages)
