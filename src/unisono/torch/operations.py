@@ -110,23 +110,19 @@ class Operations:
     @operation
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; done when the tensor may be changed."""
-        if len(tensors) == 1 and (work := send(self._group, tensors[0], dstRank, tag)):
-            return self._as_torch(work, tensors)
-        return self._issue(OPS["send"], (tensors, dstRank, tag), {})
+        data, group = _single(tensors), self._group
+        work = send(group, data, dstRank, tag) or group.send(data, dstRank, tag, async_op=True)
+        return self._as_torch(work, tensors)
 
     @operation
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
         """Receive from a rank."""
-        if len(tensors) == 1 and (work := recv(self._group, tensors[0], srcRank, tag)):
-            return self._as_torch(work, tensors)
-        return self._issue(OPS["recv"], (tensors, srcRank, tag), {})
+        return self._receive(tensors, srcRank, tag)
 
     @operation
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         """Receive from whichever rank sends."""
-        if len(tensors) == 1 and (work := recv(self._group, tensors[0], None, tag)):
-            return self._as_torch(work, tensors)
-        return self._issue(OPS["recv_any_source"], (tensors, tag), {})
+        return self._receive(tensors, None, tag)
 
     @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -139,8 +135,18 @@ class Operations:
         work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
         return self._as_torch(work, work.result()) if how["async_op"] else None
 
+    def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
+        data, group = _single(tensors), self._group
+        work = recv(group, data, source, tag) or group.recv(data, source, tag, async_op=True)
+        return self._as_torch(work, tensors)
+
     def _as_torch(self, work: Work, outputs: list[Tensor], *, typed: bool = False) -> TorchWork:
         return TorchWork(work, outputs, self._callbacks, self._group.ranks, typed=typed)
+
+
+def _single(tensors: list[Tensor]) -> Any:
+    """Return the tensor of a list of one; another list as it is, which our methods refuse."""
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _method(schema: OpSchema, name: str) -> Method:
