@@ -58,7 +58,7 @@ bool Messages::pull(int source) {
     const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
     const size_t nbytes = std::min({from.ring.available(), left, kStepBytes});
     if (char* into = place(from)) {
-      from.ring.read(into, nbytes);
+      from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
     } else {
       from.ring.skip(nbytes);
     }

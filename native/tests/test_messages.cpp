@@ -25,10 +25,9 @@ void test_ping_pong() {
   });
 }
 
-void test_both_send_first() {
+void test_both_send_first(size_t nbytes) {
   World world(2);
-  world.run([](Messages& messages, int rank) {
-    const size_t nbytes = 5'000'000;
+  world.run([nbytes](Messages& messages, int rank) {
     const std::vector<char> out = pattern(nbytes, static_cast<unsigned>(rank));
     std::vector<char> in(nbytes);
     assert(messages.send(1 - rank, envelope(1, nbytes), out.data(), kMinute).code == Code::ok);
@@ -251,7 +250,7 @@ int main() {
   for (Ways each : {kRings, kWires, kBoth}) {
     ways = each;
     test_ping_pong();
-    test_both_send_first();
+    test_both_send_first(5'000'000);
     for (unsigned seed = 0; seed < 5; ++seed) test_random(seed);
     test_watch();
     test_order_of_any_source();
@@ -261,6 +260,7 @@ int main() {
     test_any_source_of_ranks_that_go();
   }
   ways = kRings;
+  test_both_send_first(kStreamBytes + 13);
   test_unreachable();
   std::puts("ok");
   return 0;

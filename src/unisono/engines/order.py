@@ -178,9 +178,10 @@ class OrderedEngine(Engine):
             completion.finish(error)
 
     def _wake(self) -> None:
-        """Look again whose turn it is."""
+        """Look again whose turn it is, if anybody waits for it."""
         with self._changed:
-            self._changed.notify_all()
+            if self._queue or self._closed:
+                self._changed.notify_all()
 
     # ---- one task -------------------------------------------------------------------------
 
