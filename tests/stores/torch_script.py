@@ -95,7 +95,7 @@ def meet(port: int, listen_fd: int | None) -> None:
         port,
         2,
         is_master=listen_fd is not None,
-        timeout=LONG,
+        timeout=3 * LONG,
         multi_tenant=listen_fd is not None,
         master_listen_fd=listen_fd,
     )
