@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fault_calls import NOTICE_S
 from scripts import outcome, started
+
+from unisono.engines import is_native_built
 
 _spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
 netns = importlib.util.module_from_spec(_spec)
@@ -79,6 +82,66 @@ def test_hosts_compute(network, method, family, hosts):
 def test_two_ranks_on_each_host(network):
     first, second = network.hosts[:2]
     compute([first, second, first, second], MASTER_ADDR=first.v4)
+
+
+LEVELS = """
+dist.init_process_group(timeout=20)
+shown = repr(dist.group.WORLD)
+def check():
+    for count in (1, 3, 10_000, 700_000):
+        for root in range(world_size):
+            x = np.full(count, rank + 1.0)
+            dist.broadcast(x, root, algorithm="two_level")
+            assert (x == root + 1).all(), x
+        x = np.full(count, rank + 1.0)
+        dist.all_reduce(x, algorithm="two_level")
+        assert (x == world_size * (world_size + 1) / 2).all(), x
+    assert "engine=native over=messages" in shown, shown
+tell(attempt(check))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+def test_two_levels_on_two_hosts(network):
+    first, second = network.hosts[:2]
+    variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": str(PORT)}
+    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "", "UNISONO_ENGINE": "native"}
+    prefixes = [host.inside() for host in (first, first, second, second)]
+    with started(prefixes, LEVELS, variables) as processes:
+        ends = [outcome(process) for process in processes]
+    for told, returncode, err in ends:
+        assert returncode == 0, err
+        assert told["kind"] == "", told
+
+
+KILLED = """
+dist.init_process_group(timeout=20)
+def work():
+    for turn in range(10_000):
+        if rank == 3 and turn == 7:
+            tell(attempt(lambda: None))
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = np.full(200_000, 1.0)
+        dist.all_reduce(x)
+        assert (x == 4).all(), x
+tell(attempt(work))
+sys.stdin.readline()
+"""
+
+
+def test_killed_rank_is_named_on_every_host_within_a_second(network):
+    first, second = network.hosts[:2]
+    variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": str(PORT)}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = ""
+    prefixes = [host.inside() for host in (first, first, second, second)]
+    with started(prefixes, KILLED, variables) as processes:
+        told = [json.loads(process.stdout.readline()) for process in processes]
+    died_s = told.pop()["ended_s"]
+    for rank, caught in enumerate(told):
+        assert (caught["kind"], caught["peers"]) == ("PeerLostError", [3]), (rank, caught)
+        assert caught["ended_s"] - died_s < NOTICE_S, (rank, caught)
 
 
 def test_host_whose_own_name_is_at_127_0_1_1(network):

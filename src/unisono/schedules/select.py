@@ -138,7 +138,9 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
     """Whether to save traffic between hosts, for a round or two more."""
     block = nbytes // topology.world_size
-    least = {"all_reduce": 4 * KIB, "reduce_scatter": KIB, "broadcast": 4 * KIB, "reduce": 4 * KIB}
+    # Where the ranks share two cores; those with a core each gain earlier.
+    moved = 128 * KIB
+    least = {"all_reduce": 4 * KIB, "reduce_scatter": KIB, "broadcast": moved, "reduce": moved}
     return topology.local > 1 and block >= least.get(collective, 0)
 
 
