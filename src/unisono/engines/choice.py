@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from unisono.base import config
 from unisono.base.host import usable_cores
@@ -34,21 +35,27 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     if kind == "reference":
         return ReferenceEngine(comm)
     words = [comm.transport.hosts[rank] for rank in comm.ranks]
-    messages = comm.transport.messages
-    if all(words) and (len(set(words)) == 1 or (messages is not None and messages.reaches_all)):
+    if all(words) and (len(set(words)) == 1 or _reach_each_other(comm, words)):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         _say_once()
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
         why = "its extension module is not built (it needs a C++ compiler at installation)"
     else:
-        why = "its ranks are on several hosts, or not all of them have it or want it"
+        why = "its ranks do not all have the same one, want it, and reach each other with it"
     if kind == "native":
         raise UnsupportedError(
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
         )
     _log.warning("group '%s' uses the reference engine: %s", comm.name, why)
     return ReferenceEngine(comm)
+
+
+def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
+    """Whether ranks of several hosts have messages in C++ that understand each other."""
+    messages = comm.transport.messages
+    versions = {word.split("/")[1] for word in words if "/" in word}
+    return messages is not None and messages.reaches_all and len(versions) == 1
 
 
 @functools.cache

@@ -14,7 +14,7 @@ __all__ = ["EngineInfo", "engine_info"]
 
 
 class EngineInfo(NamedTuple):
-    """What executes collectives in groups whose ranks are on one host.
+    """What executes collectives in the groups of this process.
 
     Attributes:
         engine: "native" (C++) or "reference" (Python).
@@ -44,8 +44,8 @@ class EngineInfo(NamedTuple):
 def engine_info() -> EngineInfo:
     """Return which engine the groups of this process get, as far as one process can know.
 
-    A group whose ranks are on several hosts, or of which one has another word here, uses the
-    reference engine all the same; `repr(group)` and the log say so.
+    A group of which one rank has another word here uses the reference engine all the same;
+    `repr(group)` and the log say so.
     """
     memory = _shared_memory()
     wish = config.get("UNISONO_ENGINE")
