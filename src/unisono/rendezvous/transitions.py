@@ -55,7 +55,10 @@ def apply(state: State, event: Event) -> State:
             after = _join(state, event)
         case LastCall():
             after = state
-            if event.epoch == state.epoch and _enough(state):
+            # Why a peer was lost shows when all have come back or have been lost, which takes
+            # no longer than a heartbeat may.
+            unexplained = state.cause is Cause.CONSEQUENCE and state.expected
+            if event.epoch == state.epoch and _enough(state) and not unexplained:
                 after = _form(state)
         case Failed():
             after = _failed(state, event)
