@@ -259,6 +259,8 @@ class Messages {
   bool server_idles_ = false;    // nothing is open, as far as the server knows
   bool attends_ = false;         // senders wait, though nobody here does
   int parting_ = 0;              // ranks
+  uint32_t waits_ = 0;
+  int64_t patience_ns_ = 0;      // of the next wait that looks at wires
   int64_t last_wait_ns_ = 0;     // when somebody last stopped waiting
   int64_t doze_ns_ = 0;
 };

@@ -16,8 +16,13 @@ constexpr int64_t kStuckNs = 1'000'000'000;
 
 // A look at a wire is a system call, so the looks of a wait are counted in time as well; and at
 // the wires that it does not depend on it looks now and then only.
-constexpr int64_t kSpinNs = 300'000;
+constexpr int64_t kSpinNs = 50'000;
 constexpr int kLookAround = 16;
+
+// Where the kernel leaves packets to a thread of its own, which needs a core, a message comes only
+// once its receiver sleeps. So a wait looks half as long as the last one if that was in vain; one of
+// so many looks as long as the first, whether that has changed.
+constexpr uint32_t kHopeful = 32;
 
 // So many looks at a wire take as long as some hundred at a ring; then others may want the core.
 constexpr int kWireLooks = 8;
@@ -48,15 +53,18 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   if (server_sleeps_) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
   if (server_polls_) bells().polls.store(0, std::memory_order_relaxed);
   tell_of_wires(lock);
-  const int64_t spin_ends_ns = wired_.empty() ? INT64_MAX : now_ns() + kSpinNs;
+  if (++waits_ % kHopeful == 0) patience_ns_ = kSpinNs;
+  const int64_t spin_ends_ns = wired_.empty() ? INT64_MAX : now_ns() + patience_ns_;
   lock.unlock();
   Code reason = Code::ok;
-  if (!spin(op, spin_ends_ns, lock)) {
+  const bool came_soon = spin(op, spin_ends_ns, lock);
+  if (!came_soon) {
     reason = wait_slowly(op, timeout_ns);
     lock.lock();
   }
   --waiters_;
   if (!wired_.empty()) last_wait_ns_ = now_ns();
+  patience_ns_ = came_soon ? kSpinNs : patience_ns_ / 2;
   return reason;
 }
 
