@@ -26,7 +26,7 @@ from unisono.elastic.family import Family
 from unisono.elastic.logs import Output
 from unisono.elastic.report import Failure, is_consequence, order, signal_name
 from unisono.elastic.signals import Signals
-from unisono.elastic.spec import GRACE_S, SETTLE_S, LaunchResult, LaunchSpec, Meeting
+from unisono.elastic.spec import GRACE_S, LaunchResult, LaunchSpec, Meeting
 from unisono.elastic.warm import WarmWorkers
 from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
@@ -36,7 +36,7 @@ from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
 from unisono.stores import FileStore, HashStore, Store
 
-__all__ = ["GRACE_S", "SETTLE_S", "Agent", "LaunchResult", "LaunchSpec"]
+__all__ = ["GRACE_S", "Agent", "LaunchResult", "LaunchSpec"]
 
 _DRAIN_S = 60.0
 _REPORT_S = 10.0

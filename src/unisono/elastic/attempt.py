@@ -22,9 +22,9 @@ from unisono.elastic.family import Family
 from unisono.elastic.logs import Output, WorkerName
 from unisono.elastic.oom import OomWatch
 from unisono.elastic.process import Worker
-from unisono.elastic.report import Failure, error_text, is_consequence, order
+from unisono.elastic.report import Failure, Settling, error_text, order
 from unisono.elastic.signals import Signals
-from unisono.elastic.spec import SETTLE_S, LaunchSpec
+from unisono.elastic.spec import LaunchSpec
 from unisono.elastic.tee import Stream
 from unisono.elastic.warm import WarmWorkers
 
@@ -99,7 +99,7 @@ class Attempt:
         self._ended_s: dict[int, float] = {}
         self._signum: int | None = None
         self._stopping = False
-        self._settle: Deadline | None = None
+        self._settling = Settling()
         self._grace: Deadline | None = None
         self._oom = OomWatch()
 
@@ -189,12 +189,16 @@ class Attempt:
                 self._on_clock()
                 if not self._stopping:
                     self._warm.look(self._workers, self._environment, self._new_worker)
-            if self._settle is not None:
-                # All have ended, so nobody here will say more.
+            # All have ended, so nobody here will say more.
+            if not self._stopping and self._settling.left_s() < float("inf"):
                 self._fail()
 
     def _timeout(self, running: Sequence[Worker]) -> float | None:
-        waits = [d.remaining() for d in (self._settle, self._grace) if d is not None]
+        waits = []
+        if self._grace is not None:
+            waits.append(self._grace.remaining())
+        if not self._stopping and (settled_s := self._settling.left_s()) < float("inf"):
+            waits.append(settled_s)
         if any(worker.exit_fd is None for worker in running):
             waits.append(_POLL_S)
         if not self._stopping and (due_s := self._warm.due_s()) is not None:
@@ -217,14 +221,10 @@ class Attempt:
         if worker.exit_code == 0 or self._stopping:
             return
         self._stderr[worker.rank].ended.wait(_TAIL_WAIT_S)
-        if not is_consequence(self._error_text(worker)):
-            self._fail()
-        elif self._settle is None:
-            # The rank that failed first may need longer to end; let it say why.
-            self._settle = Deadline(SETTLE_S)
+        self._settling.note(self._error_text(worker))
 
     def _on_clock(self) -> None:
-        if self._settle is not None and self._settle.expired():
+        if not self._stopping and self._settling.left_s() == 0.0:
             self._fail()
         if self._grace is not None and self._grace.expired():
             self._grace = None
@@ -232,13 +232,11 @@ class Attempt:
                 worker.kill_group()
 
     def _fail(self) -> None:
-        if not self._stopping:
-            self._on_failure(self._failures()[0])
+        self._on_failure(self._failures()[0])
         self._stop(signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
         self._stopping = True
-        self._settle = None
         self._grace = Deadline(self._spec.grace_s)
         for worker in self._workers:
             worker.stop(signum)

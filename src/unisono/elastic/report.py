@@ -14,8 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.base.deadline import Deadline
+
 __all__ = [
+    "SETTLE_S",
     "Failure",
+    "Settling",
     "error_document",
     "error_text",
     "exception_line",
@@ -26,6 +30,9 @@ __all__ = [
     "render",
     "signal_name",
 ]
+
+SETTLE_S = 1.0
+"""How long to wait for the original failure after one that only reports a lost peer."""
 
 _HEADER = re.compile(
     r"(\[rank\d+\]: ?)?"
@@ -193,6 +200,25 @@ def exception_line(text: str) -> str:
 def is_consequence(text: str) -> bool:
     """Whether a traceback only says that another process went away first."""
     return _CONSEQUENCES.match(exception_line(text)) is not None
+
+
+class Settling:
+    """When the first failure is known: at once, or `SETTLE_S` after one that is a consequence."""
+
+    def __init__(self) -> None:
+        self._deadline: Deadline | None = None
+
+    def note(self, text: str) -> None:
+        """Take note of the traceback of a failure, also again."""
+        if not is_consequence(text):
+            self._deadline = Deadline(0.0)
+        elif self._deadline is None:
+            # The rank that failed first may need longer to end; let it say why.
+            self._deadline = Deadline(SETTLE_S)
+
+    def left_s(self) -> float:
+        """Return in how many seconds it is known; infinity if there was no failure."""
+        return float("inf") if self._deadline is None else self._deadline.remaining()
 
 
 def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:

@@ -26,10 +26,10 @@ from typing import Any, Literal, NamedTuple, overload
 
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
-from unisono.elastic.agent import GRACE_S, SETTLE_S
 from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
 from unisono.elastic.process import parent_death_hook
-from unisono.elastic.report import Failure, is_consequence, order
+from unisono.elastic.report import Failure, Settling, order
+from unisono.elastic.spec import GRACE_S
 from unisono.errors import Context, InvalidArgumentError, LaunchError, WorkerFailedError
 from unisono.stores import TCPStore
 
@@ -156,7 +156,7 @@ class SpawnContext:
         self._ended_s: dict[int, float] = {}
         self._running = set(range(nprocs))
         self._stopped: set[int] = set()
-        self._settle: Deadline | None = None
+        self._settling = Settling()
         self._store: TCPStore | None = None
         try:
             with _importable_main():
@@ -227,10 +227,7 @@ class SpawnContext:
         grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
         try:
             while self._running and not (stop_on_failure and self._must_stop()):
-                limit_s = deadline.remaining()
-                if self._settle is not None:
-                    limit_s = min(limit_s, self._settle.remaining())
-                self._wait(limit_s)
+                self._wait(min(deadline.remaining(), self._settling.left_s()))
                 if self._running and deadline.expired():
                     return False
         except BaseException:
@@ -284,14 +281,9 @@ class SpawnContext:
 
     def _must_stop(self) -> bool:
         """Whether a child failed, and the original failure is known or not to be expected."""
-        failures = self._failures()
-        if not failures:
-            return False
-        if not is_consequence(failures[0].text):
-            return True
-        # The child that failed first may need longer to end; let it say why.
-        self._settle = self._settle or Deadline(SETTLE_S)
-        return self._settle.expired()
+        for failure in self._failures():
+            self._settling.note(failure.text)
+        return self._settling.left_s() == 0.0
 
     def _failures(self) -> list[Failure]:
         return order(

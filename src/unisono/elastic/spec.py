@@ -12,14 +12,11 @@ from unisono.elastic.signals import ENDING
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
-__all__ = ["GRACE_S", "SETTLE_S", "LaunchResult", "LaunchSpec", "Meeting", "as_document"]
+__all__ = ["GRACE_S", "LaunchResult", "LaunchSpec", "Meeting", "as_document"]
 
 GRACE_S = 5.0
 """Default time between SIGTERM and SIGKILL. A script that writes a checkpoint on SIGTERM
 needs more; a rank that hangs in a collective would only waste a longer one."""
-
-SETTLE_S = 1.0
-"""How long to wait for the original failure after one that only reports a lost peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
