@@ -56,7 +56,8 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     } else if (client.peer.is_local(client.fd)) {
       // Processes of this user could read the token anyway.
       if (!options_.token.empty() && client.peer.is_foreign(client.fd)) {
-        refuse(client, kTokenNeeded, "it is another user's and has no token");
+        refuse(client, kTokenNeeded, "it is another user's and has no token"
+               "; UNISONO_INSECURE=1 here would let it in");
       } else {
         client.phase = Connection::Phase::validating;
       }

@@ -38,7 +38,7 @@ VARIABLES: dict[str, Variable] = {
         "", "secret of the job: without it nobody reaches its store; `unisono run` makes one"
     ),
     "UNISONO_INSECURE": Variable(
-        "", "1 lets clients without a token (torch's) reach a store from other machines"
+        "", "1: clients without a token (torch's) reach a store from other machines and users"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
     "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),

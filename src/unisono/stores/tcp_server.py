@@ -19,7 +19,7 @@ from typing import Any
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.addresses import is_local
+from unisono.stores.addresses import format_address, is_local
 from unisono.stores.owner import is_foreign
 from unisono.stores.table import Table, Watch
 from unisono.stores.token import Gate, Refused
@@ -192,7 +192,7 @@ class PythonServer:
             lambda: is_local(sock),
             lambda: is_foreign(sock),
         )
-        connection = _Connection(sock, f"{address[0]}:{address[1]}", gate)
+        connection = _Connection(sock, format_address(*address[:2]), gate)
         self._greetings.append((time.monotonic(), connection))
         self._connections.add(connection)
         self._selector.register(sock, selectors.EVENT_READ, connection)

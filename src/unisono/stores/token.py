@@ -126,11 +126,11 @@ class Gate:
     def _check_stranger(self) -> None:
         if self._serves_strangers:
             return
-        if self._is_local():
-            if self._token and self._is_foreign():
-                raise Refused(_said(Answer.TOKEN_NEEDED), "it is another user's and has no token")
-            return
         why, remedy = "it is on another machine", "UNISONO_INSECURE=1 here would let it in"
+        if self._is_local():
+            if not self._token or not self._is_foreign():
+                return
+            why = "it is another user's"
         if self._token:
             raise Refused(_said(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
         raise Refused(_said(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
