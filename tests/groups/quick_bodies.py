@@ -13,7 +13,8 @@ from unisono.groups.dispatch import dispatcher
 
 def repeats():
     """Return how many calls of the default group were repeated so far, at least."""
-    last = dist.group.WORLD.calls.last()
+    calls = dist.group.WORLD.calls
+    last = None if calls is None else calls.last()
     return 0 if last is None else last[0]
 
 
