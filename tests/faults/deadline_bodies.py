@@ -154,7 +154,9 @@ def stream_calls(timeout_s):
 
 def store_calls(timeout_s, stopped, folder):
     """Return {name: call} of the stores, and of what is made with them."""
-    hashed, file = HashStore(), FileStore(str(Path(folder, f"store{dist.get_rank()}")), 1)
+    hashed = HashStore()
+    # One for each call: on a busy machine one might wait for the other.
+    file, other = (FileStore(str(Path(folder, f"{n}_{dist.get_rank()}")), 1) for n in "ab")
     shared, rank = PrefixStore("shared", store()), dist.get_rank()
     calls = {
         "TCPStore.wait_for_workers": lambda: TCPStore(
@@ -168,7 +170,7 @@ def store_calls(timeout_s, stopped, folder):
         "HashStore.queue_pop": lambda: hashed.queue_pop("absent", timeout=timeout_s),
         "HashStore.barrier": lambda: hashed.barrier("absent", 2, timeout_s),
         "FileStore.get": lambda: file.get("absent", timeout_s),
-        "FileStore.wait": lambda: file.wait(["absent"], timeout_s),
+        "FileStore.wait": lambda: other.wait(["absent"], timeout_s),
         "ProcessGroup": lambda: dist.ProcessGroup(
             PrefixStore("late", store()), rank, 3, timeout=timeout_s
         ),
@@ -187,6 +189,7 @@ def store_calls(timeout_s, stopped, folder):
         results = attempts(calls)
     hashed.close()
     file.close()
+    other.close()
     return results
 
 

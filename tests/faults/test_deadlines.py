@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
+
 import deadline_bodies
 import pytest
 from fault_calls import COLLECTIVES
 
+import unisono
+from unisono import Serializer
 from unisono.testing import run
 
 TIMEOUT_S = 0.5
@@ -42,6 +48,28 @@ NAMED = {
 }
 
 
+# Other names for what is made.
+SAME = {
+    "_all_gather_base": "all_gather_into_tensor",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "new_subgroups_by_enumeration": "new_group",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "Store": "TCPStore",
+}
+
+
+def functions_with_a_time_out():
+    """Return the public names that take a time-out, by itself or among further keywords."""
+    for name in unisono._HOME_OF:
+        thing = getattr(unisono, name)
+        if callable(thing) and not dataclasses.is_dataclass(thing) and thing is not Serializer:
+            with contextlib.suppress(TypeError, ValueError):  # no signature
+                parameters = inspect.signature(thing).parameters.values()
+                if any(p.name == "timeout" or p.kind is p.VAR_KEYWORD for p in parameters):
+                    yield name
+
+
 @pytest.mark.parametrize("rank_2", ["stopped", "elsewhere"])
 @pytest.mark.parametrize("engine", [None, "reference"])
 def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
@@ -53,6 +81,11 @@ def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
         args=(TIMEOUT_S, rank_2 == "stopped", str(tmp_path)),
     )
     wrong = []
+    if rank_2 == "stopped":
+        made = {SAME.get(name, name) for name in functions_with_a_time_out()}
+        assert {
+            name for name in made if not any(key.startswith(name) for key in results[0])
+        } == set()
     for rank in (0, 1):
         assert set(COLLECTIVES) < set(results[rank])
         for name, (caught, late_s) in results[rank].items():
