@@ -34,6 +34,15 @@ def test_on_processes():
     assert all(run(deterministic_bodies.every_ordered_algorithm, 4, ranks="processes"))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("UNISONO_SHARED_MEMORY", "0"), ("UNISONO_RANKS_PER_HOST", "2")]
+)
+def test_between_hosts(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    where = {"ranks": "processes", "args": ((1000,),)}
+    assert all(run(deterministic_bodies.every_ordered_algorithm, 3, **where))
+
+
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_by_environment(size, engine, monkeypatch):
