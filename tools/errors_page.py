@@ -98,6 +98,20 @@ second, a `CollectiveMismatchError` that quotes it. The group's next call works 
 """
 
 
+MESSAGES = """\
+## Messages that do not fit their receive
+
+`send` and `recv` are matched by peer and tag, not by an agreement. If a message has another dtype
+or size than the array that receives it, the receiver raises `CollectiveMismatchError`, which names
+the sender and both sides. The message is dropped, the array keeps its values, the group and the
+order of later messages are as before. The sender is not told: a small send has returned long ago,
+and a large one that still waits ends as if its message had been taken, when the receiver has seen
+it. Who needs both sides to know uses a collective, for example `all_to_all_single` or `scatter`. A
+receive from a rank that sends nothing, or with a tag that nobody uses, ends with its time-out and
+names the rank; the group stays usable.
+"""
+
+
 class Message(NamedTuple):
     """One place that makes an error."""
 
@@ -133,7 +147,7 @@ def mismatches() -> list[str]:
     lines += ["", REFUSALS, "| what is wrong | the error on that rank | its text has |"]
     lines += ["|---|---|---|"]
     lines += [f"| {name} | `{e.__name__}` | {text} |" for name, (_, _, e, text) in REFUSED.items()]
-    return [*lines, ""]
+    return [*lines, "", MESSAGES]
 
 
 def section(name: str, found: list[Message]) -> list[str]:

@@ -55,7 +55,7 @@ def main() -> None:
     found: Counter[Cell] = Counter()
     for size in SIZES:
         for engine in ("native", "reference"):
-            for _, cells in run(matrix, size, args=("numpy",), engine=engine):
+            for _, cells in run(matrix, size, args=("numpy",), engine=engine, timeout=300):
                 found += cells
     PAGE.write_text(page(found, SIZES), encoding="utf-8")
 

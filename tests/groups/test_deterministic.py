@@ -39,7 +39,7 @@ def test_on_processes():
 )
 def test_between_hosts(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    where = {"ranks": "processes", "args": ((1000,),)}
+    where = {"ranks": "processes", "args": ((1000,), 3)}
     assert all(run(deterministic_bodies.every_ordered_algorithm, 3, **where))
 
 

@@ -24,7 +24,7 @@ ENGINES = [
 @cache
 def cells(size, engine):
     """Run the matrix once for the test of its results and for the page."""
-    results = run(matrix_bodies.matrix, size, args=("numpy",), engine=engine)
+    results = run(matrix_bodies.matrix, size, args=("numpy",), engine=engine, timeout=300)
     assert len({digest for digest, _ in results}) == 1, "ranks differ"
     return sum((found for _, found in results), Counter())
 
