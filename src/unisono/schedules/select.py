@@ -195,6 +195,8 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
             return ("pairwise",)
         case "all_to_all" if p >= 8 and block <= 256:  # MPICH: 256 bytes, 8 ranks
             return ("bruck", "pairwise")
+        case "all_to_all" if p <= 4:  # all sends at once: few enough not to be in each other's way
+            return ("linear", "pairwise")
         case "all_to_all":
             return ("pairwise",)
         case "gather" | "scatter" if block <= 2 * KIB:  # Open MPI: binomial for small blocks
