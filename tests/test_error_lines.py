@@ -31,7 +31,15 @@ from unisono.elastic.logs import StdChoice, _create
 from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import build, layout_for, program
-from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore, wire
+from unisono.stores import (
+    FileStore,
+    HashStore,
+    PrefixStore,
+    TCPStore,
+    tcp_client,
+    tcp_server,
+    wire,
+)
 from unisono.stores.file_lock import FileLock
 from unisono.stores.service import ServiceStore, Unreachable
 from unisono.stores.table import Table
@@ -272,6 +280,29 @@ def check(text, name, call):
     with pytest.raises(getattr(errors, f"{name}Error")) as caught:
         call()
     assert caught.value.what.partition("\n")[0] == text
+
+
+def test_append_beyond_the_largest_value(monkeypatch, caplog):
+    monkeypatch.setenv("UNISONO_ENGINE", "reference")
+    for module in (tcp_client, tcp_server):
+        monkeypatch.setattr(module, "MAX_VALUE_BYTES", 8)
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        store.append("k", "12345678")
+        told = "append of 1 bytes to the 8 bytes of 'k': a value has at most 8 bytes"
+        with pytest.raises(errors.InvalidArgumentError, match=f"^{told}"):
+            store.append("k", "9")
+        assert store.get("k") == b"12345678"
+    assert "the value becomes too long" in caplog.text
+
+
+def test_coalescing_on_the_device_of_the_plug_in():
+    torch = pytest.importorskip("torch")
+    from unisono.torch.process_group import ProcessGroup
+
+    group = ProcessGroup.__new__(ProcessGroup)
+    told = "backend 'unisono' does not coalesce calls on the CPU one by one"
+    with pytest.raises(errors.UnsupportedError, match=told):
+        ProcessGroup._start_coalescing(group, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("text", PLAIN)
