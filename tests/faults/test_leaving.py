@@ -86,7 +86,7 @@ def test_a_forked_child_has_no_group_and_does_not_hide_its_parents_death():
         try:
             assert [caught["kind"] for caught in told] == ["ClosedError"] * 4, told
             assert "parent of this fork" in told[0]["text"]
-            store.set("default_pg/0/kill me", "yes")
+            store.set("worker/attempt_0/default_pg/0/kill me", "yes")
             for rank in (0, 2):
                 caught, returncode, err = outcome(processes[rank])
                 assert returncode == 0, err

@@ -68,8 +68,8 @@ def test_over_a_store(kind):
         assert x == [3, 3]
         assert y == 2, "rank 0 of the second group is rank 2 of the first"
         assert re.fullmatch(
-            f"<ProcessGroup 'mine' rank={rank} size=3 cpu=unisono engine=(native|reference) "
-            f"transport={transport}>",
+            f"<ProcessGroup 'mine' rank={rank} size=3 cpu=unisono "
+            f"engine=(native over=shared-memory|reference) transport={transport}>",
             text,
         )
 
