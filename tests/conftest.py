@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,12 @@ import pytest
 PATIENCE_S = 2.0
 
 _FAILED = pytest.StashKey[bool]()
+
+
+def pytest_configure(config):
+    # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
