@@ -38,7 +38,8 @@ class Group final : public Runner {
  private:
   bool fits(const Program& program, const Buffers& buffers) const;
   bool fits_slot(const Step& step, int64_t itemsize) const;
-  Status enter(const Words& words, bool publishes_at_once);
+  Status begin_epoch();
+  void enter(const Words& words, uint64_t stage);
   Status compare(uint64_t fingerprint, uint64_t* even);
   Status run_piece(const Step* first, const Step* end, const Words& words);
   Status run_step(const Step& step, int index);

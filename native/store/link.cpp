@@ -5,6 +5,7 @@
 #include <ctime>
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 
@@ -14,6 +15,9 @@ namespace {
 
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr std::size_t kReadBytes = 4096;
+
+// After a look in vain the next one is half as long, so that whoever waits for others sleeps.
+constexpr int64_t kShortLookNs = 3'000;
 constexpr std::size_t kMostReadBytes = 4 << 20;
 
 int64_t now_ns() {
@@ -25,8 +29,8 @@ int64_t now_ns() {
 }  // namespace
 
 Link::Link(int fd) : fd_(fd) {
-  // Blocking calls come back once a second to look at the deadline. That way the usual exchange
-  // is two system calls; a wait that ends sooner costs a third one.
+  // Blocking calls come back once a second to look at the deadline, so that a wait is one system
+  // call; one that ends sooner costs a second one.
   const timeval second{1, 0};
   setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
   setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
@@ -62,13 +66,25 @@ Link::End Link::receive(int64_t until_ns) {
   // More for a reply that turns out to be long.
   const std::size_t asked = std::clamp(in_.size(), kReadBytes, kMostReadBytes);
   char* into = in_.space(asked);
+  ssize_t count = look(into, asked);
   while (true) {
-    const int flags = until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0;
-    const ssize_t count = recv(fd_, into, asked, flags);
     if (count > 0) in_.added(static_cast<std::size_t>(count));
     if (count >= 0) return count > 0 ? End::ok : End::closed;
     if (End end = after_error(until_ns, POLLIN); end != End::ok) return end;
+    count = recv(fd_, into, asked, until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0);
   }
+}
+
+// As recv(), but comes back with EAGAIN when looking any longer is not worth it.
+ssize_t Link::look(char* into, std::size_t asked) {
+  const int64_t ends_ns = now_ns() + look_ns_;
+  ssize_t count = recv(fd_, into, asked, MSG_DONTWAIT);
+  while (count < 0 && errno == EAGAIN && now_ns() < ends_ns) {
+    sched_yield();  // the server may be waiting for this very core
+    count = recv(fd_, into, asked, MSG_DONTWAIT);
+  }
+  look_ns_ = count > 0 ? kLongLookNs : std::max(look_ns_ / 2, kShortLookNs);
+  return count;
 }
 
 // Decides whether to try again, and waits until that makes sense.

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <deque>
 
+#include <sys/types.h>
+
 #include "buffer.hpp"
 #include "wire.hpp"
 
@@ -40,9 +42,15 @@ class Link {
   End send_all(int64_t until_ns);
   End receive(int64_t until_ns);
   End take();
+  ssize_t look(char* into, std::size_t asked);
   End after_error(int64_t until_ns, short events);
 
+  // How long a reply is looked for before the thread sleeps: waking up takes longer than most
+  // replies do.
+  static constexpr int64_t kLongLookNs = 50'000;
+
   const int fd_;
+  int64_t look_ns_ = kLongLookNs;
   bool (*poll_)() = nullptr;
   Buffer out_;
   Buffer in_;
