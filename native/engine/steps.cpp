@@ -15,10 +15,6 @@ namespace {
 // in another call, until that turns out.
 constexpr size_t kEarlyBytes = 64 * 1024;
 
-bool overlap(const char* a, size_t a_bytes, const char* b, size_t b_bytes) {
-  return a < b + b_bytes && b < a + a_bytes;
-}
-
 }  // namespace
 
 Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
@@ -197,7 +193,7 @@ void Steps::send_early() {
       if (copy.op != kCopy) continue;
       const char* into = place(copy.dst_buf, copy.dst_off);
       const bool moves = into != place(copy.src_buf, copy.src_off);
-      if (moves && overlap(into, bytes(copy), data, bytes(step))) return;
+      if (moves && overlaps(into, into + bytes(copy), data, data + bytes(step))) return;
     }
     sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
     if (sent > kEarlyBytes) return;

@@ -16,6 +16,10 @@
 
 namespace unisono {
 
+inline bool overlaps(const char* first, const char* end, const char* other, const char* other_end) {
+  return first < other_end && other < end;
+}
+
 class Steps final : public Runner {
  public:
   // `ranks`: the members, by rank in the group, as ranks of `messages`. `hosts`: where they are;

@@ -23,10 +23,6 @@ bool receives(int64_t op) {
   return op == kRecv || op == kRecvReduce || op == kRead || op == kReadReduce;
 }
 
-bool overlaps(const char* first, const char* end, const char* other, const char* other_end) {
-  return first < other_end && other < end;
-}
-
 }  // namespace
 
 // ---- operations ---------------------------------------------------------------------------

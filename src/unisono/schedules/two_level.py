@@ -80,9 +80,7 @@ def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
         mine = s * local + r % local
         peers = _neighbours(r, local)
         if t == 0:
-            at_root = r[r == root][:, None]
-            to = _neighbours(at_root[:, 0], local)
-            near = (r // local == root // local) & (r != root)
+            at_root, to, near = _around(root, r, local)
             return (
                 [send(at_root, to, OUTPUT, s * local + to % local)],
                 [recv(r, root, OUTPUT, mine, where=near)],
@@ -126,12 +124,10 @@ def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
                 [send(r, to, OUTPUT, mine, where=gives)],
                 [recv_reduce(r, source, OUTPUT, mine, where=takes)],
             )
-        at_root = r[r == root][:, None]
-        near = _neighbours(at_root[:, 0], local)
-        gives = (r // local == root // local) & (r != root)
+        at_root, source, near = _around(root, r, local)
         return (
-            [send(r, root, OUTPUT, mine, where=gives)],
-            [recv(at_root, near, OUTPUT, s * local + near % local)],
+            [send(r, root, OUTPUT, mine, where=near)],
+            [recv(at_root, source, OUTPUT, s * local + source % local)],
         )
 
     return _pipelined("reduce", p, depth + 2, pipeline, stage, pipeline * local, root)
@@ -208,6 +204,13 @@ def reduce_scatter(p: int, local: int) -> Schedule:
 def _neighbours(r: IntArray, local: int) -> IntArray:
     """Return [ranks, L-1]: the other ranks of each rank's host, from the next one on."""
     return r[:, None] // local * local + (r[:, None] + np.arange(1, local)) % local
+
+
+def _around(root: int, r: IntArray, local: int) -> tuple[IntArray, IntArray, BoolArray]:
+    """Return [1, 1] the root if it is in `r`, the others of its host, and who in `r` is one."""
+    at_root = r[r == root]
+    near = (r // local == root // local) & (r != root)
+    return at_root[:, None], _neighbours(at_root, local), near
 
 
 def _branch(
