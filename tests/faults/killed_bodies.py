@@ -90,6 +90,11 @@ class Doom:
 
         setattr(cls, name, counted)
 
+    def call_off(self):
+        """Let it live, if it does still."""
+        with self._lock:
+            self._left = 0
+
     def _tick(self):
         with self._lock:
             self._left -= 1
@@ -167,15 +172,19 @@ def stop_inside(rank, victim, moment, timeout_s):
     """Stop a rank in the middle of large all_reduces; wake it when the others have given up."""
     everybody, world_size = pids(), dist.get_world_size()
     dist.barrier()
+    doom = None
     if rank == victim:
-        Doom(moment, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        doom = Doom(moment, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     right = True
     while right:
-        x = np.ones(1_000_000)
+        x = np.ones(300_000)
         caught = attempt(dist.all_reduce, x, timeout=timeout_s)
         if caught.kind:
             break
         right = bool((x == world_size).all())
+    if doom is not None:
+        # If a call failed before its time, nobody would wake it any more.
+        doom.call_off()
     if rank != victim:
         store().add("gave up", 1)
         if rank == min(r for r in range(world_size) if r != victim):

@@ -7,8 +7,9 @@ import pytest
 
 from unisono.testing import run
 
-TIMEOUT_S = 1.5
-SLACK_S = 2.0
+# Much more than a call may take on a busy machine: one that is late before the stop is a failure.
+TIMEOUT_S = 3.0
+SLACK_S = 5.0
 
 
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 2)])
