@@ -220,6 +220,7 @@ def test_refused(obj, error, text):
     with pytest.raises(error) as caught:
         view(obj, write=False, name="x")
     assert caught.value.what == text
+    assert ("objects have calls" in (caught.value.hint or "")) == isinstance(obj, list | float)
 
 
 @pytest.mark.parametrize(

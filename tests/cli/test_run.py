@@ -216,6 +216,7 @@ def test_program_that_cannot_be_started(tmp_path):
         ),
         (["--grace", "-1", "s.py"], "must be a number of seconds >= 0, got '-1'"),
         (["--unknown", "s.py"], "unrecognized arguments: --unknown"),
+        (["--nproc-per-nde", "2", "s.py"], "(is --nproc-per-node meant?)"),
         (["-m", "--no-python", "s.py"], "not allowed with argument"),
     ],
 )

@@ -1,6 +1,7 @@
 """Tee: whole lines from many pipes into one sink, and the last of each."""
 
 import contextlib
+import errno
 import io
 import os
 import threading
@@ -9,7 +10,7 @@ import time
 import pytest
 
 import unisono.elastic.tee
-from unisono.elastic.tee import Stream, Tee
+from unisono.elastic.tee import TRACEBACK, Stream, Tee
 
 LIMIT_S = 10.0
 
@@ -230,3 +231,33 @@ def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
     sink.going_on.set()
     tee.close(LIMIT_S)
     assert sink.getvalue() == b"one line\n"
+
+
+class Full(io.BytesIO):
+    """A file on a full disk."""
+
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_output_that_cannot_be_written_is_not_lost_in_silence(caplog):
+    tee, rest = Tee(), Sink()
+    with pipe() as (source, writer):
+        stream = tee.add(source, Full(), rest)
+        for line in (b"one\n", b"two\n"):
+            writer.write(line)
+    assert stream.ended.wait(LIMIT_S)
+    tee.close(LIMIT_S)
+    assert rest.getvalue() == b"one\ntwo\n"
+    said = [record.message for record in caplog.records]
+    assert said == ["workers' output is lost, as it cannot be written: No space left on device"]
+
+
+def test_what_follows_a_traceback_that_was_cut_off_begins_a_line():
+    sink = Sink()
+    with pipe() as (source, writer):
+        stream = Stream(source, [sink])
+        writer.write(TRACEBACK + b"\n  File")
+        stream.pump()
+        stream.finish()
+    assert sink.getvalue() == TRACEBACK + b"\n  File\n"

@@ -24,6 +24,7 @@ __all__ = ["BufferView", "alias_torch", "as_bytes", "device_of", "device_type", 
 
 Array = np.ndarray[Any, Any]
 
+_OBJECTS = "make it an array first; objects have calls of their own, such as all_reduce_object"
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 8: "metal", 10: "rocm", 13: "cpu", 14: "xpu"}
 
 
@@ -147,7 +148,8 @@ def _array_of_buffer(obj: Any, name: str) -> Array:
         buffer = memoryview(obj)
     except TypeError:
         raise ArgumentTypeError(
-            f"{name} must be an array (NumPy, torch, DLPack, buffer), got {type(obj).__name__}"
+            f"{name} must be an array (NumPy, torch, DLPack, buffer), got {type(obj).__name__}",
+            hint=_OBJECTS if isinstance(obj, int | float | list | tuple | dict) else None,
         ) from None
     try:
         return np.asarray(buffer)

@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit per size (120)"
     )
-    parser.set_defaults(handler=_bench)
+    parser.set_defaults(handler=_bench, parser=parser)
 
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -26,13 +27,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     run.add_command(commands)
     bench.add_command(commands)
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options.parser.error(_unknown(unknown[0], options.parser))
     try:
         code: int = options.handler(options)
     except UnisonoError as error:
         print(f"unisono: error: {error}", file=sys.stderr)
         return 1
     return code
+
+
+def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    """Return what is wrong with an argument, and the flag that it resembles, if one does."""
+    import difflib  # only for who mistypes
+
+    flags = re.findall(r"--[a-z][a-z-]+", parser.format_help())
+    like = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
+    return f"unrecognized arguments: {word}" + "".join(f" (is {flag} meant?)" for flag in like)
 
 
 def _open_closed_streams() -> None:

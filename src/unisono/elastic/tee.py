@@ -57,12 +57,14 @@ class Stream:
         *,
         files: Sequence[IO[bytes]] = (),
         keep_tail: bool = False,
+        complain: Callable[[OSError], None] = lambda error: None,
     ) -> None:
         self.source = source
         self.ended = threading.Event()
         self._files = files
         self._sinks = [*sinks, *files]
         self._keep_tail = keep_tail
+        self._complain = complain
         self._tail = b""
         self._partial = b""
         self._partial_since_s = 0.0
@@ -124,6 +126,9 @@ class Stream:
 
     def finish(self) -> None:
         """Pass on what is left and close the pipe and the stream's own files."""
+        if TRACEBACK in self._partial and not self._partial.endswith(b"\n"):
+            # It was killed while it wrote; what others say next begins a line.
+            self._partial += b"\n"
         self.flush_partial()
         self.source.close()
         for file in self._files:
@@ -133,10 +138,14 @@ class Stream:
 
     def _write(self, data: bytes) -> None:
         for sink in self._sinks if data else ():
-            # Whoever read our output may have left (`| head`); the workers go on.
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 sink.write(data)
                 sink.flush()
+            except (BrokenPipeError, ValueError):
+                # Whoever read our output has left (`| head`); the workers go on.
+                continue
+            except OSError as error:
+                self._complain(error)
 
 
 class Tee:
@@ -156,6 +165,7 @@ class Tee:
         self._woken, self._waker = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._give_up: Deadline | None = None
+        self._told: set[int | None] = set()
         self._thread = threading.Thread(target=self._run, name="unisono-tee", daemon=True)
 
     def add(
@@ -166,7 +176,9 @@ class Tee:
         keep_tail: bool = False,
     ) -> Stream:
         """Begin to copy `source` to the sinks, and to files that are closed at its end."""
-        stream = Stream(source, sinks, files=files, keep_tail=keep_tail)
+        stream = Stream(
+            source, sinks, files=files, keep_tail=keep_tail, complain=self._output_is_lost
+        )
         self._new.append(stream)
         os.write(self._waker, b"+")
         if self._thread.ident is None:
@@ -192,6 +204,11 @@ class Tee:
         if not self._thread.is_alive():
             os.close(self._woken)
             os.close(self._waker)
+
+    def _output_is_lost(self, error: OSError) -> None:
+        if error.errno not in self._told:
+            self._told.add(error.errno)
+            _log.warning("workers' output is lost, as it cannot be written: %s", error.strerror)
 
     def _run(self) -> None:
         while True:
