@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from unisono.base.deadline import Deadline
 from unisono.elastic.attempt import Attempt
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import Place
@@ -16,6 +17,8 @@ from unisono.elastic.warm import WarmWorkers
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches pidfds")
 
 FOREVER = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+ONE_FAILS = [sys.executable, "-S", "-c", "import os, signal; os.environ['RANK'] == '1' or "
+             "signal.pause(); raise SystemExit(3)"]  # fmt: skip
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def attempt_of():
     output = Output(LogOptions(), run_id="test", nprocs=2)
     failures = []
 
-    def run(command, must_stop, **fields):
+    def run(command, stop_in_s, **fields):
         spec = LaunchSpec(commands=[command] * 2, **fields)
         with Signals() as signals:
             attempt = Attempt(
@@ -36,7 +39,7 @@ def attempt_of():
                 signals=signals,
                 warm=WarmWorkers(spec.commands, 0),
                 family=Family(),
-                must_stop=must_stop,
+                stop_in_s=stop_in_s,
                 on_failure=failures.append,
             )
             return attempt.run(), failures
@@ -47,16 +50,27 @@ def attempt_of():
 
 def test_order_to_stop_that_came_before_the_start_is_not_missed(attempt_of):
     # No knock will come for it, so an attempt that waits first would wait for ever.
-    outcome, failures = attempt_of(FOREVER, lambda: True)
+    outcome, failures = attempt_of(FOREVER, lambda: 0.0)
     assert (outcome.stopped, outcome.failures, outcome.succeeded) == ((0, 1), (), False)
     assert outcome.signum is None
     assert failures == []
 
 
+def test_order_to_stop_in_a_while_lets_workers_say_why_they_end(attempt_of):
+    # A node that only lost a peer was quicker than the worker which that peer was.
+    outcome, failures = attempt_of(ONE_FAILS, Deadline(60.0).remaining)
+    assert [(f.rank, f.exit_code) for f in outcome.failures] == [(1, 3)]
+    assert outcome.stopped == (0,)
+    assert failures == list(outcome.failures)
+
+
+def test_workers_that_do_not_end_by_themselves_are_stopped_then(attempt_of):
+    outcome, failures = attempt_of(FOREVER, Deadline(0.1).remaining)
+    assert (outcome.stopped, outcome.failures, failures) == ((0, 1), (), [])
+
+
 def test_end_of_a_worker_is_noticed_without_a_time_limit(attempt_of):
-    fail = [sys.executable, "-S", "-c", "import os, signal; os.environ['RANK'] == '1' or "
-            "signal.pause(); raise SystemExit(3)"]  # fmt: skip
-    outcome, failures = attempt_of(fail, lambda: False)
+    outcome, failures = attempt_of(ONE_FAILS, lambda: float("inf"))
     assert [(f.rank, f.exit_code) for f in outcome.failures] == [(1, 3)]
     assert [f.rank for f in failures] == [1]
     assert outcome.stopped == (0,)

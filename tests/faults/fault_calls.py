@@ -17,6 +17,10 @@ COUNT = 3
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
 NOTICE_S = 1.0
 
+# What a busy machine may add to any bound: processors, virtual ones above all, have been seen to
+# stand still for seconds. Far less than the time-outs that it must not be taken for.
+BUSY_S = 15.0
+
 
 # What is said of a rank that closed its group, by good-bye.
 LEFT = "rank 1 was lost: it left"

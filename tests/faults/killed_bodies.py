@@ -36,11 +36,11 @@ def die(folder):
 def kill_while_all_wait(rank, folder, victim, mode, members=None):
     """Kill a rank that never came while the others wait in every operation there is."""
     names = [*COLLECTIVES, RECV, ANY_SOURCE]
-    groups = groups_for(names, members, 20.0)
+    groups = groups_for(names, members, 60.0)
     waiting = [r for r in members or range(dist.get_world_size()) if r != victim]
     dist.barrier()
     if rank == victim:
-        store().wait([f"waiting/{r}" for r in waiting], 30.0)
+        store().wait([f"waiting/{r}" for r in waiting], 60.0)
         die(folder)
     if rank not in waiting:
         wait_for_count("heard", len(waiting))
@@ -131,7 +131,7 @@ def chaos(rank, folder, seed):
     while len(members) > 1:
         victim, moment, count = rng.choice(members), rng.randrange(1, 120), rng.randrange(1, 60_000)
         order = [rng.choice(["all_reduce", "broadcast", "all_gather"]) for _ in range(7)]
-        group = dist.new_group(members, timeout=20.0, use_local_synchronization=True)
+        group = dist.new_group(members, timeout=60.0, use_local_synchronization=True)
         if rank == victim:
             Doom(moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
         right, caught = until_it_fails(group, members, order, count)
@@ -197,7 +197,7 @@ def stop_inside(rank, victim, moment, timeout_s):
 
 def wait_for_count(key, count):
     """Wait until `count` ranks have added themselves."""
-    end_s = time.monotonic() + 30.0
+    end_s = time.monotonic() + 60.0
     while store().add(key, 0) < count:
         if time.monotonic() > end_s:
             raise TimeoutError(f"{key}: not {count} in time")

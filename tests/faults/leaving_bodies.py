@@ -32,12 +32,12 @@ def destroy_early(rank):
 
 
 def _raise(rank, folder):
-    dist.init_process_group(timeout=20)
+    dist.init_process_group(timeout=60)
     dist.barrier()
     # The parent must not end this child before it has told what it heard.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == 1:
-        store().wait(["waiting"], 20.0)
+        store().wait(["waiting"], 60.0)
         raise ValueError("spoilt")
     store().set("waiting", "yes")
     caught = attempt(dist.barrier)
@@ -49,7 +49,7 @@ def spawn_and_raise(folder):
 
 
 def _leave_with_a_send_under_way(rank, folder, count):
-    dist.init_process_group(timeout=20)
+    dist.init_process_group(timeout=60)
     dist.barrier()
     if rank == 1:
         dist.isend(np.arange(count), 0)
@@ -142,7 +142,7 @@ def interrupt(rank, name):
     if rank != 1:
         if rank == 0:
             # Or the call would be complete.
-            kept.wait(["interrupted"], 20.0)
+            kept.wait(["interrupted"], 60.0)
         caught = attempt(BLOCKING["barrier"] if name == "barrier" else BLOCKING["all_reduce"], box)
         kept.add("heard", 1)
         kept.close()
@@ -177,7 +177,7 @@ def interrupt_recv(rank):
     """Interrupt a receive, then send what it waited for: nothing may write to its memory."""
     dist.barrier()
     if rank == 0:
-        store().wait(["interrupted"], 20.0)
+        store().wait(["interrupted"], 60.0)
         dist.send(np.full(3, 5.0), 1)
         dist.barrier()
         return None

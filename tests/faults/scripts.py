@@ -16,7 +16,7 @@ import unisono
 from unisono.stores import TCPStore
 
 SRC = str(Path(unisono.__file__).parents[1])
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 _PROLOGUE = """
 import json, os, signal, sys, time

@@ -18,6 +18,10 @@ TIMEOUT_S = 0.5
 # The promise.
 SLACK_S = 0.2
 
+# A call that is wrong in each of these is so for a reason of its own; else a busy machine made the
+# absent rank or its peer late.
+ROUNDS = 4
+
 # What says for whom or for what a call has waited, where it is not rank 2.
 NAMED = {
     "shrink_group": "never came: 1",
@@ -73,14 +77,26 @@ def functions_with_a_time_out():
 @pytest.mark.parametrize("rank_2", ["stopped", "elsewhere"])
 @pytest.mark.parametrize("engine", [None, "reference"])
 def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
-    results = run(
-        deadline_bodies.time_outs,
-        3,
-        ranks="processes",
-        engine=engine,
-        args=(TIMEOUT_S, rank_2 == "stopped", str(tmp_path)),
-    )
-    wrong = []
+    wrong = None
+    for turn in range(ROUNDS):
+        (folder := tmp_path / str(turn)).mkdir()
+        results = run(
+            deadline_bodies.time_outs,
+            3,
+            ranks="processes",
+            engine=engine,
+            args=(TIMEOUT_S, rank_2 == "stopped", str(folder)),
+        )
+        found = wrong_calls(results, rank_2)
+        wrong = found if wrong is None else {call: found[call] for call in wrong if call in found}
+        if not wrong:
+            return
+    raise AssertionError("\n".join(wrong.values()))
+
+
+def wrong_calls(results, rank_2):
+    """Return {(name, rank): text} of calls that were late, or blame nobody who was absent."""
+    wrong = {}
     if rank_2 == "stopped":
         made = {SAME.get(name, name) for name in functions_with_a_time_out()}
         assert {
@@ -95,11 +111,13 @@ def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
             told = told or name == "monitored_barrier"
             least = 0.0 if told else TIMEOUT_S - 0.01
             most = TIMEOUT_S + SLACK_S + late_s
-            if not least <= caught.took_s <= most:
+            assert caught.took_s >= least, (name, rank, caught)
+            if caught.took_s > most:
                 took = f"took {caught.took_s:.3f} s, at most {most:.3f} s: {first}"
-                wrong.append(f"{name} on rank {rank} {took}")
+                wrong[name, rank] = f"{name} on rank {rank} {took}"
             # The server of all ranks runs in the test's own process, which may be late itself.
             slow = "TCPStore." in name and "the store server at 127.0.0.1" in first
             if NAMED.get(name, "rank 2") not in first and 2 not in caught.peers and not slow:
-                wrong.append(f"{name} on rank {rank} does not say whom it waited for: {first}")
-    assert not wrong, "\n".join(wrong)
+                told = f"{name} on rank {rank} does not say whom it waited for: {first}"
+                wrong[name, rank] = told
+    return wrong

@@ -6,7 +6,7 @@ import re
 
 import leaving_bodies
 import pytest
-from fault_calls import LEFT, NOTICE_S
+from fault_calls import BUSY_S, LEFT
 
 from unisono.testing import run
 
@@ -25,15 +25,15 @@ HEARD = {
 
 @pytest.mark.parametrize("name", list(leaving_bodies.BLOCKING))
 def test_interrupt_in_a_blocking_call(name):
-    results = run(leaving_bodies.interrupt, 3, ranks="processes", args=(name,), timeout=20.0)
+    results = run(leaving_bodies.interrupt, 3, ranks="processes", args=(name,), timeout=60.0)
     assert results[1].kind == "KeyboardInterrupt", results[1]
-    assert results[1].took_s < NOTICE_S
+    assert results[1].took_s < BUSY_S
     kind, text = HEARD[name]
     for caught in (results[0], results[2]):
         assert (caught.kind, caught.peers) == (kind, (1,)), caught
         assert re.search(text, caught.text.splitlines()[0]), caught
         if name != "new world":
-            assert caught.ended_s - results[1].began_s < NOTICE_S + 0.5
+            assert caught.ended_s - results[1].began_s < BUSY_S
 
 
 def test_interrupted_recv_leaves_its_memory_alone():

@@ -10,18 +10,18 @@ import signal
 
 import leaving_bodies
 import pytest
-from fault_calls import LEFT, NOTICE_S
+from fault_calls import BUSY_S, LEFT
 from scripts import LIMIT_S, outcome, ranks_of
 
 from unisono.errors import WorkerFailedError
 from unisono.testing import run
 
 GOES = """
-dist.init_process_group(timeout=20)
+dist.init_process_group(timeout=60)
 dist.barrier()
 if rank == 1:
     for other in (0, 2):
-        store().wait([f"waiting/{other}"], 20)
+        store().wait([f"waiting/{other}"], 60)
     WAY
 store().set(f"waiting/{rank}", "yes")
 tell(attempt(dist.all_reduce, np.ones(4)))
@@ -41,8 +41,13 @@ tell(attempt(dist.all_reduce, np.ones(4)))
             LEFT,
             0,
         ),
-        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", "PeerFailedError", "Interrupt", -2),
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)", "PeerLostError", "rank 1 was", -15),
+        ("os.kill(os.getpid(), signal.SIGINT); time.sleep(99)", "PeerFailedError", "Interrupt", -2),
+        (
+            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(99)",
+            "PeerLostError",
+            "rank 1 was",
+            -15,
+        ),
     ],
     ids=["raise", "sys.exit(3)", "sys.exit()", "os._exit", "destroy", "SIGINT", "SIGTERM"],
 )
@@ -59,11 +64,11 @@ def test_a_script_that_goes(way, kind, text, code):
 
 
 CHILD_LIVES_ON = """
-dist.init_process_group(timeout=20)
+dist.init_process_group(timeout=60)
 dist.barrier()
 if rank == 1:
     for other in (0, 2):
-        store().wait([f"waiting/{other}"], 20)
+        store().wait([f"waiting/{other}"], 60)
     if os.fork() == 0:
         from unisono.errors import ClosedError
         caught = [attempt(dist.barrier), attempt(dist.send, np.ones(1), 0)]
@@ -72,7 +77,7 @@ if rank == 1:
         print(json.dumps([os.getpid(), *map(vars, caught)]), flush=True)
         signal.alarm(60)
         signal.pause()
-    store().wait(["kill me"], 20)
+    store().wait(["kill me"], 60)
     os.kill(os.getpid(), signal.SIGKILL)
 store().set(f"waiting/{rank}", "yes")
 caught = attempt(dist.all_reduce, np.ones(4))
@@ -105,7 +110,7 @@ def test_destroy_while_others_wait(ranks):
         for caught in (waited, again):
             assert (caught.kind, caught.peers) == ("PeerLostError", (1,)), caught
             assert re.search(LEFT, caught.text)
-            assert caught.took_s < 20.0
+            assert caught.took_s < BUSY_S
 
 
 def test_a_spawned_child_that_raises_says_why(tmp_path, capfd):
@@ -140,7 +145,7 @@ def test_abort_ends_every_wait(ranks, who):
             assert "enough on rank 1" in caught.text
             assert caught.usable is False
         assert "broken: enough" in shown
-        assert again.took_s < NOTICE_S
+        assert again.took_s < BUSY_S
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -151,7 +156,7 @@ def test_recv_time_out_leaves_the_group_usable(ranks):
         for caught in timed_out:
             assert caught.kind == "CollectiveTimeoutError"
             assert caught.usable is True
-            assert 0.2 <= caught.took_s < 2.0
+            assert 0.2 <= caught.took_s < BUSY_S
     named, anybody = results[0][0]
     assert named.peers == (1,)
     assert "rank 1 did not match it" in named.text
@@ -161,7 +166,11 @@ def test_recv_time_out_leaves_the_group_usable(ranks):
 def test_init_names_the_rank_that_never_came():
     script = """
 if rank != 1:
-    tell(attempt(dist.init_process_group, timeout=1.0))
+    # They begin together: else the one would be late for the other.
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with dist.TCPStore(*address, timeout=60.0) as meeting:
+        meeting.barrier("together", 2, 60.0)
+    tell(attempt(dist.init_process_group, timeout=2.0))
 """
     with ranks_of(script, 3) as (processes, _):
         ends = [outcome(process) for process in processes]
@@ -169,7 +178,7 @@ if rank != 1:
         assert returncode == 0, err
         assert (told["kind"], told["peers"]) == ("RendezvousError", [1]), told
         assert "never came: 1" in told["text"].splitlines()[0]
-        assert told["ended_s"] - told["began_s"] < 3.0
+        assert told["ended_s"] - told["began_s"] < 2.0 + BUSY_S
 
 
 def test_init_without_the_rank_that_runs_the_store():
@@ -191,4 +200,4 @@ if rank != 0:
     assert returncode == 0, err
     assert told["kind"] in ("StoreConnectionError", "StoreTimeoutError", "RendezvousError"), told
     assert f"127.0.0.1:{port}" in told["text"].splitlines()[0]
-    assert told["ended_s"] - told["began_s"] < 4.0
+    assert told["ended_s"] - told["began_s"] < 1.0 + BUSY_S

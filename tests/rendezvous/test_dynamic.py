@@ -103,6 +103,21 @@ def test_restart_has_a_fresh_store(agents):
         assert not store.check(["old"])
 
 
+def test_workers_may_say_that_they_were_the_reason(agents):
+    both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
+    for agent in both:
+        agent.world()
+    both[0].rendezvous.failed(1, original=False, reason="peer lost")
+    assert both[1].order() == Stop(1, "peer lost", unexplained=True)
+    both[1].rendezvous.failed(1, original=True, reason="boom")
+    for agent in both:
+        agent.rendezvous.stopped()
+        while isinstance(order := agent.order(), Stop):
+            pass
+        assert order == End(False, "boom")
+        assert agent.rendezvous.blamed == "n1"
+
+
 def test_reports_are_exchanged_after_the_end(agents):
     both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:

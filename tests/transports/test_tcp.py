@@ -5,6 +5,7 @@ import os
 import random
 import socket
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 from worlds import KEY, SOON, tcp_world, works
 
 from unisono.base.deadline import Deadline
-from unisono.transports import Key, LinkDown, tcp_call
+from unisono.transports import Key, LinkDown, TCPTransport, tcp, tcp_call
 from unisono.transports.address import TCPAddress
 from unisono.transports.api import Kind
-from unisono.transports.wire import HELLO, REFUSE, Frame, Hello
+from unisono.transports.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
 
 def dial(transport):
@@ -263,3 +264,25 @@ def test_forked_child_keeps_no_socket():
 def count_sockets():
     fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     return sum(os.readlink(fd).startswith("socket:") for fd in fds if os.path.lexists(fd))
+
+
+def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatch):
+    """Whoever has accepted the call has a link, on which an end without it is a crash."""
+    monkeypatch.setattr(tcp, "_LINGER_S", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = TCPAddress(("127.0.0.1",), listener.getsockname()[1], bytes(16)).pack()
+        transport = TCPTransport(0, 2, lambda rank: peer)
+        transport.recv(1, KEY, memoryview(bytearray(8)))
+        listener.settimeout(SOON)
+        link, _ = listener.accept()
+        with link:
+            link.settimeout(SOON)
+            assert len(link.recv(HELLO.size, socket.MSG_WAITALL)) == HELLO.size
+            closer = threading.Thread(target=transport.close)
+            closer.start()
+            while transport._linger_until is None:
+                time.sleep(0.001)
+            link.sendall(ACCEPT)
+            frame = Frame.parse(link.recv(FRAME.size, socket.MSG_WAITALL))
+            assert frame.key.kind is Kind.GOODBYE
+        closer.join()

@@ -19,12 +19,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from unisono.base.config import get
+from unisono.base.deadline import Deadline
 from unisono.elastic.attempt import Attempt, Outcome
 from unisono.elastic.bind import Binding
 from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
 from unisono.elastic.family import Family
 from unisono.elastic.logs import Output
-from unisono.elastic.report import Failure, is_consequence, order, signal_name
+from unisono.elastic.report import SETTLE_S, Failure, is_consequence, order, signal_name
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import GRACE_S, LaunchResult, LaunchSpec, Meeting
 from unisono.elastic.warm import WarmWorkers
@@ -71,6 +72,7 @@ class Agent:
         self._family = Family() if family is None else family
         self._end: End | None = None
         self._stop: Stop | None = None
+        self._stop_at = Deadline(0.0)
         self._restarts = 0
         self._signum: int | None = None
         self._attempts = 0
@@ -153,13 +155,16 @@ class Agent:
                     world, self._stop = order, None
                 case Stop():
                     self._stop = order
+                    self._stop_at = Deadline(SETTLE_S if order.unexplained else 0.0)
                 case End():
                     self._end, world = order, None
         return world
 
-    def _must_stop(self) -> bool:
+    def _stop_in_s(self) -> float:
         self._take_orders()
-        return self._stop is not None or self._end is not None
+        if self._end is not None:
+            return 0.0
+        return float("inf") if self._stop is None else self._stop_at.remaining()
 
     def _run_world(self, world: World, output: Output) -> Outcome:
         self._restarts = world.restarts
@@ -194,7 +199,7 @@ class Agent:
             signals=self._signals,
             warm=self._warm,
             family=self._family,
-            must_stop=self._must_stop,
+            stop_in_s=self._stop_in_s,
             on_failure=on_failure,
         )
         self._attempts += 1

@@ -61,10 +61,11 @@ class Attempt:
         number: Which attempt of this agent it is, from 0.
         binding: CPUs of each worker.
         output: Where the workers' output goes.
-        signals: Waited at; a knock makes it ask `must_stop`.
+        signals: Waited at; a knock makes it ask `stop_in_s`.
         warm: Half-started workers, taken if there are any, and made for the next attempt.
         family: Who may be killed in the end, if not all went well.
-        must_stop: Whether the rendezvous wants the workers to end.
+        stop_in_s: Returns in how many seconds the rendezvous wants the workers to have ended by
+            themselves, or be stopped; infinity if it does not.
         on_failure: Called once, when it is known that workers failed, while the others are
             still ending; with the first failure.
     """
@@ -80,7 +81,7 @@ class Attempt:
         signals: Signals,
         warm: WarmWorkers,
         family: Family,
-        must_stop: Callable[[], bool],
+        stop_in_s: Callable[[], float],
         on_failure: Callable[[Failure], None],
     ) -> None:
         self._spec = spec
@@ -89,7 +90,7 @@ class Attempt:
         self._binding = binding
         self._output = output
         self._signals = signals
-        self._must_stop = must_stop
+        self._stop_in_s = stop_in_s
         self._on_failure = on_failure
         self._warm = warm
         self._family = family
@@ -173,7 +174,7 @@ class Attempt:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
             while running:
                 # Before any wait: an order to stop may have come with the one to start.
-                if not self._stopping and self._must_stop():
+                if not self._stopping and self._stop_in_s() == 0.0:
                     self._stop(signal.SIGTERM)
                 selector.select(self._timeout(running))
                 for signum in self._signals.read():
@@ -197,8 +198,9 @@ class Attempt:
         waits = []
         if self._grace is not None:
             waits.append(self._grace.remaining())
-        if not self._stopping and (settled_s := self._settling.left_s()) < float("inf"):
-            waits.append(settled_s)
+        if not self._stopping:
+            soon_s = min(self._settling.left_s(), self._stop_in_s())
+            waits += [soon_s] if soon_s < float("inf") else []
         if any(worker.exit_fd is None for worker in running):
             waits.append(_POLL_S)
         if not self._stopping and (due_s := self._warm.due_s()) is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from unisono.rendezvous.state import (
+    Cause,
     Event,
     Join,
     LastCall,
@@ -51,10 +52,18 @@ class Start:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the workers of a world, then say so with `stopped`."""
+    """End the workers of a world, then say so with `stopped`.
+
+    Attributes:
+        epoch: That of the world.
+        reason: Why, in words.
+        unexplained: Workers of another node only report that a peer was lost: perhaps one of
+            these here, which has yet to end and to say why.
+    """
 
     epoch: int
     reason: str
+    unexplained: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,8 @@ def _while_running(member: Member, state: State) -> tuple[Member, list[Action]]:
     mine = state.epoch == member.epoch and state.is_member(member.node.id)
     if member.stopping or (mine and state.phase in (Phase.RUNNING, Phase.FINISHED)):
         return member, []
-    return replace(member, stopping=True), [Stop(member.epoch, state.reason)]
+    unexplained = state.cause is Cause.CONSEQUENCE
+    return replace(member, stopping=True), [Stop(member.epoch, state.reason, unexplained)]
 
 
 def _while_idle(

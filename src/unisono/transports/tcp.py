@@ -199,7 +199,12 @@ class TCPTransport(Transport):
                 self._control(link.peer, 0, Kind.GOODBYE, {})
             if link.ready and not link.pending():
                 link.end_writing()
-        done = not self._ending and not any(link.ready or link.pending() for link in links)
+        # Whoever has our hello may have a link already, and must not take its end for a crash.
+        unanswered = any(
+            channel == _LINK and call.said_hello for (_, channel), call in self._outgoing.items()
+        )
+        open_links = any(link.ready or link.pending() for link in links)
+        done = not (self._ending or unanswered or open_links)
         return done or time.monotonic() >= self._linger_until
 
     def _release(self) -> None:

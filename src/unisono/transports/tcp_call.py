@@ -83,6 +83,11 @@ class Call:
         if self._hosts:
             self._loop.start_timer(self._too_slow, _CONNECT_S)
 
+    @property
+    def said_hello(self) -> bool:
+        """Whether the peer may have accepted the call; its answer has not come yet."""
+        return self._sock is not None and not self._connecting
+
     def unreached(self) -> list[str]:
         """Return the addresses that did not take the call so far, each with the reason."""
         waiting = [f"{self._at}: no answer yet"] if self._connecting else []
