@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.unisono-setup
+# What Python sees of the C++ engine; written by `make native`.
+STUB := src/unisono/_engine.pyi
 TORCH := torch==2.13.0
 
 .PHONY: help demo test test-reference test-torch check setup native test-native fuzz docs clean
@@ -65,7 +67,7 @@ setup: $(STAMP)
 
 # Torch serves only as an oracle in tests, so its absence must not stop anything. The exact
 # version matters: it is the one whose behaviour the tests compare with.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(STUB)
 	@echo "setting up .venv (first time: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[test,dev]'
@@ -75,11 +77,14 @@ $(STAMP): pyproject.toml
 
 # Compiles what changed and installs it. Without pip's isolation, in which every build would be a
 # build from nothing; and a compile error is an error here, not a fall-back to pure Python.
+# The module knows the digest of its stub: after a change of the interface it is built again.
 native: $(STAMP)
 	@UNISONO_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--no-build-isolation --no-deps -C cmake.define.UNISONO_STRICT=ON -e .
-	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o src/unisono/_engine.pyi
-	@$(BIN)/ruff format --quiet src/unisono/_engine.pyi
+	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o build/_engine.pyi
+	@$(BIN)/ruff format --quiet build/_engine.pyi
+	@cmp -s build/_engine.pyi $(STUB) || { cp build/_engine.pyi $(STUB) && $(MAKE) --no-print-directory native; }
+	@touch $(STAMP)
 
 # The C++ tests, once per sanitizer; needs CMake and a compiler, but no Python.
 test-native: build/native-asan build/native-tsan

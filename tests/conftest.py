@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.base.native import why_absent
+
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 2.0
 
@@ -20,6 +22,9 @@ _FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
+    # It would be as if there were no compiler, and tests of the C++ engine would be skipped.
+    if why_absent and "not built" not in why_absent:
+        raise pytest.UsageError(why_absent)
     # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

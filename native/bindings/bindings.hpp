@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 
+void bind_interface(nanobind::module_& m);
 void bind_store(nanobind::module_& m);
 void bind_store_link(nanobind::module_& m);
 void bind_p2p(nanobind::module_& m);

@@ -258,6 +258,7 @@ NB_MODULE(_engine, m) {
          nb::arg("spin"))
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
 
+  bind_interface(m);
   bind_store(m);
   bind_store_link(m);
   bind_quick(m);

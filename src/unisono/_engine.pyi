@@ -87,6 +87,9 @@ class Group(Runner):
     def leave(self) -> None:
         """Tell the others that this rank is gone."""
 
+def fits(stub: bytes) -> bool:
+    """Whether the module was built for this text of its stub."""
+
 class StoreServer:
     def __init__(
         self,

@@ -1,13 +1,44 @@
-"""The C++ extension module, loaded in one place; None where it is not built."""
+"""The C++ extension module, loaded in one place; None where there is none that can be used."""
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import Any
 
-__all__ = ["extension"]
+__all__ = ["extension", "why_absent"]
 
-try:
-    extension: Any = import_module("unisono._engine")
-except ImportError:
-    extension = None
+_NAME = "unisono._engine"
+_STALE = (
+    "the extension module was built from other sources than these: rebuild it with `make native`, "
+    "or install unisono again"
+)
+_STUB = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_engine.pyi")
+
+
+def _load() -> tuple[Any, str]:
+    """Return the module and "", or None and why it cannot be used."""
+    try:
+        module = import_module(_NAME)
+    except ModuleNotFoundError as error:
+        if error.name == _NAME:
+            return None, "the extension module is not built: no C++ compiler, or refused"
+        return None, f"the extension module cannot be loaded: {error}"
+    except ImportError as error:
+        return None, f"the extension module cannot be loaded: {error}"
+    if not _fits(module):
+        return None, _STALE
+    return module, ""
+
+
+def _fits(module: Any) -> bool:
+    """Whether the module was built for these sources: it knows the digest of its stub."""
+    try:
+        with open(_STUB, "rb") as file:
+            stub = file.read()
+    except OSError:
+        return True  # installed without its stub, so hardly apart from it
+    return hasattr(module, "fits") and bool(module.fits(stub))
+
+
+extension, why_absent = _load()

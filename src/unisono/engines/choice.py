@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger
+from unisono.base.native import why_absent
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.info import engine_info
 from unisono.engines.native import NativeEngine, is_native_built
@@ -40,7 +41,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         _say_once()
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
-        why = "its extension module is not built (it needs a C++ compiler at installation)"
+        why = why_absent
     else:
         why = "its ranks do not all have the same one, want it, and reach each other with it"
     if kind == "native":

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from unisono.base import config
 from unisono.base.host import usable_cores
 from unisono.base.native import extension as native
+from unisono.base.native import why_absent
 from unisono.engines.native import host_word
 
 __all__ = ["EngineInfo", "engine_info"]
@@ -50,7 +51,7 @@ def engine_info() -> EngineInfo:
     memory = _shared_memory()
     wish = config.get("UNISONO_ENGINE")
     if native is None:
-        engine, why = "reference", "the extension module is not built: no C++ compiler, or refused"
+        engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"
     elif not host_word() or memory != "memfd":

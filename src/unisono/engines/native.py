@@ -92,7 +92,7 @@ _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 def is_native_built() -> bool:
-    """Whether the extension module is there."""
+    """Whether the extension module is there, and fits."""
     return _engine is not None
 
 

@@ -1,0 +1,98 @@
+"""The extension module is used only where it fits the Python sources."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from unisono.base import native
+
+NAME = "unisono._engine"
+NOT_BUILT = "the extension module is not built: no C++ compiler, or refused"
+
+
+def loaded(monkeypatch, found):
+    """Return what is made of a module, or of the exception that importing it raises."""
+
+    def import_module(name):
+        assert name == NAME
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(native, "import_module", import_module)
+    return native._load()
+
+
+def test_module_that_knows_its_stub_is_used(monkeypatch):
+    with open(native._STUB, "rb") as file:
+        stub = file.read()
+    module = SimpleNamespace(fits=lambda text: text == stub)
+    assert loaded(monkeypatch, module) == (module, "")
+
+
+@pytest.mark.parametrize("old", [SimpleNamespace(), SimpleNamespace(fits=lambda text: False)])
+def test_module_of_other_sources_is_not_used(monkeypatch, old):
+    extension, why = loaded(monkeypatch, old)
+    assert extension is None
+    assert "built from other sources than these: rebuild it with `make native`" in why
+
+
+def test_module_without_a_stub_beside_it_is_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_STUB", str(tmp_path / "absent.pyi"))
+    module = SimpleNamespace()
+    assert loaded(monkeypatch, module) == (module, "")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ModuleNotFoundError("", name=NAME), NOT_BUILT),
+        (ModuleNotFoundError("no x", name="x"), "the extension module cannot be loaded: no x"),
+        (ImportError("no GLIBC"), "the extension module cannot be loaded: no GLIBC"),
+    ],
+)
+def test_module_that_cannot_be_loaded(monkeypatch, error, why):
+    assert loaded(monkeypatch, error) == (None, why)
+
+
+@pytest.mark.skipif(native.extension is None, reason="the C++ engine is not built")
+def test_built_module_knows_its_stub():
+    with open(native._STUB, "rb") as file:
+        stub = file.read()
+    assert native.extension.fits(stub)
+    assert not native.extension.fits(stub + b"\n")
+    assert not native.extension.fits(b"")
+
+
+OLD = """
+import sys, types
+sys.modules["unisono._engine"] = types.ModuleType("unisono._engine")
+import numpy as np
+import unisono as dist
+print(dist.engine_info())
+dist.init_process_group()
+x = np.ones(2)
+dist.all_reduce(x)
+dist.destroy_process_group()
+print(x)
+"""
+
+
+@pytest.mark.parametrize("wish", ["auto", "native"])
+def test_stale_module_leaves_the_reference_engine_and_says_so(wish):
+    env = {**os.environ, "UNISONO_LOG": "WARNING", "UNISONO_ENGINE": wish}
+    done = subprocess.run(
+        [sys.executable, "-c", OLD], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert done.stdout.startswith(f"reference engine ({native._STALE})")
+    if wish == "native":
+        assert done.returncode == 1
+        assert f"cannot use the native engine: {native._STALE}" in done.stderr
+    else:
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[1. 1.]"), done.stderr
+        assert f"group 'default' uses the reference engine: {native._STALE}" in done.stderr
