@@ -36,7 +36,8 @@ void reduce(std::uintptr_t into, std::uintptr_t other, std::size_t count, int dt
         .c_str());
   }
   nb::gil_scoped_release unlocked;
-  fn(reinterpret_cast<void*>(into), reinterpret_cast<const void*>(other), count);
+  auto* result = reinterpret_cast<void*>(into);
+  fn(result, result, reinterpret_cast<const void*>(other), count);
 }
 
 void set_isa(const char* name) {

@@ -227,10 +227,14 @@ void Group::apply(const Step& step, char* slot) {
     char* into = at;
     if (slot == nullptr || sends(step.op)) from = place(step.src_buf, step.src_off + done, &count);
     if (!sends(step.op)) into = place(step.dst_buf, step.dst_off + done, &count);
+    const char* left = into;
+    if (joins(step)) left = place(step.src_buf, step.src_off + done, &count);
     if (step.op == kRecvReduce && step.peer < rank_) {
-      reduce_swapped(into, from, count);
+      // Two ranks that swap their vectors put the lower rank's first, so that both compute the same
+      // expression; see Run.execute in engines/reference.py for where that matters.
+      reduce_(into, from, into, static_cast<size_t>(count));
     } else if (reduces) {
-      reduce_(into, from, static_cast<size_t>(count));
+      reduce_(into, left, from, static_cast<size_t>(count));
     } else if (into != from) {  // all_gather in place copies a block onto itself
       copy_chunked(into, from, static_cast<size_t>(count * itemsize_));
     }
@@ -247,20 +251,6 @@ char* Group::place(int64_t buf, int64_t off, int64_t* together) const {
   const int64_t inside = off % parts.count;
   *together = std::min(*together, parts.count - inside);
   return parts.at[off / parts.count] + inside * itemsize_;
-}
-
-// into = from (op) into. Two ranks that swap their vectors put the lower rank's first, so that both
-// compute the same expression; see Run.execute in engines/reference.py for where that matters.
-void Group::reduce_swapped(char* into, const char* from, int64_t count) {
-  alignas(64) char first[4096];
-  const int64_t block = static_cast<int64_t>(sizeof(first)) / itemsize_;
-  for (int64_t at = 0; at < count; at += block) {
-    const int64_t n = count - at < block ? count - at : block;
-    const size_t bytes = static_cast<size_t>(n * itemsize_);
-    std::memcpy(first, from + at * itemsize_, bytes);
-    reduce_(first, into + at * itemsize_, static_cast<size_t>(n));
-    std::memcpy(into + at * itemsize_, first, bytes);
-  }
 }
 
 char* Group::own_slot(const Step& step) const {

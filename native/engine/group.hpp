@@ -43,7 +43,6 @@ class Group final : public Runner {
   Status compare(uint64_t fingerprint, uint64_t* even);
   Status run_piece(const Step* first, const Step* end, const Words& words);
   Status run_step(const Step& step, int index);
-  void reduce_swapped(char* into, const char* from, int64_t count);
   char* own_slot(const Step& step) const;
   char* place(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);

@@ -3,7 +3,7 @@
 // are never fused, and MIN and MAX of +0 and -0 give what NumPy gives on x86-64.
 //
 // The loops (kernels_isa.cpp) are compiled once per instruction set and chosen at run time.
-// Nothing here depends on alignment; `into` and `other` must not overlap.
+// Nothing here depends on alignment.
 #pragma once
 
 #include <cstddef>
@@ -43,8 +43,8 @@ enum class RedOp : int {
 };
 constexpr int kRedOps = 9;
 
-// into[i] = into[i] (op) other[i] for i < count elements.
-using ReduceFn = void (*)(void* into, const void* other, std::size_t count);
+// into[i] = left[i] (op) right[i] for i < count elements. The three are apart, or begin at one place.
+using ReduceFn = void (*)(void* into, const void* left, const void* right, std::size_t count);
 
 // The loop for this pair in the chosen instruction set; nullptr if the pair has no meaning (MIN of
 // complex numbers) or a code is out of range. AVG and PREMUL_SUM add; Python applies their factors.
@@ -64,7 +64,9 @@ bool set_isa(const char* name);
 const char* available_isa(int i);
 
 // memcpy in pieces. glibc's memcpy writes around the cache above some size, which is several
-// times slower when another core reads the bytes next.
+// times slower when another core reads the bytes next. From some KiB on it is `rep movsb`, which
+// fills a slot up to three times as fast as loads and stores: it need not fetch lines that the
+// reader has.
 void copy_chunked(void* to, const void* from, std::size_t nbytes);
 
 }  // namespace unisono

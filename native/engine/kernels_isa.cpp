@@ -7,6 +7,13 @@
 #include <immintrin.h>
 #endif
 
+// The result may lie exactly where an operand lies, so __restrict would be a lie.
+#if defined(__clang__)
+#define UNISONO_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define UNISONO_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace unisono {
 namespace UNISONO_ISA {
 namespace {
@@ -164,12 +171,14 @@ struct Xor {
 // --- loops -----------------------------------------------------------------------------------
 
 template <class Element, class Op>
-void loop(void* into, const void* other, std::size_t count) {
+void loop(void* into, const void* left, const void* right, std::size_t count) {
   using Memory = Stored<typename Element::Memory>;
-  auto* __restrict a = static_cast<Memory*>(into);
-  auto* __restrict b = static_cast<const Memory*>(other);
+  auto* out = static_cast<Memory*>(into);
+  auto* a = static_cast<const Memory*>(left);
+  auto* b = static_cast<const Memory*>(right);
+  UNISONO_INDEPENDENT
   for (std::size_t i = 0; i < count; i++) {
-    a[i].value = Element::store(Op::apply(Element::load(a[i].value), Element::load(b[i].value)));
+    out[i].value = Element::store(Op::apply(Element::load(a[i].value), Element::load(b[i].value)));
   }
 }
 
@@ -177,10 +186,11 @@ void loop(void* into, const void* other, std::size_t count) {
 // parts are kept apart until the end of a block. Where they alternate, GCC 12 makes fused
 // multiply-adds in spite of -ffp-contract=off, and the result depends on the machine.
 template <class T>
-void complex_product(void* into, const void* other, std::size_t count) {
+void complex_product(void* into, const void* left, const void* right, std::size_t count) {
   constexpr std::size_t block = 64;
-  auto* a = static_cast<Stored<Complex<T>>*>(into);
-  auto* b = static_cast<const Stored<Complex<T>>*>(other);
+  auto* out = static_cast<Stored<Complex<T>>*>(into);
+  auto* a = static_cast<const Stored<Complex<T>>*>(left);
+  auto* b = static_cast<const Stored<Complex<T>>*>(right);
   T re[block];
   T im[block];
   while (count > 0) {
@@ -189,7 +199,8 @@ void complex_product(void* into, const void* other, std::size_t count) {
       re[k] = a[k].value.re * b[k].value.re - a[k].value.im * b[k].value.im;
       im[k] = a[k].value.re * b[k].value.im + a[k].value.im * b[k].value.re;
     }
-    for (std::size_t k = 0; k < n; k++) a[k].value = {re[k], im[k]};
+    for (std::size_t k = 0; k < n; k++) out[k].value = {re[k], im[k]};
+    out += n;
     a += n;
     b += n;
     count -= n;
@@ -199,26 +210,27 @@ void complex_product(void* into, const void* other, std::size_t count) {
 #if defined(__F16C__)
 // Compilers of today do not turn Float16::load and ::store into these instructions.
 template <class Op>
-void half_loop(void* into, const void* other, std::size_t count) {
+void half_loop(void* into, const void* left, const void* right, std::size_t count) {
   constexpr std::size_t lanes = 8;
-  auto* a = static_cast<Stored<u16>*>(into);
-  auto* b = static_cast<const Stored<u16>*>(other);
+  auto* out = static_cast<Stored<u16>*>(into);
+  auto* a = static_cast<const Stored<u16>*>(left);
+  auto* b = static_cast<const Stored<u16>*>(right);
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
     float x[lanes];
     float y[lanes];
-    _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<__m128i*>(a + i))));
+    _mm256_storeu_ps(x, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a + i))));
     _mm256_storeu_ps(y, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b + i))));
     for (std::size_t k = 0; k < lanes; k++) x[k] = Op::apply(x[k], y[k]);
     __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(a + i), halves);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
   }
-  loop<Float16, Op>(a + i, b + i, count - i);
+  loop<Float16, Op>(out + i, a + i, b + i, count - i);
 }
 #else
 template <class Op>
-void half_loop(void* into, const void* other, std::size_t count) {
-  loop<Float16, Op>(into, other, count);
+void half_loop(void* into, const void* left, const void* right, std::size_t count) {
+  loop<Float16, Op>(into, left, right, count);
 }
 #endif
 

@@ -13,7 +13,8 @@ bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buff
   };
   if (step.op < kSend || step.op > kReadReduce || step.count < 0) return false;
   const bool local = step.op == kCopy || step.op == kReduce;
-  if ((local || sends(step.op)) && !inside(step.src_buf, step.src_off)) return false;
+  const bool takes = local || joins(step) || sends(step.op);
+  if (takes && !inside(step.src_buf, step.src_off)) return false;
   const bool readonly =
       step.dst_buf == kInput || (step.dst_buf == kOutput && buffers.output_is_readonly);
   if (!sends(step.op) && (readonly || !inside(step.dst_buf, step.dst_off))) return false;

@@ -67,6 +67,9 @@ struct Buffers {
 
 inline bool sends(int64_t op) { return op == kSend || op == kPost; }
 
+// Whether a step is a copy and the reduction that follows it in one: dst = src (op) what is read.
+inline bool joins(const Step& step) { return step.op == kReadReduce && step.src_buf >= kInput; }
+
 // Whether a step names buffers, ranges and peers that exist, INPUT and OUTPUT having moved on that
 // far: what comes from Python is checked once instead of trusted, because a wrong offset here is a
 // corrupted process somewhere else.

@@ -227,7 +227,7 @@ Status Steps::compute(const Step& step) {
   const Status status = settle(into, into + bytes(step));
   if (!status.is_ok()) return status;
   if (step.op == kReduce) {
-    reduce_(into, from, static_cast<size_t>(step.count));
+    reduce_(into, into, from, static_cast<size_t>(step.count));
   } else if (into != from) {
     copy_chunked(into, from, bytes(step));
   }
@@ -268,10 +268,9 @@ Status Steps::receive(const Step& step) {
 void Steps::reduce(const Step& step, char* into, char* spare, size_t nbytes) {
   const size_t count = nbytes / static_cast<size_t>(itemsize_);
   if (step.op == kRecvReduce && step.peer < rank_) {
-    reduce_(spare, into, count);
-    std::memcpy(into, spare, nbytes);
+    reduce_(into, spare, into, count);
   } else {
-    reduce_(into, spare, count);
+    reduce_(into, into, spare, count);
   }
 }
 

@@ -2,6 +2,7 @@
 // code with them. The same against NumPy: tests/engines/test_native_kernels.py.
 #include "kernels.hpp"
 
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <cstdint>
@@ -33,13 +34,19 @@ std::vector<unsigned char> random_bytes(std::size_t nbytes, bool is_bool) {
   return bytes;
 }
 
-// Applies `op` to `count` elements at an odd address, as a caller's slice of a byte buffer may be.
+// Applies `op` to `count` elements at an odd address, as a caller's slice of a byte buffer may be; the
+// result has to be the same wherever it is put.
 std::vector<unsigned char> reduced(ReduceFn fn, const std::vector<unsigned char>& into,
                                    const std::vector<unsigned char>& other, std::size_t count) {
   std::vector<unsigned char> a(into.size() + 1), b(other.size() + 1);
   if (!into.empty()) std::memcpy(a.data() + 1, into.data(), into.size());
   if (!other.empty()) std::memcpy(b.data() + 1, other.data(), other.size());
-  fn(a.data() + 1, b.data() + 1, count);
+  std::vector<unsigned char> apart(a.size()), onto_b = b;
+  fn(apart.data() + 1, a.data() + 1, b.data() + 1, count);
+  fn(onto_b.data() + 1, a.data() + 1, onto_b.data() + 1, count);
+  fn(a.data() + 1, a.data() + 1, b.data() + 1, count);
+  assert(std::equal(a.begin() + 1, a.end(), apart.begin() + 1));
+  assert(std::equal(a.begin() + 1, a.end(), onto_b.begin() + 1));
   return {a.begin() + 1, a.end()};
 }
 
@@ -168,7 +175,7 @@ void check_float(DType dtype) {
     for (T y : values) {
       auto apply = [&](RedOp op) {
         T into = x;
-        reduce_fn(dtype, op)(&into, &y, 1);
+        reduce_fn(dtype, op)(&into, &into, &y, 1);
         return into;
       };
       auto same = [](T got, T want) { return got == want || (got != got && want != want); };
@@ -189,7 +196,7 @@ void check_unfused(DType dtype) {
   for (T& value : a) value = static_cast<T>(random_bits()) / 3;
   for (T& value : b) value = static_cast<T>(random_bits()) / 3;
   got = a;
-  reduce_fn(dtype, RedOp::product)(got.data(), b.data(), count);
+  reduce_fn(dtype, RedOp::product)(got.data(), got.data(), b.data(), count);
   for (std::size_t i = 0; i < 2 * count; i += 2) {
     volatile T rr = a[i] * b[i], ii = a[i + 1] * b[i + 1];
     volatile T ri = a[i] * b[i + 1], ir = a[i + 1] * b[i];
@@ -201,9 +208,9 @@ template <class T>
 void check_complex(DType dtype) {
   T into[4] = {1, 2, 3, -4};
   const T other[4] = {5, 7, T(0.5), 2};
-  reduce_fn(dtype, RedOp::product)(into, other, 2);
+  reduce_fn(dtype, RedOp::product)(into, into, other, 2);
   assert(into[0] == -9 && into[1] == 17 && into[2] == T(9.5) && into[3] == 4);
-  reduce_fn(dtype, RedOp::sum)(into, other, 2);
+  reduce_fn(dtype, RedOp::sum)(into, into, other, 2);
   assert(into[0] == -4 && into[1] == 24 && into[2] == 10 && into[3] == 6);
   check_unfused<T>(dtype);
   assert(reduce_fn(dtype, RedOp::min) == nullptr && reduce_fn(dtype, RedOp::bxor) == nullptr);
@@ -218,20 +225,27 @@ void check_bool() {
       unsigned char a = bits & 1, b = static_cast<unsigned char>(bits >> 1);
       const bool is_and = code == RedOp::product || code == RedOp::min || code == RedOp::band;
       const int want = code == RedOp::bxor ? a ^ b : is_and ? a & b : a | b;
-      fn(&a, &b, 1);
+      fn(&a, &a, &b, 1);
       assert(a == want);
     }
   }
 }
 
 void check_copy() {
-  for (std::size_t nbytes : {0, 1, 262'143, 262'144, 262'145, 700'001}) {
+  for (std::size_t nbytes : {0, 1, 1023, 1024, 1025, 1343, 4096, 4097, 32'768, 32'769, 262'143, 262'144, 262'145, 700'001}) {
     auto from = random_bytes(nbytes, false);
     std::vector<unsigned char> to(nbytes + 1, 0xEE);
     copy_chunked(to.data(), from.data(), nbytes);
     assert(to.back() == 0xEE);
     to.pop_back();
     assert(to == from);
+  }
+  auto from = random_bytes(5000, false);
+  for (std::size_t shift = 0; shift < 64; shift++) {
+    std::vector<unsigned char> to(5200, 0xEE);
+    copy_chunked(to.data() + shift + 1, from.data() + shift, 4096);
+    assert(to[shift] == 0xEE && to[shift + 4097] == 0xEE);
+    assert(std::equal(to.begin() + shift + 1, to.begin() + shift + 4097, from.begin() + shift));
   }
 }
 

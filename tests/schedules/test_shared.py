@@ -66,7 +66,12 @@ def run_piece(ranks, rows_of):
                     else:
                         data = ranks[peer].slot[slot_off : slot_off + count]
                     into = rank.span(dst, dst_off, count)
-                    into[:] = into + data if op in REDUCES else data
+                    left = (
+                        rank.span(src, src_off, count)
+                        if op == Op.READ_REDUCE and src >= 0
+                        else into
+                    )
+                    into[:] = left + data if op in REDUCES else data
                 at[number] += 1
                 progress = True
     assert at == [len(rows) for rows in rows_of], "some ranks wait for ever"
@@ -144,3 +149,17 @@ def test_a_one_shot_program_begins_with_its_posts(collective, p):
         posts = np.flatnonzero(rows[:, 0] == Op.POST)
         assert posts[0] == 0
         assert (np.diff(posts) == 1).all()
+
+
+def test_rows_over_the_same_elements_are_joined():
+    def ops(collective, rank, p=2):
+        rows = lower_shared(build(collective, "one_shot", p), rank, 10, 4, 1 << 19).pieces
+        return [Op(op) for op in rows[:, 0]], rows
+
+    assert ops("all_reduce", 0)[0] == [Op.POST, Op.READ_REDUCE]
+    # Rank 1 reads a lower rank's value, which RECV_REDUCE puts first: as if it set its own aside.
+    assert ops("all_reduce", 1)[0] == [Op.POST, Op.RECV_REDUCE]
+    assert Op.REDUCE in ops("all_reduce", 2, 3)[0], "two posts cannot be read at once"
+    names, rows = ops("reduce_scatter", 1, 3)
+    assert names == [Op.POST, Op.POST, Op.READ_REDUCE, Op.READ_REDUCE]
+    assert rows[2:, 2].tolist() == [Buf.INPUT, -1]

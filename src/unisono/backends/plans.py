@@ -70,11 +70,13 @@ class Plan(NamedTuple):
     call: Call
     program: Program
     exchange: Exchange | None
+    writes_output: bool
+    """Whether the program uses this rank's OUTPUT for more than reading."""
 
-    @property
-    def writes_output(self) -> bool:
-        """Whether the program uses this rank's OUTPUT for more than reading."""
-        return bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+    @classmethod
+    def of(cls, call: Call, program: Program, exchange: Exchange | None = None) -> Plan:
+        """Return the plan of a call."""
+        return cls(call, program, exchange, bool((program.steps[:, 4] == Buf.OUTPUT).any()))
 
 
 class Planner:
@@ -146,10 +148,10 @@ class Planner:
                 collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
                 same, *agreed,
             )  # fmt: skip
-            return Plan(Call.of(called, text, agreed, nbytes), program, None)
+            return Plan.of(Call.of(called, text, agreed, nbytes), program)
         exchange, program = self._exchange_plan(asked, splits, algorithm)
         call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Plan(call, program, exchange)
+        return Plan.of(call, program, exchange)
 
     def _words(self, subject: Flat | None, asked: Asked) -> list[str]:
         """Return what an error shows of the arguments."""

@@ -38,7 +38,8 @@ class SharedProgram(Program):
 
     Attributes:
         pieces: int64 [n, 9]: the columns of `Program.steps`, then the offset in the poster's slot
-            (elements) and the poster's stage, which its readers wait for.
+            (elements) and the poster's stage, which its readers wait for. A READ_REDUCE with a
+            source is dst = src (op) the post.
         loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): rows [first, end) of
             `pieces` run `repeats` times; INPUT and OUTPUT move on by the shifts after each.
         pieces_scratch: Elements of SCRATCH that one piece needs.
@@ -146,7 +147,9 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
         for buf, off in ((2, 3), (4, 5)):
             blocks = (rows[:, buf] == Buf.INPUT) | (rows[:, buf] == Buf.OUTPUT)
             rows[blocks, off] = rows[blocks, off] // size * count + rows[blocks, off] % size
-    return _posts_first(rows), program.scratch_count
+    rows = _joined(_posts_first(rows), rank)
+    scratch = Buf.SCRATCH in rows[:, (2, 4)]
+    return rows, program.scratch_count if scratch else 0
 
 
 def _posts_first(rows: IntArray) -> IntArray:
@@ -163,3 +166,28 @@ def _posts_first(rows: IntArray) -> IntArray:
     if (rows[:copies, 4] != Buf.OUTPUT).any() or (sources[copies:end] != Buf.INPUT).any():
         return rows
     return np.concatenate([rows[copies:end], rows[:copies], rows[end:]])
+
+
+def _joined(rows: IntArray, rank: int) -> IntArray:
+    """Join rows that pass over the same elements one after another.
+
+    COPY to where the next row reduces is the source of that READ_REDUCE. A value that is set aside
+    while a lower rank's takes its place, to be reduced into that, is what RECV_REDUCE does.
+    """
+    joined: list[list[int]] = []
+    for at, row in enumerate(rows.tolist()):
+        if row[0] == Op.READ_REDUCE and joined:
+            copy = joined[-1]
+            if copy[0] == Op.COPY and copy[4:7] == row[4:7]:
+                row[2:4] = joined.pop()[2:4]
+        elif row[0] == Op.REDUCE and len(joined) > 1:
+            copy, taken = joined[-2:]
+            aside = [Op.COPY, -1, *row[4:6], *row[2:4], row[6]]
+            into = [Op.READ, *row[4:7]]
+            kept = row[2] != Buf.SCRATCH or Buf.SCRATCH in rows[at + 1 :, 2]
+            found = copy[:7] == aside and [taken[0], *taken[4:7]] == into
+            if found and taken[1] < rank and not kept:
+                del joined[-2:]
+                row = [Op.RECV_REDUCE, *taken[1:]]
+        joined.append(row)
+    return np.array(joined, np.int64).reshape(-1, 9)
