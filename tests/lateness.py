@@ -9,6 +9,21 @@ HANDOVERS = 6
 """A call that ends passes through some threads; each may be as late as one that only sleeps."""
 
 
+# How often to measure before a bound is broken for good: nothing else makes up for a virtual
+# machine that stands still for a second.
+_ROUNDS = 8
+
+
+def best_s(measure, enough_s):
+    """Return the least of what `measure()` returns, in seconds; less than `enough_s` will do."""
+    least_s = measure()
+    for _ in range(_ROUNDS - 1):
+        if least_s < enough_s:
+            break
+        least_s = min(least_s, measure())
+    return least_s
+
+
 class Lateness:
     """Measures while the with block runs.
 

@@ -127,6 +127,10 @@ def one_uneven(rank):
     return rounds
 
 
+# A rank that is busy with something else may be late to say that it never came.
+NO_RANK_1 = r"ranks? [\d, and]*\b1\b[\d, and]* (never entered it|do(es)? not answer)"
+
+
 def missing(rank, timeout_s):
     """Repeat a call that rank 1 does not make any more."""
     pg = dist.group.WORLD

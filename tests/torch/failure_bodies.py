@@ -115,7 +115,7 @@ def waits(rank, path):
             assert (x.item(), work.source_rank()) == (5.0, 1)
         del_works(rank, size)
         heard["chain"] = chained(size)
-        group = dist.new_group(timeout=timedelta(seconds=0.3))
+        group = dist.new_group(timeout=timedelta(seconds=1.0))
         if rank != size - 1:
             heard["late"] = said(lambda: dist.barrier(group=group), *timeout)
         dist.barrier()

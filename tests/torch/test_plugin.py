@@ -302,10 +302,10 @@ def test_callbacks_that_wait_for_one_another():
 
 def test_idle_callback_threads_are_used_again():
     threads, names = CallbackThreads("g"), []
-    for _ in range(5):
+    for _ in range(50):
         done = threading.Event()
         threads.run(lambda done=done: (names.append(threading.current_thread().name), done.set()))
         assert done.wait(PATIENCE_S)
     threads.close()
     # A thread counts as idle a moment after its task is done; a second one may be made meanwhile.
-    assert len(set(names)) < 5
+    assert len(set(names)) < 50
