@@ -37,7 +37,7 @@ def random_work(rank, folder, seed, way, victim):
         while True:
             calls += 1
             _one_call(
-                rank, p, int(shared.integers(5)), int(shared.choice([1, 500, 200_000])), calls
+                rank, p, int(shared.integers(8)), int(shared.choice([1, 500, 200_000])), calls
             )
     except AssertionError:
         raise
@@ -83,6 +83,20 @@ def _one_call(rank, p, kind, n, k):
         dist.send(x, right, tag=k)
         dist.recv(y, left, tag=k)
         assert (y == left + k).all()
+    elif kind == 4:
+        arrays = [np.full(n, rank + k + i) for i in range(3)]
+        works = [dist.all_reduce(x, async_op=True) for x in arrays]
+        for i, work in enumerate(works):
+            work.wait()
+            assert (arrays[i] == sum(range(p)) + p * (k + i)).all()
+    elif kind == 5:
+        boxes = [np.zeros(n, int) for _ in range(p)]
+        dist.all_gather(boxes, np.full(n, rank + k))
+        assert all((box == other + k).all() for other, box in enumerate(boxes))
+    elif kind == 6:
+        x = np.zeros(n, int)
+        dist.reduce_scatter_tensor(x, np.repeat(np.arange(p) + k, n))
+        assert (x == p * (rank + k)).all()
     else:
         sizes = [n + rank] * p
         x, y = np.full(sum(sizes), rank + k), np.zeros(p * n + sum(range(p)), int)
@@ -109,7 +123,9 @@ def one_round(folder, seed, way):
         assert way == "stop" or gone.issuperset(peers), where
         assert at_s - ended_s < limit_s, where
         gone.add(rank)
-    assert any(peers == (victim,) for _, _, peers, _, _ in told), told
+    # A rank that is a call further may blame those, too, whom the stopped one keeps in the last.
+    blamed = [set(peers) for _, _, peers, _, _ in told]
+    assert any(victim in peers if way == "stop" else peers == {victim} for peers in blamed), told
 
 
 if __name__ == "__main__":
