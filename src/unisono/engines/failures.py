@@ -32,16 +32,18 @@ __all__ = [
     "to_failure",
 ]
 
-# How long the others have to say how far they are, before one is said not to answer. A busy but
-# healthy process must answer within it, or it is blamed for nothing: it may have to accept a
-# connection first, on a machine with more processes than cores.
+LATE_S = 2.0
+"""How long before its deadline a call that still waits asks the others how far they are.
+
+A busy but healthy process must answer within it, or it is blamed for nothing: it may have to accept
+a connection first, on a machine with more processes than cores, or on one that stands still.
+"""
+
+# How long the others have at least, for a time-out may be shorter than that.
 _ANSWER_S = 0.45
 
-# How much of that is after the deadline, when the call has to end. So ranks are asked before it.
+# How much of that is after the deadline in any case: where they are by then, they say again.
 _GRACE_S = 0.1
-
-LATE_S = _ANSWER_S - _GRACE_S
-"""How long before its deadline a call that still waits asks the others."""
 
 _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
@@ -93,12 +95,16 @@ def _who_is_late(
     heard = {} if asked is None else asked.answers
     waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
     grace = Deadline(max(_GRACE_S, _ANSWER_S - waited_s))
-    answers = heard | transport.ask(comm.context, call.seq, comm.others, grace)
+    fresh = transport.ask(comm.context, call.seq, comm.others, grace)
+    answers = heard | fresh
     if (known := transport.failure(comm.context)) is not None:
         # Somebody else found out while we asked; one story is better than two.
         return known
     silent = [rank for rank in comm.others if rank not in answers]
     behind = [rank for rank, status in answers.items() if status.seq < call.seq]
+    if not (behind or silent):
+        # One that has come to a stop since it answered is what the others wait for.
+        silent = [rank for rank in comm.others if rank not in fresh]
     reasons = []
     if behind:
         reasons.append(f"{name_ranks(sorted(behind))} never entered it")
