@@ -23,7 +23,7 @@ from unisono.parallel.hooks import all_reduce_hook
 def make_model(seed, wide=False):
     """Convolution with batch norm (which has buffers), then layers of several sizes."""
     torch.set_num_threads(1)
-    hidden = 700 if wide else 30
+    hidden = 1050 if wide else 30
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 4, 3, padding=1),
         torch.nn.BatchNorm2d(4),
@@ -127,25 +127,61 @@ def without_sync(rank):
 class Branches(torch.nn.Module):
     """Uses some of its layers."""
 
-    def __init__(self):
+    def __init__(self, width=2):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2, bias=False) for _ in range(3))
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(3)]
+        self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x, which):
         return {"out": [sum(self.layers[i](x) for i in which)]}
 
 
-def unused(rank):
+def unused(rank, width=2):
     """Layer 0 on rank 0, layer 1 on the others, layer 2 nowhere."""
-    model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+    model = DistributedDataParallel(Branches(width), find_unused_parameters=True)
     seen = []
     for _ in range(2):
         model.zero_grad()
-        out = model(torch.ones(1, 2), [0] if rank == 0 else [1])["out"][0]
+        out = model(torch.ones(1, width), [0] if rank == 0 else [1])["out"][0]
         out.sum().backward()
-        layers = model.module.layers
-        seen.append([None if q.weight.grad is None else q.weight.grad.tolist() for q in layers])
+        grads = [layer.weight.grad for layer in model.module.layers]
+        seen.append([None if g is None else g[:2, -2:].tolist() for g in grads])
     return seen
+
+
+def unused_alone(rank):
+    """The same with parameters that share no bucket."""
+    return unused(rank, 1040)
+
+
+def large(rank):
+    """Gradients of 4 MiB and more, one of them not contiguous, which `zero_grad` must free."""
+    wide = [
+        torch.nn.Parameter(torch.zeros(1040, 1041)),
+        torch.nn.Parameter(torch.zeros(1060, 1000).t()),
+    ]
+    module = torch.nn.Module()
+    module.forward = lambda factor: sum((p * factor).sum() for p in wide)
+    for i, p in enumerate(wide):
+        module.register_parameter(f"p{i}", p)
+    model, worst = DistributedDataParallel(module), 0.0
+    for step in range(3):
+        if step != 1:
+            module.zero_grad()
+        with model.no_sync():
+            model(float(rank)).backward()
+        before = [p.grad.clone() for p in wide]
+        model(float(rank + step)).backward()
+        ranks = range(dist.get_world_size())
+        for p, own in zip(wide, before, strict=True):
+            wanted = own - rank + sum(2 * r + step for r in ranks) / len(ranks)
+            worst = max(worst, float((p.grad - wanted).abs().max()))
+    return worst, [_uses(p.grad) for p in wide], _uses(torch.zeros(1))
+
+
+def _uses(tensor):
+    """Return how many tensors have this memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def unused_by_mistake(rank):
@@ -279,6 +315,8 @@ def everything(rank):
             average_of_local,
             without_sync,
             unused,
+            unused_alone,
+            large,
             unused_by_mistake,
             state_of_rank_0,
             order_of_buckets,

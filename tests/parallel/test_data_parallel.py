@@ -43,9 +43,10 @@ def test_no_sync_adds_up(results):
         assert seen == pytest.approx([0, 0, 0, 0], abs=1e-6)
 
 
-def test_unused_parameters(results):
+@pytest.mark.parametrize("body", ["unused", "unused_alone"])
+def test_unused_parameters(results, body):
     third, two_thirds = [[np.float32(1 / 3).item()] * 2] * 2, [[2 / 3] * 2] * 2
-    for seen in results["unused"]:
+    for seen in results[body]:
         for first, second, nowhere in seen:
             assert first == third
             assert np.allclose(second, two_thirds)
@@ -56,6 +57,12 @@ def test_unused_by_mistake_is_named(results):
     for told in results["unused_by_mistake"]:
         assert "1 of 3 parameters got no gradient: layers.1.weight" in told
         assert "find_unused_parameters=True" in told
+
+
+def test_large_gradients_are_reduced_where_they_are(results):
+    for worst, uses, fresh in results["large"]:
+        assert worst < 1e-5
+        assert uses == [fresh] * 2
 
 
 def test_state_comes_from_rank_0(results):
@@ -121,8 +128,10 @@ def test_buckets_close_when_full_and_follow_backward():
     sizes = [100, 10, 300, 10, 10]
     parameters = [torch.zeros(n) for n in sizes]
     parameters[1] = parameters[1].double()
-    assert assign_buckets(parameters, [4 * 20, 4 * 400]) == [[4, 3], [2, 0], [1]]
+    assert assign_buckets(parameters, [4 * 20, 4 * 400]) == [[4, 3], [1], [2, 0]]
     assert assign_buckets(parameters, [1]) == [[4], [3], [2], [1], [0]]
+    # Large ones by themselves; the others as soon as the last of them is there.
+    assert assign_buckets(parameters, [4 * 900], 4 * 300) == [[2], [1], [4, 3, 0]]
 
 
 def test_arguments():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ class Bucket:
 
     Args:
         index: Position among the buckets; they are reduced in this order on every rank.
-        parameters: Of one dtype and device.
+        parameters: Of one dtype and device. A single one's gradient is reduced where it is.
         is_last: No bucket comes after it.
 
     Source: torch.distributed.GradBucket (2.13).
@@ -29,9 +30,9 @@ class Bucket:
         self._index = index
         self._parameters = list(parameters)
         self._is_last = is_last
-        first = self._parameters[0]
-        total = sum(p.numel() for p in self._parameters)
-        self.set_buffer(torch.zeros(total, dtype=first.dtype, device=first.device))
+        self._is_shared = len(self._parameters) > 1
+        if self._is_shared:
+            self.set_buffer(self._zeros())
         self.pending = 0
         """Parameters whose gradient is still to come in this backward pass."""
 
@@ -53,6 +54,37 @@ class Bucket:
         # Made once: a gradient's place is asked for whenever one arrives.
         self._gradients = self.views(buffer)
 
+    def take(self, at: int, gradient: Tensor | None, factor: float) -> None:
+        """Take the gradient of one parameter, times `factor`; None counts as zeros."""
+        if not self._is_shared:
+            own = self._zeros() if gradient is None else gradient.detach().reshape(-1)
+            self.set_buffer(own)
+        view = self._gradients[at]
+        if gradient is None:
+            view.zero_()
+        elif factor != 1 or view.data_ptr() != gradient.data_ptr():
+            torch.mul(gradient, factor, out=view)
+
+    def hand_out(self, flat: Tensor, wanted: Sequence[bool]) -> None:
+        """Make the parts of a flat tensor the gradients of those parameters that are wanted."""
+        for parameter, part, is_wanted in zip(
+            self._parameters, self.views(flat), wanted, strict=True
+        ):
+            if not is_wanted:
+                continue
+            if parameter.grad is None:
+                parameter.grad = part.clone() if self._is_shared else part
+            elif parameter.grad.data_ptr() != part.data_ptr():
+                parameter.grad.copy_(part)
+        if not self._is_shared:
+            # It belongs to the parameter: kept here, it would outlive `zero_grad`.
+            del self._buffer, self._gradients
+
+    def _zeros(self) -> Tensor:
+        first = self._parameters[0]
+        total = sum(p.numel() for p in self._parameters)
+        return torch.zeros(total, dtype=first.dtype, device=first.device)
+
     def parameters(self) -> list[Tensor]:
         """Return the parameters."""
         return list(self._parameters)
@@ -68,7 +100,9 @@ class Bucket:
         return [part.view(p.shape) for part, p in parts]
 
 
-def assign_buckets(parameters: Sequence[Any], caps_bytes: Sequence[int]) -> list[list[int]]:
+def assign_buckets(
+    parameters: Sequence[Any], caps_bytes: Sequence[int], alone_bytes: float = math.inf
+) -> list[list[int]]:
     """Return the parameters' numbers, by bucket, in the order in which backward reaches them.
 
     That order is the reverse of the parameters', as layers are mostly defined in the order of
@@ -80,23 +114,24 @@ def assign_buckets(parameters: Sequence[Any], caps_bytes: Sequence[int]) -> list
         parameters: In the order of definition.
         caps_bytes: Sizes of the first, second, ... bucket of each kind; the last one holds for
             all that follow.
+        alone_bytes: A parameter of this size or more shares no bucket.
     """
     buckets: list[list[int]] = []
     open_ones: dict[object, tuple[list[int], int, int]] = {}
     for number in reversed(range(len(parameters))):
         p = parameters[number]
-        kind = (p.dtype, p.device)
-        if kind not in open_ones:
-            made: list[int] = []
-            buckets.append(made)
-            open_ones[kind] = (made, 0, 0)
-        members, nbytes, position = open_ones[kind]
-        members.append(number)
-        nbytes += p.numel() * p.element_size()
-        if nbytes < caps_bytes[min(position, len(caps_bytes) - 1)]:
-            open_ones[kind] = (members, nbytes, position)
+        own_bytes = p.numel() * p.element_size()
+        if own_bytes >= alone_bytes:
+            buckets.append([number])
             continue
-        following: list[int] = []
-        buckets.append(following)
-        open_ones[kind] = (following, 0, position + 1)
-    return sorted((bucket for bucket in buckets if bucket), reverse=True)
+        kind = (p.dtype, p.device)
+        members, nbytes, position = open_ones.get(kind, ([], 0, 0))
+        if not members:
+            buckets.append(members)
+        members.append(number)
+        nbytes += own_bytes
+        if nbytes >= caps_bytes[min(position, len(caps_bytes) - 1)]:
+            members, nbytes, position = [], 0, position + 1
+        open_ones[kind] = (members, nbytes, position)
+    # A bucket is full when its last member comes.
+    return sorted(buckets, key=lambda members: members[-1], reverse=True)

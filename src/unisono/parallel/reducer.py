@@ -4,7 +4,8 @@ Theory of operation: torch calls a hook when the gradient of a parameter is comp
 into its bucket; when a bucket is full, and all buckets before it are under way, its reduction
 begins, on the group's progress thread. When backward has come to its end, a callback of the
 autograd engine waits for all of them and copies the averages back. Buckets are reduced in their
-order, so that all ranks make the same calls whatever order their gradients come in.
+order, so that all ranks make the same calls whatever order their gradients come in. A large
+gradient is a bucket by itself, reduced where it is: two copies of it would cost as much again.
 
 Source: torch.nn.parallel.DistributedDataParallel's reducer (2.13); Li et al.: "PyTorch distributed:
 experiences on accelerating data parallel training", VLDB 2020.
@@ -12,6 +13,7 @@ experiences on accelerating data parallel training", VLDB 2020.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,10 +24,14 @@ from torch import Tensor
 from unisono.errors import UnsupportedError, UsageError
 from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
 from unisono.parallel.buckets import Bucket, assign_buckets
 from unisono.parallel.hooks import Hook, sum_flat
 
 __all__ = ["Reducer"]
+
+# From here on two copies of a gradient cost clearly more than a call of its own.
+_ALONE_BYTES = 4 * 1024 * 1024
 
 
 class Reducer:
@@ -49,7 +55,21 @@ class Reducer:
         self._parameters = [p for _, p in named]
         self._group = group
         self._find_unused = find_unused
-        numbers = assign_buckets(self._parameters, caps_bytes)
+        self._caps_bytes = caps_bytes
+        self._hook: Hook | None = None
+        self._state: Any = None
+        self._fill_buckets(_ALONE_BYTES)
+        # Of the pass in progress.
+        self._expecting = False
+        self._started = False
+        self._ready: set[int] = set()
+        self._unused: set[int] = set()
+        self._under_way: list[Work | Future] = []
+        for n, p in enumerate(self._parameters):
+            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), n))
+
+    def _fill_buckets(self, alone_bytes: float) -> None:
+        numbers = assign_buckets(self._parameters, self._caps_bytes, alone_bytes)
         self._buckets = [
             Bucket(i, [self._parameters[n] for n in members], i + 1 == len(numbers))
             for i, members in enumerate(numbers)
@@ -60,16 +80,6 @@ class Reducer:
             for bucket, members in zip(self._buckets, numbers, strict=True)
             for i, n in enumerate(members)
         }
-        self._hook: Hook | None = None
-        self._state: Any = None
-        # Of the pass in progress.
-        self._expecting = False
-        self._started = False
-        self._ready: set[int] = set()
-        self._unused: set[int] = set()
-        self._futures: list[Future] = []
-        for n, p in enumerate(self._parameters):
-            p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), n))
 
     def register_hook(self, state: Any, hook: Hook) -> None:
         """Use `hook(state, bucket)` instead of the plain average.
@@ -80,6 +90,8 @@ class Reducer:
         if self._hook is not None:
             raise UsageError("a communication hook is registered already")
         self._hook, self._state = hook, state
+        # A hook makes several calls of a bucket, or casts it: one large one is better.
+        self._fill_buckets(math.inf)
 
     def prepare(self, outputs: Any) -> None:
         """Expect a backward pass from `outputs`.
@@ -90,7 +102,7 @@ class Reducer:
         self.require_finished()
         self._expecting = True
         self._ready.clear()
-        self._futures.clear()
+        self._under_way.clear()
         for bucket, members in zip(self._buckets, self._members, strict=True):
             bucket.pending = len(members)
         self._unused = self._unreached(outputs) if self._find_unused else set()
@@ -137,49 +149,44 @@ class Reducer:
 
     def _mark_ready(self, number: int) -> None:
         bucket, at = self._place[number]
-        view = bucket.gradients()[at]
-        gradient = self._parameters[number].grad
-        if number in self._unused:
-            view.zero_()
-        elif gradient.layout != torch.strided:
+        gradient = None if number in self._unused else self._parameters[number].grad
+        if gradient is not None and gradient.layout != torch.strided:
             raise UnsupportedError(
                 f"the gradient of {self._names[number]!r} is {gradient.layout}; "
                 "DistributedDataParallel reduces dense ones",
                 hint="use sparse=False in the embedding",
             )
-        elif self._hook is None:
-            # As torch does, which multiplies by the reciprocal: so the bits agree.
-            torch.mul(gradient, 1.0 / self._group.size(), out=view)
-        else:
-            view.copy_(gradient)
+        # As torch does, which multiplies by the reciprocal: so the bits agree.
+        bucket.take(at, gradient, 1.0 if self._hook else 1.0 / self._group.size())
         self._ready.add(number)
         bucket.pending -= 1
-        while len(self._futures) < len(self._buckets):
-            bucket = self._buckets[len(self._futures)]
+        while len(self._under_way) < len(self._buckets):
+            bucket = self._buckets[len(self._under_way)]
             if bucket.pending:
                 break
-            self._futures.append(self._reduce(bucket))
+            self._under_way.append(self._reduce(bucket))
 
-    def _reduce(self, bucket: Bucket) -> Future:
+    def _reduce(self, bucket: Bucket) -> Work | Future:
         if self._hook is None:
-            return sum_flat(self._group, bucket.buffer())
+            return self._group.all_reduce(bucket.buffer(), async_op=True)
         return self._hook(self._state, bucket)
 
     def _finish(self) -> None:
         """Wait for all reductions and hand the averages out; runs when backward has ended."""
-        if len(self._futures) < len(self._buckets):
+        if len(self._under_way) < len(self._buckets):
             # The next forward says which gradients are missing.
             return
         used = self._used_anywhere()
-        for bucket, members, future in zip(
-            self._buckets, self._members, self._futures, strict=True
+        for bucket, members, reduction in zip(
+            self._buckets, self._members, self._under_way, strict=True
         ):
-            value = future.wait()
-            flat = value[0] if isinstance(value, (list, tuple)) else value
-            for number, view in zip(members, bucket.views(flat), strict=True):
-                if used is None or bool(used[number]):
-                    _set_gradient(self._parameters[number], view)
-        self._futures.clear()
+            value = reduction.wait()
+            if self._hook is None:
+                flat = bucket.buffer()
+            else:
+                flat = value[0] if isinstance(value, (list, tuple)) else value
+            bucket.hand_out(flat, [used is None or bool(used[n]) for n in members])
+        self._under_way.clear()
         self._started = self._expecting = False
 
     def _used_anywhere(self) -> Tensor | None:
@@ -217,13 +224,6 @@ def _hook(reducer: weakref.ref[Reducer], number: int) -> Callable[[Any], None]:
             alive.arrived(number)
 
     return hook
-
-
-def _set_gradient(parameter: Any, view: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = view.clone()
-    else:
-        parameter.grad.copy_(view)
 
 
 def _tensors(value: Any) -> Iterator[Any]:
