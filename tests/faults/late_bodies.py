@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from fault_calls import COLLECTIVES, attempt, attempt_async, attempt_at_once, groups_for, store
 
@@ -11,6 +13,7 @@ from unisono.stores import PrefixStore
 
 def leave_out(rank, missing, timeout_s, mode, members=None):
     """Make every collective on a group of its own without the ranks in `missing`."""
+    timeout_s = max(timeout_s, 10 * calls_take_s())
     groups = groups_for(COLLECTIVES, members, timeout_s)
     dist.barrier()
     results, later, shown = {}, {}, ""
@@ -22,7 +25,17 @@ def leave_out(rank, missing, timeout_s, mode, members=None):
         shown = repr(groups["all_reduce"])
     # The late ones wait here, in user code as far as the groups can tell.
     store().barrier("end", dist.get_world_size(), 60.0)
-    return results, later, shown
+    return timeout_s, results, later, shown
+
+
+def calls_take_s():
+    """Return how long the slowest rank takes for all calls now; the same on all ranks."""
+    groups = groups_for(COLLECTIVES)
+    began_s = time.monotonic()
+    attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+    slowest_s = np.array([time.monotonic() - began_s])
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    return float(slowest_s[0])
 
 
 def new_world_afterwards(rank, missing, timeout_s):

@@ -8,8 +8,8 @@ from fault_calls import BUSY_S, COLLECTIVES
 
 from unisono.testing import run
 
-# So long that a rank which came is not late as well, only because the machine is busy.
-TIMEOUT_S = 2.0
+# At least; so long that a rank which came is not late as well, only because the machine is busy.
+TIMEOUT_S = 1.5
 
 WORLDS = [
     (2, (1,)),
@@ -27,21 +27,21 @@ def blamed(missing):
 
 def check_late(results, present, missing):
     for rank in present:
-        found, later, shown = results[rank]
+        timeout_s, found, later, shown = results[rank]
         assert set(found) == set(COLLECTIVES)
         for op, caught in found.items():
             assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", missing), caught.text
             first = caught.text.splitlines()[0]
-            assert first.startswith(f"{op} #1 in group '{op}' timed out after {TIMEOUT_S:.1f} s")
+            assert first.startswith(f"{op} #1 in group '{op}' timed out after {timeout_s:.1f} s")
             assert f"on rank {rank} of " in first
             assert blamed(missing) in first
             assert caught.usable is False
-            assert caught.took_s < TIMEOUT_S + BUSY_S
+            assert caught.took_s < timeout_s + BUSY_S
         for op, caught in later.items():
             assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", missing), (op, caught)
             assert "the group is broken" in caught.text
         # They do not wait once more; some may be late for another reason.
-        assert sorted(caught.took_s for caught in later.values())[len(later) // 2] < TIMEOUT_S
+        assert sorted(caught.took_s for caught in later.values())[len(later) // 2] < timeout_s
         assert "broken: timed out after" in shown
 
 
