@@ -44,7 +44,7 @@ from unisono.stores.file_lock import FileLock
 from unisono.stores.service import ServiceStore, Unreachable
 from unisono.stores.table import Table
 from unisono.stores.tcp_connection import Connection, ConnectionPool
-from unisono.stores.tcp_server import PythonServer
+from unisono.stores.tcp_server import PythonServer, ServerOptions
 from unisono.stores.wire import Op, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
@@ -313,7 +313,7 @@ def test_first_line(text):
 def large_multi_get():
     """Ask a server for more than it sends at once."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = PythonServer([listener], max_reply_bytes=10)
+    server = PythonServer([listener], ServerOptions(max_reply_bytes=10))
     try:
         server._table.values["k"] = b"0123456789"
         server._multi_get(["k", "k"])

@@ -3,7 +3,6 @@
 Each agent is on a host of its own, a network namespace, where these can be made.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -13,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import netns
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from nodes import CONF, WORKER, Job, gone, kill
-
-_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
-netns = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netns)
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
 

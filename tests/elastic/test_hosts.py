@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import netns
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from nodes import CONF, Job, gone, kill
-
-_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
-netns = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netns)
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from fault_calls import BUSY_S, NOTICE_S
 from scripts import outcome, started
 
+from tests import netns
 from tests.lateness import best_s
 from unisono.engines import is_native_built
-
-_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
-netns = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netns)
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 

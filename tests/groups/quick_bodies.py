@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -127,6 +128,13 @@ def one_uneven(rank):
     return rounds
 
 
+def check_one_uneven(results):
+    """The even rounds and the uneven ones have their own results."""
+    even = [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
+    odd = [[0, 10, 20], [1, 21, 22], [2, 11, 12]]
+    assert results == [[e, o, e, o] for e, o in zip(even, odd, strict=True)]
+
+
 # A rank that is busy with something else may be late to say that it never came.
 NO_RANK_1 = r"ranks? [\d, and]*\b1\b[\d, and]* (never entered it|do(es)? not answer)"
 
@@ -152,6 +160,15 @@ def missing(rank, timeout_s):
     return told, "broken" in repr(pg)
 
 
+def check_missing(results, timeout_s):
+    """The ranks that waited name rank 1, and their group is broken."""
+    assert results[1][0] is None
+    for told, broken in (results[0], results[2]):
+        assert f"timed out after {timeout_s} s" in told
+        assert re.search(NO_RANK_1, told)
+        assert broken
+
+
 def aborted(rank):
     """Repeat a call; rank 0 aborts the group while the others are in it."""
     x = np.ones(2)
@@ -169,6 +186,12 @@ def aborted(rank):
     except CollectiveAbortedError as error:
         return str(error)
     return None
+
+
+def check_aborted(results):
+    """Rank 0 aborted, and the others read why."""
+    assert results[0] == "aborted"
+    assert all("enough" in result for result in results[1:])
 
 
 def between_async(rank):

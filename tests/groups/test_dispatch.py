@@ -1,9 +1,12 @@
 """The dispatcher and the registry of backends: arrays of devices that unisono does not know."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.together import on_threads
 from unisono.backends import registry
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
@@ -78,28 +81,15 @@ def on_boxes(rank, store):
 
 def in_own_worlds(body, size=2):
     """Run a body that makes its default group itself, on threads."""
-    import threading
-
     from unisono.groups.world import World, use
 
-    store, results = dist.HashStore(), [None] * size
+    store = dist.HashStore()
 
-    def rank_thread(rank):
+    def in_own_world(rank):
         with use(World()):
-            try:
-                results[rank] = body(rank, store)
-            except BaseException as error:
-                results[rank] = error
+            return body(rank, store)
 
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return on_threads(*(partial(in_own_world, rank) for rank in range(size)))
 
 
 def test_a_made_up_device(boxes):

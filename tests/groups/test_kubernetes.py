@@ -7,7 +7,6 @@ interpreter that is process 1. The names of the other pods, which the cluster's 
 """
 
 import contextlib
-import importlib.util
 import subprocess
 import sys
 import uuid
@@ -16,10 +15,7 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
-
-_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
-netns = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netns)
+from tests import netns
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 

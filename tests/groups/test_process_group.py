@@ -1,34 +1,19 @@
 """ProcessGroup without a default group, and c10d's names of its methods."""
 
 import re
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.together import on_threads
 from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
 from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
 from unisono.lowlevel import OPS
 
 
-def on_threads(body, size, store):
-    results = [None] * size
-
-    def rank_thread(rank):
-        try:
-            results[rank] = body(rank, size, store)
-        except BaseException as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=rank_thread, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+def on_ranks(body, size, store):
+    return on_threads(*(partial(body, rank, size, store) for rank in range(size)))
 
 
 def body(rank, size, store):
@@ -63,7 +48,7 @@ def test_over_a_store(kind):
     else:
         store, transport = TCPStore("127.0.0.1", 0, is_master=True), "tcp"
     with store:
-        results = on_threads(body, 3, store)
+        results = on_ranks(body, 3, store)
     for rank, (x, y, text) in enumerate(results):
         assert x == [3, 3]
         assert y == 2, "rank 0 of the second group is rank 2 of the first"

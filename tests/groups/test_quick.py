@@ -2,12 +2,10 @@
 
 import inspect
 import pickle
-import re
 
 import numpy as np
 import pytest
 import quick_bodies as bodies
-from quick_bodies import NO_RANK_1
 
 import unisono as dist
 from unisono.base import config
@@ -74,24 +72,15 @@ def test_a_mismatch_names_both_calls(world):
 
 
 def test_an_even_exchange_among_uneven_ones(world):
-    even = [[0, 10, 20], [1, 11, 21], [2, 12, 22]]
-    odd = [[0, 10, 20], [1, 21, 22], [2, 11, 12]]
-    assert world(bodies.one_uneven, 3) == [[e, o, e, o] for e, o in zip(even, odd, strict=True)]
+    bodies.check_one_uneven(world(bodies.one_uneven, 3))
 
 
 def test_a_missing_rank_is_named(world):
-    results = world(bodies.missing, 3, args=(1.0,))
-    assert results[1][0] is None
-    for told, broken in (results[0], results[2]):
-        assert "timed out after 1.0 s" in told
-        assert re.search(NO_RANK_1, told)
-        assert broken
+    bodies.check_missing(world(bodies.missing, 3, args=(1.0,)), 1.0)
 
 
 def test_abort_ends_a_repeated_call(world):
-    results = world(bodies.aborted, 3)
-    assert results[0] == "aborted"
-    assert all("enough" in result for result in results[1:])
+    bodies.check_aborted(world(bodies.aborted, 3))
 
 
 def test_order_with_asynchronous_calls(world):

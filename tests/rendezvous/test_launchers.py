@@ -1,9 +1,10 @@
 """The table of launchers, with the environments that they make."""
 
-import threading
+from functools import partial
 
 import pytest
 
+from tests.together import on_threads
 from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone
@@ -220,17 +221,12 @@ def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypat
     monkeypatch.setattr(meeting, "job_port", lambda place, meeting: port)
     monkeypatch.setattr(meeting, "_meetings", iter([0, 0]))
     env = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1,other"}
-    stores = {}
 
     def meet(rank):
         place = find_place(env | {"SLURM_PROCID": str(rank)})
-        stores[rank] = meeting.open_store(place, env, 20)
+        return meeting.open_store(place, env, 20)
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    stores = on_threads(partial(meet, 0), partial(meet, 1))
     stores[0].set("k", "v")
     assert stores[1].get("k") == b"v"
     # Another job that came to the same port by chance does not see it.

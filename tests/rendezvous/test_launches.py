@@ -44,6 +44,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids].count(0
 """
 
 
+@pytest.mark.timeout(320)  # a hundred and fifty processes, on however few cores
 def test_fifty_launches_at_once():
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHERS, str(LAUNCHES), WORKER],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-import threading
 from datetime import timedelta
+from functools import partial
 
 import pytest
 
+from tests.together import on_threads
 from unisono.errors import ArgumentTypeError, RendezvousError, StoreConnectionError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
@@ -42,18 +43,7 @@ def free_port() -> int:
 
 def all_ranks(make, world_size):
     """Call make(rank) in a thread for each rank and return the results in order of ranks."""
-    results = [None] * world_size
-
-    def body(rank):
-        results[rank] = make(rank)
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert all(results), "a rank failed to meet the others"
-    return results
+    return on_threads(*(partial(make, rank) for rank in range(world_size)))
 
 
 @pytest.mark.parametrize("scheme", ["env", "tcp", "file"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import services
 from unisono.errors import StoreError, StoreTimeoutError
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
@@ -19,10 +19,6 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS / "elastic"))
 
 from nodes import CONF, Job, kill  # noqa: E402
-
-_spec = importlib.util.spec_from_file_location("services", TESTS / "services.py")
-services = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(services)
 
 NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
 KINDS = [

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import signal
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
+from tests import services
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
 from unisono.stores.etcd import EtcdStore
 from unisono.stores.redis import RedisStore
 from unisono.stores.service import Unreachable
 from unisono.testing.check_store import STORE_CHECKS, check_store
-
-_spec = importlib.util.spec_from_file_location(
-    "services", Path(__file__).parents[1] / "services.py"
-)
-services = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(services)
 
 NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
 PREFIXES = (f"test{number}" for number in itertools.count())

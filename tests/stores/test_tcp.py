@@ -28,7 +28,7 @@ from unisono.errors import (
 from unisono.stores import TCPStore, addresses, start_server, tcp_client, tcp_server, wire
 from unisono.stores.addresses import is_loopback, listen
 from unisono.stores.native_server import NativeServer
-from unisono.stores.tcp_server import PythonServer
+from unisono.stores.tcp_server import PythonServer, ServerOptions
 from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
@@ -500,8 +500,9 @@ def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
 
 def test_small_multi_get_cannot_ask_for_more_than_the_bound(server_kind):
     kind = NativeServer if server_kind == "native" else PythonServer
+    options = ServerOptions(max_reply_bytes=10_000)
     with (
-        contextlib.closing(kind(listen("127.0.0.1", 0), max_reply_bytes=10_000)) as server,
+        contextlib.closing(kind(listen("127.0.0.1", 0), options)) as server,
         TCPStore("127.0.0.1", server.port) as client,
     ):
         client.set("k", bytes(1000))

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import netns
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
 from unisono.stores.native_server import NativeServer
 from unisono.stores.owner import is_foreign
-from unisono.stores.tcp_server import PythonServer
+from unisono.stores.tcp_server import PythonServer, ServerOptions
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
-
-_spec = importlib.util.spec_from_file_location("netns", Path(__file__).parents[1] / "netns.py")
-netns = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(netns)
 
 VALIDATE = encode_request(Op.VALIDATE, MAGIC)
 TOKEN = "right"
@@ -200,8 +195,9 @@ def test_strangers_are_hung_up_on(server, sent):
 def test_silent_strangers_are_bounded(server_kind, caplog):
     kind = NativeServer if server_kind == "native" else PythonServer
     listeners = listen("127.0.0.1", 0)
+    options = ServerOptions(token=TOKEN.encode(), max_greetings=8)
     with (
-        contextlib.closing(kind(listeners, token=TOKEN.encode(), max_greetings=8)) as server,
+        contextlib.closing(kind(listeners, options)) as server,
         contextlib.ExitStack() as stack,
     ):
         address = ("127.0.0.1", server.port)

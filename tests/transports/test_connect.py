@@ -3,10 +3,12 @@ from __future__ import annotations
 import errno
 import re
 import threading
+from functools import partial
 from importlib import import_module
 
 import pytest
 
+from tests.together import on_threads
 from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
@@ -20,17 +22,8 @@ KEY = Key(1, Kind.P2P, 0)
 
 
 def connected(store, size, kind):
-    world = [None] * size
-
-    def join(rank):
-        world[rank] = connect(store, rank, size, Deadline(20), kind)
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return world
+    joins = [partial(connect, store, rank, size, Deadline(20), kind) for rank in range(size)]
+    return on_threads(*joins)
 
 
 @pytest.mark.parametrize("kind", ["inproc", "tcp"])
@@ -77,27 +70,18 @@ def test_ranks_that_never_come_are_named(monkeypatch):
 
 def test_rank_that_hosts_the_store_gives_up_first():
     """Its store stays until the rank that waits a little longer knows who is missing."""
-    told = {}
 
     def join(rank, store, timeout_s):
         with store, pytest.raises(RendezvousError) as caught:
             connect(store, rank, 3, Deadline(timeout_s), "tcp")
-        told[rank] = caught.value.what
+        return caught.value.what
 
     host, _, _ = next(rendezvous("tcp://127.0.0.1:0", 0, 3))
     client, _, _ = next(rendezvous(f"tcp://127.0.0.1:{host.port}", 1, 3))
-    threads = [
-        threading.Thread(target=join, args=arguments)
-        for arguments in [(0, host, 0.2), (1, client, 0.5)]
+    assert on_threads(partial(join, 0, host, 0.2), partial(join, 1, client, 0.5)) == [
+        "rank 0 of 3 waited 0.2 s for ranks that never came: 2",
+        "rank 1 of 3 waited 0.5 s for ranks that never came: 2",
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert told == {
-        0: "rank 0 of 3 waited 0.2 s for ranks that never came: 2",
-        1: "rank 1 of 3 waited 0.5 s for ranks that never came: 2",
-    }
 
 
 def test_address_survives_the_store():
@@ -241,23 +225,15 @@ def test_failed_meeting_can_be_repeated():
 
 def test_ranks_that_disagree_about_the_size_of_the_world():
     """Both are told, and who was told more does not wait for ranks that do not exist."""
-    told = {}
 
     def join(rank, store, world_size):
         with pytest.raises(RendezvousError) as caught:
             connect(store, rank, world_size, Deadline(20), "tcp")
-        told[rank] = caught.value.what
+        return caught.value.what
 
     with HashStore() as store:
-        threads = [
-            threading.Thread(target=join, args=arguments)
-            for arguments in [(0, store, 2), (1, store.clone(), 3)]
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert told == {
-        0: "rank 0 was told world_size=2, rank 1 world_size=3",
-        1: "rank 1 was told world_size=3, rank 0 world_size=2",
-    }
+        told = on_threads(partial(join, 0, store, 2), partial(join, 1, store.clone(), 3))
+    assert told == [
+        "rank 0 was told world_size=2, rank 1 world_size=3",
+        "rank 1 was told world_size=3, rank 0 world_size=2",
+    ]

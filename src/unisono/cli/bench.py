@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from unisono.cli.bench_plan import DTYPES, OPS, PEERS, REDOPS, Plan, parse_nbytes
-from unisono.cli.flags import non_negative, positive, seconds
+from unisono.cli.flags import checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["add_command"]
@@ -78,7 +77,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes and types")
-    nbytes = _checked(parse_nbytes)
+    nbytes = checked(parse_nbytes)
     sizes.add_argument("-b", type=nbytes, default="8", metavar="SIZE", help="first size (8)")
     sizes.add_argument("-e", type=nbytes, default="64M", metavar="SIZE", help="last size (64M)")
     step = sizes.add_mutually_exclusive_group()
@@ -194,15 +193,3 @@ def _check_writable(path: str) -> None:
     folder = os.path.dirname(path) or "."
     if not os.access(folder, os.W_OK) or os.path.isdir(path):
         raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse print our own text when a value cannot be used."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except InvalidArgumentError as error:
-            raise argparse.ArgumentTypeError(error.what) from None
-
-    return convert

@@ -16,10 +16,10 @@ import sys
 import time
 from datetime import timedelta
 from importlib import import_module, util
-from typing import IO, Any
+from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.elastic.process import parent_death_hook
+from unisono.elastic.process import opened, parent_death_hook
 from unisono.errors import InvalidArgumentError
 from unisono.stores import TCPStore
 
@@ -59,9 +59,8 @@ class Server:
             preexec_fn=parent_death_hook(),
         )
         try:
-            self.port = (
-                int(command[-1]) if kind == "redis" else int(_pipe(self._process.stdout).readline())
-            )
+            told = command[-1] if kind == "redis" else opened(self._process.stdout).readline()
+            self.port = int(told)
             _wait_for(self.port)
         except BaseException:
             self.close()
@@ -78,7 +77,7 @@ class Server:
 
     def keep_python_busy(self) -> None:
         """Make the main thread of the server's process compute in Python, until `close`."""
-        stdin = _pipe(self._process.stdin)
+        stdin = opened(self._process.stdin)
         stdin.write("busy\n")
         stdin.flush()
 
@@ -100,11 +99,6 @@ class Server:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
 
 
 def _ran_ns(path: str) -> int:

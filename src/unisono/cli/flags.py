@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from unisono.base.config import environ
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["PREFIXES", "add_flag", "non_negative", "positive", "seconds"]
+__all__ = ["PREFIXES", "add_flag", "checked", "non_negative", "positive", "seconds"]
 
 PREFIXES = ("UNISONO_", "PET_")
 """UNISONO_MAX_RESTARTS=3 is the default of --max-restarts; PET_MAX_RESTARTS, as torchrun reads
@@ -37,6 +38,18 @@ def add_flag(target: Any, *flags: str, **options: Any) -> None:
     hidden = options | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
     for alias in ["--" + name for name in names if "_" in name]:
         target.add_argument(alias, dest=names[0], **hidden)
+
+
+def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse print our own text when a value cannot be used."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except InvalidArgumentError as error:
+            raise argparse.ArgumentTypeError(error.what) from None
+
+    return convert
 
 
 def positive(text: str) -> int:

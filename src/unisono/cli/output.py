@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.cli.flags import add_flag
+from unisono.cli.flags import add_flag, checked
 from unisono.elastic.console import check_prefix
 from unisono.elastic.logs import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
 from unisono.elastic.ranges import parse_ranges
-from unisono.errors import InvalidArgumentError
 
 __all__ = ["add_output_flags", "log_options"]
 
@@ -40,7 +38,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
             group,
             letter,
             name,
-            type=_checked(StdChoice.parse),
+            type=checked(StdChoice.parse),
             default=None,
             metavar="STREAMS",
             help=f"{effect}; {streams}",
@@ -48,7 +46,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     add_flag(
         group,
         "--local-ranks-filter",
-        type=_checked(parse_ranges),
+        type=checked(parse_ranges),
         default=None,
         metavar="RANKS",
         help="show only these workers of this node on the console, as in 0,4-7",
@@ -69,7 +67,7 @@ def _add_console_flags(group: Any) -> None:
     add_flag(
         group,
         "--prefix",
-        type=_checked(check_prefix),
+        type=checked(check_prefix),
         default=None,
         metavar="TEMPLATE",
         help="put before each line on the console; fields {rank} {local_rank} {host} {role} "
@@ -114,15 +112,3 @@ def _default_prefix() -> str:
     texts = [text.replace("{", "{{").replace("}", "}}") for text in parts[::2]]
     fields = [f"{{{_TORCH_FIELDS[name]}}}" for name in parts[1::2]]
     return "".join(a + b for a, b in zip(texts, [*fields, ""], strict=True))
-
-
-def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse print our own text when a value cannot be used."""
-
-    def convert(text: str) -> Any:
-        try:
-            return parse(text)
-        except InvalidArgumentError as error:
-            raise argparse.ArgumentTypeError(error.what) from None
-
-    return convert

@@ -12,17 +12,23 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import IO, Literal
+from typing import IO, AnyStr, Literal
 
 from unisono.errors import LaunchError
 
-__all__ = ["Stdout", "Worker", "parent_death_hook"]
+__all__ = ["Stdout", "Worker", "opened", "parent_death_hook"]
 
 Stdout = Literal["inherited", "pipe", "terminal"]
 
 _PR_SET_PDEATHSIG = 1
 _REAP_TIMEOUT_S = 10.0
 _PREFIX_COLUMNS = 12
+
+
+def opened(pipe: IO[AnyStr] | None) -> IO[AnyStr]:
+    """Return a stream of a process that was started with a pipe for it."""
+    assert pipe is not None
+    return pipe
 
 
 def parent_death_hook() -> Callable[[], bool]:
@@ -125,8 +131,7 @@ class Worker:
     @property
     def stderr(self) -> IO[bytes]:
         """The worker's standard error."""
-        assert self._popen.stderr is not None
-        return self._popen.stderr
+        return opened(self._popen.stderr)
 
     def poll(self) -> int | None:
         """Return the exit code, or None while the process runs."""

@@ -15,8 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
-from unisono.stores.tcp_server import MAX_GREETINGS
-from unisono.stores.wire import MAX_REPLY_BYTES
+from unisono.stores.tcp_server import DEFAULT_OPTIONS, ServerOptions
 
 __all__ = ["NativeServer", "engine"]
 
@@ -36,20 +35,11 @@ class NativeServer:
 
     Args:
         listeners: Listening sockets, all on the same port.
-        token: See `start_server`.
-        serves_strangers: Likewise.
-        max_reply_bytes: A larger multi_get is refused.
-        max_greetings: See `tcp_server.MAX_GREETINGS`.
+        options: Whom it serves, and what it refuses.
     """
 
     def __init__(
-        self,
-        listeners: list[socket.socket],
-        *,
-        token: bytes = b"",
-        serves_strangers: bool = False,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
-        max_greetings: int = MAX_GREETINGS,
+        self, listeners: list[socket.socket], options: ServerOptions = DEFAULT_OPTIONS
     ) -> None:
         self.port: int = listeners[0].getsockname()[1]
         self._pid = os.getpid()
@@ -58,7 +48,12 @@ class NativeServer:
         sockets = [listener.detach() for listener in listeners]
         try:
             self._server = _engine.StoreServer(
-                sockets, log_fd, token, serves_strangers, max_reply_bytes, max_greetings
+                sockets,
+                log_fd,
+                options.token,
+                options.serves_strangers,
+                options.max_reply_bytes,
+                options.max_greetings,
             )
         except RuntimeError as error:
             os.close(lines)

@@ -8,7 +8,7 @@ from typing import Protocol
 from unisono.base import config
 from unisono.errors import InvalidArgumentError
 from unisono.stores.native_server import NativeServer, engine
-from unisono.stores.tcp_server import PythonServer
+from unisono.stores.tcp_server import PythonServer, ServerOptions
 
 __all__ = ["StoreServer", "start_server"]
 
@@ -47,4 +47,5 @@ def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreSer
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
     kind = PythonServer if engine() is None else NativeServer
-    return kind(listeners, token=token, serves_strangers=config.get("UNISONO_INSECURE") == "1")
+    insecure = config.get("UNISONO_INSECURE") == "1"
+    return kind(listeners, ServerOptions(token=token, serves_strangers=insecure))

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from unisono.base.deadline import Deadline
@@ -37,7 +38,7 @@ from unisono.stores.wire import (
     encode_reply,
 )
 
-__all__ = ["MAX_GREETINGS", "PythonServer"]
+__all__ = ["DEFAULT_OPTIONS", "PythonServer", "ServerOptions"]
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
@@ -48,9 +49,6 @@ _UNSENT_BYTES = 1024 * 1024
 _GREETING_S = 30.0
 _HURRY_S = 1.0
 _REST_S = 0.1
-
-MAX_GREETINGS = 4096
-"""So many may come after a client that has not said yet what it is; then it is dropped."""
 
 _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
@@ -82,30 +80,39 @@ class _Connection:
         self.promised: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Whom a store server serves, and what it refuses.
+
+    Attributes:
+        token: Of the job; empty if there is none.
+        serves_strangers: Clients without a token may be of other machines and users.
+        max_reply_bytes: A larger multi_get is refused.
+        max_greetings: So many may come after a client that has not said yet what it is; then it
+            is dropped.
+    """
+
+    token: bytes = b""
+    serves_strangers: bool = False
+    max_reply_bytes: int = MAX_REPLY_BYTES
+    max_greetings: int = 4096
+
+
+DEFAULT_OPTIONS = ServerOptions()
+
+
 class PythonServer:
     """Serves torch's TCPStore protocol on listening sockets that it takes over.
 
     Args:
         listeners: Listening sockets, all on the same port.
-        token: See `start_server`.
-        serves_strangers: Likewise.
-        max_reply_bytes: A larger multi_get is refused.
-        max_greetings: See `MAX_GREETINGS`.
+        options: Whom it serves, and what it refuses.
     """
 
     def __init__(
-        self,
-        listeners: list[socket.socket],
-        *,
-        token: bytes = b"",
-        serves_strangers: bool = False,
-        max_reply_bytes: int = MAX_REPLY_BYTES,
-        max_greetings: int = MAX_GREETINGS,
+        self, listeners: list[socket.socket], options: ServerOptions = DEFAULT_OPTIONS
     ) -> None:
-        self._token = token
-        self._serves_strangers = serves_strangers
-        self._max_reply_bytes = max_reply_bytes
-        self._max_greetings = max_greetings
+        self._options = options
         self._greetings: deque[tuple[float, _Connection]] = deque()
         # Those not listened to for now: there are no descriptors left.
         self._resting: list[socket.socket] = []
@@ -187,8 +194,8 @@ class PythonServer:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         gate = Gate(
-            self._token,
-            self._serves_strangers,
+            self._options.token,
+            self._options.serves_strangers,
             lambda: is_local(sock),
             lambda: is_foreign(sock),
         )
@@ -241,7 +248,7 @@ class PythonServer:
             came_s, connection = self._greetings[0]
             if connection.gate is not None and connection in self._connections:
                 left_s = came_s + allowed_s - time.monotonic()
-                if left_s > 0 and len(self._greetings) <= self._max_greetings:
+                if left_s > 0 and len(self._greetings) <= self._options.max_greetings:
                     return left_s if rest_s is None else min(left_s, rest_s)
                 self._drop(connection, "it did not say what it is")
             self._greetings.popleft()
@@ -323,10 +330,10 @@ class PythonServer:
 
     def _multi_get(self, keys: list[str]) -> list[bytes]:
         values = [self._table.values.get(key, b"") for key in keys]
-        if (nbytes := sum(map(len, values))) > self._max_reply_bytes:
+        if (nbytes := sum(map(len, values))) > self._options.max_reply_bytes:
             raise InvalidArgumentError(
                 f"multi_get of {len(keys)} keys has {nbytes} bytes; at most "
-                f"{self._max_reply_bytes} are sent"
+                f"{self._options.max_reply_bytes} are sent"
             )
         return values
 

@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import uuid
-from typing import IO, Self
+from typing import Self
+
+from unisono.elastic.process import opened
 
 __all__ = ["Host", "Network", "why_no_hosts"]
 
@@ -70,13 +72,13 @@ class Host:
         self.pid = self._holder.pid
         # What cat gives back shows that the namespaces exist.
         try:
-            _pipe(self._holder.stdin).write("ready\n")
-            _pipe(self._holder.stdin).flush()
-            answer = _pipe(self._holder.stdout).readline()
+            opened(self._holder.stdin).write("ready\n")
+            opened(self._holder.stdin).flush()
+            answer = opened(self._holder.stdout).readline()
         except BrokenPipeError:
             answer = ""
         if answer != "ready\n":
-            told = _pipe(self._holder.stderr).read()
+            told = opened(self._holder.stderr).read()
             self.close()
             raise OSError(told)
 
@@ -117,14 +119,14 @@ class Host:
 
     def close(self) -> None:
         """End the holder; the namespaces go when the last process in them has."""
-        _pipe(self._holder.stdin).close()
+        opened(self._holder.stdin).close()
         try:
             self._holder.wait(_LIMIT_S)
         finally:
             self._holder.kill()
             self._holder.wait()
-            _pipe(self._holder.stdout).close()
-            _pipe(self._holder.stderr).close()
+            opened(self._holder.stdout).close()
+            opened(self._holder.stderr).close()
 
 
 class Network:
@@ -180,8 +182,3 @@ class Network:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-
-
-def _pipe(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None
-    return pipe
