@@ -2,11 +2,15 @@
 
     python benchmarks/checks.py [--nproc-per-node 2] [--rounds 41] [--json FILE]
 
-Two groups of the same ranks make the same public calls. In one of them the C++ engine is told that
-the ranks have agreed already; everything else is the same. The rounds of both take turns, and the
-ratio is that of neighbouring rounds, so that the load of the machine hits both. A round's time is
-that of its slowest rank. Without agreement a broadcast's root may run ahead of the others, so there
-the ratio also has what their meeting costs.
+Three groups of the same ranks make the same public calls. In one of them the C++ engine is told
+that the ranks have agreed already; everything else is the same. Their rounds take turns, and the
+ratio is that of neighbouring rounds, so that the load of the machine hits all. A round's time is
+that of its slowest rank. The third group is as the first: the ratio of these two says what a ratio
+is worth. Where memory happens to lie makes some per cent, so groups and arrays are made anew
+several times.
+
+What is compared is not only two words: who has agreed has met. Without agreement a broadcast's root
+runs ahead of the others, and a rank copies its own block of an all_gather while it waits.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ import unisono as dist
 from unisono.testing import run
 
 # Long enough that a round is no matter of chance, short enough that a neighbour sees the same load.
-ROUND_S = 0.01
+ROUND_S = 0.005
+
+# How often groups and arrays are made anew.
+PLACES = 5
 
 
 class Unchecked:
@@ -70,44 +77,51 @@ def seconds(call: Callable[[], object], count: int) -> float:
 
 def measure(rank: int, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     """Time all calls of all sizes; the result is the same on every rank."""
-    checked, unchecked = dist.new_group(), dist.new_group()
-    for group in (checked, unchecked):
-        group.barrier()  # the shared memory is made by the first call
-    engine = unchecked.backends["cpu"]._engine
-    if engine.name != "native":
-        raise SystemExit(f"this needs the native engine; the group has {engine.name}")
-    engine._group = Unchecked(engine._group)
-    rows = []
-    for nbytes in sizes:
-        one, other = calls(nbytes, checked), calls(nbytes, unchecked)
-        for name in one:
-            seconds(one[name], 20)
-            count = max(1, int(ROUND_S / seconds(one[name], 20)))
-            pairs = []
-            for number in range(rounds):
-                order = (one, other) if number % 2 else (other, one)
-                times = [seconds(each[name], count) for each in order]
-                pairs.append(times if number % 2 else times[::-1])
-            ratios = sorted(a / b for a, b in pairs)
-            rows.append(
-                {
-                    "call": name,
-                    "nbytes": nbytes,
-                    "checked_us": statistics.median(a for a, _ in pairs) * 1e6,
-                    "unchecked_us": statistics.median(b for _, b in pairs) * 1e6,
-                    "ratio": statistics.median(ratios),
-                    "ratio_fastest": min(a for a, _ in pairs) / min(b for _, b in pairs),
-                    "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-                }
-            )
-    return rows
+    times: dict[tuple[str, int], list[list[float]]] = {}
+    for _ in range(PLACES):
+        groups = [dist.new_group() for _ in range(3)]
+        for group in groups:
+            group.barrier()  # the shared memory is made by the first call
+        engine = groups[1].backends["cpu"]._engine
+        if engine.name != "native":
+            raise SystemExit(f"this needs the native engine; the group has {engine.name}")
+        engine._group = Unchecked(engine._group)
+        for nbytes in sizes:
+            each = [calls(nbytes, group) for group in groups]
+            for name in each[0]:
+                for one in each:
+                    seconds(one[name], 20)
+                count = max(1, int(ROUND_S / seconds(each[0][name], 20)))
+                rows = times.setdefault((name, nbytes), [])
+                for number in range(-(-rounds // PLACES)):
+                    order = [(number + k) % 3 for k in range(3)]
+                    taken = {k: seconds(each[k][name], count) for k in order}
+                    rows.append([taken[k] for k in range(3)])
+        for group in groups:
+            dist.destroy_process_group(group)
+    return [row(name, nbytes, rows) for (name, nbytes), rows in times.items()]
+
+
+def row(name: str, nbytes: int, times: list[list[float]]) -> dict[str, Any]:
+    """Return what is printed of rounds with, without, and with an agreement."""
+    ratios = sorted(a / b for a, b, _ in times)
+    return {
+        "call": name,
+        "nbytes": nbytes,
+        "checked_us": statistics.median(a for a, _, _ in times) * 1e6,
+        "unchecked_us": statistics.median(b for _, b, _ in times) * 1e6,
+        "ratio": statistics.median(ratios),
+        "ratio_fastest": min(a for a, _, _ in times) / min(b for _, b, _ in times),
+        "ratio_of_equals": statistics.median(a / c for a, _, c in times),
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+    }
 
 
 def main() -> None:
     """Print one row per call and size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks, all on this host")
-    parser.add_argument("--rounds", type=int, default=41, help="pairs of rounds per row")
+    parser.add_argument("--rounds", type=int, default=41, help="rounds of each group per row")
     parser.add_argument("--sizes", default="8,4096,65536,1048576", help="bytes, comma-separated")
     parser.add_argument("--json", help="write the rows there as well")
     arguments = parser.parse_args()
@@ -121,15 +135,14 @@ def main() -> None:
         timeout=600,
     )[0]
     loads.append(os.getloadavg()[0])
-    print(
-        f"{'call':24}{'bytes':>9}{'checked':>10}{'without':>10}{'ratio':>8}  quartiles    fastest"
-    )
-    for row in rows:
-        low, high = row["quartiles"]
+    times = f"{'checked':>10}{'without':>10}{'ratio':>8}"
+    print(f"{'call':24}{'bytes':>9}{times}  quartiles    fastest  equals")
+    for each in rows:
+        low, high = each["quartiles"]
         print(
-            f"{row['call']:24}{row['nbytes']:>9}{row['checked_us']:>8.2f}us"
-            f"{row['unchecked_us']:>8.2f}us{row['ratio']:>8.3f}  {low:.3f} {high:.3f}"
-            f"{row['ratio_fastest']:>9.3f}"
+            f"{each['call']:24}{each['nbytes']:>9}{each['checked_us']:>8.2f}us"
+            f"{each['unchecked_us']:>8.2f}us{each['ratio']:>8.3f}  {low:.3f} {high:.3f}"
+            f"{each['ratio_fastest']:>9.3f}{each['ratio_of_equals']:>8.3f}"
         )
     print(f"load {loads[0]:.2f} before, {loads[1]:.2f} after")
     if arguments.json:

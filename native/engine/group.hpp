@@ -36,6 +36,8 @@ class Group final : public Runner {
   void leave();
 
  private:
+  // The i-th rank after this one. Without a division, of which a small call would notice two.
+  int other(int i) const { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; }
   bool fits(const Program& program, const Buffers& buffers) const;
   bool fits_slot(const Step& step, int64_t itemsize) const;
   Status begin_epoch();
@@ -47,6 +49,10 @@ class Group final : public Runner {
   char* place(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
   void raise(uint64_t stage);
+  bool has_come(int peer, uint64_t value) const {
+    // acquire: pairs with the store in raise()
+    return segment_->line(peer).flag.load(std::memory_order_acquire) >= value;
+  }
   Status wait_for(int peer, uint64_t value, int step);
   Status wait_slowly(int peer, uint64_t value, int step);
   Code end_of(int peer) const;
