@@ -49,11 +49,10 @@ size_t Key::hash() const {
   return static_cast<size_t>(hash);
 }
 
-Calls::Calls(nb::object turn, nb::object failed, nb::object waiting)
+Calls::Calls(nb::object turn, nb::object failed)
     : turn_ref_(std::move(turn)),
       turn_(nb::cast<Turn*>(turn_ref_)),
       failed_(std::move(failed)),
-      waiting_(std::move(waiting)),
       forks_(process.forks) {}
 
 void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
@@ -88,7 +87,7 @@ void Calls::note(nb::object runner, nb::object program, const Known& known, cons
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &waiting_, &last_call_}) {
+  for (const nb::object* each : {&turn_ref_, &failed_, &last_call_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -113,7 +112,6 @@ void Calls::clear() {
   last_seq_ = 0;
   last_call_.reset();
   failed_.reset();
-  waiting_.reset();
 }
 
 nb::object Calls::last() const {
@@ -131,7 +129,7 @@ Remembered* Calls::find(const Key& key) const {
 void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
   // Another thread may have called something else in the meantime: only what ran on this thread
   // and on this very memory is the call that the key stands for.
-  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || turn_->busy ||
+  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || !turn_->is_free() ||
       !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
     return;
   }
@@ -167,11 +165,6 @@ bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
   *failed = !status.is_ok() && !end(what, seq, status, arrays);
   caller_ = before;
   turn_->give();
-  if (turn_->wanted) {
-    nb::error_scope keep;
-    nb::object done = nb::steal(PyObject_CallNoArgs(waiting_.ptr()));
-    if (!done.is_valid()) PyErr_WriteUnraisable(waiting_.ptr());
-  }
   return true;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "program.hpp"
+#include "queue.hpp"
 #include "runner.hpp"
 
 namespace unisono {
@@ -22,26 +23,6 @@ struct ProcessState {
 extern ProcessState process;
 
 int64_t nanoseconds(double seconds);
-
-// Whose turn it is in a group: calls run one after another. All methods need the interpreter
-// lock, which makes each of them atomic.
-struct Turn {
-  bool busy = false;
-  bool wanted = false;  // something is queued, or waits for the turn to be given back
-  uint64_t seq = 0;
-
-  uint64_t count() { return ++seq; }
-  uint64_t take() {
-    if (busy || wanted) return 0;
-    busy = true;
-    return ++seq;
-  }
-  bool seize() {
-    if (busy) return false;
-    return busy = true;
-  }
-  void give() { busy = false; }
-};
 
 // What identifies a call among those of one group.
 struct Key {
@@ -99,7 +80,7 @@ struct Remembered {
 // The calls of one group that can be repeated.
 class Calls {
  public:
-  Calls(nanobind::object turn, nanobind::object failed, nanobind::object waiting);
+  Calls(nanobind::object turn, nanobind::object failed);
 
   void close() { closed_ = true; }
   // The thread that is in a collective call of the group, here or in Python; 0 if none is.
@@ -136,7 +117,6 @@ class Calls {
   nanobind::object turn_ref_;
   Turn* turn_;
   nanobind::object failed_;
-  nanobind::object waiting_;
   bool closed_ = false;
   unsigned long caller_ = 0;
   uint64_t forks_;

@@ -19,6 +19,7 @@
 #include "calls.hpp"
 #include "group.hpp"
 #include "kernels.hpp"
+#include "memory.hpp"
 #include "program.hpp"
 #include "segment.hpp"
 #include "steps.hpp"
@@ -100,12 +101,6 @@ std::pair<int, std::shared_ptr<unisono::Segment>> attach(int pid, int fd, const 
   return {error, segment};
 }
 
-// Whether a signal handler raised, Ctrl-C above all; it ends the wait with that exception.
-bool signal_raised() {
-  nb::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
 std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> segment, int rank,
                                            const std::vector<int>& pids, int spin) {
   auto group = std::make_unique<unisono::Group>(std::move(segment), rank, pids, spin);
@@ -126,47 +121,6 @@ void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& la
   runner.set_late(std::move(call), before_ns);
 }
 
-// The memory of an array, or of a list of arrays of equal size, for the time of a call; nothing for
-// None.
-class Memory {
- public:
-  explicit Memory(nb::handle given) : Memory() {  // so that the destructor runs if this throws
-    if (given.is_none()) return;
-    if (!nb::isinstance<nb::list>(given)) {
-      span_.data = hold(given);
-      return;
-    }
-    for (nb::handle each : nb::borrow<nb::list>(given)) {
-      span_.parts.push_back(hold(each));
-      if (views_.back().len != views_.front().len) throw nb::value_error("parts of different size");
-    }
-  }
-  ~Memory() {
-    for (Py_buffer& view : views_) PyBuffer_Release(&view);
-  }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-
-  const unisono::Span& span() const { return span_; }
-  bool is_readonly() const { return is_readonly_; }
-
- private:
-  Memory() = default;
-
-  char* hold(nb::handle array) {
-    Py_buffer view{};
-    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
-    views_.push_back(view);
-    span_.nbytes += view.len;
-    is_readonly_ |= view.readonly != 0;
-    return static_cast<char*>(view.buf);
-  }
-
-  std::vector<Py_buffer> views_;
-  unisono::Span span_;
-  bool is_readonly_ = false;
-};
-
 // `calls`: where to note this call, so that it can be repeated; None: nowhere.
 std::pair<int, int> run(nb::object self, nb::object program, nb::handle source,
                         nb::handle target, int64_t itemsize, int dtype, int op,
@@ -174,8 +128,8 @@ std::pair<int, int> run(nb::object self, nb::object program, nb::handle source,
                         unisono::Calls* calls, nb::object call) {
   auto& runner = nb::cast<unisono::Runner&>(self);
   const auto& owned = nb::cast<const unisono::OwnedProgram&>(program);
-  const Memory input(source);
-  const Memory output(target);
+  const unisono::Memory input(source);
+  const unisono::Memory output(target);
   std::vector<char> scratch(static_cast<std::size_t>(owned.scratch_count * itemsize));
   unisono::Buffers buffers = unisono::buffers_of(input.span(), output.span(), itemsize, scratch);
   buffers.output_is_readonly = output.is_readonly();
@@ -262,6 +216,7 @@ NB_MODULE(_engine, m) {
   bind_interface(m);
   bind_store(m);
   bind_store_link(m);
+  bind_queue(m);
   bind_quick(m);
   bind_p2p(m);
 

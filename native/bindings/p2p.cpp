@@ -78,12 +78,6 @@ unisono::Ranks shared_ranks(std::vector<int> ranks) {
   return std::make_shared<const std::vector<int>>(std::move(ranks));
 }
 
-// Whether a signal handler raised, Ctrl-C above all; it ends the wait with that exception.
-bool signal_raised() {
-  nb::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
 std::shared_ptr<Messages> make_messages(int rank, int ranks) {
   auto messages = std::make_shared<Messages>(rank, ranks);
   messages->set_poll(&signal_raised);

@@ -177,18 +177,8 @@ void bind_quick(nb::module_& m) {
   // A script may end without destroying its groups; what threads hold then is no news to anybody.
   nb::set_leak_warnings(false);
 
-  nb::class_<unisono::Turn>(m, "Turn")
-    .def(nb::init<>())
-    .def_ro("busy", &unisono::Turn::busy)
-    .def_rw("wanted", &unisono::Turn::wanted)
-    .def("count", &unisono::Turn::count, "Return the next number.")
-    .def("take", &unisono::Turn::take, "Take the turn and return the next number; 0 if not free.")
-    .def("seize", &unisono::Turn::seize, "Take the turn if it is free, wanted or not.")
-    .def("give", &unisono::Turn::give, "Give the turn back.");
-
   nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
-    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
-         nb::arg("waiting"))
+    .def(nb::init<nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"))
     .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
     .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
                  "The thread that is in a collective call, or 0.")

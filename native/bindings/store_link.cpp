@@ -122,11 +122,6 @@ nb::object taken(const nb::tuple& request, const char* at) {
   }
 }
 
-bool signal_raised() {
-  nb::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
 std::unique_ptr<Link> make_link(int fd) {
   auto link = std::make_unique<Link>(fd);
   link->set_poll(&signal_raised);

@@ -1,6 +1,7 @@
 """The native engine."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 def dtype_codes() -> dict[str, int]:
     """Return every element type's code, by Python's name of it."""
@@ -119,28 +120,80 @@ class StoreLink:
     def cancel(self, timeout_s: float) -> bool:
         """End a wait that timed out; return whether it was over by then."""
 
+class Flight:
+    @overload
+    def __init__(self) -> None:
+        """A call that Python runs when its turn has come."""
+
+    @overload
+    def __init__(
+        self,
+        runner: object,
+        program: object,
+        input: object | None,
+        output: object | None,
+        itemsize: int,
+        dtype: int,
+        op: int,
+        fingerprint: int,
+        even: int,
+        timeout_s: float,
+    ) -> None: ...
+    @property
+    def is_handed(self) -> bool:
+        """Once it is over: whether whoever serves tells of its end."""
+
 class Turn:
     def __init__(self) -> None: ...
-    @property
-    def busy(self) -> bool: ...
-    @property
-    def wanted(self) -> bool: ...
-    @wanted.setter
-    def wanted(self, arg: bool, /) -> None: ...
-    def count(self) -> int:
-        """Return the next number."""
+
+    CLOSED: int = 0
+
+    IDLE: int = 1
+
+    FOREIGN: int = 2
+
+    FAILED: int = 3
+
+    ENDED: int = 4
 
     def take(self) -> int:
-        """Take the turn and return the next number; 0 if not free."""
-
-    def seize(self) -> bool:
-        """Take the turn if it is free, wanted or not."""
+        """Take the turn and return the next number; 0 if it is not free."""
 
     def give(self) -> None:
         """Give the turn back."""
 
+    def is_free(self) -> bool: ...
+    def runs(self) -> bool:
+        """Whether a call runs."""
+
+    def push(self, flight: Flight) -> int:
+        """Queue a call, to be kept until it is over; return its number."""
+
+    def serve(self) -> tuple[int, int, int, int]:
+        """Run what is queued; return (reason, number, code, peer)."""
+
+    def finish(self, seq: int) -> None:
+        """End the call that serve() returned with."""
+
+    def is_over(self, seq: int) -> bool: ...
+    def watch(self, flight: Flight) -> bool:
+        """Have serve() tell of its end; False: it has ended well already."""
+
+    def wait(self, seq: int, timeout_s: float) -> bool:
+        """Wait until a call is over; return whether it is."""
+
+    def wait_until_still(self, timeout_s: float) -> bool:
+        """Wait until no call runs."""
+
+    def close(self) -> int:
+        """Drop what has not begun; return the first number of those, or 0."""
+
+    @property
+    def begun(self) -> int:
+        """Number of the last queued call that began."""
+
 class Calls:
-    def __init__(self, turn: object, failed: object, waiting: object) -> None: ...
+    def __init__(self, turn: object, failed: object) -> None: ...
     def close(self) -> None:
         """Leave every call to Python from now on."""
 

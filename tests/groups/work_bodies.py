@@ -87,10 +87,9 @@ def chains(rank):
 
 def waiting_in_a_callback(rank):
     """On the progress thread a wait would be for itself: an error at once, no hang."""
-    told, gate = [], threading.Event()
+    told = []
 
     def callback(future):
-        gate.wait(30)
         for call in (
             lambda: dist.all_reduce(np.ones(1)),
             lambda: dist.all_reduce(np.ones(1), async_op=True).wait(),
@@ -102,13 +101,23 @@ def waiting_in_a_callback(rank):
                 told.append(error.what)
         return True
 
-    # The second operation is queued, so that the first callback runs on the progress thread.
-    done = dist.all_reduce(np.ones(1), async_op=True).get_future().then(callback)
-    last = dist.all_reduce(np.ones(1), async_op=True)
-    gate.set()
-    assert done.wait(30) is True
-    last.wait()
-    dist.barrier()
+    # The other rank comes once the callback is there, which so runs on the progress thread; the
+    # second operation is queued behind it, so that a third one would have to wait.
+    token = np.zeros(1)
+    for turn in range(2):
+        if rank != turn:
+            dist.recv(token, turn)
+        work = dist.all_reduce(np.ones(1), async_op=True)
+        last = dist.all_reduce(np.ones(1), async_op=True)
+        if rank == turn:
+            done = work.get_future().then(callback)
+            dist.send(token, 1 - turn)
+            assert done.wait(30) is True
+        else:
+            for _ in range(2):
+                dist.all_reduce(np.ones(1), async_op=True)
+        last.wait()
+        dist.barrier()
     return told
 
 

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 
-__all__ = ["Completion"]
+__all__ = ["Completion", "Source"]
 
 _log = get_logger("base.completion")
+
+
+class Source(Protocol):
+    """Where something ends of which nobody tells its completion."""
+
+    def poll(self) -> object:
+        """Finish the completion if it has ended."""
+
+    def wait(self, deadline: Deadline | None) -> bool:
+        """Block until it has ended; False if the deadline passed first.
+
+        The completion is finished then, or about to be by another thread.
+        """
+
+    def watch(self) -> bool:
+        """Have the completion finished by another thread; False: it has ended already."""
 
 
 class Completion:
@@ -23,9 +39,12 @@ class Completion:
     Theory of operation: `_gate` is a lock that is held until the end. Who waits takes it and
     gives it back for the next one. An Event does the same at several times the price, and a
     small message costs little more than its completion.
+
+    What ends in C++ has a source: nobody is woken there to finish the completion, unless a callback
+    waits for that. Whoever asks looks at the source.
     """
 
-    __slots__ = ("_callbacks", "_done", "_gate", "_lock", "error")
+    __slots__ = ("_callbacks", "_done", "_gate", "_lock", "_source", "error")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,10 +52,17 @@ class Completion:
         self._gate.acquire()
         self._done = False
         self._callbacks: list[Callable[[Any], object]] = []
+        self._source: Source | None = None
         self.error: BaseException | None = None
+
+    def ends_with(self, source: Source) -> None:
+        """Look at `source` for the end, until it is finished."""
+        self._source = source
 
     def done(self) -> bool:
         """Whether it has ended, well or badly."""
+        if not self._done and (source := self._source) is not None:
+            source.poll()
         return self._done
 
     def finish(self, error: BaseException | None = None) -> bool:
@@ -50,6 +76,7 @@ class Completion:
                 return False
             self.error = error
             self._done = True
+            self._source = None
             callbacks, self._callbacks = self._callbacks, []
         self._gate.release()
         for callback in callbacks:
@@ -59,6 +86,9 @@ class Completion:
     def wait_until(self, deadline: Deadline | None) -> bool:
         """Block until done or expired; return whether it is done. Raises nothing."""
         if not self._done:
+            source = self._source
+            if source is not None and not source.wait(deadline):
+                return self._done
             limit = None if deadline is None else deadline.remaining()
             if limit is None or limit > threading.TIMEOUT_MAX:
                 limit = -1
@@ -70,10 +100,13 @@ class Completion:
     def add_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback(self)` when done; at once if it is done already."""
         with self._lock:
-            if not self._done:
+            done, source = self._done, self._source
+            if not done:
                 self._callbacks.append(callback)
-                return
-        self._call(callback)
+        if done:
+            self._call(callback)
+        elif source is not None and not source.watch():
+            self.finish()
 
     def _call(self, callback: Callable[[Any], object]) -> None:
         try:

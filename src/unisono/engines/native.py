@@ -32,8 +32,8 @@ from unisono.base.native import extension as _engine
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.failures import LATE_S, Expired
-from unisono.engines.order import OrderedEngine
 from unisono.engines.parts import Memory, are_even, joined, spread
+from unisono.engines.progress import QueueEngine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (
@@ -154,6 +154,15 @@ def _in_messages(program: Program) -> Any:
     return _engine.Program(table.ctypes.data, count, loop.ctypes.data, 1, program.scratch_count)
 
 
+def _before_exchange(task: Task) -> tuple[Program, int]:
+    """Return the program that a task begins with, and its word for numbers that may differ."""
+    if task.exchange is None:
+        return task.program, 1
+    even = task.exchange.even
+    # A program of sizes that nobody has compared yet may name what is not there.
+    return task.program if even else _NO_STEPS, even
+
+
 def _flat(memory: Memory) -> Memory:
     if isinstance(memory, list):
         return [each.reshape(-1) for each in memory]
@@ -187,7 +196,7 @@ def _choose_isa(name: str) -> None:
     _engine.set_isa(name)
 
 
-class NativeEngine(OrderedEngine):
+class NativeEngine(QueueEngine):
     """Runs tasks over shared memory where the ranks have one host, and with messages.
 
     Args:
@@ -198,7 +207,7 @@ class NativeEngine(OrderedEngine):
     name = "native"
 
     def __init__(self, comm: Communicator, *, crowded: bool) -> None:
-        super().__init__(comm, _engine.Turn())
+        super().__init__(comm)
         if isa := config.get("UNISONO_CPU"):
             _choose_isa(isa)
         self._spin = _SPIN_CROWDED if crowded else _SPIN
@@ -211,8 +220,8 @@ class NativeEngine(OrderedEngine):
         self._told = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._wake)
-        comm.transport.watch_calls(comm.context, self._last_repeated)
+        self.calls = _engine.Calls(self._turn, self._repeated_badly)
+        comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
@@ -227,20 +236,34 @@ class NativeEngine(OrderedEngine):
         return super().lower(schedule, layout, itemsize)
 
     def perform(self, task: Task) -> None:
-        program, exchange = task.program, task.exchange
         if not self._connected:
             with Run(self.comm, task) as run:
                 self._connect(run)
         if self.comm.size == 1:
             with Run(self.comm, task) as run:
-                run.execute(program)
+                run.execute(task.program)
             return
-        even = exchange.even if exchange is not None else 1
+        program, even = _before_exchange(task)
         word = task.call.fingerprint
-        # A program of sizes that nobody has compared yet may name what is not there.
-        program = program if even else _NO_STEPS
         if not self._execute(task, program, task.dtype, task.input, task.output, word, even):
             self._exchange(task)
+
+    def prepare(self, task: Task) -> Any:
+        ready = self._connected and self.comm.size > 1 and task.finish is None
+        if not (ready and are_even(task.input) and are_even(task.output)):
+            return None
+        program, even = _before_exchange(task)
+        return _engine.Flight(
+            *self._runner(program),
+            task.input,
+            task.output,
+            task.dtype.itemsize,
+            _CODES[task.dtype.name],
+            task.op.op.value,
+            task.call.fingerprint,
+            even,
+            task.deadline.remaining(),
+        )
 
     def _exchange(self, task: Task) -> None:
         """Compare the numbers that may differ by rank, and run the program for such."""
@@ -264,9 +287,12 @@ class NativeEngine(OrderedEngine):
 
     # ---- repeated calls -------------------------------------------------------------------
 
-    def _last_repeated(self) -> Status | None:
-        last = self.calls.last()
-        return None if last is None else Status(last[0], last[1].call.text)
+    def _last_without_python(self) -> Status | None:
+        """Return the last call that this rank has begun without `Transport.enter`."""
+        queued, last = self.last_queued(), self.calls.last()
+        if last is None or (queued is not None and queued.seq > last[0]):
+            return queued
+        return Status(last[0], last[1].call.text)
 
     def _repeated_badly(
         self,
@@ -285,11 +311,11 @@ class NativeEngine(OrderedEngine):
         deadline = Deadline(self.timeout_s)
         call = call._replace(seq=seq)
         task = Task(call, program, source, target, dtype, op, deadline, exchange)
-        error = self._run(task, lambda task: self._perform_rest(task, *status))
+        error = self._run(task, lambda task: self.perform_rest(task, *status))
         if error is not None:
             raise error
 
-    def _perform_rest(self, task: Task, code: int, peer: int) -> None:
+    def perform_rest(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:
             self._raise(task, code, peer)
         self._exchange(task)
@@ -316,10 +342,7 @@ class NativeEngine(OrderedEngine):
         if fingerprint and task.finish is None:
             calls = self.calls
             repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
-        if self._group is not None and isinstance(program, _NativeProgram):
-            runner, native = self._group, program.native
-        else:
-            runner, native = self._steps, _in_messages(program)
+        runner, native = self._runner(program)
         code, peer = runner.run(
             native,
             given,
@@ -338,6 +361,12 @@ class NativeEngine(OrderedEngine):
         if result is not target:
             spread(cast(Array, result), target)
         return not code
+
+    def _runner(self, program: Program) -> tuple[Any, Any]:
+        """Return what runs a program, and the program's copy in C++."""
+        if self._group is not None and isinstance(program, _NativeProgram):
+            return self._group, program.native
+        return self._steps, _in_messages(program)
 
     def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
@@ -395,7 +424,6 @@ class NativeEngine(OrderedEngine):
         messages = comm.transport.messages
         if messages is None:
             raise InternalError("a world with the native engine has messages in C++")
-        self._connected = True
         numbers = [self._hosts.index(host) for host in self._hosts]
         self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]
@@ -410,6 +438,7 @@ class NativeEngine(OrderedEngine):
                 each.abort()
 
         comm.transport.on_failure(comm.context, end)
+        self._connected = True
 
     def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
         size, nonce = self.comm.size, os.urandom(16)

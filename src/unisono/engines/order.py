@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.base.completion import Completion
-from unisono.engines.api import Communicator, Engine, Task
+from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.failures import (
     Expired,
     break_group,
@@ -33,8 +33,8 @@ _CLOSE_S = 10.0
 class Turn:
     """Whose turn it is: calls run one after another, and are counted.
 
-    The C++ engine has its own, for calls that are repeated without Python code; `wanted` keeps
-    those from jumping the queue. Here everything happens under the engine's lock.
+    The C++ engine has its own, which is its queue as well. Here everything happens under the
+    engine's lock, and `wanted` says that something is queued.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,14 @@ class Turn:
         """Give the turn back."""
         self.busy = False
 
+    def runs(self) -> bool:
+        """Whether a call runs."""
+        return self.busy
+
+    def is_free(self) -> bool:
+        """Whether `take` would take it."""
+        return not self.busy and not self.wanted
+
 
 class OrderedEngine(Engine):
     """Runs tasks on the caller's thread, or on a progress thread made when first needed.
@@ -75,7 +83,7 @@ class OrderedEngine(Engine):
 
     def __init__(self, comm: Communicator, turn: Any = None) -> None:
         super().__init__(comm)
-        self._turn = turn or Turn()
+        self._turn: Any = turn or Turn()
         self._changed = threading.Condition()
         self._queue: deque[tuple[Task, Completion]] = deque()
         self._closed = False
@@ -86,8 +94,8 @@ class OrderedEngine(Engine):
         self._require_open(task)
         with self._changed:
             self._require_open(task)
-            free = not self._turn.busy and not self._queue
-            if inline and self.runs_here() and not (free and self.comm.transport.may_wait()):
+            free = self._turn.is_free() and self.comm.transport.may_wait()
+            if inline and self.runs_here() and not free:
                 raise UsageError(
                     f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
                     hint="in a callback of a future, call it with async_op=True",
@@ -95,15 +103,11 @@ class OrderedEngine(Engine):
             seq = self._turn.take() if inline else 0
             now = seq > 0
             if not now:
-                self._turn.wanted = True
-                seq = self._turn.count()
-            task.call = task.call._replace(seq=seq)
-            if not now:
-                self._queue.append((task, completion))
                 self._start_thread()
-                self._changed.notify_all()
+                seq = self._put(task, completion)
+            task.call = task.call._replace(seq=seq)
         if now:
-            self._run_and_finish(task, completion)
+            self._run_and_finish(task, completion, self._turn.give)
 
     def runs_here(self) -> bool:
         here = threading.current_thread() is self._thread
@@ -120,18 +124,15 @@ class OrderedEngine(Engine):
             if self._closed:
                 return
             self._closed = True
-            dropped, self._queue = self._queue, deque()
-            self._turn.wanted = True
-            busy, thread = self._turn.busy, self._thread
-            self._changed.notify_all()
-        for task, completion in dropped:
-            told = f"group '{self.comm.name}' was destroyed before {task.call.text} ran"
+            dropped = self._take_back()
+            runs, thread = self._turn.runs(), self._thread
+        for call, completion in dropped:
+            told = f"group '{self.comm.name}' was destroyed before {call.text} ran"
             completion.finish(ClosedError(told))
-        if busy:
+        if runs:
             # Its peers are in this call too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
-            with self._changed:
-                self._changed.wait_for(lambda: not self._turn.busy, _CLOSE_S)
+            self._wait_until_still(_CLOSE_S)
         if thread is not None and thread is not threading.current_thread():
             thread.join(_CLOSE_S)
         self.comm.close()
@@ -149,6 +150,24 @@ class OrderedEngine(Engine):
             self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
             self._thread.start()
 
+    def _put(self, task: Task, completion: Completion) -> int:
+        """Queue a task and return its number; under the lock."""
+        self._turn.wanted = True
+        self._queue.append((task, completion))
+        self._changed.notify_all()
+        return int(self._turn.count())
+
+    def _take_back(self) -> list[tuple[Call, Completion]]:
+        """Return what has not begun, and let the progress thread end; under the lock."""
+        dropped, self._queue = self._queue, deque()
+        self._turn.wanted = True
+        self._changed.notify_all()
+        return [(task.call, completion) for task, completion in dropped]
+
+    def _wait_until_still(self, limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._turn.runs(), limit_s)
+
     def _progress(self) -> None:
         while True:
             with self._changed:
@@ -158,21 +177,27 @@ class OrderedEngine(Engine):
                     return
                 task, completion = self._queue.popleft()
                 self._turn.wanted = bool(self._queue)
-            self._run_and_finish(task, completion)
+            self._run_and_finish(task, completion, self._turn.give)
             # A waiting thread must not keep the buffers of a finished task alive.
             del task, completion
 
-    def _run_and_finish(self, task: Task, completion: Completion) -> None:
+    def _run_and_finish(
+        self,
+        task: Task,
+        completion: Completion,
+        give: Callable[[], object],
+        perform: Callable[[Task], None] | None = None,
+    ) -> None:
         error: BaseException | None = None
         try:
-            error = self._run(task, self.perform)
+            error = self._run(task, perform or self.perform)
         except BaseException as interrupt:
             # Ctrl-C in the middle of a collective: the other ranks cannot finish it any more.
             error = interrupt
             self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
             raise
         finally:
-            self._turn.give()
+            give()
             self._wake()
             # Not before: a callback may make the next call, which must find the engine free.
             completion.finish(error)

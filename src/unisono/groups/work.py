@@ -69,7 +69,7 @@ class Work:
 
     def exception(self) -> BaseException | None:
         """Return its error, or None."""
-        return self._pending.error
+        return self._pending.error if self._pending.done() else None
 
     def result(self) -> list[Any]:
         """Return the arrays that hold the result; meaningful once it is done."""

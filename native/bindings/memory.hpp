@@ -1,0 +1,53 @@
+// The memory of Python's arrays while a call works on it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <vector>
+
+#include "calls.hpp"
+
+namespace unisono {
+
+// The memory of an array, or of a list of arrays of equal size, for the time of a call; nothing for
+// None.
+class Memory {
+ public:
+  explicit Memory(nanobind::handle given) : Memory() {  // so that the destructor runs if this throws
+    if (given.is_none()) return;
+    if (!nanobind::isinstance<nanobind::list>(given)) {
+      span_.data = hold(given);
+      return;
+    }
+    for (nanobind::handle each : nanobind::borrow<nanobind::list>(given)) {
+      span_.parts.push_back(hold(each));
+      if (views_.back().len != views_.front().len) throw nanobind::value_error("parts of different size");
+    }
+  }
+  ~Memory() {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+  }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  const Span& span() const { return span_; }
+  bool is_readonly() const { return is_readonly_; }
+
+ private:
+  Memory() = default;
+
+  char* hold(nanobind::handle array) {
+    Py_buffer view{};
+    if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE) != 0) throw nanobind::python_error();
+    views_.push_back(view);
+    span_.nbytes += view.len;
+    is_readonly_ |= view.readonly != 0;
+    return static_cast<char*>(view.buf);
+  }
+
+  std::vector<Py_buffer> views_;
+  Span span_;
+  bool is_readonly_ = false;
+};
+
+}  // namespace unisono

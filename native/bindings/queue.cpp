@@ -1,0 +1,134 @@
+// A group's queue, whose jobs run without Python.
+#include "queue.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings.hpp"
+#include "clock.hpp"
+#include "memory.hpp"
+#include "program.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+namespace {
+
+// This thread is one that serves a queue: signals are the business of those who wait.
+thread_local bool is_server = false;
+
+// A job with what it works on. Python keeps it until it is over.
+class Flight {
+ public:
+  Flight(nb::object runner, nb::object program, nb::handle source, nb::handle target,
+         int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even, double timeout_s)
+      : runner_(std::move(runner)), program_(std::move(program)), input_(source), output_(target) {
+    const auto& owned = nb::cast<const OwnedProgram&>(program_);
+    scratch_.resize(static_cast<size_t>(owned.scratch_count * itemsize));
+    job.runner = nb::cast<Runner*>(runner_);
+    job.program = owned.view();
+    job.buffers = buffers_of(input_.span(), output_.span(), itemsize, scratch_);
+    job.buffers.output_is_readonly = output_.is_readonly();
+    job.reduce = reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op));
+    job.words = {fingerprint, even};
+    const int64_t timeout_ns = nanoseconds(timeout_s);
+    job.deadline_ns = now_ns() + timeout_ns;
+  }
+  Flight() : input_(nb::none()), output_(nb::none()) {}
+
+  Job job;
+
+ private:
+  nb::object runner_;
+  nb::object program_;
+  Memory input_;
+  Memory output_;
+  std::vector<char> scratch_;
+};
+
+// (reason, number of the job, status code, peer)
+std::tuple<int, uint64_t, int, int> serve(Turn& turn) {
+  Turn::Served served;
+  {
+    nb::gil_scoped_release unlocked;
+    is_server = true;
+    served = turn.serve();
+    is_server = false;
+  }
+  return {static_cast<int>(served.reason), served.seq, static_cast<int>(served.status.code),
+          served.status.peer};
+}
+
+// False: it is not over in time. A signal handler that raises ends the wait; the job goes on.
+bool wait(Turn& turn, uint64_t seq, double timeout_s) {
+  const int64_t deadline_ns = now_ns() + nanoseconds(timeout_s);
+  while (!turn.is_over(seq)) {
+    const int64_t left_ns = deadline_ns - now_ns();
+    if (left_ns <= 0) return false;
+    {
+      nb::gil_scoped_release unlocked;
+      turn.wait(seq, left_ns < kSliceNs ? left_ns : kSliceNs);
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+  return true;
+}
+
+bool wait_until_still(Turn& turn, double timeout_s) {
+  nb::gil_scoped_release unlocked;
+  return turn.wait_until_still(nanoseconds(timeout_s));
+}
+
+}  // namespace
+
+}  // namespace unisono
+
+bool signal_raised() {
+  if (unisono::is_server) return false;
+  nb::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+void bind_queue(nb::module_& m) {
+  using unisono::Flight;
+  using unisono::Turn;
+  nb::class_<Flight>(m, "Flight")
+    .def(nb::init<>(), "A call that Python runs when its turn has come.")
+    .def(nb::init<nb::object, nb::object, nb::handle, nb::handle, int64_t, int, int, uint64_t,
+                  uint64_t, double>(),
+         nb::arg("runner"), nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
+         nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
+         nb::arg("even"), nb::arg("timeout_s"))
+    .def_prop_ro("is_handed", [](const Flight& flight) { return flight.job.handed; },
+                 "Once it is over: whether whoever serves tells of its end.");
+
+  nb::class_<Turn> turn(m, "Turn");
+  turn.attr("CLOSED") = static_cast<int>(Turn::kClosed);
+  turn.attr("IDLE") = static_cast<int>(Turn::kIdle);
+  turn.attr("FOREIGN") = static_cast<int>(Turn::kForeign);
+  turn.attr("FAILED") = static_cast<int>(Turn::kFailed);
+  turn.attr("ENDED") = static_cast<int>(Turn::kEnded);
+  turn.def(nb::init<>())
+    .def("take", &Turn::take, "Take the turn and return the next number; 0 if it is not free.")
+    .def("give", &Turn::give, "Give the turn back.")
+    .def("is_free", &Turn::is_free)
+    .def("runs", &Turn::runs, "Whether a call runs.")
+    .def("push", [](Turn& turn, Flight& flight) { return turn.push(&flight.job); },
+         nb::arg("flight"), "Queue a call, to be kept until it is over; return its number.")
+    .def("serve", &unisono::serve, "Run what is queued; return (reason, number, code, peer).")
+    .def("finish", &Turn::finish, nb::arg("seq"), "End the call that serve() returned with.")
+    .def("is_over", &Turn::is_over, nb::arg("seq"))
+    .def("watch", [](Turn& turn, Flight& flight) { return turn.watch(&flight.job); },
+         nb::arg("flight"), "Have serve() tell of its end; False: it has ended well already.")
+    .def("wait", &unisono::wait, nb::arg("seq"), nb::arg("timeout_s"),
+         "Wait until a call is over; return whether it is.")
+    .def("wait_until_still", &unisono::wait_until_still, nb::arg("timeout_s"),
+         "Wait until no call runs.")
+    .def("close", &Turn::close, "Drop what has not begun; return the first number of those, or 0.")
+    .def_prop_ro("begun", &Turn::begun, "Number of the last queued call that began.");
+}

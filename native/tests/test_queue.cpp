@@ -1,0 +1,176 @@
+// A queue's order, whoever runs what is in it, and every way in which a job ends.
+#include "queue.hpp"
+
+#include <cassert>
+#include <cstdio>
+#include <memory>
+#include <thread>
+#include <vector>
+
+using namespace unisono;
+
+namespace {
+
+constexpr int64_t kMinute = 60'000'000'000;
+
+// Counts its runs; the job's fingerprint says how it is to end.
+class Counter final : public Runner {
+ public:
+  Status agree(uint64_t, uint64_t*, int64_t) override { return {}; }
+  Status run(const Program&, const Buffers&, ReduceFn, Words words, int64_t, Idler*) override {
+    // No lock: it is never called by two threads at once, which the thread sanitizer checks.
+    ++runs;
+    while (words.fingerprint == kStuck && !is_aborted()) std::this_thread::yield();
+    if (words.fingerprint == kGood) return {};
+    return {words.fingerprint == kStuck ? Code::aborted : Code::mismatch, 1};
+  }
+  void abort() override { aborted_ = true; }
+  bool is_aborted() const override { return aborted_; }
+
+  static constexpr uint64_t kGood = 1, kBad = 2, kStuck = 3;
+  int runs = 0;
+
+ private:
+  std::atomic<bool> aborted_{false};
+};
+
+std::unique_ptr<Job> job(Runner* runner, uint64_t ends = Counter::kGood) {
+  auto made = std::make_unique<Job>();
+  made->runner = runner;
+  made->words = {ends, 1};
+  return made;
+}
+
+// Serve to the end; a server's Python would do what is counted here.
+struct Server {
+  explicit Server(Turn& turn) : thread([this, &turn] { serve(turn); }) {}
+  void serve(Turn& turn) {
+    while (true) {
+      const Turn::Served served = turn.serve();
+      ++told[served.reason];
+      if (served.reason == Turn::kClosed) return;
+      if (served.reason == Turn::kFailed) assert(served.status.peer == 1);
+      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) turn.finish(served.seq);
+    }
+  }
+  int told[5] = {};
+  std::thread thread;
+};
+
+void test_calls_of_both_kinds_take_turns() {
+  Turn turn;
+  Counter counter;
+  Server server(turn);
+  int expected = 0;
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<std::unique_ptr<Job>> jobs;
+    for (int i = 0; i < round % 5; ++i) {
+      jobs.push_back(job(&counter));
+      const uint64_t seq = turn.push(jobs.back().get());
+      if (turn.take() != 0) {
+        assert(turn.is_over(seq));
+        turn.give();
+      }
+      ++expected;
+    }
+    // Freed at once: nobody may touch a job that is over.
+    for (auto& each : jobs) {
+      assert(turn.wait(each->seq, kMinute));
+      each.reset();
+    }
+    assert(turn.take() != 0);
+    assert(counter.runs == expected);
+    ++counter.runs, ++expected;
+    turn.give();
+  }
+  assert(turn.close() == 0);
+  server.thread.join();
+  assert(server.told[Turn::kClosed] == 1 && server.told[Turn::kEnded] == 0);
+}
+
+void test_a_job_waits_for_a_caller_that_has_the_turn() {
+  Turn turn;
+  Counter counter;
+  Server server(turn);
+  for (int round = 0; round < 500; ++round) {
+    assert(turn.take() != 0);
+    const auto mine = job(&counter);
+    turn.push(mine.get());
+    assert(!turn.wait(mine->seq, 10'000));
+    assert(counter.runs == round);
+    assert(turn.take() == 0);
+    turn.give();
+    assert(turn.wait(mine->seq, kMinute));
+    assert(counter.runs == round + 1);
+  }
+  turn.close();
+  server.thread.join();
+}
+
+void test_the_server_is_told_what_programs_cannot_do() {
+  Turn turn;
+  Counter counter;
+  const auto foreign = job(nullptr), bad = job(&counter, Counter::kBad), good = job(&counter);
+  for (const auto* each : {&foreign, &bad, &good}) turn.push(each->get());
+  Turn::Served served = turn.serve();
+  assert(served.reason == Turn::kForeign && served.seq == 1 && foreign->handed);
+  assert(counter.runs == 0 && !turn.is_over(1) && turn.begun() == 1);
+  turn.finish(1);
+  served = turn.serve();
+  assert(served.reason == Turn::kFailed && served.seq == 2 && bad->handed);
+  assert(served.status.code == Code::mismatch && counter.runs == 1 && !turn.is_over(2));
+  turn.finish(2);
+  assert(turn.watch(good.get()));
+  served = turn.serve();
+  assert(served.reason == Turn::kEnded && served.seq == 3 && good->handed && turn.is_over(3));
+  const auto last = job(&counter);
+  turn.push(last.get());
+  assert(turn.serve().reason == Turn::kIdle);
+  assert(turn.is_over(4) && !last->handed && !turn.watch(last.get()) && turn.is_free());
+}
+
+void test_each_end_is_told_once() {
+  Turn turn;
+  Counter counter;
+  Server server(turn);
+  int told = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const auto mine = job(&counter);
+    turn.push(mine.get());
+    if (round % 3 == 0) std::this_thread::yield();
+    told += turn.watch(mine.get());
+    assert(turn.wait(mine->seq, kMinute));
+  }
+  turn.close();
+  server.thread.join();
+  assert(server.told[Turn::kEnded] == told);
+}
+
+void test_closing_drops_what_has_not_begun() {
+  Turn turn;
+  Counter counter;
+  Server server(turn);
+  const auto stuck = job(&counter, Counter::kStuck), later = job(&counter);
+  turn.push(stuck.get());
+  turn.push(later.get());
+  while (turn.begun() != 1) std::this_thread::yield();
+  std::thread waiter([&] { assert(turn.wait(later->seq, kMinute)); });
+  assert(turn.runs() && turn.close() == 2 && later->handed);
+  waiter.join();
+  assert(!turn.is_over(1) && !turn.wait_until_still(1'000'000));
+  counter.abort();
+  assert(turn.wait_until_still(kMinute) && turn.wait(1, kMinute));
+  server.thread.join();
+  assert(server.told[Turn::kFailed] == 1 && counter.runs == 1);
+}
+
+}  // namespace
+
+int main() {
+  test_calls_of_both_kinds_take_turns();
+  test_a_job_waits_for_a_caller_that_has_the_turn();
+  test_the_server_is_told_what_programs_cannot_do();
+  test_each_end_is_told_once();
+  test_closing_drops_what_has_not_begun();
+  std::puts("queue: ok");
+}

@@ -1,0 +1,159 @@
+"""Asynchronous calls, which C++ runs where it can, in every company."""
+
+import os
+import random
+import sys
+import time
+import weakref
+
+import numpy as np
+
+import unisono as dist
+from unisono.errors import CollectiveMismatchError, UnisonoError
+
+LIMIT_S = 60.0
+
+
+def any_order(rank, seed):
+    """A random sequence of calls on one array, of kinds that run in different places."""
+    p, chosen = dist.get_world_size(), random.Random(seed)
+    x, works, futures = np.arange(6.0) + rank, [], []
+    values = [np.arange(6.0) + r for r in range(p)]
+    for number in range(40):
+        kind = chosen.choice(["native", "finish", "sync", "root", "strided", "callback"])
+        root = chosen.randrange(p)
+        if kind == "sync":
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        elif kind == "finish":
+            works.append(dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True))
+        elif kind == "strided":
+            works.append(dist.broadcast(x[::2], root, async_op=True))
+        elif kind == "root":
+            works.append(dist.broadcast(x, root, async_op=True))
+        else:
+            works.append(dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True))
+        if kind == "callback":
+            futures.append((works[-1].get_future().then(lambda f, n=number: n), number))
+        if kind in ("root", "strided"):
+            part = slice(None, None, 2 if kind == "strided" else 1)
+            for value in values:
+                value[part] = values[root][part]
+        elif kind == "finish":
+            values = [np.mean(values, axis=0) for _ in range(p)]
+        else:
+            values = [np.max(values, axis=0) for _ in range(p)]
+        if kind == "sync" or chosen.random() < 0.1:
+            dist.barrier()
+            assert np.allclose(x, values[rank], rtol=1e-12), (number, kind)
+    for work in reversed(works):
+        assert work.wait(LIMIT_S)
+    assert np.allclose(x, values[rank], rtol=1e-12)
+    dist.barrier()
+    return all(future.wait(LIMIT_S) == number for future, number in futures)
+
+
+def while_python_is_busy(rank):
+    """Calls end although no other thread of this process gets the interpreter meanwhile."""
+    p, x, y = dist.get_world_size(), np.zeros(8), np.zeros(100_000)
+    gate = np.zeros(1)
+    for array in (x, y, gate):
+        dist.all_reduce(array)
+    x[:], y[:] = 1, 1
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        works = [dist.all_reduce(array, async_op=True) for array in (x, y, y, gate)]
+        ends_s = time.monotonic() + LIMIT_S
+        # Nothing in this loop waits, so this thread keeps the interpreter.
+        while not works[-1].is_completed() and time.monotonic() < ends_s:
+            pass
+        done = [work.is_success() for work in works]
+    finally:
+        sys.setswitchinterval(before)
+    assert (x == p).all()
+    assert (y == p * p).all()
+    return done
+
+
+def mismatch_in_the_queue(rank):
+    """One of several calls under way does not match; those around it are as if it were not."""
+    p = dist.get_world_size()
+    dist.barrier()
+    for _ in range(3):
+        first, wrong, last = np.ones(4), np.ones(3 + rank % 2), np.ones(5)
+        works = [dist.all_reduce(array, async_op=True) for array in (first, wrong, last)]
+        works[2].wait(LIMIT_S)
+        works[0].wait(LIMIT_S)
+        error = works[1].exception()
+        assert isinstance(error, CollectiveMismatchError)
+        assert "all_reduce(float64[3], SUM)" in error.what, error.what
+        assert "all_reduce(float64[4], SUM)" in error.what, error.what
+        assert (first == p).all()
+        assert (wrong == 1).all()
+        assert (last == p).all()
+    return True
+
+
+def uneven_in_the_queue(rank):
+    """Rank 0 gives to rank 1 what the others would not expect, in the midst of other calls."""
+    p = dist.get_world_size()
+    dist.barrier()
+    ins = [2, 0, *[1] * (p - 2)] if rank == 0 else [1] * p
+    outs = [2, *[1] * (p - 1)] if rank == 0 else [0 if rank == 1 else 1, *[1] * (p - 1)]
+    given, got = np.full(sum(ins), 10.0 + rank), np.zeros(sum(outs))
+    before, after = np.ones(3), np.ones(3)
+    works = [
+        dist.all_reduce(before, async_op=True),
+        dist.all_to_all_single(got, given, outs, ins, async_op=True),
+        dist.all_reduce(after, async_op=True),
+    ]
+    for work in works:
+        work.wait(LIMIT_S)
+    assert (before == p).all()
+    assert (after == p).all()
+    return got.tolist() == [10.0 + r for r, n in enumerate(outs) for _ in range(n)]
+
+
+class Traced(np.ndarray):
+    """An array that can be referred to weakly."""
+
+
+def memory_of_a_dropped_work(rank):
+    """Nobody waits for a call: its array lives as long as it does, and not much longer."""
+    gate = np.zeros(1)
+    dist.barrier()
+    x = np.ones(1000).view(Traced)
+    alive = weakref.ref(x)
+    if rank == 1:
+        dist.recv(gate, 0)
+    dist.all_reduce(x, async_op=True)
+    del x
+    if rank == 0:
+        held = alive() is not None
+        dist.send(gate, 1)
+    ends_s = time.monotonic() + LIMIT_S
+    while alive() is not None and time.monotonic() < ends_s:
+        time.sleep(0.001)
+    return alive() is None and (rank != 0 or held)
+
+
+def wait_in_a_forked_child(rank):
+    """A child of a fork cannot wait for what its parent has begun, and hears so."""
+    gate = np.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        dist.recv(gate, 0)
+        return dist.all_reduce(np.ones(1), async_op=True).wait()
+    work = dist.all_reduce(np.ones(1), async_op=True)
+    child = os.fork()
+    if child == 0:
+        said = 1
+        try:
+            work.wait()
+        except UnisonoError as error:
+            said = 42 if "parent of this fork" in str(error) else 2
+        finally:
+            os._exit(said)
+    _, status = os.waitpid(child, 0)
+    dist.send(gate, 1)
+    return os.waitstatus_to_exitcode(status) == 42 and work.wait()

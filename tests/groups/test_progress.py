@@ -1,0 +1,34 @@
+"""Asynchronous calls: order, errors and memory, whether C++ or Python runs them."""
+
+import progress_bodies as bodies
+import pytest
+
+from unisono.engines import is_native_built
+from unisono.testing import run
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order(world, seed):
+    assert world(bodies.any_order, 3, args=(seed,)) == [True] * 3
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
+def test_calls_end_while_python_is_busy(monkeypatch):
+    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
+    assert run(bodies.while_python_is_busy, 2, ranks="processes") == [[True] * 4] * 2
+
+
+def test_a_mismatch_in_the_queue(world):
+    assert world(bodies.mismatch_in_the_queue, 2) == [True] * 2
+
+
+def test_uneven_sizes_in_the_queue(world):
+    assert world(bodies.uneven_in_the_queue, 3) == [True] * 3
+
+
+def test_the_memory_of_a_dropped_work(world):
+    assert world(bodies.memory_of_a_dropped_work, 2) == [True] * 2
+
+
+def test_a_wait_in_a_forked_child():
+    assert run(bodies.wait_in_a_forked_child, 2, ranks="processes") == [True] * 2
