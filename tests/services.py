@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 _TRIES = 5
 
 

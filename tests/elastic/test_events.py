@@ -16,7 +16,7 @@ from tests import netns
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nodes import CONF, WORKER, Job, gone, kill
+from nodes import CONF, PATIENT, WORKER, Job, gone, kill
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
 
@@ -56,8 +56,8 @@ def job_of(tmp_path, hosts):
 
 def pair(job, *flags, nnodes="2", nproc=1):
     """Two agents, the first of which has the store, and their first world."""
-    first = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{CONF},is_host=1")
-    second = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{CONF},is_host=0")
+    first = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{PATIENT},is_host=1")
+    second = job.node(*flags, nnodes=nnodes, nproc=nproc, conf=f"{PATIENT},is_host=0")
     return first, second, first.next_ups(nproc), second.next_ups(nproc)
 
 
@@ -197,7 +197,7 @@ def test_worker_that_cannot_be_started(job):
 def test_agent_dies_and_the_others_go_on_without_it(job):
     first, second, _, others = pair(job, nnodes="1:2")
     second.popen.kill()
-    assert gone([others[0].pid], limit_s=2.0)
+    assert gone([others[0].pid], limit_s=5.0)
     [up] = first.next_ups(1)
     # A lost node costs no restart: --max-restarts is 0 here.
     assert places([up]) == [(0, 1, 0, 1)]
@@ -271,7 +271,7 @@ def test_node_leaves_and_comes_back(job, leaver):
         leaving.told("serving the rendezvous for")
     else:
         assert leaving.finish() == 128 + signal.SIGTERM
-    again = job.node(nnodes="1:2", conf=f"{CONF},is_host=0")
+    again = job.node(nnodes="1:2", conf=f"{PATIENT},is_host=0")
     ups = sorted(staying.next_ups(1) + again.next_ups(1), key=lambda up: up.rank)
     assert places(ups) == [(0, 2, 0, 2), (1, 2, 0, 2)]
     job.stop()
@@ -379,7 +379,7 @@ def test_host_of_the_store_dies(job):
 
 
 def test_store_in_a_file_has_no_host_to_die(job):
-    conf = f"{CONF},store_type=file"
+    conf = f"{PATIENT},store_type=file"
     path = job.folder / "meeting"
     first, second = (job.node(nnodes="1:2", conf=conf, endpoint=path) for _ in range(2))
     first.next_ups(1), second.next_ups(1)
@@ -394,10 +394,10 @@ def test_store_in_a_file_has_no_host_to_die(job):
 
 
 def test_nobody_comes(job):
-    agent = job.node(conf=f"{CONF},join_timeout=6")
+    agent = job.node(conf=f"{CONF},join_timeout=10")
     assert agent.finish() == 1
     assert "waiting for other nodes: 1 of at least 2 came (" in agent.err
-    assert "timed out after 6 s: 1 of at least 2 nodes came" in agent.err
+    assert "timed out after 10 s: 1 of at least 2 nodes came" in agent.err
 
 
 def test_no_rendezvous_at_the_endpoint(job):

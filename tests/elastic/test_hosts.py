@@ -11,7 +11,7 @@ from tests import netns
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nodes import CONF, Job, gone, kill
+from nodes import PATIENT, Job, gone, kill
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -31,11 +31,12 @@ def job(tmp_path, network):
 
 def on_both(job, *flags, nnodes="2"):
     """An agent on each host; the first host is the endpoint, by name alone."""
-    return [job.node(*flags, nnodes=nnodes, nproc=2, endpoint="host1") for _ in range(2)]
+    nodes = {"nnodes": nnodes, "nproc": 2, "endpoint": "host1", "conf": PATIENT}
+    return [job.node(*flags, **nodes) for _ in range(2)]
 
 
 def test_nodes_meet_by_name_and_restart(job):
-    agents = on_both(job, "--max-restarts=1", f"--rdzv-conf={CONF}")
+    agents = on_both(job, "--max-restarts=1", f"--rdzv-conf={PATIENT}")
     ups = [up for agent in agents for up in agent.next_ups(2)]
     assert sorted((up.rank, up.world_size, up.total) for up in ups) == [
         (rank, 4, 4) for rank in range(4)

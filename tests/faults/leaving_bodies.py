@@ -45,7 +45,9 @@ def _raise(rank, folder):
 
 
 def spawn_and_raise(folder):
-    spawn(_raise, (folder,), nprocs=2, start_method="forkserver")
+    context = spawn(_raise, (folder,), nprocs=2, join=False, start_method="forkserver")
+    # So long for the other child to tell what it heard.
+    context.join(grace_period=60.0)
 
 
 def _leave_with_a_send_under_way(rank, folder, count):

@@ -13,7 +13,7 @@ from unisono.rendezvous.member import End, Stop, Timing
 from unisono.rendezvous.state import Limits, Node
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 class Agent:

@@ -108,7 +108,12 @@ def test_worlds_one_after_another(place, how):
         subprocess.Popen([sys.executable, "-c", SCRIPT, f"{place}/{how}", str(rank), how])
         for rank in range(2)
     ]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")

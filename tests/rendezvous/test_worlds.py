@@ -15,7 +15,7 @@ import pytest
 from unisono.stores import TCPStore
 
 WORLDS = 3
-LIMIT_S = 60
+LIMIT_S = 90
 
 SCRIPT = """
 import sys

@@ -22,7 +22,7 @@ from unisono.torch.arguments import reduce_op  # noqa: E402
 from unisono.torch.callbacks import CallbackThreads  # noqa: E402
 from unisono.torch.errors import for_torch  # noqa: E402
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture

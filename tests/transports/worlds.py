@@ -13,7 +13,7 @@ from unisono.transports.native import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 KEY = Key(1, Kind.P2P, 0)
-SOON = 10.0
+SOON = 30.0
 
 # What carries messages between two ranks, by the sum of their numbers.
 WAYS = {
