@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.unisono-setup
 # What Python sees of the C++ engine; written by `make native`.
 STUB := src/unisono/_engine.pyi
+BUILT := .venv/.unisono-built
 TORCH := torch==2.13.0
 
 .PHONY: help demo test test-reference test-torch check setup native test-native fuzz docs clean
@@ -22,10 +23,10 @@ help:
 	@echo "make docs    write what is generated under docs/reference"
 	@echo "make clean   remove .venv, caches and build output"
 
-demo: $(STAMP)
+demo: $(BUILT)
 	@$(BIN)/unisono run --nproc-per-node 4 examples/train_digits.py
 
-test: check
+test: check $(BUILT)
 	@$(BIN)/python -m pytest
 
 # Servers that tests of stores start and stop; without them these tests are skipped.
@@ -37,11 +38,11 @@ servers:
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
 # What `make test` runs on the native engine, on the one that groups across hosts get.
-test-reference: $(STAMP)
+test-reference: $(BUILT)
 	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/groups tests/faults
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
-test-torch: $(STAMP)
+test-torch: $(BUILT)
 	@mkdir -p build
 	@for n in 3 4; do \
 		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
@@ -55,7 +56,7 @@ check: $(STAMP)
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
 
-docs: $(STAMP)
+docs: $(BUILT)
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
 	@$(BIN)/python tools/detection_page.py
@@ -63,16 +64,21 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 
-setup: $(STAMP)
+setup: $(BUILT)
 
 # Torch serves only as an oracle in tests, so its absence must not stop anything. The exact
 # version matters: it is the one whose behaviour the tests compare with.
-$(STAMP): pyproject.toml $(STUB)
+$(STAMP): pyproject.toml
 	@echo "setting up .venv (first time: a minute or two)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[test,dev]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' \
 		|| echo "$(TORCH) could not be installed: tests that compare with torch will be skipped"
+	@touch $@ $(BUILT)
+
+# After `git pull` the C++ engine may be that of older sources.
+$(BUILT): $(STUB) | $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Compiles what changed and installs it. Without pip's isolation, in which every build would be a
@@ -84,7 +90,7 @@ native: $(STAMP)
 	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o build/_engine.pyi
 	@$(BIN)/ruff format --quiet build/_engine.pyi
 	@cmp -s build/_engine.pyi $(STUB) || { cp build/_engine.pyi $(STUB) && $(MAKE) --no-print-directory native; }
-	@touch $(STAMP)
+	@touch $(BUILT)
 
 # The C++ tests, once per sanitizer; needs CMake and a compiler, but no Python.
 test-native: build/native-asan build/native-tsan
@@ -98,7 +104,7 @@ build/native-asan build/native-tsan: FORCE
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
 
-fuzz: $(STAMP)
+fuzz: $(BUILT)
 	@$(BIN)/python tests/stores/fuzz.py 600
 
 clean:
