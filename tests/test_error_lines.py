@@ -355,7 +355,7 @@ def silent_server():
 
 
 def lonely_master():
-    TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=0.05)
+    TCPStore("127.0.0.1", 0, world_size=2, is_master=True, timeout=0.5)
 
 
 def closed_pool():
@@ -708,7 +708,7 @@ MATCHED = {
     r"cannot connect from \S+ to the store at 127\.0\.0\.1:\d+ within 0\.05 s \(.*refused\)": (
         "StoreConnection", lambda: TCPStore("127.0.0.1", free_port(), timeout=0.05),
     ),
-    r".* timed out after 0\.05 s waiting for clients: 1 of 2 joined": (
+    r".* timed out after 0\.5 s waiting for clients: 1 of 2 joined": (
         "StoreTimeout", lonely_master,
     ),
     r"the store at 127\.0\.0\.1:\d+ is closed": ("Closed", closed_pool),

@@ -64,7 +64,7 @@ def test_wait_ends_at_its_deadline(timeout):
     completion = Completion()
     begin = time.monotonic()
     assert not completion.wait_until(Deadline(timeout))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 15
     completion.finish()
     assert completion.wait_until(Deadline(0))
 

@@ -1,9 +1,6 @@
 """Groups come and go: no descriptor, thread or memory stays (the leak guard sees the first two)."""
 
-import gc
-import os
 import sys
-import threading
 
 import cycle_bodies
 import numpy as np
@@ -25,11 +22,8 @@ def alone():
 
 
 def test_a_thousand_worlds_of_one():
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     grown = cycle_bodies.grown(alone, 20, 1000)
     assert grown < 1000 * PER_CYCLE, f"{grown} bytes stay after 1,000 cycles"
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert threading.active_count() <= threads
 
 
 def one_call(rank):
@@ -44,12 +38,8 @@ def test_worlds_of_two(transport, rounds):
         assert run(one_call, 2, transport=transport) == [2.0, 2.0]
 
     cycle()
-    gc.collect()
-    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     grown = cycle_bodies.grown(cycle, 10, rounds)
     assert grown < rounds * PER_CYCLE * 4, f"{grown} bytes stay after {rounds} cycles"
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-    assert threading.active_count() <= threads
 
 
 def test_threads_as_ranks_leave_the_hook_for_uncaught_exceptions_alone():

