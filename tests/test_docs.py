@@ -114,6 +114,27 @@ def test_first_example_prints_what_the_readme_says(tmp_path):
     assert len(example.splitlines()) <= 14
 
 
+def test_program_of_the_page_for_users_of_mpi4py(tmp_path):
+    page = (ROOT / "docs/howto/from-mpi4py.md").read_text(encoding="utf-8")
+    checks = """
+assert x.tolist() == [3.0, 3.0] and rows.tolist() == [[3.0, 3.0]] * 2
+assert objects == [{"rank": 0}, {"rank": 1}] and most == (3.0, 1)
+"""
+    script = tmp_path / "moved.py"
+    script.write_text(blocks("python", page)[0] + checks, encoding="utf-8")
+    command = [sys.executable, "-W", "error", "-m", "unisono", "run", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_names_of_the_page_for_users_of_mpi4py_exist():
+    page = (ROOT / "docs/howto/from-mpi4py.md").read_text(encoding="utf-8")
+    here = " ".join(line.split("|")[2] for line in page.splitlines() if line.startswith("| `"))
+    names = re.findall(r"`(?:dist\.)?([a-z_]+(?:_[a-z]+)+)(?=[`(])", here)
+    assert len(names) >= 15
+    assert [name for name in names if not hasattr(dist, name) and name != "async_op"] == []
+
+
 # ---- the README's differences from Gloo ----------------------------------------------------
 
 

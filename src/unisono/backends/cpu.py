@@ -150,12 +150,9 @@ class CPUBackend(DeviceBackend):
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
-        data, target = one(tensor, write=False), None
-        blocks = Blocks.own(data.count, self.spec.rank, self.spec.size)
-        if self.spec.rank == root and outputs is not None:
-            target = listed(outputs, write=True, name="gather_list", like=data.dtype)
-            require_blocks(target.sizes, self.spec.rank, data.count, "gather_list")
-            blocks = Blocks.listed(target.sizes)
+        data = one(tensor, write=False)
+        target, blocks = self._all_blocks(data, outputs, root, write=True, name="gather_list")
+        if target is not None:
             data = apart(data, target)
         return self._submit(
             "gather", "gather", data, options,
@@ -166,12 +163,9 @@ class CPUBackend(DeviceBackend):
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
     ) -> Pending:
-        target, data = one(output, write=True), None
-        blocks = Blocks.own(target.count, self.spec.rank, self.spec.size)
-        if self.spec.rank == root and inputs is not None:
-            data = listed(inputs, write=False, name="scatter_list", like=target.dtype)
-            require_blocks(data.sizes, self.spec.rank, target.count, "scatter_list")
-            blocks = Blocks.listed(data.sizes)
+        target = one(output, write=True)
+        data, blocks = self._all_blocks(target, inputs, root, write=False, name="scatter_list")
+        if data is not None:
             data = apart(data, target)
         return self._submit(
             "scatter", "scatter", target, options,
@@ -431,6 +425,16 @@ class CPUBackend(DeviceBackend):
             "all_to_all", called, data, options,
             input=data, output=target, outputs=outputs, count=count, splits=splits,
         )  # fmt: skip
+
+    def _all_blocks(
+        self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str
+    ) -> tuple[Flat | None, Blocks]:
+        """Return the arrays of all ranks, which the root has, and what is known of their sizes."""
+        if self.spec.rank != root or arrays is None:
+            return None, Blocks.own(own.count, self.spec.rank, self.spec.size)
+        blocks = listed(arrays, write=write, name=name, like=own.dtype)
+        require_blocks(blocks.sizes, self.spec.rank, own.count, name)
+        return blocks, Blocks.listed(blocks.sizes)
 
     def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
         """Return input and output of one call, of one dtype and not in each other's way."""
