@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -112,6 +116,13 @@ def powersgd(rank):
     model = DistributedDataParallel(Net())
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return trained(model, rank, steps=4)
+
+
+def post_local(rank):
+    # A sub-group of one: after two steps every rank trains for itself.
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    state = post_localSGD_hook.PostLocalSGDState(None, alone, 2)
+    return ddp_with_hook(rank, state, post_localSGD_hook.post_localSGD_hook)
 
 
 def zero(rank):
@@ -242,6 +253,7 @@ def bodies(path):
         "builtin all_reduce": lambda rank: ddp_builtin(rank, kinds.ALLREDUCE),
         "builtin fp16": lambda rank: ddp_builtin(rank, kinds.FP16_COMPRESS),
         "powersgd": powersgd,
+        "hook post-local": post_local,
         "zero": zero,
         "fsdp1": fsdp1,
         "fsdp2": fsdp2,

@@ -251,6 +251,34 @@ def test_every_operation_goes_to_the_backend_of_its_device():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("devices", ["cpu:gloo,meta:unisono", "meta:unisono,cpu:gloo"])
+def test_unisono_for_another_device_is_refused(devices):
+    # torch would send the CPU's tensors here, whatever was named for them.
+    torch_dist.init_process_group(devices, store=torch_dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotImplementedError, match=r"is for tensors on the CPU.*meta:unisono"):
+            torch_dist.all_reduce(torch.ones(2))
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def test_nothing_of_another_device_is_loaded_before_its_first_tensor():
+    # This torch has no NCCL: what torch says about that comes with the first tensor, and calls on
+    # the CPU go on.
+    store = torch_dist.HashStore()
+    torch_dist.init_process_group("cpu:unisono,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        group = torch_dist.distributed_c10d._get_default_group()
+        for _ in range(2):
+            torch_dist.barrier()
+            if not torch.cuda.is_available():
+                with pytest.raises(RuntimeError, match="NCCL"):
+                    group.on_device("cuda")
+        torch_dist.all_reduce(torch.ones(2))
+    finally:
+        torch_dist.destroy_process_group()
+
+
 def test_a_device_without_backend_is_an_error_that_says_how(alone):
     with pytest.raises(NotImplementedError, match=r"'meta'.*cpu"):
         torch_dist.all_reduce(torch.ones(2, device="meta"))

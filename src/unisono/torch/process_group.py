@@ -139,10 +139,21 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return names
 
     def has_devices(self) -> bool:
-        """Whether the group has backends of other devices."""
+        """Whether the group has backends of other devices.
+
+        Raises:
+            UnsupportedError: "unisono" was named for another device than the CPU.
+        """
         if self._has_devices is None:
             # Not known when the group is made: torch notes it afterwards.
-            self._has_devices = len(self._backend_names()) > 1
+            names = self._backend_names()
+            if names.get("cpu") != NAME or list(names.values()).count(NAME) > 1:
+                raise UnsupportedError(
+                    f"backend 'unisono' is for tensors on the CPU; group '{self._group.name}' has "
+                    f"{', '.join(f'{device}:{name}' for device, name in names.items())}",
+                    hint='write "cpu:unisono" and another backend for each other device',
+                )
+            self._has_devices = len(names) > 1
         return self._has_devices
 
     def on_device(self, device: str) -> Any:
