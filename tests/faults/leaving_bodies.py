@@ -192,17 +192,18 @@ def interrupt_recv(rank):
 
 
 def _press_when_blocked(pressed):
-    """Send SIGINT to this process once its main thread has sat in one place for a while."""
+    """Send SIGINT to this process once its main thread has sat in one place for a while.
+
+    A while is so many looks, not a time: on a machine that stands still nobody gets on.
+    """
     main = threading.main_thread().ident
-    seen, since_s = None, time.monotonic()
-    while True:
+    seen, looks = None, 0
+    while looks < 20:
         frame = sys._current_frames()[main]
         here = (id(frame), frame.f_lasti)
         del frame
-        if here != seen:
-            seen, since_s = here, time.monotonic()
-        elif time.monotonic() - since_s > 0.1:
-            break
+        looks = looks + 1 if here == seen else 0
+        seen = here
         time.sleep(0.005)
     pressed.append(time.monotonic())
     os.kill(os.getpid(), signal.SIGINT)
