@@ -73,7 +73,7 @@ if _engine is not None:
 
 # A rank that raised says why over its link, and then goes. The shared memory tells of its going
 # at once; for this long its reason may be still on the way.
-_LAST_WORDS_S = 0.1
+_LAST_WORDS_S = 0.3
 
 # A rank that has aborted lives, so its reason will come, unless it ends before that.
 _ABORT_WORDS_S = 5.0

@@ -43,7 +43,7 @@ _log = get_logger("transports.tcp")
 _LINGER_S = 2.0
 
 # How long the link may take to explain why a wire has ended. A rank that ends or leaves ends both.
-_EXPLAIN_S = 0.3
+_EXPLAIN_S = 1.0
 
 # What a connection is for, in its hello.
 _LINK, _WIRE = 0, 1
