@@ -5,7 +5,7 @@ import pytest
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules import Topology, available, build, select
-from unisono.schedules.ir import ROOTED, Op
+from unisono.schedules.ir import ROOTED, Buf, Op
 from unisono.schedules.verify import verify
 
 PIPELINED = ("all_reduce", "broadcast", "reduce")
@@ -26,6 +26,14 @@ def schedules(collective, hosts, local):
 def test_proved(collective, hosts, local):
     for schedule in schedules(collective, hosts, local):
         verify(schedule)
+
+
+@pytest.mark.parametrize(("hosts", "local"), WORLDS)
+def test_reduce_leaves_the_vectors_of_others_alone(hosts, local):
+    for schedule in schedules("reduce", hosts, local):
+        others = np.delete(np.arange(hosts * local), schedule.root)
+        for k in range(schedule.stages):
+            assert not (schedule.steps(k, others)[:, 5] == Buf.OUTPUT).any()
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])

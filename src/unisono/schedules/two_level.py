@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from unisono.schedules import ir
 from unisono.schedules.ir import (
     BoolArray,
     Buf,
@@ -103,6 +104,8 @@ def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
 def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
     """Reduce-scatter inside the hosts, reduce the shards up binomial trees, gather on the root.
 
+    Only the root writes its OUTPUT; the others reduce their shards in SCRATCH.
+
     Cost: 1+ceil(lg H)+m rounds; at most n/L sent to other hosts.
     Source: the broadcast, backwards.
     """
@@ -110,27 +113,38 @@ def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
     depth = ceil_log2(hosts)
 
     def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
-        mine = s * local + r % local
-        peers = _neighbours(r, local)
+        mine, is_root = s * local + r % local, r == root
         if t == 0:
-            column = r[:, None]
+            column, peers = r[:, None], _neighbours(r, local)
+            shards, first, others = mine[:, None], peers[:, 0], peers[:, 1:]
+            at_root = is_root[:, None]
             return (
                 [send(column, peers, OUTPUT, s * local + peers % local)],
-                [recv_reduce(column, peers, OUTPUT, mine[:, None])],
+                [
+                    recv_reduce(column, peers, OUTPUT, shards, where=at_root),
+                    # Not a copy of OUTPUT into which all are reduced: it would be one pass more.
+                    recv(r, first, SCRATCH, mine, where=~is_root),
+                    ir.reduce(r, (OUTPUT, mine), (SCRATCH, mine), where=~is_root),
+                    recv_reduce(column, others, SCRATCH, shards, where=~at_root),
+                ],
             )
         if t <= depth:
             takes, gives, source, to = _branch(r, local, root, hosts, depth - t)
             return (
-                [send(r, to, OUTPUT, mine, where=gives)],
-                [recv_reduce(r, source, OUTPUT, mine, where=takes)],
+                [send(r, to, SCRATCH, mine, where=gives)],
+                [
+                    recv_reduce(r, source, OUTPUT, mine, where=takes & is_root),
+                    recv_reduce(r, source, SCRATCH, mine, where=takes & ~is_root),
+                ],
             )
         at_root, source, near = _around(root, r, local)
         return (
-            [send(r, root, OUTPUT, mine, where=near)],
+            [send(r, root, SCRATCH, mine, where=near)],
             [recv(at_root, source, OUTPUT, s * local + source % local)],
         )
 
-    return _pipelined("reduce", p, depth + 2, pipeline, stage, pipeline * local, root)
+    chunks = pipeline * local
+    return _pipelined("reduce", p, depth + 2, pipeline, stage, chunks, root, chunks)
 
 
 def all_gather(p: int, local: int) -> Schedule:
@@ -224,7 +238,14 @@ def _branch(
 
 
 def _pipelined(
-    collective: str, p: int, stages: int, pipeline: int, stage: Stage, chunks: int, root: int = -1
+    collective: str,
+    p: int,
+    stages: int,
+    pipeline: int,
+    stage: Stage,
+    chunks: int,
+    root: int = -1,
+    scratch_chunks: int = 0,
 ) -> Schedule:
     """Return the schedule in which segments follow one another through the stages."""
 
@@ -239,4 +260,6 @@ def _pipelined(
         return sends + receives
 
     rounds = stages + pipeline - 1
-    return Schedule(collective, NAME, p, rounds, exchange, root, output_chunks=chunks)
+    return Schedule(
+        collective, NAME, p, rounds, exchange, root, 0, chunks, scratch_chunks=scratch_chunks
+    )
