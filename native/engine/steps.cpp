@@ -37,9 +37,11 @@ Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<i
 }
 
 char* Steps::place(int64_t buf, int64_t off) const {
-  char* base = buf == kInput    ? const_cast<char*>(buffers_.input)  // never written: step_fits
-               : buf == kOutput ? buffers_.output
-                                : buffers_.scratch;
+  if (buf == kScratch) return buffers_.scratch + off * itemsize_;
+  const Parts& parts = buf == kInput ? buffers_.input_parts : buffers_.output_parts;
+  if (parts.at != nullptr) return parts.at[off / parts.count] + off % parts.count * itemsize_;
+  // INPUT is never written: step_fits.
+  char* base = buf == kInput ? const_cast<char*>(buffers_.input) : buffers_.output;
   return base + off * itemsize_;
 }
 
@@ -62,7 +64,7 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   }
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
-  join(buffers);
+  join(program, buffers);
   begin(timeout_ns, idler);
   const Status status = perform(program, words);
   end();
@@ -70,28 +72,44 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   return status;
 }
 
-// Make one array of a list: a message may hold several of its arrays.
-void Steps::join(const Buffers& given) {
-  buffers_ = given;
-  const auto gather = [this](const Parts& parts, int64_t total, std::vector<char>* into) {
-    into->resize(static_cast<size_t>(total * itemsize_));
-    const int64_t part = parts.count * itemsize_;
-    for (int64_t i = 0; part != 0 && i < total / parts.count; ++i) {
-      copy_chunked(into->data() + i * part, parts.at[i], static_cast<size_t>(part));
-    }
-    return into->data();
+// Whether each step has to do with one array of the list only, in this buffer.
+bool Steps::keeps_apart(const Program& program, int64_t buf, const Parts& parts) {
+  const auto inside = [&parts](int64_t off, int64_t count) {
+    return count != 0 && off % parts.count + count <= parts.count;
   };
-  if (given.input_parts.at != nullptr) {
-    buffers_.input = gather(given.input_parts, given.input_count, &joined_input_);
+  return parts.count != 0 &&
+         std::all_of(program.steps, program.steps + program.step_count, [&](const Step& step) {
+           return (step.src_buf != buf || inside(step.src_off, step.count)) &&
+                  (step.dst_buf != buf || inside(step.dst_off, step.count));
+         });
+}
+
+// Make one array of a list if a message holds several of its arrays.
+void Steps::join(const Program& program, const Buffers& given) {
+  buffers_ = given;
+  const auto gather = [&](int64_t buf, Parts* parts, int64_t total, std::vector<char>* into) {
+    if (parts->at == nullptr || keeps_apart(program, buf, *parts)) return false;
+    into->resize(static_cast<size_t>(total * itemsize_));
+    const int64_t part = parts->count * itemsize_;
+    for (int64_t i = 0; part != 0 && i < total / parts->count; ++i) {
+      copy_chunked(into->data() + i * part, parts->at[i], static_cast<size_t>(part));
+    }
+    parts->at = nullptr;
+    return true;
+  };
+  if (gather(kInput, &buffers_.input_parts, given.input_count, &joined_input_)) {
+    buffers_.input = joined_input_.data();
   }
-  if (given.output_parts.at != nullptr) {
-    buffers_.output = gather(given.output_parts, given.output_count, &joined_output_);
+  if (gather(kOutput, &buffers_.output_parts, given.output_count, &joined_output_)) {
+    buffers_.output = joined_output_.data();
   }
 }
 
+// Copy what is in one array to the list that it stands for.
 void Steps::spread(const Buffers& given) const {
   const Parts& parts = given.output_parts;
-  if (parts.at == nullptr || given.output_is_readonly) return;
+  const bool is_joined = parts.at != buffers_.output_parts.at;
+  if (!is_joined || given.output_is_readonly) return;
   const int64_t part = parts.count * itemsize_;
   for (int64_t i = 0; part != 0 && i < given.output_count / parts.count; ++i) {
     copy_chunked(parts.at[i], joined_output_.data() + i * part, static_cast<size_t>(part));

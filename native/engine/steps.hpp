@@ -71,7 +71,8 @@ class Steps final : public Runner {
   Status receive(const Step& step);
   Status compute(const Step& step);
   void reduce(const Step& step, char* into, char* spare, size_t nbytes);
-  void join(const Buffers& given);
+  static bool keeps_apart(const Program& program, int64_t buf, const Parts& parts);
+  void join(const Program& program, const Buffers& given);
   void spread(const Buffers& given) const;
   void begin(int64_t timeout_ns, Idler* idler);
   void end();
