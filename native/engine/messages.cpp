@@ -39,6 +39,9 @@ void Messages::introduce(std::vector<Address> addresses, int spin) {
   const Lock lock(lock_);
   addresses_ = std::move(addresses);
   addresses_.resize(static_cast<size_t>(ranks_));
+  const auto near = std::count_if(addresses_.begin(), addresses_.end(),
+                                  [](const Address& each) { return each.pid != 0; });
+  ring_bytes_ = near <= kFewRanks ? kWideRingBytes : kRingBytes;
   spin_ = std::max(spin, 1);
 }
 
@@ -54,21 +57,6 @@ bool Messages::has_left(int rank) {
   look_for_senders();
   const Peer& from = peer(rank);
   return from.active && from.ring.words->left.load(std::memory_order_acquire) != 0;
-}
-
-// Open a rank's inbox, once.
-bool Messages::attach(int rank) {
-  Peer& to = peer(rank);
-  if (to.outbox != nullptr) return true;
-  const Address& address = addresses_[static_cast<size_t>(rank)];
-  if (to.unreachable || address.pid == 0) return false;
-  auto outbox = std::make_unique<Outbox>();
-  if (outbox->attach(address.pid, address.fd, address.nonce, rank_) != 0) {
-    to.unreachable = true;
-    return false;
-  }
-  to.outbox = std::move(outbox);
-  return true;
 }
 
 // ---- the synchronous calls ----------------------------------------------------------------

@@ -163,9 +163,11 @@ class Messages {
 
   // messages_progress.cpp: moving bytes
   bool progress(const Op* awaited = nullptr);
+  bool attach(int rank);
   void look_for_senders();
   bool pull(int source);
   bool open_frame(Peer& from, int source, const FrameHead& head);
+  bool may_keep(const Peer& from, const Envelope& envelope) const;
   char* place(const Peer& from) const;
   Op* advance(Peer& from, size_t nbytes);
   bool push(Peer& to);
@@ -188,7 +190,6 @@ class Messages {
   short wanted_events(Peer& other) const;
 
   // messages.cpp: beginning and ending
-  bool attach(int rank);
   bool find_way(int rank);
   void begin_send(Op& op);
   void begin_recv(Op& op);
@@ -221,6 +222,7 @@ class Messages {
   const int rank_;
   const int ranks_;
   int spin_ = 1;
+  size_t ring_bytes_ = kRingBytes;
   const int forks_;
   Inbox inbox_;
   std::vector<Address> addresses_;
@@ -243,6 +245,7 @@ class Messages {
   int waiters_ = 0;
   bool server_sleeps_ = false;
   int64_t stuck_told_ns_ = 0;  // when serve() last named the ranks that make no room
+  bool is_impatient_ = false;    // somebody has waited for long: take in everything
   bool anything_ended_ = false;
   bool server_is_due_ = false;  // to tell what has ended
   bool closed_ = false;

@@ -11,6 +11,12 @@ namespace {
 // How much one call takes from one ring: others on this rank may be waiting for the lock.
 constexpr size_t kPullBytes = 4 * kRingBytes;
 
+// Messages of programs up to this size are taken in whether or not somebody has asked for them.
+constexpr size_t kEagerBytes = 32 * 1024;
+
+// Tags of steps.cpp; the reference engine's, further below, post a receive when they wait for it.
+bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
+
 }  // namespace
 
 // Move whatever can be moved; whether that was anything. Looking at a wire costs a system call: if
@@ -27,6 +33,21 @@ bool Messages::progress(const Op* awaited) {
   return moved;
 }
 
+// Open a rank's inbox, once.
+bool Messages::attach(int rank) {
+  Peer& to = peer(rank);
+  if (to.outbox != nullptr) return true;
+  const Address& address = addresses_[static_cast<size_t>(rank)];
+  if (to.unreachable || address.pid == 0) return false;
+  auto outbox = std::make_unique<Outbox>();
+  if (outbox->attach(address.pid, address.fd, address.nonce, rank_, ring_bytes_) != 0) {
+    to.unreachable = true;
+    return false;
+  }
+  to.outbox = std::move(outbox);
+  return true;
+}
+
 void Messages::look_for_senders() {
   const uint32_t joined = inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
   if (joined == joined_seen_) return;
@@ -36,6 +57,7 @@ void Messages::look_for_senders() {
     if (from.active) continue;
     Ring ring = inbox_.ring(source);
     if (ring.words->joined.load(std::memory_order_acquire) == 0) continue;
+    ring.learn_bytes();
     from.ring = ring;
     from.active = true;
     active_.push_back(source);
@@ -96,7 +118,7 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
       finish(*op, Code::mismatch);
     }
   } else if (!is_unwanted(envelope)) {
-    if (matching_.has_room(envelope.nbytes) || matching_.anybody_wants(source)) {
+    if (may_keep(from, envelope) || matching_.anybody_wants(source)) {
       from.kept = matching_.keep(source, envelope);
     }
     if (from.kept == nullptr) return false;
@@ -105,6 +127,14 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   from.filled = 0;
   from.in_frame = true;
   return true;
+}
+
+// Whether to take in a message that nobody has asked for, so that those behind it get here.
+bool Messages::may_keep(const Peer& from, const Envelope& envelope) const {
+  if (!matching_.has_room(envelope.nbytes)) return false;
+  // A program's receive is posted soon, and a second copy costs more than its sender's wait.
+  const bool can_stay = is_of_program(envelope.tag) && envelope.nbytes > kEagerBytes;
+  return !can_stay || is_impatient_ || from.parting != Code::ok;
 }
 
 // Where the next bytes of the frame go; nullptr: nowhere.

@@ -90,10 +90,9 @@ bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
 Code Messages::wait_slowly(const Op* op, int64_t timeout_ns) {
   bool polls = false;
   const Code reason = sleep_until_over(op, timeout_ns, &polls);
-  if (polls) {
-    const Lock lock(lock_);
-    end_polling();
-  }
+  const Lock lock(lock_);
+  is_impatient_ = false;
+  if (polls) end_polling();
   return reason;
 }
 
@@ -128,13 +127,13 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
     if (now < look_ns) continue;
     look_ns = now + kSliceNs;
     if (poll_ && poll_()) return Code::interrupted;
-    if (stuck_ && now >= tell_ns) {
-      tell_ns = now + kStuckNs;
-      Lock lock(lock_);
-      const std::vector<int> ranks = awaited_ranks(op);
-      lock.unlock();
-      stuck_(ranks, op == nullptr || op->is_send);
-    }
+    Lock lock(lock_);
+    is_impatient_ = true;  // what it waits for may wait for what is left in a ring or wire
+    if (!stuck_ || now < tell_ns) continue;
+    tell_ns = now + kStuckNs;
+    const std::vector<int> ranks = awaited_ranks(op);
+    lock.unlock();
+    stuck_(ranks, op == nullptr || op->is_send);
   }
 }
 

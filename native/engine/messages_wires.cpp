@@ -1,5 +1,6 @@
 // Messages over wires: moving bytes, the end of a wire, and sleeping until one has something.
 #include <algorithm>
+#include <utility>
 
 #include "clock.hpp"
 #include "futex.hpp"
@@ -102,15 +103,16 @@ bool Messages::peer_down(int rank, Code code) {
   const Lock lock(lock_);
   Peer& gone = peer(rank);
   look_for_senders();
+  const Code known = std::exchange(gone.parting, code);
   // What it has sent is there to be received.
   while (gone.active && pull(rank)) continue;
   while (gone.wire != nullptr && pull_wire(rank)) continue;
   if (closed_ || gone.wire == nullptr || gone.wire->has_ended()) {
+    gone.parting = known;
     end_peer(rank, code);
     return false;
   }
-  if (gone.parting == Code::ok) ++parting_;
-  gone.parting = code;
+  if (known == Code::ok) ++parting_;
   gone.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
   settle();
   hand_over();
@@ -167,8 +169,10 @@ void Messages::watch_wires() {
   poll_set_.clear();
   poll_set_.push_back({bell_.fd(), POLLIN, 0});
   for (int rank : wired_) {
-    Wire& wire = *peer(rank).wire;
+    const Peer& from = peer(rank);
+    Wire& wire = *from.wire;
     wire.watched = wanted_events(peer(rank));
+    wire.wake_for(from.in_frame ? static_cast<size_t>(from.frame.nbytes) - from.filled : 1);
     if (wire.watched != 0) poll_set_.push_back({wire.fd(), wire.watched, 0});
   }
 }

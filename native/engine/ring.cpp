@@ -58,18 +58,23 @@ int open_file_of(int pid, int fd) {
 
 }  // namespace
 
+void Ring::choose_bytes(size_t bytes) {
+  bytes_ = bytes;
+  words->bytes.store(bytes, std::memory_order_relaxed);  // with `joined`
+}
+
 size_t Ring::room() {
-  if (at_ - other_ > kRingBytes - kStepBytes) {
+  if (at_ - other_ > bytes_ - kStepBytes) {
     other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
   }
   // The padding of a frame is not written, and may reach beyond what the receiver has released.
   const uint64_t used = at_ - other_;
-  return used < kRingBytes ? kRingBytes - used : 0;
+  return used < bytes_ ? bytes_ - used : 0;
 }
 
 void Ring::write(const void* from, size_t nbytes) {
-  const size_t at = at_ % kRingBytes;
-  const size_t first = std::min(nbytes, kRingBytes - at);
+  const size_t at = at_ % bytes_;
+  const size_t first = std::min(nbytes, bytes_ - at);
   copy_bytes(data_ + at, from, first);
   if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
   at_ += nbytes;
@@ -81,8 +86,8 @@ size_t Ring::available() {
 }
 
 void Ring::read(void* into, size_t nbytes, bool past_cache) {
-  const size_t at = at_ % kRingBytes;
-  const size_t first = std::min(nbytes, kRingBytes - at);
+  const size_t at = at_ % bytes_;
+  const size_t first = std::min(nbytes, bytes_ - at);
   auto copy = [past_cache](void* to, const char* from, size_t count) {
     past_cache ? copy_past_cache(static_cast<char*>(to), from, count) : copy_bytes(to, from, count);
   };
@@ -137,7 +142,7 @@ void Outbox::ring_pipe() {
   [[maybe_unused]] const ssize_t written = write(pipe_, "!", 1);
 }
 
-int Outbox::attach(int pid, int fd, const unsigned char* nonce, int me) {
+int Outbox::attach(int pid, int fd, const unsigned char* nonce, int me, size_t ring_bytes) {
   pid_ = pid;
   const int opened = open_file_of(pid, fd);
   if (opened < 0) return errno;
@@ -160,7 +165,10 @@ int Outbox::attach(int pid, int fd, const unsigned char* nonce, int me) {
     error = same ? ring_.map(opened, offset, kRingStride) : EXDEV;
   }
   close(opened);
-  if (error == 0) ring = Ring(ring_.base());
+  if (error == 0) {
+    ring = Ring(ring_.base());
+    ring.choose_bytes(ring_bytes);
+  }
   return error;
 }
 

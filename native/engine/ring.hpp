@@ -19,9 +19,14 @@
 
 namespace unisono {
 
-// A ring takes this much of a message before its receiver has to read. Larger: writer and reader
-// use more of their caches, 64 ranks more memory. Smaller: they wait for one another more often.
+// A ring takes this much of a message before its receiver has to read. Larger: writer and reader use
+// more of their caches, 64 ranks more memory. Smaller: they wait for one another more often, which
+// costs most where more ranks than cores take turns.
 constexpr size_t kRingBytes = 128 * 1024;
+constexpr size_t kWideRingBytes = 512 * 1024;
+
+// So many ranks on a host have wide rings: twelve of them.
+constexpr int kFewRanks = 4;
 
 // How much is copied before the other side may see it: the pipeline's step.
 constexpr size_t kStepBytes = 16 * 1024;
@@ -36,7 +41,9 @@ struct FrameHead {
   uint32_t info;
   uint32_t unused;
 };
-static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0, "heads fit");
+static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
+                kWideRingBytes % kFrameAlign == 0,
+              "heads fit");
 
 constexpr uint64_t frame_bytes(uint64_t nbytes) {
   return (sizeof(FrameHead) + nbytes + kFrameAlign - 1) / kFrameAlign * kFrameAlign;
@@ -59,7 +66,8 @@ struct RingWords {
   alignas(kLineBytes) std::atomic<uint64_t> head;
   // Set by a sender that waits for room, taken back by the receiver that rings its bell.
   alignas(kLineBytes) std::atomic<uint32_t> wants_room;
-  // Set by the sender once, before it writes for the first time.
+  // Set by the sender once, before it writes for the first time: first the ring's size.
+  std::atomic<uint64_t> bytes;
   std::atomic<uint32_t> joined;
   // Set by the sender when it has written its last byte and leaves.
   std::atomic<uint32_t> left;
@@ -91,7 +99,8 @@ struct InboxHead {
 };
 
 constexpr size_t kPageBytes = 4096;
-constexpr size_t kRingStride = kPageBytes + kRingBytes;
+// Of memory that nobody touches there is none.
+constexpr size_t kRingStride = kPageBytes + kWideRingBytes;
 static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes, "layout");
 
 // One ring, seen by either end. Each end uses its own half of the methods.
@@ -102,6 +111,7 @@ class Ring {
       : words(reinterpret_cast<RingWords*>(base)), data_(base + kPageBytes) {}
 
   // --- the sender's ---
+  void choose_bytes(size_t bytes);
   size_t room();  // bytes that may be written
   void write(const void* from, size_t nbytes);
   // Also of the receiver: go on to where the next frame begins.
@@ -109,6 +119,7 @@ class Ring {
   void publish() { words->tail.store(at_, std::memory_order_release); }
 
   // --- the receiver's ---
+  void learn_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
   size_t available();  // bytes that may be read
   void read(void* into, size_t nbytes, bool past_cache = false);
   void skip(size_t nbytes) { at_ += nbytes; }
@@ -119,6 +130,7 @@ class Ring {
 
  private:
   char* data_ = nullptr;
+  size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;     // this end's position
   uint64_t other_ = 0;  // the other end's, as last seen
 };
@@ -161,7 +173,7 @@ class Outbox {
  public:
   // Map what process `pid` holds open as `fd`; 0 or an errno. EXDEV: it is not the inbox with this
   // nonce, so `pid` is not a process of this host's view.
-  int attach(int pid, int fd, const unsigned char* nonce, int me);
+  int attach(int pid, int fd, const unsigned char* nonce, int me, size_t ring_bytes);
   // Wake the thread of its owner that sleeps on wires, if there is one.
   void ring_pipe();
   ~Outbox();

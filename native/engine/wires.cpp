@@ -24,6 +24,10 @@ constexpr size_t kCallBytes = 1024 * 1024;
 constexpr int kNearBytes = 128 * 1024;
 constexpr uint32_t kNearUs = 50;
 
+// Who sleeps in the middle of a large message is not woken for less. The system hands on up to
+// 64 KiB at once, and sees to it that its buffer holds twice of this.
+constexpr size_t kWakeBytes = 64 * 1024;
+
 void keep_in_cache(int fd) {
   tcp_info info{};
   socklen_t size = sizeof(info);
@@ -121,6 +125,13 @@ size_t Wire::receive(char* into, size_t nbytes) {
   const size_t into_place = std::min(static_cast<size_t>(received), direct);
   end_ += static_cast<size_t>(received) - into_place;
   return into_place;
+}
+
+void Wire::wake_for(size_t nbytes) {
+  const int least = static_cast<int>(std::min(nbytes, kWakeBytes));
+  if (least == wakes_for_ || has_ended()) return;
+  wakes_for_ = least;
+  setsockopt(fd_, SOL_SOCKET, SO_RCVLOWAT, &least, sizeof(least));
 }
 
 int Bell::make() {

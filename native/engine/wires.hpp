@@ -42,6 +42,9 @@ class Wire {
   // Receive payload; nullptr: throw it away. Returns 0 if there is none now.
   size_t read(char* into, size_t nbytes);
 
+  // Let who sleeps on it sleep until so many bytes have come, or enough for one look to be worth it.
+  void wake_for(size_t nbytes);
+
   // Whether a frame waits in here for which there is no room; nothing is read meanwhile.
   bool is_blocked = false;
   // The events that somebody sleeps on.
@@ -58,6 +61,7 @@ class Wire {
   size_t head_at_ = sizeof(FrameHead);
   FrameHead in_{};
   std::array<char, kBufferBytes> buffer_;
+  int wakes_for_ = 1;
   size_t at_ = 0;   // [at_, end_) of the buffer is received and not yet taken
   size_t end_ = 0;
 };

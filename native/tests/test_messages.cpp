@@ -160,7 +160,7 @@ void test_mismatch() {
 
 void test_time_outs() {
   World world(2);
-  std::vector<char> big = pattern(400'000, 1), in(400'000);
+  std::vector<char> big = pattern(1'000'000, 1), in(1'000'000);
   const std::vector<char> untouched(in);
   assert(world[1].recv(0, envelope(1, 8), in.data(), nullptr, kMoment).code == Code::timeout);
   // Half of it is in the ring when it is given up; the receiver gets all of it nevertheless.
@@ -172,9 +172,31 @@ void test_time_outs() {
     assert(world[0].recv(1, envelope(3, 1), big.data(), nullptr, kMinute).code == Code::ok);
   });
   assert(world[1].recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
-  assert(in == pattern(400'000, 1));
+  assert(in == pattern(1'000'000, 1));
   assert(world[1].send(0, envelope(3, 1), in.data(), kMinute).code == Code::ok);
   helper.join();
+}
+
+// What a program has not asked for yet stays where it is, unless others wait for what is behind it.
+void test_messages_of_programs() {
+  World world(3);
+  const std::vector<char> out = pattern(2'000'000, 1);
+  std::vector<char> in(out.size()), small(8);
+  Op sent;
+  sent.envelope = envelope(-2, out.size());
+  sent.peer = 1;
+  sent.is_send = true;
+  sent.data = const_cast<char*>(out.data());
+  Op* ops[] = {&sent};
+  world[0].begin(ops, 1);
+  std::thread waiter([&] {
+    assert(world[1].recv(2, envelope(1, 8), small.data(), nullptr, kMinute).code == Code::ok);
+  });
+  assert(world[0].wait(sent, kMinute) == Code::ok);
+  assert(world[2].send(1, envelope(1, 8), small.data(), kMinute).code == Code::ok);
+  waiter.join();
+  assert(world[1].recv(0, envelope(-2, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
+  assert(in == out);
 }
 
 void test_ends() {
@@ -256,6 +278,7 @@ int main() {
     test_order_of_any_source();
     test_mismatch();
     test_time_outs();
+    test_messages_of_programs();
     test_ends();
     test_any_source_of_ranks_that_go();
   }
