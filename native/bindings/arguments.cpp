@@ -178,7 +178,8 @@ bool understand(const Signature& f, PyObject* const* args, size_t count, PyObjec
         group = value;
         break;
       case kFlag:
-        if (value != nullptr && value != Py_False) return false;
+        if (value != nullptr && value != Py_False && value != Py_True) return false;
+        into->is_async = value == Py_True;
         break;
       default:
         if (value != nullptr && value != Py_None) return false;

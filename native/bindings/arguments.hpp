@@ -15,6 +15,7 @@ struct Global {
   PyObject* world = nullptr;  // context variable of the current world; None: the process's
   PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit one
   PyObject* group_type = nullptr;
+  PyObject* work_type = nullptr;
   PyObject* default_group = nullptr;
   PyObject* attribute = nullptr;  // name of a group's attribute that holds its Calls
   PyObject* default_attribute = nullptr;
@@ -30,7 +31,7 @@ enum Kind : char {
   kOp = 'o',
   kRoot = 'n',
   kGroup = 'g',
-  kFlag = 'f',    // async_op: only False is ours
+  kFlag = 'f',    // async_op
   kAbsent = '-',  // only None is ours
 };
 
@@ -49,6 +50,7 @@ struct Arguments {
   nanobind::object calls_ref;
   Key key;
   PyObject* op = nullptr;
+  bool is_async = false;
   Arrays arrays;
 };
 

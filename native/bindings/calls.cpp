@@ -1,6 +1,11 @@
 #include "calls.hpp"
 
+#include "flight.hpp"
+
+#include <nanobind/stl/unique_ptr.h>
+
 #include <cstring>
+#include <memory>
 #include <utility>
 
 namespace nb = nanobind;
@@ -49,10 +54,11 @@ size_t Key::hash() const {
   return static_cast<size_t>(hash);
 }
 
-Calls::Calls(nb::object turn, nb::object failed)
+Calls::Calls(nb::object turn, nb::object failed, nb::object begun)
     : turn_ref_(std::move(turn)),
       turn_(nb::cast<Turn*>(turn_ref_)),
       failed_(std::move(failed)),
+      begun_(std::move(begun)),
       forks_(process.forks) {}
 
 void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
@@ -87,7 +93,7 @@ void Calls::note(nb::object runner, nb::object program, const Known& known, cons
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &last_call_}) {
+  for (const nb::object* each : {&turn_ref_, &failed_, &begun_, &last_call_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -112,6 +118,7 @@ void Calls::clear() {
   last_seq_ = 0;
   last_call_.reset();
   failed_.reset();
+  begun_.reset();
 }
 
 nb::object Calls::last() const {
@@ -126,10 +133,11 @@ Remembered* Calls::find(const Key& key) const {
   return place->known.runner->is_aborted() ? nullptr : place.get();
 }
 
-void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays) {
+void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays, bool is_async) {
   // Another thread may have called something else in the meantime: only what ran on this thread
   // and on this very memory is the call that the key stands for.
-  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || !turn_->is_free() ||
+  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() ||
+      !(is_async || turn_->is_free()) ||
       !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
     return;
   }
@@ -166,6 +174,28 @@ bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
   caller_ = before;
   turn_->give();
   return true;
+}
+
+nb::object Calls::start(const Remembered& what, Arrays&& arrays) {
+  const unsigned long thread = PyThread_get_thread_ident(), before = caller_;
+  if (before != 0 && before != thread) return {};
+  auto flight = std::make_unique<Flight>(what.runner, what.program, what.known, timeout_ns_);
+  flight->arrays = std::move(arrays);
+  const Argument &input = flight->arrays.input, &output = flight->arrays.output;
+  for (const Argument* each : {&input, &output}) {
+    if (each->array != nullptr) flight->owners.push_back(nb::borrow(each->array));
+  }
+  flight->work_on(input.span, output.span, false);
+  nb::tuple owners = nb::make_tuple(input.owner(), output.owner());
+  caller_ = thread;
+  nb::object arguments;
+  try {
+    arguments = begun_(nb::cast(std::move(flight)), what.call, owners);
+  } catch (nb::python_error& error) {
+    error.restore();
+  }
+  caller_ = before;
+  return arguments;
 }
 
 // Let Python do what remains; false: an error is set, as there mostly will be.

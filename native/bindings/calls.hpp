@@ -80,7 +80,7 @@ struct Remembered {
 // The calls of one group that can be repeated.
 class Calls {
  public:
-  Calls(nanobind::object turn, nanobind::object failed);
+  Calls(nanobind::object turn, nanobind::object failed, nanobind::object begun);
 
   void close() { closed_ = true; }
   // The thread that is in a collective call of the group, here or in Python; 0 if none is.
@@ -101,9 +101,12 @@ class Calls {
   nanobind::object last() const;
 
   Remembered* find(const Key& key) const;
-  void remember(const Key& key, nanobind::handle op, const Arrays& arrays);
+  void remember(const Key& key, nanobind::handle op, const Arrays& arrays, bool is_async);
   // Run it, if it is nobody else's turn; false: leave it to Python.
   bool run(Remembered& what, const Arrays& arrays, bool* failed);
+  // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to Python,
+  // or an error is set.
+  nanobind::object start(const Remembered& what, Arrays&& arrays);
 
  private:
   struct Note {
@@ -117,6 +120,7 @@ class Calls {
   nanobind::object turn_ref_;
   Turn* turn_;
   nanobind::object failed_;
+  nanobind::object begun_;
   bool closed_ = false;
   unsigned long caller_ = 0;
   uint64_t forks_;

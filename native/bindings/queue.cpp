@@ -3,15 +3,15 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 
+#include <memory>
 #include <tuple>
 #include <utility>
-#include <vector>
 
 #include "bindings.hpp"
 #include "clock.hpp"
-#include "memory.hpp"
-#include "program.hpp"
+#include "flight.hpp"
 
 namespace nb = nanobind;
 
@@ -22,34 +22,19 @@ namespace {
 // This thread is one that serves a queue: signals are the business of those who wait.
 thread_local bool is_server = false;
 
-// A job with what it works on. Python keeps it until it is over.
-class Flight {
- public:
-  Flight(nb::object runner, nb::object program, nb::handle source, nb::handle target,
-         int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even, double timeout_s)
-      : runner_(std::move(runner)), program_(std::move(program)), input_(source), output_(target) {
-    const auto& owned = nb::cast<const OwnedProgram&>(program_);
-    scratch_.resize(static_cast<size_t>(owned.scratch_count * itemsize));
-    job.runner = nb::cast<Runner*>(runner_);
-    job.program = owned.view();
-    job.buffers = buffers_of(input_.span(), output_.span(), itemsize, scratch_);
-    job.buffers.output_is_readonly = output_.is_readonly();
-    job.reduce = reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op));
-    job.words = {fingerprint, even};
-    const int64_t timeout_ns = nanoseconds(timeout_s);
-    job.deadline_ns = now_ns() + timeout_ns;
-  }
-  Flight() : input_(nb::none()), output_(nb::none()) {}
-
-  Job job;
-
- private:
-  nb::object runner_;
-  nb::object program_;
-  Memory input_;
-  Memory output_;
-  std::vector<char> scratch_;
-};
+nb::object from_python(nb::object runner, nb::object program, nb::handle source, nb::handle target,
+                       int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even,
+                       double timeout_s, Calls& calls, nb::object call) {
+  const Known known{nb::cast<Runner*>(runner), nb::cast<const OwnedProgram*>(program), itemsize,
+                    dtype, op, fingerprint, even};
+  auto flight = std::make_unique<Flight>(runner, program, known, nanoseconds(timeout_s));
+  flight->memory = std::make_unique<Memory>(source);
+  flight->result = std::make_unique<Memory>(target);
+  const Span &input = flight->memory->span(), &output = flight->result->span();
+  flight->work_on(input, output, flight->result->is_readonly());
+  calls.note(std::move(runner), std::move(program), known, input, output, std::move(call));
+  return nb::cast(std::move(flight));
+}
 
 // (reason, number of the job, status code, peer)
 std::tuple<int, uint64_t, int, int> serve(Turn& turn) {
@@ -99,11 +84,15 @@ void bind_queue(nb::module_& m) {
   using unisono::Turn;
   nb::class_<Flight>(m, "Flight")
     .def(nb::init<>(), "A call that Python runs when its turn has come.")
-    .def(nb::init<nb::object, nb::object, nb::handle, nb::handle, int64_t, int, int, uint64_t,
-                  uint64_t, double>(),
-         nb::arg("runner"), nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
-         nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
-         nb::arg("even"), nb::arg("timeout_s"))
+    .def_static("of", &unisono::from_python, nb::arg("runner"), nb::arg("program"),
+                nb::arg("input").none(), nb::arg("output").none(), nb::arg("itemsize"),
+                nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"),
+                nb::arg("timeout_s"), nb::arg("calls"), nb::arg("call"),
+                nb::sig("def of(runner: object, program: object, input: object | None, "
+                        "output: object | None, itemsize: int, dtype: int, op: int, "
+                        "fingerprint: int, even: int, timeout_s: float, calls: Calls, "
+                        "call: object) -> Flight"),
+                "Return a call that can be repeated from now on.")
     .def_prop_ro("is_handed", [](const Flight& flight) { return flight.job.handed; },
                  "Once it is over: whether whoever serves tells of its end.");
 

@@ -30,7 +30,13 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* k
   if (!understand(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
     return PyObject_Vectorcall(f.function, args, nargsf, keywords);
   }
-  if (Remembered* what = known.calls->find(known.key)) {
+  Remembered* const what = known.calls->find(known.key);
+  if (what != nullptr && known.is_async) {
+    // An array of its own, in case Python has the call: its lists are moved away.
+    nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
+    if (arguments.is_valid()) return PyObject_CallObject(global.work_type, arguments.ptr());
+    if (PyErr_Occurred() != nullptr) return nullptr;
+  } else if (what != nullptr) {
     bool failed = false;
     if (known.calls->run(*what, known.arrays, &failed)) {
       if (failed) return nullptr;
@@ -39,7 +45,8 @@ PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* k
   }
   known.calls->forget_note();
   PyObject* result = PyObject_Vectorcall(f.function, args, nargsf, keywords);
-  if (result == Py_None) known.calls->remember(known.key, known.op, known.arrays);
+  const bool has_run = known.is_async ? result != nullptr && result != Py_None : result == Py_None;
+  if (has_run) known.calls->remember(known.key, known.op, known.arrays, known.is_async);
   return result;
 }
 
@@ -152,10 +159,11 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
 
-void set_world(nb::object world, nb::object stream, nb::object group_type) {
+void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
   global.group_type = group_type.release().ptr();
+  global.work_type = work_type.release().ptr();
 }
 
 void set_default(nb::object group) {
@@ -178,7 +186,8 @@ void bind_quick(nb::module_& m) {
   nb::set_leak_warnings(false);
 
   nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
-    .def(nb::init<nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"))
+    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
+         nb::arg("begun"))
     .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
     .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
@@ -187,7 +196,8 @@ void bind_quick(nb::module_& m) {
 
   m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
         "Return a callable that repeats calls, and leaves others to `function`.");
-  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"));
+  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"),
+        nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
   m.def("suspend_quick", [] { ++unisono::process.suspended; }, "Leave every call to Python.");
   m.def("resume_quick", [] { --unisono::process.suspended; }, "Undo one suspend_quick().");

@@ -1,7 +1,6 @@
 """The native engine."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import overload
 
 def dtype_codes() -> dict[str, int]:
     """Return every element type's code, by Python's name of it."""
@@ -121,13 +120,11 @@ class StoreLink:
         """End a wait that timed out; return whether it was over by then."""
 
 class Flight:
-    @overload
     def __init__(self) -> None:
         """A call that Python runs when its turn has come."""
 
-    @overload
-    def __init__(
-        self,
+    @staticmethod
+    def of(
         runner: object,
         program: object,
         input: object | None,
@@ -138,7 +135,11 @@ class Flight:
         fingerprint: int,
         even: int,
         timeout_s: float,
-    ) -> None: ...
+        calls: Calls,
+        call: object,
+    ) -> Flight:
+        """Return a call that can be repeated from now on."""
+
     @property
     def is_handed(self) -> bool:
         """Once it is over: whether whoever serves tells of its end."""
@@ -193,7 +194,7 @@ class Turn:
         """Number of the last queued call that began."""
 
 class Calls:
-    def __init__(self, turn: object, failed: object) -> None: ...
+    def __init__(self, turn: object, failed: object, begun: object) -> None: ...
     def close(self) -> None:
         """Leave every call to Python from now on."""
 
@@ -210,7 +211,7 @@ class Calls:
 def quick(function: object, names: Sequence[str], kinds: str) -> object:
     """Return a callable that repeats calls, and leaves others to `function`."""
 
-def set_world(world: object, stream: object, group_type: object) -> None: ...
+def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
 def suspend_quick() -> None:
     """Leave every call to Python."""

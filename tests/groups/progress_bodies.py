@@ -157,3 +157,72 @@ def wait_in_a_forked_child(rank):
     _, status = os.waitpid(child, 0)
     dist.send(gate, 1)
     return os.waitstatus_to_exitcode(status) == 42 and work.wait()
+
+
+def repeated_with_lists(rank):
+    """Calls on lists that are emptied at once, and on arrays that nobody else keeps."""
+    p = dist.get_world_size()
+    kept = []
+    for number in range(6):
+        outputs = [np.zeros(50) for _ in range(p)]
+        pieces = [np.full(50, rank * p + r + number) for r in range(p)]
+        part = np.zeros(50, pieces[0].dtype)
+        works = [
+            dist.all_gather(outputs, np.full(50, float(rank + number)), async_op=True),
+            dist.reduce_scatter(part, pieces, async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        kept.append((number, list(outputs), part, works))
+        outputs.clear()
+        pieces.clear()
+    for number, outputs, part, works in kept:
+        for work in works:
+            assert work.wait(LIMIT_S)
+        assert len(works[0].result()) == p
+        assert works[1].result()[0] is part
+        assert works[2].result() == []
+        assert all((output == r + number).all() for r, output in enumerate(outputs))
+        assert (part == sum(r * p + rank + number for r in range(p))).all()
+    return repr(works[0])
+
+
+def in_other_words_among_repeated(rank):
+    """The same call again and again, which rank 0 makes in other words in the end."""
+    p = dist.get_world_size()
+    for number in range(4):
+        given, got = np.arange(2.0 * p) + 100 * rank, np.zeros(2 * p)
+        first = dist.all_reduce(np.ones(3), async_op=True)
+        if number == 3 and rank == 0:
+            split = [2] * p
+            work = dist.all_to_all_single(got, given, split, split, async_op=True)
+        else:
+            work = dist.all_to_all_single(got, given, async_op=True)
+        last = dist.all_reduce(np.ones(4), async_op=True)
+        for each in (first, work, last):
+            each.wait(LIMIT_S)
+        expected = np.concatenate([np.arange(2.0) + 2 * rank + 100 * r for r in range(p)])
+        assert (got == expected).all(), (number, got, expected)
+        assert (last.result()[0] == p).all()
+    return True
+
+
+def aborted(rank):
+    """Rank 0 aborts while another's repeated calls are under way and queued."""
+    x = np.ones(2)
+    for _ in range(3):
+        dist.all_reduce(x, async_op=True).wait()
+    if rank == 0:
+        dist.group.WORLD.abort("enough")
+        return None
+    works = []
+    kinds = set()
+    try:
+        works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    except UnisonoError as error:
+        kinds.add(type(error).__name__)
+    for work in works:
+        try:
+            work.wait()
+        except UnisonoError as error:
+            kinds.add(type(error).__name__)
+    return kinds

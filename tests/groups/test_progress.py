@@ -32,3 +32,15 @@ def test_the_memory_of_a_dropped_work(world):
 
 def test_a_wait_in_a_forked_child():
     assert run(bodies.wait_in_a_forked_child, 2, ranks="processes") == [True] * 2
+
+
+def test_repeated_calls_with_lists(world):
+    assert world(bodies.repeated_with_lists, 3) == ["<Work all_gather done>"] * 3
+
+
+def test_one_rank_makes_the_call_in_other_words(world):
+    assert world(bodies.in_other_words_among_repeated, 3) == [True] * 3
+
+
+def test_an_abort_ends_repeated_calls(world):
+    assert world(bodies.aborted, 2) == [None, {"CollectiveAbortedError"}]

@@ -62,6 +62,7 @@ class CPUBackend(DeviceBackend):
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
+        self._engine.pending_type = Pending
         self._planner = Planner(comm, self._engine)
         if comm.transport.messages is not None:
             self.port = p2p.Port(comm, comm.transport.messages)

@@ -193,6 +193,9 @@ class Engine(ABC):
     calls: Any = None
     """What repeats calls without Python code, if the engine can; see `engines.quick`."""
 
+    pending_type: Any = Completion
+    """Makes the completion of a call that is repeated: (outputs, deadline, runs_here)."""
+
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.timeout_s = 0.0

@@ -220,7 +220,7 @@ class NativeEngine(QueueEngine):
         self._told = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._repeated_badly)
+        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._begun_again)
         comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -253,7 +253,7 @@ class NativeEngine(QueueEngine):
         if not (ready and are_even(task.input) and are_even(task.output)):
             return None
         program, even = _before_exchange(task)
-        return _engine.Flight(
+        return _engine.Flight.of(
             *self._runner(program),
             task.input,
             task.output,
@@ -263,6 +263,8 @@ class NativeEngine(QueueEngine):
             task.call.fingerprint,
             even,
             task.deadline.remaining(),
+            self.calls,
+            _Repeated(task.call, program, task.dtype, task.op, task.exchange),
         )
 
     def _exchange(self, task: Task) -> None:
@@ -306,14 +308,17 @@ class NativeEngine(QueueEngine):
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        call, program, dtype, op, exchange = what
-        source, target = map(_flat, buffers)
-        deadline = Deadline(self.timeout_s)
-        call = call._replace(seq=seq)
-        task = Task(call, program, source, target, dtype, op, deadline, exchange)
+        task = self.task_again(what, buffers, seq)
         error = self._run(task, lambda task: self.perform_rest(task, *status))
         if error is not None:
             raise error
+
+    def task_again(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
+        call, program, dtype, op, exchange = repeated
+        source, target = map(_flat, buffers)
+        deadline = Deadline(self.timeout_s)
+        call = call._replace(seq=seq)
+        return Task(call, program, source, target, dtype, op, deadline, exchange)
 
     def perform_rest(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:

@@ -91,9 +91,9 @@ class OrderedEngine(Engine):
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock, which in the child of a fork another thread may hold for ever.
-        self._require_open(task)
+        self._require_open(task.call)
         with self._changed:
-            self._require_open(task)
+            self._require_open(task.call)
             free = self._turn.is_free() and self.comm.transport.may_wait()
             if inline and self.runs_here() and not free:
                 raise UsageError(
@@ -137,10 +137,10 @@ class OrderedEngine(Engine):
             thread.join(_CLOSE_S)
         self.comm.close()
 
-    def _require_open(self, task: Task) -> None:
+    def _require_open(self, call: Call) -> None:
         closed = self.comm.closed() or ("was destroyed" if self._closed else None)
         if closed:
-            raise ClosedError(f"{task.call.op} on group '{self.comm.name}', which {closed}")
+            raise ClosedError(f"{call.op} on group '{self.comm.name}', which {closed}")
 
     # ---- order ----------------------------------------------------------------------------
 

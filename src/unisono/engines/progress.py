@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,28 +30,41 @@ _FOREVER_S = 4e9
 
 
 class _Queued:
-    """A call in the queue, and where its completion learns of its end."""
+    """A call in the queue, and where its completion learns of its end.
 
-    __slots__ = ("_comm", "_turn", "call", "completion", "flight", "task")
+    Attributes:
+        task: Makes the task of it from its number; None once that is not needed any more.
+    """
+
+    __slots__ = ("_comm", "_turn", "call", "completion", "flight", "seq", "task")
 
     def __init__(
-        self, turn: Any, comm: Communicator, task: Task, completion: Completion, flight: Any
+        self,
+        turn: Any,
+        comm: Communicator,
+        call: Call,
+        completion: Completion,
+        flight: Any,
+        task: Callable[[int], Task],
     ) -> None:
         self._turn = turn
         self._comm = comm
+        self.call = call
         self.completion = completion
         self.flight = flight
-        seq = turn.push(flight)
-        task.call = task.call._replace(seq=seq)
-        self.call: Call = task.call
-        self.task: Task | None = task
+        self.task: Callable[[int], Task] | None = task
+        self.seq = int(turn.push(flight))
+
+    def status(self) -> Status:
+        """Return what other ranks are told of it."""
+        return Status(self.seq, self.call.text)
 
     def poll(self) -> bool:
         """Finish the completion if the call is over and nobody else does; return whether it is."""
         flight = self.flight
         if flight is None:
             return True
-        if not self._turn.is_over(self.call.seq) or flight.is_handed:
+        if not self._turn.is_over(self.seq) or flight.is_handed:
             return False
         self.release()
         self.completion.finish()
@@ -58,7 +72,7 @@ class _Queued:
 
     def wait(self, deadline: Deadline | None) -> bool:
         """Block until the call is over; False if the deadline passed first."""
-        seq = self.call.seq
+        seq = self.seq
         if not self._turn.is_over(seq):
             if self._comm.closed():
                 raise ClosedError(
@@ -80,6 +94,11 @@ class _Queued:
         self.flight = self.task = None
 
 
+def _numbered(task: Task, seq: int) -> Task:
+    task.call = task.call._replace(seq=seq)
+    return task
+
+
 class QueueEngine(OrderedEngine):
     """Runs asynchronous tasks on a thread that needs no interpreter for most of them."""
 
@@ -97,37 +116,60 @@ class QueueEngine(OrderedEngine):
     def perform_rest(self, task: Task, code: int, peer: int) -> None:
         """Do what remains of a task that has ended with this status; raises as `perform` does."""
 
+    @abstractmethod
+    def task_again(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
+        """Return the task of a call that C++ repeats, on these buffers."""
+
     def last_queued(self) -> Status | None:
         """Return the last queued call that has begun, if it is known."""
         begun = self._turn.begun
-        calls = [queued.call for queued in list(self._queued)]
-        found = [Status(call.seq, call.text) for call in calls if call.seq <= begun]
-        return found[-1] if found else self._last_over
+        found = [queued for queued in list(self._queued) if queued.seq <= begun]
+        return found[-1].status() if found else self._last_over
 
     # ---- order ----------------------------------------------------------------------------
 
     def _put(self, task: Task, completion: Completion) -> int:
-        self._forget()
         flight = self.prepare(task)
-        is_ours = flight is not None
-        queued = _Queued(self._turn, self.comm, task, completion, flight or _engine.Flight())
+        return self._append(task.call, completion, flight, lambda seq: _numbered(task, seq))
+
+    def _append(
+        self, call: Call, completion: Completion, flight: Any, task: Callable[[int], Task]
+    ) -> int:
+        self._forget()
+        given = flight or _engine.Flight()
+        queued = _Queued(self._turn, self.comm, call, completion, given, task)
         self._queued.append(queued)
-        if is_ours:
+        if flight is not None:
             completion.ends_with(queued)
-        return queued.call.seq
+        return queued.seq
+
+    def _begun_again(
+        self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
+    ) -> tuple[Completion, str]:
+        """Queue a call that C++ has prepared; return its completion and its name."""
+        call, output = repeated.call, buffers[1]
+        outputs = output if isinstance(output, list) else [] if output is None else [output]
+        self._require_open(call)
+        completion: Completion = self.pending_type(outputs, None, self.runs_here)
+        with self._changed:
+            self._require_open(call)
+            self._start_thread()
+            task = partial(self.task_again, repeated, buffers)
+            self._append(call, completion, flight, task)
+        return completion, call.op
 
     def _forget(self) -> None:
         """Let go of what is over and told."""
         while self._queued and self._queued[0].poll():
             queued = self._queued.popleft()
-            self._last_over = Status(queued.call.seq, queued.call.text)
+            self._last_over = queued.status()
 
     def _take_back(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
         return [
             (queued.call, queued.completion)
             for queued in self._queued
-            if first and queued.call.seq >= first
+            if first and queued.seq >= first
         ]
 
     def _wait_until_still(self, limit_s: float) -> None:
@@ -143,26 +185,26 @@ class QueueEngine(OrderedEngine):
                 return
             with self._changed:
                 self._forget()
-                queued = None if reason == _engine.Turn.IDLE else self._numbered(seq)
+                queued = None if reason == _engine.Turn.IDLE else self._find(seq)
             if queued is not None:
                 self._handle(queued, reason, code, peer)
             # A waiting thread must not keep the buffers of a finished task alive.
             del queued
 
-    def _numbered(self, seq: int) -> _Queued:
-        return next(queued for queued in self._queued if queued.call.seq == seq)
+    def _find(self, seq: int) -> _Queued:
+        return next(queued for queued in self._queued if queued.seq == seq)
 
     def _handle(self, queued: _Queued, reason: int, code: int, peer: int) -> None:
-        completion, task = queued.completion, queued.task
+        completion, make = queued.completion, queued.task
         queued.release()
         if reason == _engine.Turn.ENDED:
             completion.finish()
             return
-        assert task is not None
+        assert make is not None
         rest = partial(self.perform_rest, code=code, peer=peer)
         self._run_and_finish(
-            task,
+            make(queued.seq),
             completion,
-            partial(self._turn.finish, queued.call.seq),
+            partial(self._turn.finish, queued.seq),
             self.perform if reason == _engine.Turn.FOREIGN else rest,
         )

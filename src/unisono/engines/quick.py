@@ -3,10 +3,11 @@
 A small collective takes half a microsecond between two processes, and the way through the
 groups, the dispatcher, the backend and the engine ten times that. So a public function that is
 decorated with `quick` looks, in C++, whether the same call was made before: same function, group,
-dtypes, shapes, root and op, on contiguous NumPy arrays or lists of such, synchronous. If so it
-runs again what that call has run; if not, or if anything is unusual, the Python function runs, as
-it does without the C++ engine. What makes a call's meaning depend on more than its arguments (a
-wrapper in the dispatcher) suspends this; with an explicit stream Python has every call.
+dtypes, shapes, root and op, on contiguous NumPy arrays or lists of such. If so it runs again what
+that call has run, or queues it for the progress thread; if not, or if anything is unusual, the
+Python function runs, as it does without the C++ engine. What makes a call's meaning depend on more
+than its arguments (a wrapper in the dispatcher) suspends this; with an explicit stream Python has
+every call.
 """
 
 from __future__ import annotations
@@ -73,16 +74,19 @@ def resume() -> None:
         native.resume_quick()
 
 
-def set_world(world: ContextVar[Any], stream: ContextVar[Any], group_type: type) -> None:
+def set_world(
+    world: ContextVar[Any], stream: ContextVar[Any], group_type: type, work_type: type
+) -> None:
     """Say where a call without a group finds its world, and what a group is.
 
     Args:
         world: Holds an object whose `default` is a group; None: see `set_default`.
         stream: Holds the stream that orders calls; None: they run at once.
         group_type: Its objects have an attribute `calls`: that of their engine, or None.
+        work_type: Made of a completion and the name of its function for a call with async_op.
     """
     if native is not None:
-        native.set_world(world, stream, group_type)
+        native.set_world(world, stream, group_type, work_type)
 
 
 def set_default(group: Any) -> None:

@@ -17,6 +17,7 @@ from unisono.base.streams import stream_variable
 from unisono.engines import quick
 from unisono.errors import ArgumentTypeError, NotInitializedError
 from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
 
 __all__ = [
     "GroupMember",
@@ -103,7 +104,7 @@ process_world = World()
 """The world of this process, unless `use` says otherwise."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
-quick.set_world(_context_world, stream_variable, ProcessGroup)
+quick.set_world(_context_world, stream_variable, ProcessGroup, Work)
 
 
 def current() -> World:
