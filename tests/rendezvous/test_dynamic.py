@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from unisono.errors import RendezvousError
+from unisono.rendezvous import endpoint
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
 from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
@@ -207,3 +208,17 @@ def test_first_agent_on_the_host_serves_the_store():
     finally:
         second.close()
         first.close()
+
+
+def test_host_that_does_not_answer_is_told_once(monkeypatch, caplog):
+    monkeypatch.setattr(endpoint, "_QUIET_S", 0.0)
+    monkeypatch.setattr(endpoint, "_SLICE_S", 0.01)
+    turns = iter([False] * 3 + [True])
+    options = {"hosting": False, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        port = silent.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"no rendezvous at 127.0.0.1:{port} within"):
+            open_endpoint("127.0.0.1", port, canceled=lambda: next(turns), **options)
+    assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith(f"no rendezvous at 127.0.0.1:{port} yet: ")

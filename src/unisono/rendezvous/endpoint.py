@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 
 from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
 from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
@@ -16,6 +17,10 @@ DEFAULT_PORT = 29400
 """Port of an endpoint that names none, as torchrun has it."""
 
 _SLICE_S = 1.0
+_QUIET_S = 4.0
+"""So long a node may wait for another one without a word: nodes start at different times."""
+
+_LOG = get_logger("rendezvous")
 
 
 def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
@@ -109,7 +114,7 @@ def open_endpoint(
                     f"cannot host the rendezvous: {error.what}",
                     hint="choose another port (--master-port, --rdzv-endpoint) on all nodes",
                 ) from error
-    deadline = Deadline(timeout_s)
+    deadline, quiet, told = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:
         try:
             store = TCPStore(host, port, timeout=min(_SLICE_S, deadline.remaining()))
@@ -119,6 +124,9 @@ def open_endpoint(
                     f"no rendezvous at {host}:{port} within {timeout_s:g} s: {error.what}",
                     hint="is the agent of that host running, and is the port open?",
                 ) from error
+            if quiet.expired() and not told:
+                told = True
+                _LOG.warning("no rendezvous at %s:%d yet: %s", host, port, error.what)
         else:
             store.set_timeout(read_timeout_s)
             return store
