@@ -1,4 +1,12 @@
 // What the server answers to each request, and whom it lets in.
+//
+//     greeting --hello--> proving --right proof--> validating --VALIDATE--> open: any request
+//        |                   `--wrong proof--> refused
+//        |--hello, but this server has no token, if the client may be served--> validating
+//        |--VALIDATE of a client without a token, if it may be served--> validating
+//        `--anything else--> refused
+//
+// What is sent when: src/unisono/stores/token.py.
 #include <algorithm>
 #include <cstdio>
 #include <optional>

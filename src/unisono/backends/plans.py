@@ -1,4 +1,16 @@
-"""Plans of calls: the algorithm, the program and the words of an error, worked out once."""
+"""Plans of calls: the algorithm, the program and the words of an error, worked out once.
+
+    Asked        a call without its memory: collective, count, dtype, root, op, splits, ...
+      select       which algorithm: by size and ranks, or as the caller or UNISONO_ALGO wants
+      build        its schedule, for all ranks
+      layout_for   what a chunk is in elements
+      lower        this rank's program, for the engine of the group
+    Plan         what the ranks agree on (Call), and the program
+
+Where a rank knows only its own sizes (all_to_all, gather, scatter) there may be two programs: the
+plan's, for even sizes, runs if all ranks say that theirs are; otherwise they exchange them, and the
+one of the `Exchange` runs.
+"""
 
 from __future__ import annotations
 

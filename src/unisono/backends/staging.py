@@ -1,4 +1,12 @@
-"""Between the arrays of a call and the one flat input and output of its program."""
+"""Between the arrays of a call and the one flat input and output of its program.
+
+    one      an array                   in place; a packed copy if it is not contiguous
+    many     arrays as one              in place if they lie one after another, otherwise a copy
+    listed   an array for each rank     a list, each in place
+    striped  arrays of p blocks each    a copy: the first block of each, then the second, ...
+
+`write_back` brings results from copies into the arrays.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,12 @@
 """Groups made from groups: new_group and its variants, split_group, shrink_group.
 
+Each of them checks its arguments, lets all ranks that call agree on what is to be made (who was
+given wrong ones says so instead, `_told`), counts the new group, and makes it over the links of the
+old one (`_make`). The number is the prefix of the group's keys in the store, so it must be the same
+on all its members. Two make no agreement, because not all ranks call: new_group with
+`use_local_synchronization`, whose keys have the members' numbers instead, and shrink_group, whose
+missing ranks are dead.
+
 Source: torch.distributed.distributed_c10d (2.13).
 """
 
