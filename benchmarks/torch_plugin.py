@@ -4,12 +4,17 @@
 
 Two processes, both backends in the same processes, their turns interleaved; medians on rank 0.
 The overhead of communication in a step is the step's time less that of the same step without DDP.
+It is worked out round by round; each round has some steps of every kind. Shown are the median and
+the quartiles of the ratio to Gloo's, of time and of CPU time; the latter also holds on a machine
+that has other work.
+
+Freed memory stays in the process (see main): with glibc's defaults large gradients are given back
+and zeroed by the kernel again in some kinds of steps and not in others, 20 ms of a step's 60.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import os
 import statistics
@@ -22,7 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import unisono.torch  # noqa: F401  registers the backend
+import unisono.parallel
+import unisono.torch  # registers the backend
 
 RANKS = 2
 BACKENDS = ("unisono", "gloo")
@@ -111,6 +117,8 @@ def operations(rank: int, groups: dict[str, dist.ProcessGroup], given: argparse.
                 + ("  slower" if ratio > 1 else ""),
                 flush=True,
             )
+    if not ratios:
+        return
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
     say(f"geometric mean of {len(ratios)} ratios: {mean:.3f}")
 
@@ -127,20 +135,53 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
     model(x).sum().backward()
 
 
+def block(model: nn.Module, x: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Return time and CPU time of a step in seconds, the median and the mean of some."""
+    dist.barrier()
+    times, cpu = [], time.process_time()
+    for _ in range(steps):
+        begin = time.perf_counter()
+        step(model, x)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), (time.process_time() - cpu) / steps
+
+
 def training(rank: int, groups: dict[str, dist.ProcessGroup], given: argparse.Namespace) -> None:
     """Print the time of a step with each backend and without DDP."""
-    for title, width in (("8 x Linear(512)", 512), ("25 M parameters", 1768)):
+    for title, width, steps in (("8 x Linear(512)", 512, 40), ("25 M parameters", 1768, 5)):
         x = torch.randn(8, width)
         models: dict[str, nn.Module] = {"alone": perceptron(width)}
         for backend, group in groups.items():
             models[backend] = DistributedDataParallel(perceptron(width), process_group=group)
-        turns = {name: functools.partial(step, model, x) for name, model in models.items()}
-        found = medians(turns, given.seconds * 10, at_least=21)
-        over = {name: found[name] - found["alone"] for name in groups}
+        models["unisono.parallel"] = unisono.parallel.DistributedDataParallel(
+            perceptron(width), process_group=groups["unisono"].unisono
+        )
+        # The first round warms up.
+        rounds = [
+            {name: block(model, x, steps) for name, model in models.items()}
+            for _ in range(1 + given.rounds)
+        ][1:]
         if rank == 0:
-            shown = ", ".join(f"{name} {us / 1e3:.2f} ms" for name, us in found.items())
-            ratio = over["unisono"] / over["gloo"]
-            print(f"DDP step, {title}: {shown}; overhead ratio {ratio:.3f}", flush=True)
+            report(title, rounds)
+
+
+def report(title: str, rounds: list[dict[str, tuple[float, float]]]) -> None:
+    """Print medians, and the ratios of overheads."""
+    for at, what in enumerate(("time", "CPU time")):
+        shown = ", ".join(
+            f"{name} {statistics.median(each[name][at] for each in rounds) * 1e3:.2f} ms"
+            for name in rounds[0]
+        )
+        print(f"DDP step, {title}, {what}: {shown}")
+        for name in ("unisono", "unisono.parallel"):
+            ratios = [
+                (each[name][at] - each["alone"][at]) / (each["gloo"][at] - each["alone"][at])
+                for each in rounds
+            ]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            print(
+                f"    overhead of {name} / gloo: {middle:.3f} ({low:.3f} to {high:.3f})", flush=True
+            )
 
 
 def body(rank: int, path: str, given: argparse.Namespace) -> None:
@@ -157,12 +198,17 @@ def body(rank: int, path: str, given: argparse.Namespace) -> None:
 def main() -> None:
     """Start two ranks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--ops", type=lambda text: text.split(","), default=OPS)
+    parser.add_argument("--ops", type=lambda text: text.split(",") if text else [], default=OPS)
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
     parser.add_argument("--seconds", type=float, default=0.3, help="for one figure")
+    parser.add_argument("--rounds", type=int, default=11, help="of steps with DDP")
     parser.add_argument("--no-ddp", dest="ddp", action="store_false")
     given = parser.parse_args()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MALLOC_MMAP_THRESHOLD_": str(2**32),
+        "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    }
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(body, (f"{folder}/store", given), RANKS)
 
