@@ -90,11 +90,11 @@ int create(Messages& messages, const nb::bytes& nonce) {
 }
 
 void introduce(Messages& messages,
-               const std::vector<std::tuple<int, int, nb::bytes, bool>>& all, int spin) {
+               const std::vector<std::tuple<int, int, nb::bytes, int>>& all, int spin) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
-    const auto& [pid, fd, nonce, has_wires] = all[i];
-    addresses[i].has_wires = has_wires;
+    const auto& [pid, fd, nonce, channels] = all[i];
+    addresses[i].channels = channels;
     addresses[i].pid = pid;
     addresses[i].fd = fd;
     std::memcpy(addresses[i].nonce, nonce.data(),
@@ -158,11 +158,11 @@ void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> s
   });
 }
 
-void set_wire(Messages& messages, std::function<void(int, bool)> wire) {
-  messages.set_wire([wire = std::move(wire)](int rank, bool ended) {
+void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
+  messages.set_wire([wire = std::move(wire)](int rank, int channel, bool ended) {
     nb::gil_scoped_acquire locked;
     try {
-      wire(rank, ended);
+      wire(rank, channel, ended);
     } catch (nb::python_error& error) {
       error.discard_as_unraisable("a wire to another rank");
     }
@@ -299,13 +299,13 @@ void bind_p2p(nb::module_& m) {
     .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
     .def("fd", &Messages::fd)
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
-         "Say where inboxes are: (pid, fd, nonce, has_wires); pid 0: nowhere.")
+         "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
     .def("reaches", &Messages::reaches, nb::arg("peer"))
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
-    .def("set_wire", &set_wire, nb::arg("wire"), "Gets (rank, whether its wire has ended).")
-    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("fd"),
-         "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
+    .def("set_wire", &set_wire, nb::arg("wire"), "Gets (rank, channel, whether that wire has ended).")
+    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"),
+         nb::arg("fd"), "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
     .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
     .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
     .def("release", &Messages::release)

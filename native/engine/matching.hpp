@@ -33,9 +33,10 @@ struct Op {
   uint64_t number = 0;     // 0: its caller waits for it, on whose stack it lies
   bool awaited = false;    // somebody waits for it, who will find out by itself
   bool quiet = false;      // its caller will ask for it, so that the server thread need not look
-  size_t moved = 0;        // of a send: bytes of the payload that are written
+  size_t moved = 0;        // of a send: bytes of the payload that are written, or left to a wire
   bool started = false;    // its message is in part in the ring, or taken out of it
-  std::unique_ptr<char[]> rest;  // of a send that was given up: what is left to write
+  bool in_parts = false;   // of a send: it goes over several wires
+  std::unique_ptr<char[]> rest;  // of a send that was given up: a copy, to write what is left
 
   // The outcome; `done` is set last.
   std::atomic<bool> done{false};
@@ -53,7 +54,7 @@ struct Arrival {
   int source;
   Envelope envelope;
   std::unique_ptr<char[]> data;
-  size_t filled = 0;
+  size_t filled = 0;  // nothing has come for what is behind
 };
 
 class Matching {

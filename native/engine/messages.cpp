@@ -193,7 +193,7 @@ void Messages::begin_send(Op& op) {
     op.source = op.peer;
     return finish(op, to.down);
   }
-  if (!find_way(op.peer)) return finish(op, Code::unreachable);
+  if (!find_way(op.peer, op.envelope.nbytes)) return finish(op, Code::unreachable);
   to.sends.push_back(&op);
   ++queued_sends_;
   if (to.sends.size() == 1) push(to);
@@ -272,11 +272,12 @@ void Messages::withdraw(Op& op, Code code) {
   if (op.started && to.down == Code::ok) {
     // The receiver has the head of this frame and will have the rest.
     auto rest = std::make_unique<Op>();
-    const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;
-    rest->rest.reset(new char[left]);
-    copy_bytes(rest->rest.get(), op.data + op.moved, left);
+    rest->rest.reset(new char[op.envelope.nbytes]);
     rest->data = rest->rest.get();
-    rest->envelope.nbytes = left;
+    copy_bytes(rest->data, op.data, op.envelope.nbytes);
+    rest->envelope = op.envelope;
+    rest->moved = op.moved;
+    rest->in_parts = op.in_parts;
     rest->is_send = rest->started = true;
     rest->peer = op.peer;
     *place = rest.get();
@@ -373,8 +374,7 @@ std::vector<int> Messages::close(int64_t timeout_ns) {
   closed_ = true;
   for (Peer& to : peers_) {
     if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
-    const int fd = to.wire == nullptr ? -1 : to.wire->part();
-    if (fd >= 0) fds.push_back(fd);
+    for (const auto& wire : to.wires) wire->part(&fds);
   }
   end_all([](Op&) { return Code::closed; });
   anything_ended_ = true;

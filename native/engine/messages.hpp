@@ -9,7 +9,8 @@
 // their receives. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
 // the ring or wire, and their sender waits.
 //
-// Wires are made by Python, when the first message wants one. Python also finds out who is gone.
+// Wires are made by Python, when the first message wants one, or the first large one several. Python
+// also finds out who is gone.
 #pragma once
 
 #include <atomic>
@@ -40,12 +41,13 @@ struct Outcome {
   uint32_t info = 0;
 };
 
-// Where another rank's inbox can be found; pid 0: nowhere. `has_wires`: it can be called instead.
+// Where another rank's inbox can be found; pid 0: nowhere. `channels`: how many wires to it there may
+// be instead.
 struct Address {
   int pid = 0;
   int fd = -1;
   unsigned char nonce[16] = {};
-  bool has_wires = false;
+  int channels = 0;
 };
 
 class Messages {
@@ -67,8 +69,8 @@ class Messages {
 
   // Called by a wait once it has become long: (peers waited for, whether one must make room).
   void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) { stuck_ = stuck; }
-  // Called when a wire to a rank is needed, and when it has ended. The lock is not held.
-  void set_wire(std::function<void(int, bool ended)> wire) { wire_ = wire; }
+  // Called when a wire to a rank is needed, and when one has ended. The lock is not held.
+  void set_wire(std::function<void(int, int channel, bool ended)> wire) { wire_ = wire; }
   // Called by a wait now and then; true ends it. For Ctrl-C.
   void set_poll(std::function<bool()> poll) { poll_ = poll; }
 
@@ -109,9 +111,9 @@ class Messages {
   // Take in a message that came another way.
   void deliver(int source, const Envelope& envelope, const char* data);
 
-  // Use this connected, non-blocking socket for messages with a rank; there is one at most. It is
-  // this object's from now on.
-  void add_wire(int peer, int fd);
+  // Use this connected, non-blocking socket for messages with a rank; there is one at most for each
+  // channel. It is this object's from now on.
+  void add_wire(int peer, int channel, int fd);
   // Have the server thread take in what arrives, though nobody here waits: senders do.
   void attend();
 
@@ -140,21 +142,33 @@ class Messages {
     std::unique_ptr<Outbox> outbox;  // once attached
     bool unreachable = false;
     bool joined = false;
-    bool wants_wire = false;  // it has been asked for
-    std::unique_ptr<Wire> wire;
+    int asked_wires = 0;  // the first so many have been asked for
+    std::vector<std::unique_ptr<Wire>> wires;  // that of channel 0 first, once it is there
     Code down = Code::ok;
     // What Python has found out, while what it sent before may still come.
     Code parting = Code::ok;
     int64_t parting_ends_ns = 0;
     std::list<Op*> sends;  // in order; what the ring or wire had no room for
+    uint64_t parted_out = 0;  // messages that were sent in parts
     // What comes from it.
     Ring ring;
     bool active = false;
     bool in_frame = false;
+    bool in_parts = false;    // the frame
+    uint64_t parted_in = 0;   // such frames
     Envelope frame{};
     size_t filled = 0;
     Op* into = nullptr;       // the receive it goes to, or
     Arrival* kept = nullptr;  // where it is kept; neither: it is dropped
+
+    Wire* first_wire() const {
+      return wires.empty() || wires[0]->channel != 0 ? nullptr : wires[0].get();
+    }
+  };
+  struct WireNews {
+    int rank;
+    int channel;
+    bool ended;
   };
   using Lock = std::unique_lock<std::mutex>;
 
@@ -168,8 +182,8 @@ class Messages {
   bool pull(int source);
   bool open_frame(Peer& from, int source, const FrameHead& head);
   bool may_keep(const Peer& from, const Envelope& envelope) const;
-  char* place(const Peer& from) const;
-  Op* advance(Peer& from, size_t nbytes);
+  char* place(const Peer& from, size_t at) const;
+  Op* advance(Peer& from, size_t at, size_t nbytes);
   bool push(Peer& to);
   bool push_some(Peer& to, Op& op);
   void ring_bell(Outbox& outbox, bool ring_is_full);
@@ -178,7 +192,11 @@ class Messages {
 
   // messages_wires.cpp: the same over wires, and sleeping on them
   bool progress_wires(const Op* awaited);
-  bool pull_wire(int source);
+  bool pull_wires(int source, bool all);
+  bool pull_wire(int source, Wire& wire);
+  bool open_part(Peer& from, int source, Wire& wire, const FrameHead& head);
+  bool push_wires(Peer& to, Op& op, bool* moved);
+  bool has_come(const Peer& gone) const;
   void end_partings();
   void end_peer(int rank, Code code);
   void tell_of_wires(Lock& lock);
@@ -187,10 +205,9 @@ class Messages {
   void watch_wires();
   void poll_wires(int64_t limit_ns);
   void repoll();
-  short wanted_events(Peer& other) const;
 
   // messages.cpp: beginning and ending
-  bool find_way(int rank);
+  bool find_way(int rank, uint64_t nbytes = 0);
   void begin_send(Op& op);
   void begin_recv(Op& op);
   void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
@@ -228,7 +245,7 @@ class Messages {
   std::vector<Address> addresses_;
   std::function<void(const std::vector<int>&, bool)> stuck_;
   std::function<bool()> poll_;
-  std::function<void(int, bool)> wire_;
+  std::function<void(int, int, bool)> wire_;
 
   std::mutex lock_;
   std::vector<Peer> peers_;
@@ -253,11 +270,12 @@ class Messages {
   std::list<std::unique_ptr<Op>> leftovers_;
 
   // Wires. One thread at a time sleeps on them; others sleep on the bells, and are woken by it.
-  std::vector<int> wired_;                      // ranks that have a wire
-  std::vector<std::pair<int, bool>> wire_news_;  // what set_wire's function is to be told
+  std::vector<int> wired_;           // ranks that have a wire
+  std::vector<WireNews> wire_news_;  // what set_wire's function is to be told
   Bell bell_;
   bool polling_ = false;
   std::vector<pollfd> poll_set_;  // belongs to that thread
+  bool has_unread_ = false;       // nor does it need to sleep
   bool server_polls_ = false;    // it is the server
   bool server_idles_ = false;    // nothing is open, as far as the server knows
   bool attends_ = false;         // senders wait, though nobody here does

@@ -79,12 +79,12 @@ bool Messages::pull(int source) {
     }
     const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
     const size_t nbytes = std::min({from.ring.available(), left, kStepBytes});
-    if (char* into = place(from)) {
+    if (char* into = place(from, from.filled)) {
       from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
     } else {
       from.ring.skip(nbytes);
     }
-    Op* const done = advance(from, nbytes);
+    Op* const done = advance(from, from.filled, nbytes);
     if (!from.in_frame) from.ring.pad();
     from.ring.release();
     if (done != nullptr) finish(*done, Code::ok);
@@ -137,17 +137,17 @@ bool Messages::may_keep(const Peer& from, const Envelope& envelope) const {
   return !can_stay || is_impatient_ || from.parting != Code::ok;
 }
 
-// Where the next bytes of the frame go; nullptr: nowhere.
-char* Messages::place(const Peer& from) const {
-  if (from.into != nullptr) return from.into->data + from.filled;
-  return from.kept != nullptr ? from.kept->data.get() + from.filled : nullptr;
+// Where the bytes from `at` on of the frame go; nullptr: nowhere.
+char* Messages::place(const Peer& from, size_t at) const {
+  if (from.into != nullptr) return from.into->data + at;
+  return from.kept != nullptr ? from.kept->data.get() + at : nullptr;
 }
 
-// Note that so much of the frame has come. The last byte ends the frame; returns the receive that
-// is served with it, which the caller finishes.
-Op* Messages::advance(Peer& from, size_t nbytes) {
+// Note that so much of the frame has come. What was missing last ends the frame; returns the receive
+// that is served with it, which the caller finishes.
+Op* Messages::advance(Peer& from, size_t at, size_t nbytes) {
   from.filled += nbytes;
-  if (from.kept != nullptr) from.kept->filled += nbytes;
+  if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
   if (from.filled != from.frame.nbytes) return nullptr;
   Op* const op = from.into;
   from.in_frame = false;
@@ -162,7 +162,7 @@ bool Messages::push(Peer& to) {
     Op& op = *to.sends.front();
     const size_t before = op.moved;
     const bool was_started = op.started;
-    const bool complete = push_some(to, op);
+    const bool complete = to.outbox == nullptr ? push_wires(to, op, &moved) : push_some(to, op);
     moved |= complete || op.moved != before || op.started != was_started;
     if (!complete) break;
     to.sends.pop_front();
@@ -177,18 +177,9 @@ bool Messages::push(Peer& to) {
   return moved;
 }
 
-// Write what the ring or wire takes; whether the frame is complete.
+// Write what the ring takes; whether the frame is complete.
 bool Messages::push_some(Peer& to, Op& op) {
   const Envelope& envelope = op.envelope;
-  if (to.outbox == nullptr) {
-    if (to.wire == nullptr) return false;
-    if (!op.started) {
-      to.wire->begin({envelope.context, envelope.tag, envelope.nbytes, envelope.info, 0});
-      op.started = true;
-    }
-    op.moved += to.wire->write(op.data + op.moved, static_cast<size_t>(envelope.nbytes) - op.moved);
-    return to.wire->head_is_out() && op.moved == envelope.nbytes;
-  }
   Ring& ring = to.outbox->ring;
   if (!op.started) {
     if (ring.room() < kFrameAlign) return false;
@@ -197,7 +188,7 @@ bool Messages::push_some(Peer& to, Op& op) {
       ring.words->joined.store(1, std::memory_order_release);
       to.outbox->head().joined.fetch_add(1, std::memory_order_release);
     }
-    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, 0};
+    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kWhole};
     ring.write(&head, sizeof(head));
     op.started = true;
   }

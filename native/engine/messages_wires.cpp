@@ -13,34 +13,52 @@ namespace {
 // How much one call takes from one wire: others on this rank may be waiting for the lock.
 constexpr size_t kPullBytes = 1024 * 1024;
 
+// From this size on a message goes over all wires to its rank. Each takes a part of the message, or
+// of this size if that is more, and then the next one: so a wire that is slow gets less.
+constexpr uint64_t kPartedBytes = 512 * 1024;
+constexpr size_t kPartBytes = 512 * 1024;
+
 // How long what a rank sent may be on its way after Python knows that it is gone. Of a rank that
 // has left, everything comes unless the network loses it again and again; of one that was lost,
 // nobody needs to have it all.
 constexpr int64_t kLeftNs = 5'000'000'000;
 constexpr int64_t kLostNs = 300'000'000;
 
+short wanted_events(const Wire& wire) {
+  if (wire.has_ended()) return 0;
+  const int in = wire.is_blocked ? 0 : POLLIN;
+  return static_cast<short>(in | (wire.is_idle() ? 0 : POLLOUT));
+}
+
 }  // namespace
 
-// Open a rank's inbox, or ask for a wire to it, once.
-bool Messages::find_way(int rank) {
+// Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
+bool Messages::find_way(int rank, uint64_t nbytes) {
   Peer& to = peer(rank);
-  if (to.wire != nullptr || to.wants_wire || attach(rank)) return true;
-  if (!addresses_[static_cast<size_t>(rank)].has_wires) return false;
-  to.wants_wire = true;
-  wire_news_.emplace_back(rank, false);
+  const int channels = addresses_[static_cast<size_t>(rank)].channels;
+  const int wanted = nbytes < kPartedBytes ? 1 : std::max(channels, 1);
+  if (to.asked_wires >= wanted || attach(rank)) return true;
+  if (channels == 0) return false;
+  for (; to.asked_wires < wanted; ++to.asked_wires) {
+    wire_news_.push_back({rank, to.asked_wires, false});
+  }
   return true;
 }
 
-void Messages::add_wire(int rank, int fd) {
+void Messages::add_wire(int rank, int channel, int fd) {
   const Lock lock(lock_);
   Peer& other = peer(rank);
-  auto wire = std::make_unique<Wire>(fd);
-  if (closed_ || other.wire != nullptr || other.down != Code::ok || bell_.make() != 0) return;
+  auto& wires = other.wires;
+  auto wire = std::make_unique<Wire>(fd, channel);
+  const bool is_there = std::any_of(wires.begin(), wires.end(),
+                                    [&](const auto& each) { return each->channel == channel; });
+  if (closed_ || is_there || other.down != Code::ok || bell_.make() != 0) return;
   bells().pipe.store(bell_.fd(), std::memory_order_relaxed);
-  other.wire = std::move(wire);
-  wired_.push_back(rank);
+  if (wires.empty()) wired_.push_back(rank);
+  if (channel == other.asked_wires) ++other.asked_wires;  // there is nothing to ask for
+  wires.insert(channel == 0 ? wires.begin() : wires.end(), std::move(wire));
   if (!other.sends.empty()) push(other);
-  pull_wire(rank);
+  pull_wires(rank, true);
   anything_ended_ = true;  // who sleeps has to look at this one, too
   settle();
   hand_over();
@@ -54,7 +72,7 @@ void Messages::attend() {
 
 void Messages::close_in_child() {
   for (Peer& other : peers_) {
-    if (other.wire != nullptr) other.wire->close_fd();
+    for (const auto& wire : other.wires) wire->close_fd();
   }
   bell_.close_fds();
 }
@@ -65,36 +83,111 @@ bool Messages::progress_wires(const Op* awaited) {
   bool moved = false;
   for (int rank : wired_) {
     if (awaited != nullptr && awaited->peer >= 0 && awaited->peer != rank) continue;
-    moved |= pull_wire(rank);
+    moved |= pull_wires(rank, awaited == nullptr);
     if (!peer(rank).sends.empty()) moved |= push(peer(rank));
   }
   if (parting_ != 0) end_partings();
   return moved;
 }
 
-bool Messages::pull_wire(int source) {
+// Take in what has come from a rank. Unless `all`, wires for parts are left alone while there are none.
+bool Messages::pull_wires(int source, bool all) {
   Peer& from = peer(source);
-  Wire& wire = *from.wire;
+  bool moved = false;
+  bool again = true;
+  for (bool is_first = true; again; is_first = false) {
+    again = false;
+    for (const auto& wire : from.wires) {
+      const bool may_have = all || wire->channel == 0 || (from.in_frame && from.in_parts);
+      // What has come on one wire may be what another one was waiting for.
+      if (is_first ? may_have : wire->is_blocked) again |= pull_wire(source, *wire);
+    }
+    moved |= again;
+  }
+  return moved;
+}
+
+bool Messages::pull_wire(int source, Wire& wire) {
+  Peer& from = peer(source);
   const bool had_ended = wire.has_ended();
   size_t pulled = 0;
   bool more = true;
   while (more && pulled < kPullBytes) {
-    if (!from.in_frame) {
+    if (wire.in.left() == 0) {
       const FrameHead* head = wire.next_head();
-      wire.is_blocked = head != nullptr && !open_frame(from, source, *head);
+      wire.is_blocked = head != nullptr && !open_part(from, source, wire, *head);
       if (head == nullptr || wire.is_blocked) break;
       wire.take_head();
       pulled += sizeof(FrameHead);
     }
-    const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
-    const size_t nbytes = wire.read(place(from), left);
+    const size_t at = wire.in.at;
+    const size_t nbytes = wire.read(place(from, at), wire.in.left());
     pulled += nbytes;
-    if (Op* const done = advance(from, nbytes)) finish(*done, Code::ok);
+    wire.in.at += nbytes;
+    if (Op* const done = advance(from, at, nbytes)) finish(*done, Code::ok);
     // Another system call would find nothing, most likely.
-    more = from.in_frame ? nbytes != 0 : wire.has_buffered();
+    more = wire.in.left() != 0 ? nbytes != 0 : wire.has_buffered();
   }
-  if (wire.has_ended() && !had_ended) wire_news_.emplace_back(source, true);
+  if (wire.has_ended() && !had_ended) wire_news_.push_back({source, wire.channel, true});
   return pulled != 0;
+}
+
+// Find the place of what this head announces; false: not now. A rank's frames are opened in order,
+// each once the one before it is complete, so their parts wait for their turn.
+bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& head) {
+  if (head.kind != kPart && wire.channel == 0) {
+    if (from.in_frame || !open_frame(from, source, head)) return false;
+    from.in_parts = head.kind == kInParts;
+    if (from.in_parts) ++from.parted_in;
+    wire.in = {0, from.in_parts ? 0 : static_cast<size_t>(head.nbytes)};
+    return true;
+  }
+  if (!from.in_frame || !from.in_parts || head.context != from.parted_in) {
+    if (head.kind == kPart && head.context > from.parted_in) return false;
+  } else if (const uint64_t at = static_cast<uint64_t>(head.tag);
+             at <= from.frame.nbytes && head.nbytes <= from.frame.nbytes - at) {
+    wire.in = {static_cast<size_t>(at), static_cast<size_t>(at + head.nbytes)};
+    return true;
+  }
+  wire.close_fd();  // it makes no sense
+  return false;
+}
+
+// Leave to the wires what they take; whether the frame is complete. `moved`: set if they took any.
+bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
+  Wire* const first = to.first_wire();
+  if (first == nullptr) return false;
+  const Envelope& envelope = op.envelope;
+  const size_t nbytes = static_cast<size_t>(envelope.nbytes);
+  const auto channels =
+    static_cast<size_t>(std::max(addresses_[static_cast<size_t>(op.peer)].channels, 1));
+  if (!op.started) {
+    op.started = true;
+    op.in_parts = channels > 1 && nbytes >= kPartedBytes;
+    if (op.in_parts) ++to.parted_out;
+    op.moved = op.in_parts ? 0 : nbytes;
+    const FrameKind kind = op.in_parts ? kInParts : kWhole;
+    first->begin({envelope.context, envelope.tag, envelope.nbytes, envelope.info, kind},
+                 {0, op.moved});
+  }
+  const size_t share = std::min((nbytes + channels - 1) / channels, kPartBytes);
+  bool are_idle = true;
+  for (bool more = true; more;) {
+    more = false;
+    are_idle = true;
+    for (const auto& wire : to.wires) {
+      if (wire->is_idle() && op.moved != nbytes) {
+        const size_t end = std::min(op.moved + share, nbytes);
+        wire->begin({to.parted_out, static_cast<int64_t>(op.moved), end - op.moved, 0, kPart},
+                    {op.moved, end});
+        op.moved = end;
+      }
+      const bool is_idle = wire->write(op.data, moved);
+      are_idle &= is_idle;
+      more |= is_idle && op.moved != nbytes;
+    }
+  }
+  return are_idle && op.moved == nbytes;
 }
 
 // ---- the end of a rank --------------------------------------------------------------------
@@ -106,8 +199,8 @@ bool Messages::peer_down(int rank, Code code) {
   const Code known = std::exchange(gone.parting, code);
   // What it has sent is there to be received.
   while (gone.active && pull(rank)) continue;
-  while (gone.wire != nullptr && pull_wire(rank)) continue;
-  if (closed_ || gone.wire == nullptr || gone.wire->has_ended()) {
+  while (pull_wires(rank, true)) continue;
+  if (closed_ || has_come(gone)) {
     gone.parting = known;
     end_peer(rank, code);
     return false;
@@ -119,12 +212,22 @@ bool Messages::peer_down(int rank, Code code) {
   return true;
 }
 
+// Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
+// one would open does so in vain once that has ended.
+bool Messages::has_come(const Peer& gone) const {
+  const Wire* const first = gone.first_wire();
+  const bool opens = first != nullptr && !first->has_ended();
+  return std::all_of(gone.wires.begin(), gone.wires.end(), [&](const auto& wire) {
+    return wire->has_ended() || (wire->is_blocked && !opens);
+  });
+}
+
 // Give up the ranks whose wires have ended, or whose last messages are too late.
 void Messages::end_partings() {
   for (int rank : wired_) {
     Peer& gone = peer(rank);
     if (gone.parting == Code::ok) continue;
-    if (!gone.wire->has_ended() && now_ns() < gone.parting_ends_ns) continue;
+    if (!has_come(gone) && now_ns() < gone.parting_ends_ns) continue;
     const Code code = gone.parting;
     gone.parting = Code::ok;
     --parting_;
@@ -140,7 +243,7 @@ void Messages::tell_of_wires(Lock& lock) {
   const auto news = std::move(wire_news_);
   wire_news_.clear();
   lock.unlock();
-  for (const auto& [rank, ended] : news) wire_(rank, ended);
+  for (const auto& [rank, channel, ended] : news) wire_(rank, channel, ended);
   lock.lock();
 }
 
@@ -159,26 +262,23 @@ void Messages::end_polling() {
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
 }
 
-short Messages::wanted_events(Peer& other) const {
-  if (other.wire->has_ended()) return 0;
-  const int in = other.wire->is_blocked ? 0 : POLLIN;
-  return static_cast<short>(in | (other.sends.empty() ? 0 : POLLOUT));
-}
-
 void Messages::watch_wires() {
   poll_set_.clear();
   poll_set_.push_back({bell_.fd(), POLLIN, 0});
+  has_unread_ = false;
   for (int rank : wired_) {
-    const Peer& from = peer(rank);
-    Wire& wire = *from.wire;
-    wire.watched = wanted_events(peer(rank));
-    wire.wake_for(from.in_frame ? static_cast<size_t>(from.frame.nbytes) - from.filled : 1);
-    if (wire.watched != 0) poll_set_.push_back({wire.fd(), wire.watched, 0});
+    for (const auto& wire : peer(rank).wires) {
+      wire->watched = wanted_events(*wire);
+      wire->wake_for(std::max<size_t>(wire->in.left(), 1));
+      if (wire->watched != 0) poll_set_.push_back({wire->fd(), wire->watched, 0});
+      has_unread_ |= wire->has_unread();
+    }
   }
 }
 
 // Sleep until a wire has something or takes something, or the bell rings.
 void Messages::poll_wires(int64_t limit_ns) {
+  if (has_unread_) limit_ns = 0;
   const timespec limit{limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
   ppoll(poll_set_.data(), poll_set_.size(), &limit, nullptr);
   if (poll_set_[0].revents != 0) bell_.drain();
@@ -188,7 +288,10 @@ void Messages::poll_wires(int64_t limit_ns) {
 void Messages::repoll() {
   if (!polling_) return;
   for (int rank : wired_) {
-    if ((wanted_events(peer(rank)) & ~peer(rank).wire->watched) != 0) return bell_.ring();
+    for (const auto& wire : peer(rank).wires) {
+      const bool wants = (wanted_events(*wire) & ~wire->watched) != 0;
+      if (wants || wire->has_unread()) return bell_.ring();
+    }
   }
 }
 

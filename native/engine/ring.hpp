@@ -39,7 +39,13 @@ struct FrameHead {
   int64_t tag;
   uint64_t nbytes;
   uint32_t info;
-  uint32_t unused;
+  uint32_t kind;
+};
+// Kinds other than kWhole are for wires only.
+enum FrameKind : uint32_t {
+  kWhole,    // the payload follows
+  kInParts,  // the payload comes in parts, over all wires to a rank
+  kPart,     // one of them: `context` is the number of its message, `tag` where in it the part begins
 };
 static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
                 kWideRingBytes % kFrameAlign == 0,

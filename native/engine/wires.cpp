@@ -41,32 +41,32 @@ bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == 
 
 }  // namespace
 
-Wire::Wire(int fd) : fd_(fd) { keep_in_cache(fd); }
+Wire::Wire(int fd, int channel) : channel(channel), fd_(fd) { keep_in_cache(fd); }
 
 void Wire::close_fd() {
   if (fd_ >= 0) close(fd_);
   fd_ = -1;
 }
 
-int Wire::part() {
-  const int fd = fd_;
+void Wire::part(std::vector<int>* fds) {
+  if (has_ended()) return;
+  shutdown(fd_, SHUT_WR);
+  fds->push_back(fd_);
   fd_ = -1;
-  if (fd >= 0) shutdown(fd, SHUT_WR);
-  return fd;
 }
 
-void Wire::begin(const FrameHead& head) {
+void Wire::begin(const FrameHead& head, Part part) {
   head_ = head;
   head_at_ = 0;
+  out_ = part;
 }
 
-size_t Wire::write(const char* data, size_t nbytes) {
-  size_t written = 0;
-  while (!has_ended() && (!head_is_out() || written < nbytes)) {
+bool Wire::write(const char* payload, bool* moved) {
+  while (!has_ended() && !is_idle()) {
     const size_t head_left = sizeof(head_) - head_at_;
     iovec parts[2] = {
       {reinterpret_cast<char*>(&head_) + head_at_, head_left},
-      {const_cast<char*>(data) + written, std::min(nbytes - written, kCallBytes)},
+      {const_cast<char*>(payload) + out_.at, std::min(out_.left(), kCallBytes)},
     };
     msghdr message{};
     message.msg_iov = parts;
@@ -78,9 +78,10 @@ size_t Wire::write(const char* data, size_t nbytes) {
     }
     const size_t of_head = std::min(static_cast<size_t>(sent), head_left);
     head_at_ += of_head;
-    written += static_cast<size_t>(sent) - of_head;
+    out_.at += static_cast<size_t>(sent) - of_head;
+    *moved = true;
   }
-  return written;
+  return is_idle();
 }
 
 const FrameHead* Wire::next_head() {

@@ -7,8 +7,8 @@ namespace {
 void test_late_wire() {
   World world(2, false);
   std::atomic<int> wanted{-1};
-  world[0].set_wire([&](int rank, bool ended) {
-    assert(!ended);
+  world[0].set_wire([&](int rank, int channel, bool ended) {
+    assert(channel == 0 && !ended);
     wanted = rank;
   });
   world.run([&](Messages& messages, int rank) {
@@ -41,7 +41,7 @@ void test_late_wire() {
 void test_wire_that_ends() {
   World world(2);
   std::atomic<int> ended{0};
-  world[0].set_wire([&](int rank, bool has_ended) {
+  world[0].set_wire([&](int rank, int, bool has_ended) {
     assert(rank == 1 && has_ended);
     ++ended;
   });
@@ -73,6 +73,67 @@ void test_news_before_the_last_message() {
   late.join();
 }
 
+// Wires are asked for with the first message that can use them; what is sent before they are all there
+// goes over those that are, in order.
+void test_wires_that_come_one_by_one() {
+  channels = 4;
+  World world(2, false);
+  std::atomic<int> asked{0};
+  world[0].set_wire([&](int rank, int channel, bool ended) {
+    assert(rank == 1 && channel == asked && !ended);
+    ++asked;
+  });
+  world.run([&](Messages& messages, int rank) {
+    const size_t sizes[] = {8, 700'000, 16, 2'000'003, 1, 524'288, 524'287, 900'000, 0};
+    for (unsigned seed = 0; seed < 9; ++seed) {
+      const std::vector<char> right = pattern(sizes[seed], seed);
+      std::vector<char> in(sizes[seed]);
+      if (rank == 1) {
+        assert(messages.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
+        assert(in == right);
+        continue;
+      }
+      const uint64_t number = messages.start_send(1, envelope(1, in.size()), right.data()).number;
+      assert(asked == (seed == 0 ? 1 : 4));
+      const int next[] = {0, 3, -1, 1, -1, -1, 2, -1, -1};
+      if (next[seed] >= 0) world.connect(0, 1, next[seed]);
+      const Code code = number == 0 ? Code::ok : messages.wait(number, kMinute).code;
+      assert(code == Code::ok || code == Code::unknown);
+    }
+  });
+  channels = 1;
+}
+
+// One of several wires ends: whoever waits for a message that it has a part of waits until the rank
+// is given up. What came before is there.
+void test_one_of_several_wires_ends() {
+  channels = 3;
+  World world(2);
+  std::atomic<int> ended{-1};
+  world[0].set_wire([&](int rank, int channel, bool has_ended) {
+    assert(rank == 1 && has_ended);
+    ended = channel;
+  });
+  const std::vector<char> out = pattern(700'000, 1);
+  std::vector<char> in(out.size());
+  std::thread sender([&] {
+    assert(world[1].send(0, envelope(1, out.size()), out.data(), kMinute).code == Code::ok);
+  });
+  assert(world[0].recv(1, envelope(1, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
+  sender.join();
+  assert(in == out && ended == -1);
+  world.cut(0, 1, 2);
+  assert(world[1].send(0, envelope(1, 30), out.data(), kMinute).code == Code::ok);
+  assert(world[1].send(0, envelope(2, out.size()), out.data(), kMoment).code == Code::timeout);
+  assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMoment).code == Code::timeout);
+  assert(ended == 2);
+  assert(world[0].peer_down(1, Code::lost));  // the other wires stand
+  assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMinute).code == Code::lost);
+  assert(world[0].recv(1, envelope(1, 30), in.data(), nullptr, kMinute).code == Code::ok);
+  assert(world[0].send(1, envelope(1, in.size()), in.data(), kMinute).code == Code::lost);
+  channels = 1;
+}
+
 }  // namespace
 
 int main() {
@@ -80,6 +141,8 @@ int main() {
   test_late_wire();
   test_wire_that_ends();
   test_news_before_the_last_message();
+  test_wires_that_come_one_by_one();
+  test_one_of_several_wires_ends();
   std::puts("ok");
   return 0;
 }

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 #include <thread>
 
@@ -24,6 +25,7 @@ constexpr int64_t kMoment = 30'000'000;
 
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
+int channels = 1;  // of wires
 
 struct World {
   explicit World(int ranks, bool connected = true) {
@@ -34,7 +36,7 @@ struct World {
       assert(all.back()->create(address.nonce) == 0);
       address.pid = getpid();
       address.fd = all.back()->fd();
-      address.has_wires = true;
+      address.channels = channels;
       addresses.push_back(address);
     }
     for (int rank = 0; rank < ranks; ++rank) {
@@ -52,15 +54,21 @@ struct World {
   static bool is_wired(int a, int b) {
     return ways == kWires || (ways == kBoth && (a + b) % 2 == 0);
   }
-  // What a socket takes is small, so that frames are cut everywhere.
   void connect(int a, int b) {
+    for (int channel = 0; channel < channels; ++channel) connect(a, b, channel);
+  }
+  // What a socket takes is small, so that frames are cut everywhere.
+  void connect(int a, int b, int channel) {
     int fds[2];
     assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
     const int bytes = 8 * 1024;
     for (int fd : fds) assert(setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes)) == 0);
-    (*this)[a].add_wire(b, fds[0]);
-    (*this)[b].add_wire(a, fds[1]);
+    sockets[std::minmax(a, b)].push_back(fds[0]);
+    (*this)[a].add_wire(b, channel, fds[0]);
+    (*this)[b].add_wire(a, channel, fds[1]);
   }
+  // End a wire, both ways, as a network may.
+  void cut(int a, int b, size_t wire) { shutdown(sockets[std::minmax(a, b)][wire], SHUT_RDWR); }
   static void end(Messages& messages, int64_t timeout_ns) {
     for (int fd : messages.close(timeout_ns)) ::close(fd);
   }
@@ -89,6 +97,7 @@ struct World {
 
   std::vector<std::unique_ptr<Messages>> all;
   std::vector<Address> addresses;
+  std::map<std::pair<int, int>, std::vector<int>> sockets;  // in the order in which they were made
 };
 
 inline Envelope envelope(int64_t tag, uint64_t nbytes, uint64_t context = 7) {

@@ -236,16 +236,16 @@ class Messages:
         """Make the inbox; return an errno or 0."""
 
     def fd(self) -> int: ...
-    def introduce(self, addresses: Sequence[tuple[int, int, bytes, bool]], spin: int) -> None:
-        """Say where inboxes are: (pid, fd, nonce, has_wires); pid 0: nowhere."""
+    def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], spin: int) -> None:
+        """Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere."""
 
     def reaches(self, peer: int) -> bool: ...
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool], None]) -> None: ...
-    def set_wire(self, wire: Callable[[int, bool], None]) -> None:
-        """Gets (rank, whether its wire has ended)."""
+    def set_wire(self, wire: Callable[[int, int, bool], None]) -> None:
+        """Gets (rank, channel, whether that wire has ended)."""
 
-    def add_wire(self, peer: int, fd: int) -> None:
+    def add_wire(self, peer: int, channel: int, fd: int) -> None:
         """Take over a connected socket."""
 
     def attend(self) -> None: ...

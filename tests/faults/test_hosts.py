@@ -74,6 +74,11 @@ def test_hosts_compute(network, method, family, hosts):
         compute(members, METHOD=f"tcp://{shown}:{PORT}")
 
 
+@pytest.mark.parametrize("family", ["v4", "v6"])
+def test_several_connections_between_hosts(network, family):
+    compute(network.hosts, MASTER_ADDR=getattr(network.hosts[0], family), UNISONO_CHANNELS="4")
+
+
 def test_two_ranks_on_each_host(network):
     first, second = network.hosts[:2]
     compute([first, second, first, second], MASTER_ADDR=first.v4)
@@ -270,8 +275,9 @@ def tell_and_ask(processes):
     return told
 
 
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(("delay_s", "loss"), [(0.005, 0.0), (0.002, 0.02)])
-def test_numbers_are_right_over_a_bad_wire(network, delay_s, loss):
+def test_numbers_are_right_over_a_bad_wire(network, delay_s, loss, channels):
     first, second = network.hosts[:2]
     with netns.bad_wire(first, second, delay_s=delay_s, loss=loss, seed=1):
-        compute([first, second], MASTER_ADDR="10.78.0.1")
+        compute([first, second], MASTER_ADDR="10.78.0.1", UNISONO_CHANNELS=str(channels))

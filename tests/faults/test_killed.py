@@ -85,6 +85,13 @@ def test_all_hear_of_it_within_a_second(tmp_path, monkeypatch, per_host):
     assert best_s(late_s, NOTICE_S) < NOTICE_S
 
 
+@pytest.mark.parametrize("moment", [2, 9, 31])
+def test_killed_with_several_connections_to_each_rank(tmp_path, monkeypatch, moment):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    monkeypatch.setenv("UNISONO_CHANNELS", "4")
+    test_killed_inside_a_large_all_reduce(tmp_path, moment, 3, 2)
+
+
 def test_ranks_apart_hear_of_a_killed_rank(tmp_path, monkeypatch):
     """As if each had a host of its own; the last calls wait for ranks that live and never come."""
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")

@@ -29,3 +29,9 @@ def test_stopped_inside_a_large_all_reduce(moment, world_size, victim):
             assert f"rank {victim} does not answer" in caught.text
             assert caught.took_s < TIMEOUT_S + BUSY_S
         assert after.took_s < BUSY_S
+
+
+def test_stopped_with_several_connections_to_each_rank(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    monkeypatch.setenv("UNISONO_CHANNELS", "4")
+    test_stopped_inside_a_large_all_reduce(12, 3, 1)

@@ -13,11 +13,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worlds import KINDS, WAYS, use_native
 
 NATIVE = ["inproc:rings", "inproc:rings+links", *(f"tcp:{ways}" for ways in WAYS)]
+NATIVE += ["tcp:wires:2", "tcp:wires:4"]  # so many channels
 
 
 @pytest.fixture(params=[*KINDS, *(NATIVE if is_native_built() else [])])
-def make(request):
-    kind, _, ways = request.param.partition(":")
+def make(request, monkeypatch):
+    kind, ways, channels = [*request.param.split(":"), "", ""][:3]
+    monkeypatch.setenv("UNISONO_CHANNELS", channels)
 
     def build(size):
         addresses = {}

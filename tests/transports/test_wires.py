@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 
 import pytest
 import wire_bodies
-from worlds import KEY, SOON, WAYS, tcp_world, use_native, works
+from worlds import KEY, LARGE, SOON, WAYS, tcp_world, use_native, works
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -23,9 +24,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def on_wires(monkeypatch):
+@pytest.fixture(params=[1, 4], ids="channels={}".format)
+def on_wires(request, monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    monkeypatch.setenv("UNISONO_CHANNELS", str(request.param))
 
     def start(body, size, *args, **how):
         return run(body, size, ranks="processes", args=args, **how)
@@ -61,15 +63,19 @@ def test_killed_in_the_middle_of_a_message(on_wires, tmp_path):
         assert late_s < SOON
 
 
-def test_a_wire_that_breaks_ends_the_rank_it_led_to():
+@pytest.mark.parametrize(("channels", "broken"), [(1, 0), (3, 0), (3, 2)])
+def test_a_wire_that_breaks_ends_the_rank_it_led_to(channels, broken):
     """Its link lives on, so nothing else would."""
     with tcp_world(2) as world:
         copies = []
+        made = threading.Semaphore(0)
         for transport in world:
             # Before it hands a socket over.
-            def dup(peer, sock, add=None, transport=transport):
-                copies.append(socket.socket(fileno=os.dup(sock.fileno())))
-                return type(transport.messages).add_wire(transport.messages, peer, sock)
+            def dup(peer, channel, sock, transport=transport):
+                if channel == broken:
+                    copies.append(socket.socket(fileno=os.dup(sock.fileno())))
+                made.release()
+                return type(transport.messages).add_wire(transport.messages, peer, channel, sock)
 
             use = transport.use_messages
 
@@ -78,9 +84,11 @@ def test_a_wire_that_breaks_ends_the_rank_it_led_to():
                 messages.add_wire = dup
 
             transport.use_messages = use_watched
-        use_native(world, WAYS["wires"])
+        use_native(world, WAYS["wires"], [channels] * 2)
         a, b = world
-        works(a, b)
+        works(a, b, LARGE)
+        for _ in range(2 * channels):
+            assert made.acquire(timeout=SOON)
         waiting = [
             each.recv(1 - each.rank, KEY, memoryview(bytearray(8)), 0, None) for each in world
         ]

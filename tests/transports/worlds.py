@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
+
+import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.transports import InprocTransport, Key, TCPTransport
@@ -14,6 +17,9 @@ from unisono.transports.native import NativeMessages
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 KEY = Key(1, Kind.P2P, 0)
 SOON = 30.0
+
+# From this size on a message goes over all channels.
+LARGE = 512 * 1024
 
 # What carries messages between two ranks, by the sum of their numbers.
 WAYS = {
@@ -51,9 +57,14 @@ def works(a, b, nbytes=1000):
     assert into == data
 
 
-def use_native(world, ways):
-    """Give transports messages in C++."""
-    everybody = [NativeMessages.make(transport) for transport in world]
+def use_native(world, ways, channels=()):
+    """Give transports messages in C++; `channels`: what each rank finds in its environment."""
+    everybody = []
+    with pytest.MonkeyPatch.context() as patch:
+        for transport, number in itertools.zip_longest(world, channels):
+            if number is not None:
+                patch.setenv("UNISONO_CHANNELS", str(number))
+            everybody.append(NativeMessages.make(transport))
     for rank, messages in enumerate(everybody):
         kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
         words = [

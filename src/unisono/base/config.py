@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["VARIABLES", "Variable", "environ", "get", "get_flag", "get_float"]
+__all__ = ["VARIABLES", "Variable", "environ", "get", "get_flag", "get_float", "get_int"]
 
 
 class Variable(NamedTuple):
@@ -39,6 +39,9 @@ VARIABLES: dict[str, Variable] = {
     ),
     "UNISONO_INSECURE": Variable(
         "", "1: clients without a token (torch's) reach a store from other machines and users"
+    ),
+    "UNISONO_CHANNELS": Variable(
+        "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
     "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),
@@ -81,3 +84,17 @@ def get_float(name: str) -> float:
         raise InvalidArgumentError(
             f"environment variable {name}={text!r} is not a number"
         ) from None
+
+
+def get_int(name: str, most: int) -> int:
+    """Return a UNISONO_* variable as a number from 1 to `most`.
+
+    Raises:
+        InvalidArgumentError: It is something else; names the variable.
+    """
+    text = get(name)
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise InvalidArgumentError(
+            f"environment variable {name}={text!r} is not a number from 1 to {most}"
+        )
+    return int(text)

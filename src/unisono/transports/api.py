@@ -395,12 +395,12 @@ class Transport(ABC):
     makes_wires = False
     """Whether there are connections for C++ to use."""
 
-    def make_wire(self, peer: int) -> None:
+    def make_wire(self, peer: int, channel: int) -> None:
         """Give the C++ messages a connection to a rank, soon, unless that rank does so."""
         raise NotImplementedError
 
-    def wire_ended(self, peer: int) -> None:
-        """Find out why a wire has ended."""
+    def wire_ended(self, peer: int, reason: str) -> None:
+        """Find out why a wire has ended; `reason` is all that is known."""
         raise NotImplementedError
 
     def read_to_end(self, sock: socket.socket) -> None:

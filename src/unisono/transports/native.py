@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
@@ -53,6 +54,9 @@ _LINGER_S = 2.0
 _COPY_S = 5.0
 
 _NONCE_BYTES = 16
+
+# Each costs a descriptor and a look at it; beyond this many a network has no more to give.
+_MOST_CHANNELS = 16
 
 _NOTHING = memoryview(b"")
 
@@ -97,6 +101,7 @@ class NativeMessages:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._nonce = os.urandom(_NONCE_BYTES)
+        self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
         self._early: dict[int, Told] = {}
@@ -110,7 +115,7 @@ class NativeMessages:
         told = weakref.WeakMethod(self._stuck)
         self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
         news = weakref.WeakMethod(self._wire)
-        self.native.set_wire(lambda rank, ended: (method := news()) and method(rank, ended))
+        self.native.set_wire(lambda *told: (method := news()) and method(*told))
 
     @classmethod
     def make(cls, transport: Transport) -> NativeMessages | None:
@@ -126,8 +131,8 @@ class NativeMessages:
 
     @property
     def word(self) -> str:
-        """What the other ranks need to find this rank's inbox; without spaces."""
-        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}"
+        """What the other ranks need to find this rank's inbox, or wires to it; without spaces."""
+        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
 
     def introduce(self, words: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
         """Say where the inboxes are, before anything is sent from here.
@@ -139,11 +144,23 @@ class NativeMessages:
         """
         addresses = []
         for word, is_near in zip(words, near, strict=True):
-            pid, fd, nonce = word.split(":") if word and is_near else ("0", "0", "")
-            has_wires = bool(word) and self._transport.makes_wires
-            addresses.append((int(pid), int(fd), bytes.fromhex(nonce), has_wires))
-        self.reaches_all = all(pid or has_wires for pid, _, _, has_wires in addresses)
+            pid, fd, nonce, theirs = word.split(":") if word else ("0", "0", "", "0")
+            if not is_near:
+                pid = "0"
+            channels = min(self._channels, int(theirs)) if self._transport.makes_wires else 0
+            addresses.append((int(pid), int(fd), bytes.fromhex(nonce), channels))
+        self._tell_of_channels([int(word.rpartition(":")[2] or self._channels) for word in words])
+        self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
         self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
+
+    def _tell_of_channels(self, channels: Sequence[int]) -> None:
+        others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
+        if others:
+            _log.warning(
+                "UNISONO_CHANNELS is %d on rank %d, %d on rank %d: the lower number of two ranks "
+                "is used between them",
+                *(self._channels, self._transport.rank, channels[others[0]], others[0]),
+            )
 
     def has_left(self, peer: int) -> bool:
         """Whether a rank that has sent something has closed its end since."""
@@ -249,9 +266,9 @@ class NativeMessages:
         data = arrival.data if arrival.data.nbytes else b""
         self.native.deliver(arrival.source, context, tag_of(kind, tag), arrival.info, data)
 
-    def add_wire(self, peer: int, sock: socket.socket) -> None:
+    def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Use this connection for messages with a rank."""
-        self.native.add_wire(peer, sock.detach())
+        self.native.add_wire(peer, channel, sock.detach())
 
     def peer_down(self, error: LinkDown) -> None:
         """End what waits for a rank that is gone, once everything it sent is taken in."""
@@ -363,11 +380,11 @@ class NativeMessages:
                 self._end(told)
             self._stuck(stuck, True)
 
-    def _wire(self, rank: int, ended: bool) -> None:
+    def _wire(self, rank: int, channel: int, ended: bool) -> None:
         if ended:
-            self._transport.wire_ended(rank)
+            self._transport.wire_ended(rank, "a data connection to it was closed")
         else:
-            self._transport.make_wire(rank)
+            self._transport.make_wire(rank, channel)
 
     def _stuck(self, ranks: list[int], sends: bool) -> None:
         """See to it that the end of these ranks is noticed, and that they take in messages."""

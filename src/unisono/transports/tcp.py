@@ -2,8 +2,8 @@
 
 Any of two ranks may call the other; if both call at once, the call of the lower rank stands.
 One connection per pair carries both directions, so that its end (EOF) cannot overtake data. Where
-both ranks have the C++ extension there is a second one for messages, a wire, made the same way and
-then left to C++ (`native`); the link remains for questions, failures and the end of a rank.
+both ranks have the C++ extension there are others for messages, wires, made the same way and then
+left to C++ (`native`); the link remains for questions, failures and the end of a rank.
 
 The I/O thread takes in everything that arrives and finishes sends that the kernel did not take
 at once. It never waits for anything but the selector.
@@ -45,8 +45,8 @@ _LINGER_S = 2.0
 # How long the link may take to explain why a wire has ended. A rank that ends or leaves ends both.
 _EXPLAIN_S = 1.0
 
-# What a connection is for, in its hello.
-_LINK, _WIRE = 0, 1
+# What a connection is for, in its hello: the link, or from 1 on a wire.
+_LINK = 0
 
 # Pause of accept() after it failed. Without one the loop would spin: the caller still waits.
 _ACCEPT_PAUSE_S = 0.1
@@ -86,7 +86,7 @@ class TCPTransport(Transport):
         self._outgoing: dict[tuple[int, int], Call] = {}
         self._failed_calls: dict[int, Call] = {}
         self._parting: set[Link] = set()
-        self._wired: set[int] = set()
+        self._wired: set[tuple[int, int]] = set()
         self._ending: set[socket.socket] = set()
         self._linger_until: float | None = None
         self._chunk = memoryview(bytearray(CHUNK_BYTES))
@@ -128,14 +128,13 @@ class TCPTransport(Transport):
 
     makes_wires = True
 
-    def make_wire(self, peer: int) -> None:
+    def make_wire(self, peer: int, channel: int) -> None:
         self._link(peer)
-        self._loop.later(lambda: self._call_wire(peer))
+        self._loop.later(lambda: self._call_wire(peer, channel + 1))
 
-    def wire_ended(self, peer: int) -> None:
+    def wire_ended(self, peer: int, reason: str) -> None:
         def give_up() -> None:
-            if self.mailbox.down(peer) is None:
-                self._drop(self._link(peer), "its data connection was closed")
+            self._give_up(peer, reason)
 
         self._loop.later(lambda: self._loop.start_timer(give_up, _EXPLAIN_S))
 
@@ -264,10 +263,10 @@ class TCPTransport(Transport):
 
     def _has(self, peer: int, channel: int) -> bool:
         """Whether such a connection stands, or is not wanted."""
-        if channel == _WIRE:
-            return peer in self._wired or self.messages is None
+        if channel != _LINK:
+            return (peer, channel) in self._wired or self.messages is None
         link = self._links.get(peer)
-        return channel != _LINK or (link is not None and (link.ready or link.closed))
+        return link is not None and (link.ready or link.closed)
 
     def _knows(self, hello: Hello) -> bool:
         return (
@@ -280,9 +279,9 @@ class TCPTransport(Transport):
         """Accept a rank's call."""
         with contextlib.suppress(OSError):  # the link or wire will notice
             sock.send(ACCEPT)
-        if channel == _WIRE:
+        if channel != _LINK:
             self._link(peer)
-            self._hand_over(peer, sock)
+            self._hand_over(peer, channel, sock)
             return
         with self._links_lock:
             link = self._links.get(peer)
@@ -321,28 +320,37 @@ class TCPTransport(Transport):
         call = self._outgoing[peer, channel] = Call(self._loop, hello, address, done)
         return call
 
-    def _call_wire(self, peer: int) -> None:
-        if peer in self._wired or self.mailbox.down(peer) is not None:
+    def _call_wire(self, peer: int, channel: int) -> None:
+        if (peer, channel) in self._wired or self.mailbox.down(peer) is not None:
             return
 
         def done(sock: socket.socket | None, reason: str) -> None:
+            def give_up() -> None:
+                if (peer, channel) not in self._wired:  # nor has the peer made it
+                    self._give_up(peer, f"data connection {channel} to it was not made: {reason}")
+
             if sock is None:
-                self.wire_ended(peer)
+                del self._outgoing[peer, channel]
+                self._loop.start_timer(give_up, _EXPLAIN_S)
             elif reason:
-                self._take(peer, _WIRE, sock)
+                self._take(peer, channel, sock)
             else:
-                self._hand_over(peer, sock)
+                self._hand_over(peer, channel, sock)
 
         # The link calls first, so an address that is of no use has been noticed.
         with contextlib.suppress(Exception):
-            self._make_call(peer, _WIRE, done).start()
+            self._make_call(peer, channel, done).start()
 
-    def _hand_over(self, peer: int, sock: socket.socket) -> None:
-        """Make a connected socket the wire to a rank."""
-        self._outgoing.pop((peer, _WIRE), None)
-        self._wired.add(peer)
+    def _give_up(self, peer: int, reason: str) -> None:
+        if self.mailbox.down(peer) is None:
+            self._drop(self._link(peer), reason)
+
+    def _hand_over(self, peer: int, channel: int, sock: socket.socket) -> None:
+        """Make a connected socket a wire to a rank."""
+        self._outgoing.pop((peer, channel), None)
+        self._wired.add((peer, channel))
         assert self.messages is not None
-        self.messages.add_wire(peer, sock)
+        self.messages.add_wire(peer, channel - 1, sock)
 
     def _read_out(self, sock: socket.socket) -> None:
         try:
@@ -396,8 +404,8 @@ class TCPTransport(Transport):
 
     def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
         self._outgoing.pop((link.peer, _LINK), None)
-        if (call := self._outgoing.pop((link.peer, _WIRE), None)) is not None:
-            call.cancel()
+        for key in [key for key in self._outgoing if key[0] == link.peer]:
+            self._outgoing.pop(key).cancel()
         if link.closed:
             return
         if link.sock is not None:

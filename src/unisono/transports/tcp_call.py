@@ -6,7 +6,9 @@ Both live on the I/O thread, until the connection becomes a link or ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -213,5 +215,8 @@ class Greeting:
 def reason_of(error: BaseException) -> str:
     """Return what an error says, in one line; the operating system's words without a number."""
     if isinstance(error, OSError) and error.strerror:
+        if error.errno == errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"{error.strerror}: this process may have {most} (ulimit -n)"
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__

@@ -15,7 +15,7 @@ from unisono.transports.message import Key, Kind
 __all__ = ["ACCEPT", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
 
 _MAGIC = b"unisono\x00"
-_VERSION = 2
+_VERSION = 3
 
 HELLO = struct.Struct("<8sIIIII16s")
 """magic, version, world size, sender's rank, receiver's rank, channel, receiver's token."""
@@ -30,7 +30,7 @@ FRAME = struct.Struct("<BxxxIQqQ")
 
 
 class Hello(NamedTuple):
-    """Who calls whom, and for what: channel 0 is the link, 1 a wire.
+    """Who calls whom, and for what: channel 0 is the link, 1 and up are wires.
 
     The receiver's token proves that the caller has read the store.
     """
