@@ -12,7 +12,7 @@ import unisono as dist
 from unisono.errors import RendezvousError
 from unisono.groups.queries import get_node_local_rank
 
-LIMIT_S = 60
+LIMIT_S = 100
 # Beside this interpreter: it comes with the mpich package, which is a test requirement.
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 SRC = str(Path(dist.__file__).parents[1])

@@ -19,7 +19,7 @@ from tests import netns
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
-LIMIT_S = 60
+LIMIT_S = 100
 SRC = str(Path(dist.__file__).parents[1])
 DOMAIN = "workers.default.svc.cluster.local"
 CLUSTER = {
