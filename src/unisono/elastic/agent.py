@@ -212,7 +212,10 @@ class Agent:
             self._rendezvous.succeeded(world.epoch)
         elif self._stop is not None and not self._failed and outcome.signum is None:
             self._notify(f"workers were stopped: {self._stop.reason}")
-        self._rendezvous.stopped()
+        if outcome.signum is None:
+            # Else this node leaves now. Were it back for a moment, all would be, and a worker of
+            # another node that lost its peer to the signal would count as one that failed.
+            self._rendezvous.stopped()
         return outcome
 
     def _result(self, outcome: Outcome | None) -> LaunchResult:
