@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Any
 
@@ -134,7 +134,12 @@ def bench_store(rounds: int, path: str | None) -> int:
             servers = dict(reversed(servers.items()))
     print("\n".join(results.lines()))
     if path:
-        document = {"argv": sys.argv[1:], "machine": machine(), "rows": results.document()}
+        document = {
+            "argv": sys.argv[1:],
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "rows": results.document(),
+        }
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
     return 0
