@@ -26,13 +26,15 @@ from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, recv, send
+from unisono.torch.plain import PLAIN, begin_all_reduce, recv, send
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.work import TorchWork
 
 __all__ = ["Operations"]
 
 Method = Callable[..., Any]
+
+_ASYNCHRONOUS = {"async_op": True}
 
 _profiled = torch._C._autograd._profiler_enabled
 
@@ -102,7 +104,8 @@ class Operations:
         if tensor.is_sparse:
             work = all_reduce_sparse(self._group, tensor, op, **how)
         else:
-            work = self._group.all_reduce(tensor, op, **how)
+            begun = begin_all_reduce(self._group, tensor, op) if how == _ASYNCHRONOUS else None
+            work = self._group.all_reduce(tensor, op, **how) if begun is None else begun
         if not how["async_op"]:
             return None
         return self._as_torch(work, tensors, typed=tensor.dtype is torch.float16)

@@ -1,9 +1,9 @@
-"""Plain synchronous calls: unisono's public functions on arrays, which C++ repeats.
+"""Plain calls: unisono's public functions on arrays, which C++ repeats.
 
 `engines/quick.py` remembers calls of those functions on NumPy arrays. A torch tensor of a plain
 kind is such an array at the same address; a description of the memory at an address stays true
 whoever owns it, so descriptions are kept and making them costs nothing the next time. They own
-nothing: only for calls that end before they return.
+nothing: only for calls that end before they return. Asynchronous ones get arrays of their own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 import torch._C._distributed_c10d as c10d
 
 from unisono.base.buffers import alias_torch
-from unisono.base.types import dtype_named
+from unisono.base.types import ReduceOp, dtype_named
 from unisono.groups import collectives
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import UNSET, reduce_op
 
-__all__ = ["PLAIN", "recv", "send"]
+__all__ = ["PLAIN", "begin_all_reduce", "recv", "send"]
 
 Array = np.ndarray[Any, Any]
 
@@ -52,8 +52,8 @@ class NotPlain(Exception):
     """The call goes the general way."""
 
 
-def as_array(tensor: Any) -> Array:
-    """Return an array over the memory of a tensor.
+def as_array(tensor: Any, *, keep: bool = False) -> Array:
+    """Return an array over the memory of a tensor, which it keeps alive if told so.
 
     Raises:
         NotPlain: It is of another kind.
@@ -63,14 +63,16 @@ def as_array(tensor: Any) -> Array:
     key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
     if not tensor.is_contiguous() or tensor.is_neg():
         raise NotPlain
-    if (found := _kept.get(key)) is not None:
+    if not keep and (found := _kept.get(key)) is not None:
         return found
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None or not key[0]:
         raise NotPlain
-    if len(_kept) >= _MAX_KEPT:
-        _kept.clear()
-    array = _kept[key] = alias_torch(tensor, dtype, "tensor", keep=False)
+    array = alias_torch(tensor, dtype, "tensor", keep=keep)
+    if not keep:
+        if len(_kept) >= _MAX_KEPT:
+            _kept.clear()
+        _kept[key] = array
     return array
 
 
@@ -154,6 +156,15 @@ PLAIN: dict[str, Plain] = {
     for method in (name, *OPS[name].c10d_methods)
 }  # fmt: skip
 """Method of torch's process group -> makes a call if it is a plain one, and says whether."""
+
+
+def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | None:
+    """Begin an all_reduce; None: not a plain call."""
+    try:
+        array = as_array(tensor, keep=True)
+    except NotPlain:
+        return None
+    return collectives.all_reduce(array, op, group, async_op=True)
 
 
 def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
