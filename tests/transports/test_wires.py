@@ -15,6 +15,7 @@ from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import LinkDown
+from unisono.transports.native import NativeMessages
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
@@ -101,6 +102,21 @@ def test_a_wire_that_breaks_ends_the_rank_it_led_to(channels, broken):
             assert transfer.error.peer == 1 - rank
             assert not transfer.error.left
         assert any("data connection" in transfer.error.reason for transfer in waiting)
+
+
+def test_who_claims_to_be_on_this_host_has_to_show_its_memory():
+    """As two hosts of one name, where process ids and descriptors mean something else."""
+    with tcp_world(2) as world:
+        everybody = [NativeMessages.make(transport) for transport in world]
+        words = [messages.word.split(":") for messages in everybody]
+        for rank, messages in enumerate(everybody):
+            other = words[1 - rank]
+            claimed = [messages.word] * 2
+            claimed[1 - rank] = ":".join([*other[:2], "0" * len(other[2]), *other[3:]])
+            messages.introduce(claimed, [True, True], crowded=True)
+            world[rank].use_messages(messages)
+        works(*world)
+        assert world[0]._wired == {(1, 1)}
 
 
 REFERENCE = {"UNISONO_ENGINE": "reference"}
