@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -147,6 +148,25 @@ def del_works(rank, size):
     assert y[0].item() == (rank - 1) % size
     dist.barrier()
     assert x[0].item() == size
+    del_tensor(rank, size)
+
+
+def del_tensor(rank, size):
+    """Drop a tensor with its work while the others are not there yet: the call still needs it."""
+    for _ in range(2):  # the second time the call is repeated in C++
+        x = torch.ones(1000)
+        if rank == 0:
+            alive = weakref.ref(x)
+            dist.all_reduce(x, async_op=True)
+            del x
+            assert alive() is not None
+            for peer in range(1, size):
+                dist.send(torch.ones(1), peer, tag=4)
+        else:
+            dist.recv(torch.zeros(1), 0, tag=4)
+            dist.all_reduce(x)
+            assert x[0].item() == size
+        dist.barrier()
 
 
 def chained(size):
