@@ -65,6 +65,8 @@ def test_an_algorithm_with_another_order_is_refused_there(how):
         ("broadcast", 64 * MIB, NET8, "double_tree"),
         ("reduce", 8, NET8, "binomial"),
         ("reduce", MIB, NET8, "halving_doubling"),
+        ("reduce", 64 * KIB, NET8, "halving_doubling"),
+        ("reduce", 64 * KIB, Topology(4), "binomial"),
         ("all_gather", 8 * KIB, NET8, "recursive_doubling"),
         ("all_gather", 8 * KIB, NET6, "bruck"),
         ("all_gather", MIB, NET8, "ring"),

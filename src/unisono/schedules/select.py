@@ -181,8 +181,10 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
             return ("halving_doubling",) if p >= 8 else ("binomial",)
         case "broadcast":
             return ("double_tree",)
-        case "reduce":  # MPICH: 2,048 bytes
-            return ("binomial",) if nbytes <= 2 * KIB else ("halving_doubling",)
+        case "reduce" if nbytes <= (256 if p <= 4 else 2) * KIB:  # MPICH: 2,048 bytes
+            return ("binomial",)  # with few ranks one round less counts for more
+        case "reduce":
+            return ("halving_doubling",)
         case "all_gather" if nbytes < 80 * KIB:  # MPICH: 81,920 bytes
             return ("recursive_doubling", "bruck", "ring")
         case "all_gather" if nbytes < 512 * KIB:  # MPICH: 524,288 bytes
