@@ -220,7 +220,7 @@ PLAIN = {
     "cannot receive into read-only memory": (
         "InvalidArgument", lambda: with_transport(lambda t: t.recv(0, KEY, memoryview(b"abc"))),
     ),
-    "protocol version 99 called, this is version 2": (
+    "protocol version 99 called, this is version 3": (
         "Handshake", lambda: Hello.parse(changed_hello(version=99)),
     ),
     # ---- launcher and command line
