@@ -51,8 +51,16 @@ def dropped(rank):
     dist.barrier()
     assert (x == float(p) ** 20).all()
     y = np.ones(2)
-    dist.all_reduce(y, async_op=True).get_future().then(lambda f: y.__imul__(10))
+    ten_times = threading.Event()
+
+    def times_ten(future):
+        y.__imul__(10)
+        ten_times.set()
+
+    dist.all_reduce(y, async_op=True).get_future().then(times_ten)
     dist.barrier()
+    # The call has ended everywhere; its callbacks run beside what comes after it.
+    assert ten_times.wait(60)
     assert (y == 10 * p).all()
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import struct
 import threading
 import time
 
@@ -87,6 +88,47 @@ def test_the_next_address_is_tried():
 
     with tcp_world(2, edit) as (a, b):
         works(a, b)
+
+
+def unacceptable(host, port):
+    """Return a server whose queue is full, so that calls to it get no answer, and who fills it."""
+    server = socket.socket()
+    server.bind((host, port))
+    server.listen(0)
+    caller = socket.create_connection((host, port), timeout=SOON)
+    patience = Deadline(SOON)
+    waiting = most = 0
+    while waiting <= most:
+        assert not patience.expired()
+        told = server.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
+        # tcpi_unacked and tcpi_sacked: of a listening socket, the queue's length and its limit
+        waiting, most = struct.unpack_from("II", told, 24)
+    return server, caller
+
+
+def test_addresses_are_called_while_another_does_not_answer(monkeypatch):
+    """The first says nothing, the second answers and hangs up, the third is the peer's."""
+    monkeypatch.setattr(tcp_call, "_CONNECT_S", 1e6)
+    with contextlib.ExitStack() as stack:
+
+        def edit(addresses):
+            own = TCPAddress.unpack(addresses[1])
+            for sock in unacceptable("127.0.0.3", own.port):
+                stack.enter_context(sock)
+            stranger = stack.enter_context(socket.create_server(("127.0.0.2", own.port)))
+            thread = threading.Thread(target=lambda: stranger.accept()[0].close())
+            thread.start()
+            stack.callback(thread.join, SOON)
+            addresses[1] = own._replace(hosts=("127.0.0.3", "127.0.0.2", "127.0.0.1")).pack()
+
+        with tcp_world(2, edit) as (a, b):
+            # Before rank 1 does anything: it would call rank 0 itself.
+            sent = a.send(1, KEY, memoryview(b"third"))
+            assert sent.wait_until(Deadline(SOON))
+            assert sent.error is None
+            into = bytearray(5)
+            assert b.recv(0, KEY, memoryview(into)).wait_until(Deadline(SOON))
+            assert into == b"third"
 
 
 def test_unreachable_peer_is_named_with_every_address():

@@ -33,6 +33,7 @@ class _Queued:
     """A call in the queue, and where its completion learns of its end.
 
     Attributes:
+        completion: None once it is finished, or about to be by who asked: it holds the arrays.
         task: Makes the task of it from its number; None once that is not needed any more.
     """
 
@@ -50,7 +51,7 @@ class _Queued:
         self._turn = turn
         self._comm = comm
         self.call = call
-        self.completion = completion
+        self.completion: Completion | None = completion
         self.flight = flight
         self.task: Callable[[int], Task] | None = task
         self.seq = int(turn.push(flight))
@@ -66,8 +67,8 @@ class _Queued:
             return True
         if not self._turn.is_over(self.seq) or flight.is_handed:
             return False
-        self.release()
-        self.completion.finish()
+        if (completion := self.release()) is not None:
+            completion.finish()
         return True
 
     def wait(self, deadline: Deadline | None) -> bool:
@@ -87,11 +88,16 @@ class _Queued:
         """Have the progress thread finish the completion; False: the call has ended well."""
         flight = self.flight
         # Without one, another thread is about to finish it.
-        return flight is None or bool(self._turn.watch(flight))
+        if flight is None or self._turn.watch(flight):
+            return True
+        self.release()
+        return False
 
-    def release(self) -> None:
-        """Let go of the arrays."""
+    def release(self) -> Completion | None:
+        """Let go of the arrays; return the completion, for the caller to finish."""
+        completion, self.completion = self.completion, None
         self.flight = self.task = None
+        return completion
 
 
 def _numbered(task: Task, seq: int) -> Task:
@@ -169,7 +175,7 @@ class QueueEngine(OrderedEngine):
         return [
             (queued.call, queued.completion)
             for queued in self._queued
-            if first and queued.seq >= first
+            if first and queued.seq >= first and queued.completion is not None
         ]
 
     def _wait_until_still(self, limit_s: float) -> None:
@@ -195,8 +201,8 @@ class QueueEngine(OrderedEngine):
         return next(queued for queued in self._queued if queued.seq == seq)
 
     def _handle(self, queued: _Queued, reason: int, code: int, peer: int) -> None:
-        completion, make = queued.completion, queued.task
-        queued.release()
+        make, completion = queued.task, queued.release()
+        assert completion is not None
         if reason == _engine.Turn.ENDED:
             completion.finish()
             return

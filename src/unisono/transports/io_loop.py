@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import threading
@@ -83,8 +84,10 @@ class Loop:
             if self._timers:
                 now = time.monotonic()
                 for job in [job for job, at in self._timers.items() if at <= now]:
-                    self.stop_timer(job)
-                    job()
+                    # Another of them may have stopped it, or set it anew.
+                    if self._timers.get(job, math.inf) <= now:
+                        self.stop_timer(job)
+                        job()
 
     def hold(self) -> bool:
         """Keep handlers from running until `release`; return False if one runs for too long.

@@ -23,16 +23,72 @@ __all__ = ["Call", "Greeting", "reason_of"]
 
 _log = get_logger("transports.tcp")
 
-# How long one address may take to connect while others are left to try. A host behind a
+# How long one address may take to connect if others were left when it was called. A host behind a
 # firewall that drops packets would otherwise cost the kernel's two minutes.
 _CONNECT_S = 3.0
+
+# How long an address is waited for before the next one is called as well; RFC 8305 section 5.
+_STAGGER_S = 0.25
 
 # How long a caller may take to say who it is. Ranks do so at once; this is for strangers.
 _HELLO_S = 30.0
 
 
+class _Attempt:
+    """One address being called; ends with `ended(attempt, reason)`, "" if it is connected."""
+
+    def __init__(
+        self, loop: Loop, host: str, port: int, ended: Callable[[_Attempt, str], None]
+    ) -> None:
+        self.host = host
+        self.at = f"{host}:{port}"
+        self.sock: socket.socket | None = None
+        self._loop = loop
+        self._port = port
+        self._ended = ended
+
+    def start(self, *, limited: bool) -> None:
+        """Call; for so long as the kernel likes, or for _CONNECT_S at most."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect((self.host, self._port))
+        except OSError as error:
+            self._ended(self, reason_of(error))
+            return
+        self._loop.watch(sock, WRITE, self._connected)
+        if limited:
+            self._loop.start_timer(self._too_slow, _CONNECT_S)
+
+    def leave(self) -> socket.socket | None:
+        """Stop watching the connection and return it."""
+        self._loop.stop_timer(self._too_slow)
+        if self.sock is not None:
+            self._loop.unwatch(self.sock)
+        return self.sock
+
+    def close(self) -> None:
+        """Stop calling."""
+        if (sock := self.leave()) is not None:
+            sock.close()
+
+    def _connected(self, events: int) -> None:
+        assert self.sock is not None
+        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        self._ended(self, os.strerror(code) if code else "")
+
+    def _too_slow(self) -> None:
+        self._ended(self, f"no connection after {_CONNECT_S:g} s")
+
+
 class Call:
-    """An outgoing connection until the peer has answered; tries one address after another.
+    """An outgoing connection until the peer has answered; tries all its addresses.
+
+    The next address is called when one fails or takes long; the first connection is used, and if
+    it turns out to lead elsewhere, the others are tried again.
 
     There is no limit on the answer: a peer that is stopped or busy has not refused, and whoever
     waits for it has a deadline.
@@ -42,6 +98,8 @@ class Call:
         hello: What to say.
         address: Where the peer listens.
         done: Gets the connected socket, or None and the reasons why there is none.
+
+    Source: RFC 8305, "Happy Eyeballs", for the overlap of attempts.
     """
 
     def __init__(
@@ -56,44 +114,33 @@ class Call:
         self._hosts = deque(address.hosts)
         self._port = address.port
         self._done = done
-        self._at = ""
         self._errors: list[str] = []
-        self._sock: socket.socket | None = None
-        self._connecting = False
+        self._attempts: list[_Attempt] = []
+        self._at = ""
+        self._sock: socket.socket | None = None  # where hello was said
         self._spare: socket.socket | None = None
 
     def start(self) -> None:
         """Call the next address; without one, take the peer's own call, or give it up."""
-        if not self._hosts:
+        self._loop.stop_timer(self.start)
+        if self._hosts:
+            attempt = _Attempt(self._loop, self._hosts.popleft(), self._port, self._ended)
+            self._attempts.append(attempt)
+            if self._hosts:
+                self._loop.start_timer(self.start, _STAGGER_S)
+            attempt.start(limited=bool(self._hosts))
+        elif not self._attempts:
             spare, self._spare = self._spare, None
             self._done(spare, "; ".join(self._errors))
-            return
-        host = self._hosts.popleft()
-        self._at = f"{host}:{self._port}"
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._connecting = True
-        try:
-            self._sock = sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect((host, self._port))
-        except OSError as error:
-            self._failed(reason_of(error))
-            return
-        self._loop.watch(sock, WRITE, self._connected)
-        if self._hosts:
-            self._loop.start_timer(self._too_slow, _CONNECT_S)
 
     @property
     def said_hello(self) -> bool:
         """Whether the peer may have accepted the call; its answer has not come yet."""
-        return self._sock is not None and not self._connecting
+        return self._sock is not None
 
     def unreached(self) -> list[str]:
         """Return the addresses that did not take the call so far, each with the reason."""
-        waiting = [f"{self._at}: no answer yet"] if self._connecting else []
-        return [*self._errors, *waiting]
+        return [*self._errors, *(f"{attempt.at}: no answer yet" for attempt in self._attempts)]
 
     def park(self, sock: socket.socket) -> None:
         """Keep the peer's own call, unanswered, in case that this one fails.
@@ -111,24 +158,34 @@ class Call:
 
     def cancel(self) -> None:
         """Stop calling; the peer's own call was accepted, or the transport ends."""
+        self._put_back()
         self._hang_up()
         self.close_spare()
 
-    def _connected(self, events: int) -> None:
-        sock = self._sock
-        assert sock is not None
-        self._loop.stop_timer(self._too_slow)
-        if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._failed(os.strerror(code))
+    def _ended(self, attempt: _Attempt, reason: str) -> None:
+        self._attempts.remove(attempt)
+        self._at = attempt.at
+        if reason:
+            attempt.close()
+            self._failed(reason)
             return
+        self._sock = sock = attempt.leave()
+        assert sock is not None
+        self._put_back()
         try:
             sock.send(self._hello.pack())
         except OSError as error:
             self._failed(reason_of(error))
             return
-        self._connecting = False
-        self._loop.unwatch(sock)
         self._loop.watch(sock, READ, self._answered)
+
+    def _put_back(self) -> None:
+        """Stop the other attempts; their addresses are there for another time."""
+        self._loop.stop_timer(self.start)
+        for attempt in reversed(self._attempts):
+            attempt.close()
+            self._hosts.appendleft(attempt.host)
+        self._attempts.clear()
 
     def _answered(self, events: int) -> None:
         sock = self._sock
@@ -148,17 +205,12 @@ class Call:
         self.close_spare()
         self._done(sock, "")
 
-    def _too_slow(self) -> None:
-        self._failed(f"no connection after {_CONNECT_S:g} s")
-
     def _failed(self, reason: str) -> None:
-        self._connecting = False
         self._errors.append(f"{self._at}: {reason}")
         self._hang_up()
         self.start()
 
     def _hang_up(self) -> None:
-        self._loop.stop_timer(self._too_slow)
         if self._sock is not None:
             self._loop.unwatch(self._sock)
             self._sock.close()
