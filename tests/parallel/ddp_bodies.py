@@ -179,6 +179,27 @@ def large(rank):
     return worst, [_uses(p.grad) for p in wide], _uses(torch.zeros(1))
 
 
+class Viewed(torch.nn.Module):
+    """Backward gives each parameter a view of what it has to read for another one afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.first = torch.nn.Parameter(torch.zeros(1040 * 1041))
+        self.second = torch.nn.Parameter(torch.zeros(1040 * 1041))
+
+    def forward(self, x):
+        return x * self.scale + (self.first.view(x.shape) + self.second.view(x.shape))
+
+
+def lent(rank):
+    """Large gradients in memory that others have, too."""
+    module = Viewed()
+    model = DistributedDataParallel(module)
+    (model(torch.ones(1040, 1041)) * float(rank)).sum().backward()
+    return [float(p.grad.double().mean()) for p in module.parameters()]
+
+
 def _uses(tensor):
     """Return how many tensors have this memory."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
@@ -317,6 +338,7 @@ def everything(rank):
             unused,
             unused_alone,
             large,
+            lent,
             unused_by_mistake,
             state_of_rank_0,
             order_of_buckets,

@@ -65,6 +65,12 @@ def test_large_gradients_are_reduced_where_they_are(results):
         assert uses == [fresh] * 2
 
 
+def test_large_gradients_in_memory_of_others(results):
+    for scale, first, second in results["lent"]:
+        assert scale == pytest.approx(1040 * 1041)
+        assert (first, second) == (pytest.approx(1), pytest.approx(1))
+
+
 def test_state_comes_from_rank_0(results):
     answers = results["state_of_rank_0"]
     assert all(answer == answers[0] for answer in answers)

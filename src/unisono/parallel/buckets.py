@@ -57,8 +57,10 @@ class Bucket:
     def take(self, at: int, gradient: Tensor | None, factor: float) -> None:
         """Take the gradient of one parameter, times `factor`; None counts as zeros."""
         if not self._is_shared:
-            own = self._zeros() if gradient is None else gradient.detach().reshape(-1)
-            self.set_buffer(own)
+            if gradient is None or _is_lent(gradient):
+                self.set_buffer(self._zeros())
+            else:
+                self.set_buffer(gradient.detach().reshape(-1))
         view = self._gradients[at]
         if gradient is None:
             view.zero_()
@@ -98,6 +100,13 @@ class Bucket:
         sizes = [p.numel() for p in self._parameters]
         parts = zip(flat.split(sizes), self._parameters, strict=True)
         return [part.view(p.shape) for part, p in parts]
+
+
+def _is_lent(gradient: Tensor) -> bool:
+    """Whether others have this memory: backward passes views on, and may have to read them yet."""
+    storage = gradient.untyped_storage()
+    # The gradient's, and that of `storage`.
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def assign_buckets(
