@@ -299,7 +299,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (line.flag.load(std::memory_order_acquire) >= value) return {};
     if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
-    if (late_ && late_told_ns_ != deadline_ns_ && deadline_ns_ - now_ns() < late_ns_) {
+    if (late_ && late_told_ns_ != deadline_ns_ && deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
       late_told_ns_ = deadline_ns_;
       late_();
     }

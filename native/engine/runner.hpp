@@ -1,6 +1,7 @@
 // What runs programs: over shared memory (group.hpp) or with messages (steps.hpp).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -111,6 +112,13 @@ class Runner {
  protected:
   std::function<void()> late_;
   int64_t late_ns_ = 0;
+
+  // How long before its deadline a call of this time-out is late: half of a short one, or each call
+  // that waits would ask all others; but an answer takes up to 0.45 s.
+  int64_t late_ns(int64_t timeout_ns) const {
+    const int64_t half_ns = timeout_ns / 2;
+    return std::min(late_ns_, std::max(half_ns, int64_t{450'000'000}));
+  }
 };
 
 }  // namespace unisono

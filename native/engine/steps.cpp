@@ -294,6 +294,7 @@ void Steps::reduce(const Step& step, char* into, char* spare, size_t nbytes) {
 
 void Steps::begin(int64_t timeout_ns, Idler* idler) {
   deadline_ns_ = now_ns() + timeout_ns;
+  late_at_ns_ = deadline_ns_ - late_ns(timeout_ns);
   late_told_ = false;
   broken_ = {};
   idler_ = idler;

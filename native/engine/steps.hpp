@@ -114,6 +114,7 @@ class Steps final : public Runner {
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
   int64_t deadline_ns_ = 0;
+  int64_t late_at_ns_ = 0;
   bool late_told_ = false;
   Status broken_{};  // how a send ended as soon as it began
   Idler* idler_ = nullptr;

@@ -161,7 +161,7 @@ Status Steps::wait(Op& op) {
     }
     Code code = Code::timeout;
     if (late_ && !late_told_) {
-      code = messages_->wait(op, std::max<int64_t>(deadline_ns_ - late_ns_ - now_ns(), 0));
+      code = messages_->wait(op, std::max<int64_t>(late_at_ns_ - now_ns(), 0));
       if (code == Code::timeout) {
         late_told_ = true;
         late_();

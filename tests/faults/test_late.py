@@ -70,3 +70,9 @@ def test_new_world_after_a_time_out(ranks):
         "CollectiveTimeoutError",
     ]
     assert [x for _, x in results] == [[6.0] * 5] * 3
+
+
+def test_a_short_time_out_asks_nobody_at_once(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    questions = run(late_bodies.count_questions, 2, ranks="processes", timeout=1.9)
+    assert questions == [0, 0]
