@@ -93,6 +93,8 @@ void bind_queue(nb::module_& m) {
                         "fingerprint: int, even: int, timeout_s: float, calls: Calls, "
                         "call: object) -> Flight"),
                 "Return a call that can be repeated from now on.")
+    .def_prop_ro("seq", [](const Flight& flight) { return flight.job.seq; },
+                 "Its number; 0 before it is queued.")
     .def_prop_ro("is_handed", [](const Flight& flight) { return flight.job.handed; },
                  "Once it is over: whether whoever serves tells of its end.");
 

@@ -32,6 +32,9 @@
 
 namespace unisono {
 
+// Messages of programs up to this size are taken in whether or not somebody has asked for them.
+constexpr size_t kEagerBytes = 32 * 1024;
+
 // How an operation ended. For code `mismatch`, `nbytes` and `info` are those of the message.
 struct Outcome {
   uint64_t number = 0;  // 0: it had ended before it got one

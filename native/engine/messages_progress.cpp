@@ -11,9 +11,6 @@ namespace {
 // How much one call takes from one ring: others on this rank may be waiting for the lock.
 constexpr size_t kPullBytes = 4 * kRingBytes;
 
-// Messages of programs up to this size are taken in whether or not somebody has asked for them.
-constexpr size_t kEagerBytes = 32 * 1024;
-
 // Tags of steps.cpp; the reference engine's, further below, post a receive when they wait for it.
 bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 

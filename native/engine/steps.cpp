@@ -214,7 +214,8 @@ void Steps::send_early() {
       if (moves && overlaps(into, into + bytes(copy), data, data + bytes(step))) return;
     }
     sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
-    if (sent > kEarlyBytes) return;
+    // A larger one would stay in its ring or wire, and hold up all behind it, until its receiver comes.
+    if (sent > kEarlyBytes || bytes(step) > kEagerBytes) return;
     send(step);
     early_end_ = i + 1;
   }

@@ -141,6 +141,10 @@ class Flight:
         """Return a call that can be repeated from now on."""
 
     @property
+    def seq(self) -> int:
+        """Its number; 0 before it is queued."""
+
+    @property
     def is_handed(self) -> bool:
         """Once it is over: whether whoever serves tells of its end."""
 

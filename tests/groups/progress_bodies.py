@@ -137,6 +137,80 @@ def memory_of_a_dropped_work(rank):
     return alive() is None and (rank != 0 or held)
 
 
+def memory_of_a_last_call(rank):
+    """A call that Python ends lets go of its array, though no call follows."""
+    dist.barrier()
+    for op, chained in ((dist.ReduceOp.AVG, False), (dist.ReduceOp.SUM, True)):
+        x = np.ones(1000).view(Traced)
+        alive = weakref.ref(x)
+        work = dist.all_reduce(x, op, async_op=True)
+        if chained:
+            work.get_future().then(lambda _: None).wait()
+        work.wait(LIMIT_S)
+        del x, work
+        ends_s = time.monotonic() + LIMIT_S / 6
+        while alive() is not None and time.monotonic() < ends_s:
+            time.sleep(0.001)
+        if alive() is not None:
+            return (str(op), chained)
+    return True
+
+
+def interrupt_while_queueing(rank):
+    """Ctrl-C as soon as C++ has a call: its array lives until the call has ended."""
+    gate = np.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        dist.recv(gate, 0)
+        dist.all_reduce(np.ones(1000), async_op=True).wait(LIMIT_S)
+        dist.barrier()
+        return True
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith("engines/progress.py"):
+            return None
+        turn = getattr(frame.f_locals.get("self"), "_turn", None)
+        if turn is not None and not turn.is_free():
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    x = np.ones(1000).view(Traced)
+    alive = weakref.ref(x)
+    interrupted = False
+    sys.settrace(trace)
+    try:
+        dist.all_reduce(x, async_op=True)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        sys.settrace(None)
+    del x
+    assert interrupted
+    assert alive() is not None
+    dist.send(gate, 1)
+    dist.barrier()
+    return True
+
+
+def message_behind_a_call(rank):
+    """A message does not wait for a call that its receiver makes later."""
+    store = dist.group.WORLD.store
+    x, data = np.ones(24 * 1024, np.float32), np.full(1 << 20, 5.0)
+    dist.all_reduce(x)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.1)  # so that the call has sent what it sends before the other one comes
+        assert dist.isend(data, 1).wait(LIMIT_S / 4)
+        store.set("sent", b"1")
+        return work.wait(LIMIT_S)
+    store.wait(["sent"])
+    data[:] = 0
+    dist.recv(data, 0)
+    dist.all_reduce(x)
+    return bool((data == 5).all() and (x == 4).all())
+
+
 def wait_in_a_forked_child(rank):
     """A child of a fork cannot wait for what its parent has begun, and hears so."""
     gate = np.zeros(1)

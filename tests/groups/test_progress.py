@@ -30,6 +30,22 @@ def test_the_memory_of_a_dropped_work(world):
     assert world(bodies.memory_of_a_dropped_work, 2) == [True] * 2
 
 
+def test_the_memory_of_a_last_call(world):
+    assert world(bodies.memory_of_a_last_call, 2) == [True] * 2
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
+def test_ctrl_c_while_a_call_is_queued(monkeypatch):
+    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
+    assert run(bodies.interrupt_while_queueing, 2, ranks="processes") == [True] * 2
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
+def test_a_message_behind_that_of_a_call(monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    assert run(bodies.message_behind_a_call, 2, ranks="processes") == [True] * 2
+
+
 def test_a_wait_in_a_forked_child():
     assert run(bodies.wait_in_a_forked_child, 2, ranks="processes") == [True] * 2
 

@@ -37,7 +37,7 @@ class _Queued:
         task: Makes the task of it from its number; None once that is not needed any more.
     """
 
-    __slots__ = ("_comm", "_turn", "call", "completion", "flight", "seq", "task")
+    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "flight", "task")
 
     def __init__(
         self,
@@ -54,7 +54,14 @@ class _Queued:
         self.completion: Completion | None = completion
         self.flight = flight
         self.task: Callable[[int], Task] | None = task
-        self.seq = int(turn.push(flight))
+        self._seq = 0
+
+    @property
+    def seq(self) -> int:
+        """The number in the group's order; 0 before it is queued."""
+        if (flight := self.flight) is not None:
+            self._seq = int(flight.seq)
+        return self._seq
 
     def status(self) -> Status:
         """Return what other ranks are told of it."""
@@ -62,8 +69,8 @@ class _Queued:
 
     def poll(self) -> bool:
         """Finish the completion if the call is over and nobody else does; return whether it is."""
-        flight = self.flight
-        if flight is None:
+        flight, completion = self.flight, self.completion
+        if flight is None or completion is None:
             return True
         if not self._turn.is_over(self.seq) or flight.is_handed:
             return False
@@ -95,6 +102,7 @@ class _Queued:
 
     def release(self) -> Completion | None:
         """Let go of the arrays; return the completion, for the caller to finish."""
+        self._seq = self.seq
         completion, self.completion = self.completion, None
         self.flight = self.task = None
         return completion
@@ -129,7 +137,7 @@ class QueueEngine(OrderedEngine):
     def last_queued(self) -> Status | None:
         """Return the last queued call that has begun, if it is known."""
         begun = self._turn.begun
-        found = [queued for queued in list(self._queued) if queued.seq <= begun]
+        found = [queued for queued in list(self._queued) if 0 < queued.seq <= begun]
         return found[-1].status() if found else self._last_over
 
     # ---- order ----------------------------------------------------------------------------
@@ -144,10 +152,11 @@ class QueueEngine(OrderedEngine):
         self._forget()
         given = flight or _engine.Flight()
         queued = _Queued(self._turn, self.comm, call, completion, given, task)
+        # Before the push: Ctrl-C between the two must not free what C++ works on.
         self._queued.append(queued)
         if flight is not None:
             completion.ends_with(queued)
-        return queued.seq
+        return int(self._turn.push(given))
 
     def _begun_again(
         self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
@@ -168,7 +177,8 @@ class QueueEngine(OrderedEngine):
         """Let go of what is over and told."""
         while self._queued and self._queued[0].poll():
             queued = self._queued.popleft()
-            self._last_over = queued.status()
+            if queued.seq:
+                self._last_over = queued.status()
 
     def _take_back(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
