@@ -58,7 +58,7 @@ def new_world_afterwards(rank, missing, timeout_s):
 
 
 def count_questions(rank):
-    """Return how often this rank asks the others in calls that wait a little, far from their end."""
+    """Return how often this rank asks the others in calls that wait a little."""
     asked, ask = [], native._ask_others
     native._ask_others = lambda engine: (asked.append(1), ask(engine))
     try:
