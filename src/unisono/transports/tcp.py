@@ -123,7 +123,11 @@ class TCPTransport(Transport):
             return [peer for peer, link in self._links.items() if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
-        calls = {**self._failed_calls, **{key[0]: call for key, call in self._outgoing.items()}}
+        # Copies, for the I/O thread changes them; a rank whose link stands has been reached.
+        calls = self._failed_calls.copy()
+        for (peer, channel), call in self._outgoing.copy().items():
+            if channel == _LINK:
+                calls[peer] = call
         return {peer: told for peer, call in calls.items() if (told := call.unreached())}
 
     makes_wires = True
