@@ -69,8 +69,8 @@ class _Queued:
 
     def poll(self) -> bool:
         """Finish the completion if the call is over and nobody else does; return whether it is."""
-        flight, completion = self.flight, self.completion
-        if flight is None or completion is None:
+        flight = self.flight
+        if flight is None:
             return True
         if not self._turn.is_over(self.seq) or flight.is_handed:
             return False
