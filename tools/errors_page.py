@@ -52,12 +52,15 @@ AFTERWARDS = {
 
 # First lines that are put together from parts; {seq} and the like are said where known.
 _CALL = "{op} #{seq} in group '{group}'"
+_LATE = _CALL + " timed out after {timeout} s on rank {rank} of {size}: "
 COMPOSED = {
     "CollectiveTimeoutError": [
-        _CALL + " timed out after {timeout} s on rank {rank} of {size}: {ranks} never entered it",
-        _CALL + " timed out after {timeout} s on rank {rank} of {size}: {ranks} does not answer",
-        _CALL + " timed out after {timeout} s on rank {rank} of {size}: every rank entered it, but "
-        "the data did not arrive in time",
+        _LATE + "{ranks} never entered it",
+        _LATE + "{ranks} had not entered it {ago} s ago and did not answer again",
+        _LATE + "{ranks} entered it but did not answer again",
+        _LATE + "{ranks} did not answer",
+        _LATE + "{ranks} left or died",
+        _LATE + "every rank entered it, but the data did not arrive in time",
         "monitored_barrier in group '{group}': {ranks} never entered it",
     ],
     "CollectiveMismatchError": [

@@ -7,33 +7,54 @@ import pytest
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
 from unisono.engines.failures import Expired, to_failure
+from unisono.transports import LinkDown
+from unisono.transports.matching import LEFT
 from unisono.transports.status import Status
 
-IN_IT, BEFORE = Status(7, "barrier()"), Status(6, "barrier()")
+BEFORE, IN_IT, AFTER = (Status(seq, "barrier()") for seq in (6, 7, 8))
+NOT_YET = "had not entered it 4.0 s ago and did not answer again"
+GONE = 3
 
 
 @pytest.mark.parametrize(
     ("heard", "fresh", "peers", "text"),
     [
+        # By what they say now.
         ({1: BEFORE, 2: IN_IT}, {1: BEFORE, 2: IN_IT}, (1,), "rank 1 never entered it"),
-        ({1: BEFORE, 2: IN_IT}, {1: BEFORE}, (1,), "rank 1 never entered it"),
-        ({2: IN_IT}, {}, (1,), "rank 1 does not answer"),
-        ({2: BEFORE}, {}, (1, 2), "rank 2 never entered it, rank 1 does not answer"),
         ({1: BEFORE, 2: IN_IT}, {1: IN_IT, 2: IN_IT}, (), "every rank entered it, but the data "),
-        # It stopped after its answer, in the call.
-        ({1: IN_IT, 2: IN_IT}, {2: IN_IT}, (1,), "rank 1 does not answer"),
+        ({}, {1: AFTER, 2: IN_IT}, (), "every rank entered it, but the data "),
+        ({1: BEFORE, 2: IN_IT}, {1: BEFORE}, (1,), "rank 1 never entered it"),
+        ({2: IN_IT}, {}, (1,), "rank 1 did not answer"),
+        # It may have come after it said so.
+        ({2: BEFORE}, {}, (1, 2), f"rank 2 {NOT_YET}, rank 1 did not answer"),
+        ({1: BEFORE, 2: BEFORE}, {}, (1, 2), f"ranks 1 and 2 {NOT_YET}"),
+        ({1: BEFORE}, {2: BEFORE}, (1, 2), f"rank 2 never entered it, rank 1 {NOT_YET}"),
+        # It came to a stop in the call, or is only busy.
+        ({1: IN_IT, 2: IN_IT}, {2: IN_IT}, (1,), "rank 1 entered it but did not answer again"),
+        ({1: IN_IT, 2: IN_IT}, {2: BEFORE}, (2,), "rank 2 never entered it"),
+        # One that is gone has perhaps done its part.
+        ({1: IN_IT, 3: BEFORE}, {1: IN_IT, 2: BEFORE}, (2,), "rank 2 never entered it"),
+        ({3: BEFORE}, {1: IN_IT, 2: IN_IT}, (3,), "rank 3 left or died"),
     ],
 )
-def test_who_is_late(heard, fresh, peers, text):
+def test_who_is_late(monkeypatch, heard, fresh, peers, text):
+    ranks = (0, 1, 2, GONE) if GONE in heard else (0, 1, 2)
+    closed = []
     transport = SimpleNamespace(
         rank=0,
-        world_size=3,
+        world_size=len(ranks),
         ask=lambda context, seq, ranks, deadline: fresh,
+        close_question=closed.append,
         failure=lambda context: None,
         unreached=dict,
+        mailbox=SimpleNamespace(down=lambda rank: LinkDown(rank, LEFT) if rank == GONE else None),
     )
-    comm = Communicator(transport, (0, 1, 2), "g")
-    expired = Expired(SimpleNamespace(answers=heard, asked_s=0.0))
-    found = to_failure(expired, comm, Call("barrier", "barrier()", 1, seq=7), Deadline(5.0))
+    monkeypatch.setattr("time.monotonic", lambda: 104.0)
+    comm = Communicator(transport, ranks, "g")
+    question = SimpleNamespace(answers=heard, asked_s=100.0)
+    call = Call("barrier", "barrier()", 1, seq=7)
+    found = to_failure(Expired(question), comm, call, Deadline(5.0))
     assert found.peers == peers
     assert found.reason.startswith(f"timed out after 5.0 s: {text}")
+    # So that nothing is added to the answers while they are looked at.
+    assert closed == [question]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 from fault_calls import COLLECTIVES, attempt, attempt_async, attempt_at_once, groups_for, store
 
 import unisono as dist
+from unisono.base.deadline import Deadline
 from unisono.engines import native
 from unisono.stores import PrefixStore
+from unisono.transports import Transport
 
 
 def leave_out(rank, missing, timeout_s, mode, members=None):
@@ -68,3 +71,30 @@ def count_questions(rank):
     finally:
         native._ask_others = ask
     return len(asked)
+
+
+def silent_after_a_first_answer(rank):
+    """Time out on rank 0 while rank 2 is elsewhere; only the first question is answered."""
+    pg = dist.group.WORLD
+    pg.barrier()
+    caught = None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Transport, "inquire", _until_rank_1_is_in_it(Transport.inquire))
+            patch.setattr(Transport, "ask", lambda *asked: {})
+        if rank < 2:
+            caught = attempt(pg.barrier, timeout=0.5 if rank == 0 else 60.0)
+        store().barrier("end", 3, 60.0)
+    return caught
+
+
+def _until_rank_1_is_in_it(inquire):
+    def patched(self, context, seq, peers):
+        while True:
+            question = inquire(self, context, seq, peers)
+            assert question.wait_until(Deadline(60.0))
+            if question.answers[1].seq == 2:
+                return question
+            self.close_question(question)
+
+    return patched

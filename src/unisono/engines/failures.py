@@ -89,33 +89,43 @@ def _who_is_late(
 ) -> Failure:
     """Ask every other rank how far it is; blame those that are behind or silent.
 
-    A rank that answered the question before the deadline is there; where it is now, it says again.
+    An earlier answer says where a rank was. If it was not in the call it may have come since; if it
+    was, or has left, then it is blamed only if nobody else is.
     """
     transport = comm.transport
-    heard = {} if asked is None else asked.answers
     waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
     grace = Deadline(max(_GRACE_S, _ANSWER_S - waited_s))
-    fresh = transport.ask(comm.context, call.seq, comm.others, grace)
-    answers = heard | fresh
+    now = transport.ask(comm.context, call.seq, comm.others, grace)
+    before, ago = {}, ""
+    if asked is not None:
+        transport.close_question(asked)
+        before = {rank: status for rank, status in asked.answers.items() if rank not in now}
+        ago = f"{time.monotonic() - asked.asked_s:.1f} s ago"
     if (known := transport.failure(comm.context)) is not None:
         # Somebody else found out while we asked; one story is better than two.
         return known
-    silent = [rank for rank in comm.others if rank not in answers]
-    behind = [rank for rank, status in answers.items() if status.seq < call.seq]
-    if not (behind or silent):
-        # One that has come to a stop since it answered is what the others wait for.
-        silent = [rank for rank in comm.others if rank not in fresh]
-    reasons = []
-    if behind:
-        reasons.append(f"{name_ranks(sorted(behind))} never entered it")
-    if silent:
-        verb = "does" if len(silent) == 1 else "do"
-        reasons.append(f"{name_ranks(silent)} {verb} not answer")
-    if not reasons:
-        reasons.append("every rank entered it, but the data did not arrive in time")
-    reason = f"timed out after {deadline.timeout_s:.1f} s: {', '.join(reasons)}"
-    table = _table(transport.rank, transport.unreached(), answers) if silent else []
-    return Failure("timeout", reason, sorted(behind + silent), transport.rank, table)
+    behind = sorted(rank for rank, status in now.items() if status.seq < call.seq)
+    quiet = [rank for rank in comm.others if rank not in now]
+    gone = [rank for rank in quiet if transport.mailbox.down(rank) is not None]
+    came = sorted(rank for rank in before.keys() - set(gone) if before[rank].seq >= call.seq)
+    missed = sorted(before.keys() - {*gone, *came})
+    silent = [rank for rank in quiet if rank not in before and rank not in gone]
+    if behind or missed or silent:
+        # Whom they wait for, too.
+        came = gone = []
+    said = [
+        (behind, "never entered it"),
+        (missed, f"had not entered it {ago} and did not answer again"),
+        (came, "entered it but did not answer again"),
+        (gone, "left or died"),
+        (silent, "did not answer"),
+    ]
+    reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in said if ranks]
+    told = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
+    reason = f"timed out after {deadline.timeout_s:.1f} s: {told}"
+    blamed = sorted(behind + missed + came + gone + silent)
+    table = _table(transport.rank, transport.unreached(), before | now) if quiet else []
+    return Failure("timeout", reason, blamed, transport.rank, table)
 
 
 def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:

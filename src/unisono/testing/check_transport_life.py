@@ -62,6 +62,10 @@ def _check_ask(make: Make) -> None:
         equal("the last call of a rank behind", later, {1: Status(19, "call 19")})
         elsewhere = a.ask(CONTEXT + 1, 1, [1], Deadline(PATIENCE_S))
         equal("another context", elsewhere, {1: Status(0, "")})
+        question = a.inquire(CONTEXT, 0, [1, 3])
+        equal("their last calls come in", question.wait_until(Deadline(PATIENCE_S)), True)
+        equal("the last calls", question.answers, {1: Status(19, "call 19"), 3: Status(0, "")})
+        a.close_question(question)
         equal("nobody asked", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 
 

@@ -430,12 +430,13 @@ class Transport(ABC):
         self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
-        calls = [Status(0, ""), *self._calls.get(context, ())]
+        calls = list(self._calls.get(context, ()))
         last = self._last_calls.get(context)
         if last is not None and (call := last()) is not None:
             calls.append(call)
         asked = [status for status in calls if status.seq == words["seq"]]
-        status = asked[-1] if asked else max(calls, key=lambda status: status.seq)
+        last_one = max(calls, key=lambda status: status.seq, default=Status(0, ""))
+        status = asked[-1] if asked else last_one
         return {
             "number": words["number"],
             "at": status.seq,
