@@ -44,7 +44,10 @@ VARIABLES: dict[str, Variable] = {
         "1", "connections to each rank of another host, over which large messages are spread"
     ),
     "UNISONO_HOST": Variable("", "address this rank listens on and publishes"),
-    "UNISONO_LOG": Variable("", "log level of the unisono logger (DEBUG, INFO, ...)"),
+    "UNISONO_LOG": Variable(
+        "",
+        "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",
+    ),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 

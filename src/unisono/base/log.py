@@ -1,12 +1,14 @@
-"""Loggers: one tree below "unisono", silent unless the user or UNISONO_LOG asks.
+"""Loggers: one tree below "unisono".
 
-A program that configures `logging` sees everything as usual. UNISONO_LOG=INFO is for programs
-that do not: it prints to standard error.
+A program that configures `logging` sees everything as usual. Of one that does not, warnings go to
+standard error: a slow engine or a callback that raised must not pass unseen. UNISONO_LOG asks for
+more there, or less.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from unisono.base import config
 from unisono.errors import InvalidArgumentError
@@ -14,11 +16,20 @@ from unisono.errors import InvalidArgumentError
 __all__ = ["get_logger"]
 
 
+class _LastResort(logging.Handler):
+    """As `logging.lastResort`, and says whose line it is."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record if no handler of the program's own sees it."""
+        if sys.stderr and not logging.getLogger().handlers and _ROOT.handlers == [self]:
+            print(f"unisono: {self.format(record)}", file=sys.stderr)
+
+
 def _make_root() -> logging.Logger:
     root = logging.getLogger("unisono")
     level = config.get("UNISONO_LOG").upper()
     if not level:
-        root.addHandler(logging.NullHandler())
+        root.addHandler(_LastResort(logging.WARNING))
         return root
     if level not in logging.getLevelNamesMapping():
         known = ", ".join(logging.getLevelNamesMapping())

@@ -48,7 +48,8 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         raise UnsupportedError(
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
         )
-    _log.warning("group '%s' uses the reference engine: %s", comm.name, why)
+    if comm.rank == 0:
+        _warn_once(why)
     return ReferenceEngine(comm)
 
 
@@ -57,6 +58,11 @@ def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
     messages = comm.transport.messages
     versions = {word.split("/")[1] for word in words if "/" in word}
     return messages is not None and messages.reaches_all and len(versions) == 1
+
+
+@functools.cache
+def _warn_once(why: str) -> None:
+    _log.warning("collectives run on the reference engine, in Python, which is slow: %s", why)
 
 
 @functools.cache
