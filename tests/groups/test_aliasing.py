@@ -73,6 +73,30 @@ def lists(rank):
     dist.all_gather([np.zeros(0)] * p, np.zeros(0))  # nothing to overwrite
 
 
+def queued(rank):
+    """Calls that are queued on one array see what those before them have left."""
+    p = dist.get_world_size()
+    for n in (3, 50_000):
+        for like in (np.zeros(n), np.zeros(2 * n)[::2], np.zeros((n, 2))[::-1], np.zeros(n, ">f8")):
+            whole = np.tile(np.zeros(like.shape), (p, *[1] * (like.ndim - 1)))
+            like[...] = rank
+            works = [
+                dist.all_reduce(like, async_op=True),
+                dist.all_reduce(like, dist.ReduceOp.PREMUL_SUM(0.5), async_op=True),
+                dist.reduce(like, 0, async_op=True),
+                dist.broadcast(like, 0, async_op=True),
+                dist.all_gather_into_tensor(whole[: p * len(like)], like, async_op=True),
+                dist.all_to_all_single(whole, whole, async_op=True),
+                dist.all_reduce_coalesced([like, whole], async_op=True),
+            ]
+            dist.all_reduce(like, dist.ReduceOp.MAX)
+            for work in reversed(works):
+                work.wait()
+            expected = sum(range(p)) * p / 2 * p * p
+            assert (like == expected).all(), (like.strides, like, expected)
+            assert (whole == expected).all(), (like.strides, whole, expected)
+
+
 def overlaps(rank):
     """Results that would overwrite one another are refused before anything is sent."""
     p = dist.get_world_size()
@@ -109,7 +133,7 @@ def overlaps(rank):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "body",
-    [gather_from_a_slice, scatter_into_a_slice, exchange_in_place, lists],
+    [gather_from_a_slice, scatter_into_a_slice, exchange_in_place, lists, queued],
     ids=lambda v: v.__name__,
 )
 def test_shared_memory_gives_the_same_result(body, size):

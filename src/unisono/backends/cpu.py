@@ -8,6 +8,7 @@ concatenation, so that a schedule needs to know one input and one output only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from unisono.backends import p2p
@@ -18,7 +19,7 @@ from unisono.backends.sizes import require_blocks, require_stripes, require_tota
 from unisono.backends.splits import Blocks, Splits, split_sizes
 from unisono.backends.staging import Flat, apart, listed, many, one, striped
 from unisono.base.deadline import Deadline
-from unisono.base.types import RedOpType, ReduceOp, dtype_named, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (
     Communicator,
     Engine,
@@ -35,6 +36,14 @@ from unisono.transports.api import Failure
 __all__ = ["CPUBackend"]
 
 _NOTHING = dtype_named("uint8")
+
+
+def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
+    """Copy the user's values into what a call works on instead of the arrays."""
+    for data in copies:
+        data.fill()
+    if op is not None and op.factor is not None:
+        scale(copies[0].array, dtype, op.factor)
 
 
 class CPUBackend(DeviceBackend):
@@ -194,7 +203,7 @@ class CPUBackend(DeviceBackend):
         data, target = self._pair(tensor, output, "output")
         blocks = self._blocks(data, target, options, "input", "output")
         if op.op is RedOpType.PREMUL_SUM:
-            data = one(tensor, write=False, private=True)
+            data.make_private()
         return self._submit(
             "reduce_scatter", "reduce_scatter_tensor", target, options,
             input=data, output=target, outputs=[output], count=target.count, op=op, splits=blocks,
@@ -346,8 +355,6 @@ class CPUBackend(DeviceBackend):
         dtype = output.dtype if output else input.dtype if input else _NOTHING
         if op is not None:
             require_reducible(dtype, op)
-            if op.factor is not None:
-                scale((input or output).array, dtype, op.factor)  # type: ignore[union-attr]
         algorithm = options.algorithm
         ordered = op is not None and (options.deterministic or self._planner.deterministic)
         plan = self._planner.plan(
@@ -359,6 +366,7 @@ class CPUBackend(DeviceBackend):
             # overwritten; a private copy keeps them.
             output.make_private()
         average = op is not None and op.op is RedOpType.AVG
+        copies = [data for data in (input, output) if data is not None and not data.in_place]
 
         def finish() -> None:
             if result and output is not None:
@@ -376,6 +384,7 @@ class CPUBackend(DeviceBackend):
             op=op or ReduceOp.SUM,
             deadline=options.deadline,
             exchange=plan.exchange,
+            begin=partial(_fill, copies, dtype, op) if copies else None,
             finish=finish if average or not (output is None or output.in_place) else None,
         )
         self._engine.submit(task, pending, inline=not options.async_op)

@@ -5,7 +5,8 @@
     listed   an array for each rank     a list, each in place
     striped  arrays of p blocks each    a copy: the first block of each, then the second, ...
 
-`write_back` brings results from copies into the arrays.
+`fill` brings the arrays' values into copies, `write_back` results from copies into the arrays. Both
+belong to the call's turn: the calls before it may still write what it reads.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Flat:
-    """Flat memory for a program, and the way back to the arrays it stands for.
+    """Flat memory for a program, and the way from and to the arrays it stands for.
 
     Attributes:
         memory: [count] contiguous, or a list of such arrays that stand for their concatenation.
@@ -35,15 +36,13 @@ class Flat:
         shape: Shape of the single array; None for a list.
     """
 
-    def __init__(
-        self, memory: Array | list[Array], views: list[BufferView], *, private: bool
-    ) -> None:
+    def __init__(self, memory: Array | list[Array], views: list[BufferView]) -> None:
         self.memory = memory
         self.dtype: DType = views[0].dtype
         self.sizes = tuple([v.count for v in views])
-        self.shape = views[0].shape if len(views) == 1 and not private else None
+        self.shape = views[0].shape if len(views) == 1 else None
         self._views = views
-        self._private = private
+        self._private = False
 
     @property
     def array(self) -> Array:
@@ -67,13 +66,20 @@ class Flat:
 
     @property
     def in_place(self) -> bool:
-        """Whether `memory` is that of the user's arrays, so that nothing is to write back."""
+        """Whether `memory` is that of the user's arrays, so that nothing is to be copied."""
         return not self._private and not any(view.packed for view in self._views)
 
     def make_private(self) -> None:
-        """Work on a copy from now on, unless `memory` is one already."""
+        """Work on a copy, unless `memory` is one already."""
         if not self._private:
-            self._private, self.memory = True, np.concatenate(self.arrays)
+            self._private, self.memory = True, np.empty(self.count, self.dtype.storage)
+
+    def fill(self) -> None:
+        """Copy the values of the user's arrays, as far as `memory` is not theirs."""
+        for source in self._views:
+            source.pack()
+        if self._private:
+            np.concatenate([view.array for view in self._views], out=self.array)
 
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
@@ -92,8 +98,11 @@ class Flat:
 
 def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> Flat:
     """Return one array as flat memory; a copy of it if `private`."""
-    target = view(tensor, write=write, name=name)
-    return Flat(target.array.copy() if private else target.array, [target], private=private)
+    target = view(tensor, write=write, name=name, pack=False)
+    data = Flat(target.array, [target])
+    if private:
+        data.make_private()
+    return data
 
 
 def many(
@@ -116,9 +125,10 @@ def many(
     views = _views(tensors, write, name, like)
     arrays = [v.array for v in views]
     together = None if private or any(v.packed for v in views) else adjacent(arrays)
-    if together is not None:
-        return Flat(together, views, private=False)
-    return Flat(np.concatenate(arrays), views, private=True)
+    data = Flat(arrays if together is None else together, views)
+    if together is None:
+        data.make_private()
+    return data
 
 
 def listed(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
@@ -128,7 +138,7 @@ def listed(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None
         InvalidArgumentError: As `many`.
     """
     views = _views(tensors, write, name, like)
-    return Flat([v.array for v in views], views, private=False)
+    return Flat([v.array for v in views], views)
 
 
 class _Striped(Flat):
@@ -138,8 +148,16 @@ class _Striped(Flat):
         # The sizes are checked later, with those of the other list; a rest that does not divide
         # must not fail here already.
         parts = [v.array[: v.count // blocks * blocks].reshape(blocks, -1) for v in views]
-        super().__init__(np.concatenate(parts, axis=1).reshape(-1), views, private=True)
+        super().__init__(parts, views)
+        self.make_private()
         self._parts = parts
+
+    def fill(self) -> None:
+        """Copy the values of the user's arrays."""
+        for source in self._views:
+            source.pack()
+        blocks = len(self._parts[0])
+        np.concatenate(self._parts, axis=1, out=self.array.reshape(blocks, -1))
 
     def write_back(self) -> None:
         """Copy results into the user's arrays."""
@@ -165,7 +183,7 @@ def striped(
 
 def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -> list[BufferView]:
     """Return views of arrays of one dtype, apart from one another if they are written."""
-    views = [view(t, write=write, name=f"{name}[{i}]") for i, t in enumerate(tensors)]
+    views = [view(t, write=write, name=f"{name}[{i}]", pack=False) for i, t in enumerate(tensors)]
     if not views:
         raise InvalidArgumentError(f"{name} is empty; expected at least one array")
     dtype = like or views[0].dtype
@@ -210,7 +228,7 @@ def apart(source: Flat, target: Flat) -> Flat:
     ends = {False: 0, True: 0}
     for start, end, written in sorted(spans):
         if start < ends[not written]:
-            source.memory = np.concatenate(source.arrays)
+            source.make_private()
             break
         ends[written] = max(ends[written], end)
     return source

@@ -29,18 +29,18 @@ _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 8: "metal", 10: "rocm", 13: "c
 
 
 class BufferView:
-    """Flat, contiguous memory of one array, with the way back to its owner.
+    """Flat, contiguous memory of one array, with the way to its owner and back.
 
     Attributes:
         array: [count] contiguous; aliases the owner's memory unless `packed`.
         dtype: Element type.
         shape: Shape of the owner.
         owner: The object the user passed; kept alive by this view.
-        packed: Whether `array` is a copy that `unpack` must write back.
+        packed: Whether `array` is a copy that `pack` fills and `unpack` writes back.
         memory: [...] the owner's memory as it is laid out; `array` itself unless packed.
     """
 
-    __slots__ = ("_write_back", "array", "dtype", "memory", "owner", "packed", "shape")
+    __slots__ = ("_read", "_write_back", "array", "dtype", "memory", "owner", "packed", "shape")
 
     def __init__(
         self,
@@ -48,7 +48,8 @@ class BufferView:
         dtype: DType,
         shape: tuple[int, ...],
         owner: object,
-        write_back: Callable[[Array], None] | None,
+        read: Callable[[Array], None] | None = None,
+        write_back: Callable[[Array], None] | None = None,
         memory: Array | None = None,
     ) -> None:
         self.array = array
@@ -56,7 +57,8 @@ class BufferView:
         self.dtype = dtype
         self.shape = shape
         self.owner = owner
-        self.packed = write_back is not None
+        self.packed = read is not None
+        self._read = read
         self._write_back = write_back
 
     @property
@@ -68,8 +70,13 @@ class BufferView:
     def nbytes(self) -> int:
         return int(self.array.nbytes)
 
+    def pack(self) -> None:
+        """Copy the owner's elements, as they are now, into `array`; nothing to do for an alias."""
+        if self._read is not None:
+            self._read(self.array)
+
     def unpack(self) -> None:
-        """Copy the packed elements back into the owner; nothing to do for an alias."""
+        """Copy the packed elements back into an owner that is written; not into others."""
         if self._write_back is not None:
             self._write_back(self.array)
 
@@ -107,7 +114,7 @@ def device_type(device: Any) -> str:
     return kind.partition(":")[0] if isinstance(kind, str) else ""
 
 
-def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
+def view(obj: Any, *, write: bool, name: str = "tensor", pack: bool = True) -> BufferView:
     """Return `obj` as flat memory.
 
     Args:
@@ -115,12 +122,20 @@ def view(obj: Any, *, write: bool, name: str = "tensor") -> BufferView:
             (bytearray, memoryview, array.array, mmap).
         write: Whether the operation stores into it.
         name: What to call it in an error.
+        pack: Whether to fill a copy at once; otherwise the caller does, with `BufferView.pack`.
 
     Raises:
         ArgumentTypeError: Not an array.
         InvalidArgumentError: `write`, but the memory is read-only or overlaps itself.
         UnsupportedError: The dtype, layout or device cannot be used.
     """
+    made = _view(obj, write, name)
+    if pack:
+        made.pack()
+    return made
+
+
+def _view(obj: Any, write: bool, name: str) -> BufferView:
     if isinstance(obj, np.ndarray):
         return _view_numpy(obj, dtype_of_numpy(obj.dtype), obj, write, name)
     if _is_torch(obj):
@@ -179,14 +194,17 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
         flat = plain if plain.ndim == 1 else plain.reshape(-1)
         if flat.dtype is not dtype.storage:
             flat = flat.view(dtype.storage)
-        return BufferView(flat, dtype, shape, owner, None)
-    native = np.require(plain, plain.dtype.newbyteorder("="), ["C", "A"])
+        return BufferView(flat, dtype, shape, owner)
+    native = plain.dtype.newbyteorder("=")
+
+    def read(flat: Array) -> None:
+        np.copyto(flat.view(native).reshape(shape), plain)
 
     def write_back(flat: Array) -> None:
-        np.copyto(plain, flat.view(native.dtype).reshape(shape))
+        np.copyto(plain, flat.view(native).reshape(shape))
 
-    flat = native.reshape(-1).view(dtype.storage)
-    return BufferView(flat, dtype, shape, owner, write_back if write else _discard, plain)
+    flat = np.empty(plain.size, dtype.storage)
+    return BufferView(flat, dtype, shape, owner, read, write_back if write else None, plain)
 
 
 def _overlaps_itself(array: Array) -> bool:
@@ -197,10 +215,6 @@ def _overlaps_itself(array: Array) -> bool:
             return True
         end += stride * (n - 1)
     return False
-
-
-def _discard(flat: Array) -> None:
-    """Stand-in for the write-back of an input: its packed copy is thrown away."""
 
 
 def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
@@ -216,13 +230,16 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
     dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
     if tensor.is_conj() or tensor.is_neg():
         # A lazy conjugate shares its base's memory but not its values.
-        data = tensor.detach()
-        flat = data.resolve_conj().resolve_neg().contiguous().numpy().reshape(-1)
+        data, shape = tensor.detach(), tuple(tensor.shape)
 
-        def write_back(values: Array) -> None:
-            data.copy_(torch.from_numpy(values).reshape(data.shape))
+        def read(flat: Array) -> None:
+            torch.from_numpy(flat).reshape(shape).copy_(data)
 
-        return BufferView(flat, dtype, tuple(data.shape), tensor, write_back if write else _discard)
+        def write_back(flat: Array) -> None:
+            data.copy_(torch.from_numpy(flat).reshape(shape))
+
+        flat = np.empty(tensor.numel(), dtype.storage)
+        return BufferView(flat, dtype, shape, tensor, read, write_back if write else None)
     return _view_numpy(alias_torch(tensor, dtype, name), dtype, tensor, write, name)
 
 

@@ -157,6 +157,7 @@ class Task:
         op: Reduce op of recv_reduce and reduce steps.
         deadline: Of the whole call.
         exchange: Numbers to compare after the agreement.
+        begin: Runs when the turn has come: packs, scales. None if the arrays are used in place.
         finish: Runs after success, before the completion: unpacks, scales. None if the result
             is where it belongs.
     """
@@ -169,6 +170,7 @@ class Task:
     op: ReduceOp
     deadline: Deadline
     exchange: Exchange | None = None
+    begin: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
 
 

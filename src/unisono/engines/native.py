@@ -249,8 +249,9 @@ class NativeEngine(QueueEngine):
             self._exchange(task)
 
     def prepare(self, task: Task) -> Any:
-        ready = self._connected and self.comm.size > 1 and task.finish is None
-        if not (ready and are_even(task.input) and are_even(task.output)):
+        ready = self._connected and self.comm.size > 1
+        plain = task.begin is None and task.finish is None
+        if not (ready and plain and are_even(task.input) and are_even(task.output)):
             return None
         program, even = _before_exchange(task)
         return _engine.Flight.of(
@@ -344,7 +345,7 @@ class NativeEngine(QueueEngine):
         given = source if are_even(source) else joined(source)
         result = target if are_even(target) else joined(target)
         calls = repeated = None
-        if fingerprint and task.finish is None:
+        if fingerprint and task.begin is None and task.finish is None:
             calls = self.calls
             repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
         runner, native = self._runner(program)

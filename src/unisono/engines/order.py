@@ -215,6 +215,8 @@ class OrderedEngine(Engine):
         comm, call = self.comm, task.call
         comm.transport.enter(comm.context, call.seq, call.text)
         try:
+            if task.begin is not None:
+                task.begin()
             perform(task)
             if task.finish is not None:
                 task.finish()

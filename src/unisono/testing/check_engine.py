@@ -66,7 +66,9 @@ def _task(
     finish: Callable[[], None] = lambda: None,
 ) -> Task:
     call = Call.of("test", f"test({', '.join(map(str, agreed))})", agreed)
-    return Task(call, program, input, output, dtype, op, Deadline(timeout_s), exchange, finish)
+    return Task(
+        call, program, input, output, dtype, op, Deadline(timeout_s), exchange, None, finish
+    )
 
 
 def _submit(engine: Engine, task: Task, *, inline: bool = True) -> Completion:
