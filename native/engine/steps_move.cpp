@@ -14,9 +14,10 @@ namespace {
 // hosts took twice as long for 64 MiB as at 512 KiB.
 constexpr size_t kChunkBytes = 1024 * 1024;
 
-// How far ahead receives are posted: in steps, in bytes, and in chunks that are to be reduced.
+// How far ahead receives are posted: in steps, in bytes, and in chunks that are to be reduced. Of
+// blocks of 16 MiB those of several ranks are, so that whoever sends can.
 constexpr size_t kAheadSteps = 32;
-constexpr size_t kAheadBytes = 8 * kChunkBytes;
+constexpr size_t kAheadBytes = 32 * kChunkBytes;
 constexpr size_t kSpares = 4;
 
 bool receives(int64_t op) {

@@ -73,7 +73,7 @@ FORMULAS = [
     ("all_gather", "linear", WORLD_SIZES, lambda p: p - 1, part, lambda p: 0),
     ("all_gather", "one_shot", WORLD_SIZES, lambda p: 1, part, lambda p: 0),
     ("all_to_all", "pairwise", WORLD_SIZES, lambda p: p - 1, part, lambda p: 0),
-    ("all_to_all", "linear", WORLD_SIZES, lambda p: p - 1, part, lambda p: 0),
+    ("all_to_all", "linear", WORLD_SIZES, lambda p: min(p - 1, 1), part, lambda p: 0),
     ("all_to_all", "one_shot", WORLD_SIZES, lambda p: 1, part, lambda p: 0),
     ("all_to_all", "bruck", WORLD_SIZES, ceil_lg, lambda p: Fraction(popcounts(p), p), lambda p: 0),
     ("all_to_all", "bruck", POWERS, ceil_lg, lambda p: Fraction(ceil_lg(p), 2), lambda p: 0),

@@ -14,7 +14,6 @@ from dataclasses import replace
 from unisono.schedules import linear
 from unisono.schedules.ir import (
     Buf,
-    Exchange,
     IntArray,
     Schedule,
     is_power_of_two,
@@ -36,11 +35,11 @@ def all_to_all(p: int) -> Schedule:
     """
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        partner = r ^ (k + 1)
-        yield send(r, partner, INPUT, partner)
-        yield recv(r, partner, OUTPUT, partner)
+        to, source = _partners(p, k, r)
+        yield send(r, to, INPUT, to)
+        yield recv(r, source, OUTPUT, source)
 
-    return _pairwise(linear.all_to_all(p), exchange)
+    return replace(linear.all_to_all(p), algorithm="pairwise", rounds=p - 1, exchange=exchange)
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -51,15 +50,15 @@ def reduce_scatter(p: int) -> Schedule:
     """
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        partner = r ^ (k + 1)
-        yield send(r, partner, INPUT, partner)
-        yield recv_reduce(r, partner, OUTPUT, 0)
+        to, source = _partners(p, k, r)
+        yield send(r, to, INPUT, to)
+        yield recv_reduce(r, source, OUTPUT, 0)
 
-    return _pairwise(linear.reduce_scatter(p), exchange)
+    return replace(linear.reduce_scatter(p), algorithm="pairwise", exchange=exchange)
 
 
-def _pairwise(rotation: Schedule, exchange: Exchange) -> Schedule:
-    """Return the linear schedule with its rotation replaced where partners exist."""
-    if is_power_of_two(rotation.world_size):
-        return replace(rotation, algorithm="pairwise", exchange=exchange)
-    return replace(rotation, algorithm="pairwise")
+def _partners(p: int, k: int, r: IntArray) -> tuple[IntArray, IntArray]:
+    """Return whom each rank gives to and takes from in round `k`."""
+    if is_power_of_two(p):
+        return r ^ (k + 1), r ^ (k + 1)
+    return (r + 1 + k) % p, (r - 1 - k) % p
