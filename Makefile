@@ -7,7 +7,7 @@ STUB := src/unisono/_engine.pyi
 BUILT := .venv/.unisono-built
 TORCH := torch==2.13.0
 
-.PHONY: help demo test test-reference test-torch check setup native test-native fuzz docs clean
+.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz docs clean
 .DEFAULT_GOAL := help
 
 help:

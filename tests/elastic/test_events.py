@@ -406,6 +406,18 @@ def test_no_rendezvous_at_the_endpoint(job):
     assert f"no rendezvous at {job.endpoint} within 0.5 s" in agent.err
 
 
+def test_a_node_with_another_token_is_told_what_to_set(tmp_path):
+    jobs = [Job(tmp_path, variables={"UNISONO_TOKEN": token}) for token in ("one", "two")]
+    try:
+        jobs[0].node(conf=f"{PATIENT},is_host=1")
+        agent = jobs[1].node(conf=f"{PATIENT},is_host=0", endpoint=jobs[0].endpoint)
+        assert agent.finish() == 1
+    finally:
+        for each in jobs:
+            each.close()
+    assert "it has another token than this client (UNISONO_TOKEN has to be the same" in agent.err
+
+
 # --- static rendezvous
 
 

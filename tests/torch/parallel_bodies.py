@@ -6,22 +6,33 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.checkpoint as checkpoint
+import torch.distributed.nn.functional as autograd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
+    DDPCommHookType,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    register_ddp_comm_hook,
 )
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -118,6 +129,19 @@ def powersgd(rank):
     return trained(model, rank, steps=4)
 
 
+def hooks_by_name(rank):
+    """Train with every hook that torch has a name for; some it refuses on a CPU."""
+    results = []
+    for kind in DDPCommHookType:
+        model = DistributedDataParallel(Net())
+        try:
+            register_ddp_comm_hook(kind, model)
+            results += [[kind.name], *trained(model, rank)]
+        except (TypeError, RuntimeError) as error:
+            results.append([kind.name, type(error).__name__, str(error).partition("\n")[0]])
+    return results
+
+
 def post_local(rank):
     # A sub-group of one: after two steps every rank trains for itself.
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
@@ -191,21 +215,75 @@ def tensor_parallel(rank):
     )
 
 
-def pipeline(rank):
+def sequence_parallel(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 6), nn.Linear(6, 4))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "2": RowwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    parallelize_module(model, mesh, plan)
+    out = model(torch.randn(2, 6, 8)).reshape(-1, 4)
+    with loss_parallel():
+        loss = nn.functional.cross_entropy(out, torch.arange(len(out)) % 4)
+        loss.backward()
+    return numbers([loss.full_tensor(), *(p.grad.full_tensor() for p in model.parameters())])
+
+
+def two_dimensions(rank):
+    """FSDP over one dimension of a mesh, tensor parallel over the other."""
+    names = ("data", "tensor")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    model = parallelize_module(Net(), mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+    model(batch(0, 0)).pow(2).sum().backward()
+    x = torch.full((2,), 1.0 + rank)
+    dist.all_reduce(x, group=mesh["data", "tensor"]._flatten("all").get_group())
+    return numbers([x, *(p.grad.full_tensor() for p in model.parameters())])
+
+
+def pipeline(rank, kind=ScheduleGPipe, stages=1):
     size = dist.get_world_size()
     torch.manual_seed(2)
-    layers = [nn.Linear(8, 8) for _ in range(size)]
-    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=nn.MSELoss())
-    x, losses = batch(0, 0), []
+    layers = [nn.Linear(8, 8) for _ in range(stages * size)]
+    own = range(rank, len(layers), size)
+    parts = [PipelineStage(layers[i], i, len(layers), torch.device("cpu")) for i in own]
+    schedule = kind(
+        parts if stages > 1 else parts[0], n_microbatches=2 * size, loss_fn=nn.MSELoss()
+    )
+    x, losses, out = torch.cat([batch(0, 0)] * size), [], []
     if rank == 0:
         schedule.step(x)
     elif rank == size - 1:
-        out = schedule.step(target=torch.ones(4, 8), losses=losses)
-        return numbers([out, layers[rank].weight.grad])
+        out = [schedule.step(target=torch.ones(4 * size, 8), losses=losses)]
     else:
         schedule.step()
-    return numbers([layers[rank].weight.grad])
+    return numbers([*out, *(layers[i].weight.grad for i in own)])
+
+
+def differentiated(rank):
+    """Operations that autograd knows: results and gradients."""
+    size, world, results = dist.get_world_size(), dist.group.WORLD, []
+    for call in (
+        autograd.all_reduce,
+        lambda x: autograd.broadcast(x, 0),
+        lambda x: torch.cat(autograd.all_gather(x)),
+        lambda x: autograd.reduce_scatter(torch.empty(2), list(x.clone().chunk(size))),
+        lambda x: autograd.all_to_all_single(torch.empty(2 * size), x),
+        lambda x: torch.cat(autograd.gather(x, 0)),
+        lambda x: autograd.scatter(list(x.chunk(size)), 0),
+        lambda x: functional.all_gather_tensor_autograd(x, 0, world),
+        lambda x: functional.reduce_scatter_tensor_autograd(x, "sum", 0, world),
+        lambda x: functional.all_to_all_single_autograd(x, None, None, world),
+    ):
+        x = (torch.arange(2.0 * size) + rank + 1).requires_grad_()
+        y = call(1 * x)
+        y.pow(2).sum().backward()
+        results += [y, x.grad]
+    return numbers(results)
 
 
 def saved(rank, path):
@@ -215,6 +293,12 @@ def saved(rank, path):
     again = {"model": copy.deepcopy(Net().state_dict())}
     checkpoint.load(again, checkpoint_id=path)
     got = numbers(again["model"][name] for name, _ in model.module.named_parameters())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(24.0).reshape(4, 6)
+    checkpoint.save({"x": distribute_tensor(whole, mesh, [Shard(0)])}, checkpoint_id=f"{path}-3")
+    columns = {"x": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])}
+    checkpoint.load(columns, checkpoint_id=f"{path}-3")
+    assert columns["x"].full_tensor().equal(whole)
     checkpoint.async_save({"model": model.module.state_dict()}, checkpoint_id=f"{path}-2").result()
     assert got == expected
     assert list(Path(f"{path}-2").glob("*.distcp"))
@@ -227,7 +311,17 @@ def compiled(rank):
         dist.all_reduce(x)
         return 2 * x
 
-    return numbers([reduced(torch.full((3,), 1.0 + rank))])
+    @torch.compile(backend="eager", fullgraph=True)
+    def moved(x):
+        size = dist.get_world_size()
+        whole, mine = torch.empty(size * x.numel()), torch.empty_like(x)
+        dist.all_gather_single(whole, x)
+        dist.reduce_scatter_single(mine, whole)
+        swapped = torch.empty_like(whole)
+        dist.all_to_all_single(swapped, whole)
+        return whole, mine, swapped
+
+    return numbers([reduced(torch.full((3,), 1.0 + rank)), *moved(torch.arange(3.0) + rank)])
 
 
 def compiled_ddp(rank):
@@ -254,13 +348,19 @@ def bodies(path):
         "builtin fp16": lambda rank: ddp_builtin(rank, kinds.FP16_COMPRESS),
         "powersgd": powersgd,
         "hook post-local": post_local,
+        "hooks by name": hooks_by_name,
         "zero": zero,
         "fsdp1": fsdp1,
         "fsdp2": fsdp2,
         "hybrid fsdp2": hybrid_fsdp,
         "dtensor": dtensor,
         "tensor parallel": tensor_parallel,
+        "sequence parallel": sequence_parallel,
+        "two dimensions": two_dimensions,
         "pipeline": pipeline,
+        "pipeline 1F1B": lambda rank: pipeline(rank, Schedule1F1B),
+        "pipeline zero bubble": lambda rank: pipeline(rank, ScheduleInterleavedZeroBubble, 2),
+        "autograd": differentiated,
         "checkpoint": lambda rank: saved(rank, path),
         "compiled": compiled,
         "compiled ddp": compiled_ddp,

@@ -29,6 +29,25 @@ def test_what_gloo_computes_the_plugin_computes(results, part):
                 assert ours[part][name] == expected, f"rank {rank}: {name}"
 
 
+def test_what_gloo_refuses_is_right_too(results):
+    # The same numbers in a type that Gloo takes; AVG, which it lacks, from the sum.
+    compared = set()
+    for gloo, ours in results:
+        for name, got in ours[0].items():
+            if gloo[0][name] != "refused" or got == "refused":
+                continue
+            dtype, op = name.split()[1], name.partition(" ")[2].partition(" ")[2]
+            known = "torch.float32" if "reduce_scatter" in name else "torch.int32"
+            expected = gloo[0][name.replace(dtype, known).replace("AVG", "SUM")]
+            for (_, mine), (_, theirs) in zip(got, expected, strict=True):
+                if op == "AVG":
+                    whole = "int" in dtype
+                    theirs = [n // RANKS if whole else n / RANKS for n in theirs]
+                assert [complex(n) for n in mine] == pytest.approx(theirs, rel=0.01), name
+            compared.add((dtype, op))
+    assert {("torch.int16", "SUM"), ("torch.uint64", "BXOR"), ("torch.int16", "AVG")} <= compared
+
+
 def test_what_the_plugin_refuses_it_refuses_on_all_ranks(results):
     refused = [
         {name for name, value in ours[0].items() if value == "refused"} for _, ours in results

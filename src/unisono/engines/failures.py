@@ -200,7 +200,7 @@ def mismatch_error(
     """Return the error of ranks that made different calls: every variant with its ranks."""
     me = comm.transport.rank
     variants: dict[str, list[int]] = {call.text: [me]}
-    for rank, status in answers.items():
+    for rank, status in sorted(answers.items()):
         text = status.text if status.seq == call.seq else f"call #{status.seq}: {status.text}"
         variants.setdefault(text, []).append(rank)
     if silent := [rank for rank in comm.others if rank not in answers]:

@@ -265,7 +265,7 @@ class DynamicRendezvous:
     def _lost_store(self, error: UnisonoError) -> str:
         if isinstance(error, StoreError) and self._base is not None:
             return f"the rendezvous store is gone: {error.what}"
-        return error.what
+        return f"{error.what} ({error.hint})" if error.hint else error.what
 
     def _pause_s(self) -> float | None:
         if self._alone:
