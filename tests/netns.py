@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from unisono.testing import hosts
 from unisono.testing.hosts import why_no_hosts as why_not
 
-__all__ = ["TOKEN", "Host", "Network", "bad_wire", "why_not"]
+__all__ = ["TOKEN", "Host", "Network", "bad_wire", "disturb", "why_not"]
 
 WIRE = str(Path(__file__).parent / "faults" / "wire.py")
 # Without it a store serves its own host only.
@@ -30,6 +31,19 @@ class Network(hosts.Network):
     """A network of such hosts."""
 
     make_host = Host
+
+
+def disturb(host, *netem):
+    """Treat what a host sends as tc-netem(8) says; returns why the kernel cannot, or None."""
+    if shutil.which("tc") is None:
+        return "not installed: tc (iproute2 has it)"
+    try:
+        host.run("tc", "qdisc", "add", "dev", "eth0", "root", "netem", *netem)
+    except subprocess.CalledProcessError as error:
+        if "qdisc kind is unknown" not in error.stderr:
+            raise
+        return "this kernel has no netem"
+    return None
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from unisono.cli.bench_data import Data
 from unisono.cli.bench_launch import run_ranks
 from unisono.cli.bench_plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbytes
 from unisono.cli.bench_report import Table, bandwidths, fixed, summary
+from unisono.cli.bench_worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing.hosts import why_no_hosts
@@ -137,6 +138,24 @@ def test_impossible_plans_name_the_flag(wrong, text):
 def test_plan_survives_a_command_line():
     plan = Plan(ops=("reduce", "barrier"), nprocs=3, peers=("gloo",), engine="reference")
     assert Plan.from_json(plan.to_json()) == plan
+
+
+# ---- how many calls ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call_s", [1e-8, 3e-6, 250e-6, 1.9e-3, 0.04])
+@pytest.mark.parametrize("slow", [(), (0,), (0, 1, 4, 7, 9)])
+def test_calls_of_a_round_take_about_its_time_though_some_are_slow(call_s, slow):
+    made = 0
+
+    def loop_s(iters):
+        nonlocal made
+        calls = range(made, made + iters)
+        made += iters
+        return iters * call_s + 0.05 * sum(number in slow for number in calls)
+
+    wanted = max(1, min(MAX_ITERS, ROUND_S / call_s))
+    assert calibrated(loop_s) == pytest.approx(wanted, rel=0.2)
 
 
 # ---- the check of results ------------------------------------------------------------------
