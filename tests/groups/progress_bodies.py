@@ -3,12 +3,14 @@
 import os
 import random
 import sys
+import threading
 import time
 import weakref
 
 import numpy as np
 
 import unisono as dist
+from unisono.engines.progress import _Queued
 from unisono.errors import CollectiveMismatchError, UnisonoError
 
 LIMIT_S = 60.0
@@ -298,3 +300,39 @@ def aborted(rank):
         except UnisonoError as error:
             told.append(type(error).__name__)
     return told
+
+
+def callback_in_the_middle_of_a_call(rank):
+    """A call finds one that is over and not watched yet: its callback holds no other thread up."""
+    originals = _Queued.is_over, _Queued.watch
+    lock = dist.group.WORLD.backends["cpu"]._engine._changed
+    begun, was_free = [], []
+
+    def begin():
+        begun.append(dist.all_reduce(np.ones(3), async_op=True))
+
+    def take():
+        was_free.append(lock.acquire(timeout=LIMIT_S / 6))
+        lock.release()
+
+    def take_elsewhere(_):
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join()
+
+    def watch(queued):
+        # The callback is known; that there is one, not yet.
+        _Queued.is_over, _Queued.watch = originals
+        assert queued._turn.wait(queued.seq, LIMIT_S)
+        begin()
+        return queued.watch()
+
+    dist.barrier()
+    # The first is made in Python, the next ones by what repeats calls.
+    for _ in range(3):
+        _Queued.is_over, _Queued.watch = (lambda queued: False), watch
+        begin()
+        begun[-1]._pending.add_callback(take_elsewhere)
+    for work in begun:
+        work.wait(LIMIT_S)
+    return was_free, [float(work.result()[0][0]) for work in begun]

@@ -35,6 +35,13 @@ def test_the_memory_of_a_last_call(world):
 
 
 @pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
+def test_a_callback_runs_outside_the_lock(monkeypatch):
+    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
+    results = run(bodies.callback_in_the_middle_of_a_call, 2, ranks="processes")
+    assert results == [([True] * 3, [2.0] * 6)] * 2
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
 def test_ctrl_c_while_a_call_is_queued(monkeypatch):
     monkeypatch.delenv("UNISONO_ENGINE", raising=False)
     assert run(bodies.interrupt_while_queueing, 2, ranks="processes") == [True] * 2

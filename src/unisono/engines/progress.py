@@ -67,16 +67,15 @@ class _Queued:
         """Return what other ranks are told of it."""
         return Status(self.seq, self.call.text)
 
-    def poll(self) -> bool:
-        """Finish the completion if the call is over and nobody else does; return whether it is."""
+    def is_over(self) -> bool:
+        """Whether the call is over, and Python need not say so to whoever waits."""
         flight = self.flight
-        if flight is None:
-            return True
-        if not self._turn.is_over(self.seq) or flight.is_handed:
-            return False
-        if (completion := self.release()) is not None:
+        return flight is None or (self._turn.is_over(self.seq) and not flight.is_handed)
+
+    def poll(self) -> None:
+        """Finish the completion if the call is over and nobody else does."""
+        if self.is_over() and (completion := self.release()) is not None:
             completion.finish()
-        return True
 
     def wait(self, deadline: Deadline | None) -> bool:
         """Block until the call is over; False if the deadline passed first."""
@@ -146,10 +145,13 @@ class QueueEngine(OrderedEngine):
         flight = self.prepare(task)
         return self._append(task.call, completion, flight, lambda seq: _numbered(task, seq))
 
+    def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
+        super().submit(task, completion, inline=inline)
+        self._forget()
+
     def _append(
         self, call: Call, completion: Completion, flight: Any, task: Callable[[int], Task]
     ) -> int:
-        self._forget()
         given = flight or _engine.Flight()
         queued = _Queued(self._turn, self.comm, call, completion, given, task)
         # Before the push: Ctrl-C between the two must not free what C++ works on.
@@ -171,14 +173,21 @@ class QueueEngine(OrderedEngine):
             self._start_thread()
             task = partial(self.task_again, repeated, buffers)
             self._append(call, completion, flight, task)
+        self._forget()
         return completion, call.op
 
     def _forget(self) -> None:
         """Let go of what is over and told."""
-        while self._queued and self._queued[0].poll():
-            queued = self._queued.popleft()
-            if queued.seq:
-                self._last_over = queued.status()
+        over = []
+        with self._changed:
+            while self._queued and self._queued[0].is_over():
+                queued = self._queued.popleft()
+                if queued.seq:
+                    self._last_over = queued.status()
+                over.append(queued)
+        # Not under the lock: a callback may wait for another thread, which makes a call.
+        for queued in over:
+            queued.poll()
 
     def _take_back(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
@@ -199,8 +208,8 @@ class QueueEngine(OrderedEngine):
             reason, seq, code, peer = self._turn.serve()
             if reason == _engine.Turn.CLOSED:
                 return
+            self._forget()
             with self._changed:
-                self._forget()
                 queued = None if reason == _engine.Turn.IDLE else self._find(seq)
             if queued is not None:
                 self._handle(queued, reason, code, peer)
