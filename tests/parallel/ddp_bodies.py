@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from datetime import timedelta
 
@@ -294,7 +295,7 @@ def order_of_buckets(rank):
 
 
 def failing_hook(rank):
-    """A hook's error comes out of backward."""
+    """A hook's error comes out of backward; the next step is told of it, too."""
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
 
     def hook(state, bucket):
@@ -303,11 +304,13 @@ def failing_hook(rank):
         return failed
 
     model.register_comm_hook(None, hook)
-    try:
-        model(torch.ones(1, 2)).sum().backward()
-    except RuntimeError as error:
-        return str(error)
-    return None
+    told = []
+    for _ in range(2):
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+        except RuntimeError as error:
+            told.append(str(error).splitlines()[0])
+    return told
 
 
 def other_model(rank):
@@ -324,6 +327,156 @@ def sparse(rank):
     try:
         model(torch.tensor([1])).sum().backward()
     except dist.errors.UnsupportedError as error:
+        return str(error)
+    return None
+
+
+class Two(torch.nn.Module):
+    """Two outputs with a weight each; the gradient of a weight is what its output was made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(()))
+        self.second = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.first * x, self.second * x
+
+
+def hook_before_backward(model, x):
+    a, b = model(x)
+    model.register_comm_hook(None, lambda _, bucket: all_reduce_hook(dist.group.WORLD, bucket))
+    (a + b).backward()
+
+
+def no_sync_around_backward(model, x):
+    a, b = model(x)
+    with model.no_sync():
+        (a + b).backward()
+
+
+def two_forwards_one_backward(model, x):
+    a, b = model(x)
+    c, d = model(2 * x)
+    (a + b + c + d).backward()
+
+
+def two_forwards_two_backwards(model, x):
+    a, b = model(x)
+    c, d = model(2 * x)
+    (a + b).backward()
+    (c + d).backward()
+
+
+def one_backward_twice(model, x):
+    a, b = model(x)
+    (a + b).backward(retain_graph=True)
+    (a + b).backward()
+
+
+def a_backward_for_each_output(model, x):
+    a, b = model(x)
+    b.backward()
+    a.backward()
+
+
+def no_sync_in_between(model, x):
+    a, b = model(x)
+    with model.no_sync():
+        c, d = model(x)
+    (a + b).backward()
+    (c + d).backward()
+
+
+def past_the_wrapper(model, x):
+    a, b = model(x)
+    (a + b).backward()
+    (model.module.first * x + model.module.second * x).backward()
+
+
+def after_a_dropped_forward(model, x):
+    model(x)
+    with model.no_sync():
+        sum(model(x)).backward()
+
+
+# By what each rank's x and the average of all of them count in the gradient of both weights.
+MOMENTS = {
+    hook_before_backward: (0, 1),
+    no_sync_around_backward: (0, 1),
+    two_forwards_one_backward: (0, 3),
+    two_forwards_two_backwards: (0, 3),
+    one_backward_twice: (0, 2),
+    a_backward_for_each_output: (0, 1),
+    no_sync_in_between: (1, 1),
+    past_the_wrapper: (1, 1),
+    after_a_dropped_forward: (1, 0),
+}
+
+
+def moments(rank):
+    """Calls at odd moments; by name, by how much the gradients are wrong."""
+    p, wrong = dist.get_world_size(), {}
+    x, average = 1.0 + rank, sum(1.0 + r for r in range(p)) / p
+    for find_unused in (False, True):
+        for body, (own, shared) in MOMENTS.items():
+            model = DistributedDataParallel(Two(), find_unused_parameters=find_unused)
+            body(model, x)
+            wanted = own * x + shared * average
+            grads = [float(weight.grad) for weight in model.module.parameters()]
+            wrong[body.__name__, find_unused] = max(abs(grad - wanted) for grad in grads)
+    return wrong
+
+
+def refused(rank):
+    """What each change of a wrapped module is told."""
+
+    def frozen(module):
+        module.first.requires_grad_(False)
+
+    def gone(module):
+        module.first = torch.nn.Parameter(torch.ones(()))
+
+    def added(module):
+        module.third = torch.nn.Parameter(torch.ones(()))
+
+    def thawed(module):
+        module.fixed.requires_grad_(True)
+
+    def other_type(module):
+        module.double()
+
+    def error_in_backward(module):
+        module.first.register_hook(_fail)
+
+    told = {}
+    for change in (frozen, gone, added, thawed, other_type, error_in_backward):
+        module = Two()
+        module.fixed = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+        model = DistributedDataParallel(module)
+        change(module)
+        try:
+            with contextlib.suppress(ArithmeticError):
+                sum(model(1.0)).backward()
+            model(1.0)
+        except dist.errors.UsageError as error:
+            told[change.__name__] = str(error).splitlines()[0]
+    return told
+
+
+def _fail(gradient):
+    raise ArithmeticError("no gradient")
+
+
+def hook_in_backward(rank):
+    """A communication hook that comes while gradients do."""
+    model = DistributedDataParallel(Two())
+    model.module.first.register_post_accumulate_grad_hook(
+        lambda _: model.register_comm_hook(dist.group.WORLD, all_reduce_hook)
+    )
+    try:
+        sum(model(1.0)).backward()
+    except dist.errors.UsageError as error:
         return str(error)
     return None
 
@@ -345,6 +498,9 @@ def everything(rank):
             failing_hook,
             other_model,
             sparse,
+            moments,
+            refused,
+            hook_in_backward,
         )
     }
     results = {name: body(rank) for name, body in bodies.items()}

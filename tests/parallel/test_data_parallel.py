@@ -115,7 +115,9 @@ def test_reductions_begin_while_backward_runs(results):
 
 
 def test_a_failing_hook_fails_backward(results):
-    assert results["failing_hook"] == ["the hook failed"] * 3
+    unfinished = "the last backward pass of DistributedDataParallel was not finished: "
+    told = ["the hook failed", unfinished + "its reduction failed"]
+    assert results["failing_hook"] == [told] * 3
 
 
 def test_different_modules_are_a_mismatch(results):
@@ -128,6 +130,29 @@ def test_sparse_gradients_are_refused(results):
     for told in results["sparse"]:
         assert "'weight'" in told
         assert "sparse=False" in told
+
+
+def test_gradients_whenever_calls_are_made(results):
+    for wrong in results["moments"]:
+        assert {name: by for name, by in wrong.items() if by > 1e-6} == {}
+
+
+def test_a_changed_module_is_refused(results):
+    told = "parameters changed after DistributedDataParallel was made: "
+    for found in results["refused"]:
+        assert found == {
+            "frozen": told + "first (frozen or gone)",
+            "gone": told + "first (new, or frozen before); first (frozen or gone)",
+            "added": told + "third (new, or frozen before)",
+            "thawed": told + "fixed (new, or frozen before)",
+            "other_type": told + "first, second (of another dtype or shape)",
+            "error_in_backward": "the last backward pass of DistributedDataParallel was not "
+            "finished: 1 of 2 parameters got no gradient: first",
+        }
+
+
+def test_a_hook_in_backward_is_refused(results):
+    assert all("during a backward pass" in told for told in results["hook_in_backward"])
 
 
 def test_buckets_close_when_full_and_follow_backward():

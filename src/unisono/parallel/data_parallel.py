@@ -91,11 +91,14 @@ class DistributedDataParallel(torch.nn.Module):
         """Call the module, and expect a backward pass from what it returns.
 
         Raises:
-            UsageError: The last backward pass did not reach all parameters; names them.
+            UsageError: The last backward pass did not reach all parameters, or they are not those
+                that the module was wrapped with any more; names them.
         """
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.require_finished()
+        if reduces:
+            self._reducer.require_unchanged(self.module)
         if self._buffers_due and self.broadcast_buffers:
             self._copy_from_first([b for _, b in self.module.named_buffers()])
         self._buffers_due = self.require_backward_grad_sync
@@ -122,7 +125,7 @@ class DistributedDataParallel(torch.nn.Module):
         """Let `hook(state, bucket)` turn each bucket's gradients into their average.
 
         Raises:
-            UsageError: There is a hook already.
+            UsageError: There is a hook already, or a backward pass is under way.
         """
         self._reducer.register_hook(state, hook)
 

@@ -1,10 +1,11 @@
 """The reduction of gradients while backward is still computing others.
 
-Theory of operation: torch calls a hook when the gradient of a parameter is complete. It is copied
+Theory of operation: a backward pass is reduced if it comes from what a forward pass returned; hooks
+on that say so. torch calls another hook when the gradient of a parameter is complete. It is copied
 into its bucket; when a bucket is full, and all buckets before it are under way, its reduction
-begins, on the group's progress thread. When backward has come to its end, a callback of the
-autograd engine waits for all of them and copies the averages back. Buckets are reduced in their
-order, so that all ranks make the same calls whatever order their gradients come in. A large
+begins, on the group's progress thread. When all are under way and backward has come to its end, a
+callback of the autograd engine waits for them and copies the averages back. Buckets are reduced in
+their order, so that all ranks make the same calls whatever order their gradients come in. A large
 gradient is a bucket by itself, reduced where it is: two copies of it would cost as much again.
 
 Source: torch.nn.parallel.DistributedDataParallel's reducer (2.13); Li et al.: "PyTorch distributed:
@@ -13,6 +14,7 @@ experiences on accelerating data parallel training", VLDB 2020.
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +60,7 @@ class Reducer:
         self._caps_bytes = caps_bytes
         self._hook: Hook | None = None
         self._state: Any = None
+        self._kinds = [(p.dtype, p.shape) for p in self._parameters]
         self._fill_buckets(_ALONE_BYTES)
         # Of the pass in progress.
         self._expecting = False
@@ -85,27 +88,28 @@ class Reducer:
         """Use `hook(state, bucket)` instead of the plain average.
 
         Raises:
-            UsageError: There is one already.
+            UsageError: There is one already, or a backward pass has begun and not ended.
         """
         if self._hook is not None:
             raise UsageError("a communication hook is registered already")
+        if self._started:
+            raise UsageError("a communication hook cannot be registered during a backward pass")
         self._hook, self._state = hook, state
         # A hook makes several calls of a bucket, or casts it: one large one is better.
         self._fill_buckets(math.inf)
 
     def prepare(self, outputs: Any) -> None:
-        """Expect a backward pass from `outputs`.
+        """Expect backward passes from `outputs`."""
+        # At once, for a loss may depend on something else that the module has kept.
+        self._expect(self._unreached(outputs) if self._find_unused else set())
+        again = functools.partial(_expect_again, weakref.ref(self), self._unused)
+        for tensor in _tensors(outputs):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(again)
 
-        Raises:
-            UsageError: The last pass did not reach all parameters; names them.
-        """
-        self.require_finished()
-        self._expecting = True
-        self._ready.clear()
-        self._under_way.clear()
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            bucket.pending = len(members)
-        self._unused = self._unreached(outputs) if self._find_unused else set()
+    def _expect(self, unused: set[int]) -> None:
+        if not self._started:
+            self._expecting, self._unused = True, unused
 
     def suspend(self) -> None:
         """Let the next backward pass add to the gradients without reducing them."""
@@ -120,13 +124,45 @@ class Reducer:
         if not self._started:
             return
         missing = [name for n, name in enumerate(self._names) if n not in self._ready]
+        got_none = f"{len(missing)} of {len(self._names)} parameters got no gradient: "
         raise UsageError(
-            f"the last backward pass of DistributedDataParallel was not finished: "
-            f"{len(missing)} of {len(self._names)} parameters got no gradient: "
-            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}",
-            hint="if forward does not use all parameters every time, pass "
-            "find_unused_parameters=True; outputs that the loss does not use count as used",
+            "the last backward pass of DistributedDataParallel was not finished: "
+            + (got_none + _listed(missing) if missing else "its reduction failed"),
+            hint="if it raised an error, make a new DistributedDataParallel; if forward does not "
+            "use all parameters every time, pass find_unused_parameters=True; outputs that a loss "
+            "does not use count as used",
         )
+
+    def require_unchanged(self, module: Any) -> None:
+        """Check that the module has the parameters that it was wrapped with.
+
+        Raises:
+            UsageError: It has not; names those that are new, frozen, or of another dtype or shape.
+        """
+        now = [id(p) for p in module.parameters() if p.requires_grad]
+        before = [id(p) for p in self._parameters]
+        kinds = [(p.dtype, p.shape) for p in self._parameters]
+        if now == before and kinds == self._kinds:
+            return
+        known = zip(self._names, self._parameters, strict=True)
+        names = {id(p): name for name, p in (*known, *module.named_parameters())}
+        pairs = zip(before, kinds, self._kinds, strict=True)
+        changes = {
+            "new, or frozen before": set(now) - set(before),
+            "frozen or gone": set() if self._find_unused else set(before) - set(now),
+            "of another dtype or shape": {p for p, kind, was in pairs if kind != was},
+        }
+        told = [
+            f"{_listed(sorted(names[p] for p in changed))} ({what})"
+            for what, changed in changes.items()
+            if changed
+        ]
+        if told:
+            raise UsageError(
+                f"parameters changed after DistributedDataParallel was made: {'; '.join(told)}",
+                hint="change the module first and wrap it afterwards; frozen parameters also pass "
+                "with find_unused_parameters=True",
+            )
 
     # ---- during backward ------------------------------------------------------------------
 
@@ -135,8 +171,7 @@ class Reducer:
         if not self._expecting:
             return
         if not self._started:
-            self._started = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            self._begin()
             for unused in sorted(self._unused):
                 self._mark_ready(unused)
         if number in self._ready:
@@ -146,6 +181,13 @@ class Reducer:
                 "their gradients in one backward pass over the sum of the losses",
             )
         self._mark_ready(number)
+
+    def _begin(self) -> None:
+        self._started = True
+        self._ready.clear()
+        self._under_way.clear()
+        for bucket, members in zip(self._buckets, self._members, strict=True):
+            bucket.pending = len(members)
 
     def _mark_ready(self, number: int) -> None:
         bucket, at = self._place[number]
@@ -165,6 +207,9 @@ class Reducer:
             if bucket.pending:
                 break
             self._under_way.append(self._reduce(bucket))
+            if len(self._under_way) == len(self._buckets):
+                # Gradients may come in several backward passes, each over a part of the outputs.
+                torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _reduce(self, bucket: Bucket) -> Work | Future:
         if self._hook is None:
@@ -173,9 +218,6 @@ class Reducer:
 
     def _finish(self) -> None:
         """Wait for all reductions and hand the averages out; runs when backward has ended."""
-        if len(self._under_way) < len(self._buckets):
-            # The next forward says which gradients are missing.
-            return
         used = self._used_anywhere()
         for bucket, members, reduction in zip(
             self._buckets, self._members, self._under_way, strict=True
@@ -224,6 +266,16 @@ def _hook(reducer: weakref.ref[Reducer], number: int) -> Callable[[Any], None]:
             alive.arrived(number)
 
     return hook
+
+
+def _expect_again(reducer: weakref.ref[Reducer], unused: set[int], gradient: Any) -> None:
+    """Say that a backward pass has come to an output; torch calls it."""
+    if (alive := reducer()) is not None:
+        alive._expect(unused)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def _tensors(value: Any) -> Iterator[Any]:
