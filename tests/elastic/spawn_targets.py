@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import time
 
 
 def write_environment(rank, folder):
@@ -46,6 +47,21 @@ def lose_a_peer(rank, fifo):
             select.select([os.pidfd_open(int(pipe.read()))], [], [])
         raise ValueError("the cause")
     signal.pause()
+
+
+def outlive_rank_1(rank, fifo):
+    """Rank 0 fails once the parent knows that rank 1 has ended well."""
+    if rank == 1:
+        with open(fifo, "w") as pipe:
+            pipe.write(str(os.getpid()))
+        return
+    with open(fifo) as pipe:
+        pid = int(pipe.read())
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.001)
+    raise ValueError("alone")
 
 
 def wait_for_release(rank, fifo):

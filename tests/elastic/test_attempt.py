@@ -1,6 +1,7 @@
 """One attempt alone: what it does when an order, a signal and a worker's end come together."""
 
 import sys
+import time
 
 import pytest
 
@@ -74,3 +75,11 @@ def test_end_of_a_worker_is_noticed_without_a_time_limit(attempt_of):
     assert [(f.rank, f.exit_code) for f in outcome.failures] == [(1, 3)]
     assert [f.rank for f in failures] == [1]
     assert outcome.stopped == (0,)
+
+
+def test_when_each_worker_left(attempt_of):
+    before_s = time.time()
+    outcome, _ = attempt_of([sys.executable, "-S", "-c", ""], lambda: float("inf"))
+    assert outcome.succeeded
+    assert set(outcome.left_s) == {0, 1}
+    assert all(before_s <= left_s <= time.time() for left_s in outcome.left_s.values())

@@ -12,6 +12,7 @@ from unisono.elastic.report import (
     exit_status,
     extract_traceback,
     is_consequence,
+    leavers,
     order,
     render,
 )
@@ -116,10 +117,25 @@ def test_exit_status_in_words(code, words):
     assert exit_status(code) == words
 
 
+def test_leavers_are_told_if_there_are_any():
+    first = failure(0, "", 100.0)
+    assert leavers(first, {}) == leavers(first, {1: 100.5}) == ""
+    many = leavers(first, {rank: 90.0 + rank / 10 for rank in range(1, 12)})
+    assert many.startswith(
+        "left with exit code 0 before the first failure: rank 1 9.9 s, rank 2 9.8"
+    )
+    assert many.endswith("rank 8 9.2 s, ...")
+
+
 def test_report_ends_with_the_first_failures_text():
-    lines = render([failure(1, PLAIN), failure(0, "", 0.0, 7)], [2, 3], prefix="> ").splitlines()
+    failures = [failure(1, PLAIN, 100.0), failure(0, "", 101.0, 7)]
+    text = render(failures, [2, 3], {4: 96.9, 5: 99.8, 6: 100.5}, prefix="> ")
+    lines = text.splitlines()
     assert lines[0].startswith("> rank 0 (pid 100, host ")
     assert lines[0].endswith("exited with code 7")
     assert lines[1] == "> ranks 2, 3 stopped by the launcher"
-    assert lines[2].startswith("> first failure: rank 1 (pid 101, host ")
-    assert lines[3:] == PLAIN.splitlines()
+    assert (
+        lines[2] == "> left with exit code 0 before the first failure: rank 4 3.1 s, rank 5 0.2 s"
+    )
+    assert lines[3].startswith("> first failure: rank 1 (pid 101, host ")
+    assert lines[4:] == PLAIN.splitlines()

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import subprocess
@@ -78,6 +79,35 @@ def test_failure_without_a_traceback(targets, method, kind, how):
     with pytest.raises(WorkerFailedError, match=how) as caught:
         spawn(targets.fail_on_rank_1, (kind,), nprocs=2, start_method=method)
     assert caught.value.what.splitlines()[0].startswith("first failure of 2 processes: rank 1 ")
+
+
+def test_a_rank_that_left_early_is_named(targets, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(WorkerFailedError) as caught:
+        spawn(targets.outlive_rank_1, (str(tmp_path / "fifo"),), nprocs=2, start_method="fork")
+    told = r"left with exit code 0 before the first failure: rank 1 \d+\.\d s"
+    assert re.fullmatch(told, caught.value.what.splitlines()[1])
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_that_starts_itself_is_told_the_idiom(tmp_path, method):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import unisono as dist\n"
+        "def work(rank): pass\n"
+        f"dist.spawn(work, nprocs=1, start_method={method!r})\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=dict(os.environ) | {"PYTHONPATH": SRC},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "UsageError: processes cannot be started by one that is starting\n" in ended.stderr
+    assert '`if __name__ == "__main__":`' in ended.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")

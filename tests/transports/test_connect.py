@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import re
 import threading
 from functools import partial
@@ -170,7 +171,7 @@ def test_world_does_not_find_addresses_of_the_one_before_that_are_not_deleted_ye
         slow.close()
 
 
-def test_rank_that_another_process_has_is_told_whose_it_is():
+def test_rank_that_another_process_has_is_told_whose_it_is(monkeypatch):
     with HashStore() as store:
         first = []
         thread = threading.Thread(
@@ -186,6 +187,10 @@ def test_rank_that_another_process_has_is_told_whose_it_is():
             caught.value.what,
         )
         assert caught.value.context.peers == (1,)
+        # A child that still runs its parent's script.
+        monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        with pytest.raises(RendezvousError, match='if __name__ == "__main__":'):
+            connect(store, 1, 2, Deadline(20), "tcp")
         other = connect(store, 0, 2, Deadline(20), "tcp")
         thread.join()
         for transport in (other, *first):

@@ -215,6 +215,8 @@ def _print_report(result: LaunchResult) -> None:
     if result.failures:
         if is_consequence(result.failures[0].text) and result.reason:
             _say(result.reason)
-        print(render(result.failures, result.stopped, prefix=_PREFIX), file=sys.stderr)
+        print(
+            render(result.failures, result.stopped, result.left_s, prefix=_PREFIX), file=sys.stderr
+        )
     elif result.reason and result.signum is None:
         _say(result.reason)

@@ -226,9 +226,12 @@ class Agent:
         elif outcome is not None and self._signum is not None:
             # A worker may have failed before the signal came, while others were still ending.
             failures = outcome.failures
+        # Clocks of different nodes cannot be compared.
+        here = bool(failures) and failures[0].node in ("", self._rendezvous.node_id)
         return LaunchResult(
             failures=failures,
             stopped=outcome.stopped if outcome is not None else (),
+            left_s=outcome.left_s if outcome is not None and here else {},
             signum=self._signum,
             restarts=self._restarts,
             reason=self._end.reason if self._end is not None and failed else "",

@@ -42,12 +42,14 @@ class Outcome:
     Attributes:
         failures: Workers that failed by themselves; the root cause first.
         stopped: Ranks that the agent ended.
+        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
         signum: The signal that ended it, or None.
         succeeded: Whether every worker ended with exit code 0.
     """
 
     failures: tuple[Failure, ...]
     stopped: tuple[int, ...]
+    left_s: dict[int, float]
     signum: int | None
     succeeded: bool
 
@@ -121,6 +123,7 @@ class Attempt:
             return Outcome(
                 failures=tuple(self._failures()),
                 stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
+                left_s={w.rank: self._ended_s[w.rank] for w in self._workers if w.exit_code == 0},
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in self._workers),
             )

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "exit_status",
     "extract_traceback",
     "is_consequence",
+    "leavers",
     "order",
     "render",
     "signal_name",
@@ -239,12 +240,35 @@ def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:
     return sorted(failures, key=key)
 
 
-def render(failures: Sequence[Failure], stopped: Sequence[int], *, prefix: str = "") -> str:
+def leavers(first: Failure, left_s: Mapping[int, float]) -> str:
+    """Return which ranks left well before the first failure, and how long before, or "".
+
+    Others may have waited for them.
+
+    Args:
+        first: The root cause.
+        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
+    """
+    early = sorted((ended_s, rank) for rank, ended_s in left_s.items() if ended_s < first.time_s)
+    told = [f"rank {rank} {first.time_s - ended_s:.1f} s" for ended_s, rank in early[:8]]
+    if len(early) > len(told):
+        told.append("...")
+    return f"left with exit code 0 before the first failure: {', '.join(told)}" if told else ""
+
+
+def render(
+    failures: Sequence[Failure],
+    stopped: Sequence[int],
+    left_s: Mapping[int, float],
+    *,
+    prefix: str = "",
+) -> str:
     """Return a report of one line per rank; the first failure's own text comes last.
 
     Args:
         failures: In the order of `order`, at least one.
         stopped: Ranks that the launcher ended because of them.
+        left_s: See `leavers`.
         prefix: Put before each line of the launcher's own.
     """
     first, *others = failures
@@ -252,6 +276,8 @@ def render(failures: Sequence[Failure], stopped: Sequence[int], *, prefix: str =
     if stopped:
         ranks = ", ".join(map(str, stopped))
         lines.append(f"rank{'s' if len(stopped) > 1 else ''} {ranks} stopped by the launcher")
+    if told := leavers(first, left_s):
+        lines.append(told)
     lines.append(f"first failure: {first.line()}")
     report = "\n".join(prefix + line for line in lines)
     return f"{report}\n{first.text}" if first.text else report

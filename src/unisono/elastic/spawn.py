@@ -26,11 +26,18 @@ from typing import Any, Literal, NamedTuple, overload
 
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.host import GUARD_HINT, is_importing_main
 from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
 from unisono.elastic.process import parent_death_hook
-from unisono.elastic.report import Failure, Settling, order
+from unisono.elastic.report import Failure, Settling, leavers, order
 from unisono.elastic.spec import GRACE_S
-from unisono.errors import Context, InvalidArgumentError, LaunchError, WorkerFailedError
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    LaunchError,
+    UsageError,
+    WorkerFailedError,
+)
 from unisono.stores import TCPStore
 
 __all__ = ["SpawnContext", "check_start", "spawn"]
@@ -307,6 +314,9 @@ class SpawnContext:
         first, *others = failures
         lines = [f"first failure of {len(self.processes)} processes: {first.line_with_reason()}"]
         lines += [f"then {other.line_with_reason()}" for other in others]
+        well = (rank for rank in self._ended_s if self.processes[rank].exitcode == 0)
+        if told := leavers(first, {rank: self._ended_s[rank] for rank in well}):
+            lines.append(told)
         lines.append(first.text or "it left no traceback; see its standard error")
         context = Context(rank=first.rank, world_size=len(self.processes))
         raise WorkerFailedError("\n".join(lines), context=context)
@@ -346,7 +356,10 @@ def check_start(nprocs: int, start_method: str) -> None:
 
     Raises:
         InvalidArgumentError: Bad `nprocs` or `start_method`.
+        UsageError: A child that runs the parent's script again would start children, too.
     """
+    if is_importing_main():
+        raise UsageError("processes cannot be started by one that is starting", hint=GUARD_HINT)
     if nprocs < 1:
         raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
     if start_method not in _START_METHODS:
@@ -404,6 +417,7 @@ def spawn(
 
     Raises:
         InvalidArgumentError: Bad `nprocs` or `start_method`.
+        UsageError: A child has come to this call, too, as it runs the script to find `fn`.
         WorkerFailedError: A child failed (`join=True`). The others have been ended; the text
             ends with the traceback of the one that failed first.
 

@@ -94,6 +94,8 @@ class LaunchResult:
         failures: Workers that failed by themselves in the last attempt, on any node; the root
             cause first.
         stopped: Ranks of this node that the agent ended.
+        left_s: By rank of this node that ended with exit code 0, when; if it may have to do with
+            the root cause.
         signum: The signal that ended the launch, or None.
         restarts: How often the job was restarted.
         reason: Why the nodes could not go on together, or "".
@@ -101,6 +103,7 @@ class LaunchResult:
 
     failures: tuple[Failure, ...]
     stopped: tuple[int, ...]
+    left_s: dict[int, float]
     signum: int | None
     restarts: int = 0
     reason: str = ""

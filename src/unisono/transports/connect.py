@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.base.host import usable_cores
+from unisono.base.host import GUARD_HINT, is_importing_main, usable_cores
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -123,7 +123,9 @@ def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
                 f"rank {rank} of {world_size} is {describe(holder)} already, so it cannot be "
                 f"{describe(me)}",
                 context=Context(rank=rank, world_size=world_size, peers=(rank,)),
-                hint="give every process a rank of its own; if that process is dead, start again "
+                hint=GUARD_HINT
+                if is_importing_main()
+                else "give every process a rank of its own; if that process is dead, start again "
                 "with a new store",
             )
     met = before
