@@ -5,6 +5,7 @@
 #include <ctime>
 #include <set>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include <csignal>
@@ -106,7 +107,12 @@ Server::Owner Server::start(std::vector<int> listeners, int log_fd, Options opti
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  server->thread_ = std::thread(&Server::run, server.get());
+  try {
+    server->thread_ = std::thread(&Server::run, server.get());
+  } catch (const std::system_error&) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return server;
 }
@@ -149,7 +155,7 @@ void Server::stop() {
   if (getpid() != pid_ || stopping_.exchange(true)) return;
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof one) < 0) return;  // cannot be: the counter is at 0
-  thread_.join();
+  if (thread_.joinable()) thread_.join();  // it may never have begun
   const std::lock_guard<std::mutex> held(connections_lock_);
   close_sockets();
   connections_.clear();

@@ -57,7 +57,7 @@ class NativeServer:
             )
         except RuntimeError as error:
             os.close(lines)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) from error
+            raise OSError(errno.EMFILE, str(error)) from error
         self._logger = threading.Thread(
             target=_log_lines, args=(lines, self.port), name=f"unisono-store-{self.port}-log"
         )
