@@ -1,46 +1,16 @@
 #include "group.hpp"
 
 #include <algorithm>
-#include <cstring>
-#include <ctime>
 
 #include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "clock.hpp"
 #include "futex.hpp"
 
-
 namespace unisono {
-
-namespace {
-
-// How often a wait yields the core, looking at the flag `spin` times before each, until it sleeps: some
-// 300 us in all. Less: sleeping and waking costs more than the wait. More: a blocked rank burns its
-// core, which is what users of MPI complain about. Yielding in between costs a rank with a core of
-// its own half a microsecond, and saves one whose peer waits for this very core a time slice.
-constexpr int kYields = 64;
-
-// How long a sleeper waits before it looks whether its peer is alive and the call not aborted.
-// Longer: a killed rank is noticed later. Shorter: a blocked rank uses the CPU.
-constexpr int64_t kSliceNs = 20'000'000;
-
-int64_t now_ns() {
-  timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-}  // namespace
 
 Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin)
     : segment_(std::move(segment)), rank_(rank), ranks_(segment_->ranks()), spin_(spin < 1 ? 1 : spin) {
@@ -59,6 +29,7 @@ Group::~Group() {
 }
 
 void Group::leave() {
+  if (origin_.is_forked()) return;
   Line& line = segment_->line(rank_);
   uint32_t takes_part = kTakesPart;
   // acquire: end_of()
@@ -68,6 +39,7 @@ void Group::leave() {
 
 void Group::abort() {
   aborted_.store(true, std::memory_order_relaxed);
+  if (origin_.is_forked()) return;
   segment_->line(rank_).end.store(kAborted, std::memory_order_release);  // acquire: end_of()
 }
 

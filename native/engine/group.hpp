@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "forks.hpp"
 #include "runner.hpp"
 #include "segment.hpp"
 
@@ -32,7 +33,7 @@ class Group final : public Runner {
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
-  // Tell the others that this rank takes part in nothing any more.
+  // Tell the others that this rank takes part in nothing any more; in the child of a fork: nothing.
   void leave();
 
  private:
@@ -57,6 +58,7 @@ class Group final : public Runner {
   Status wait_slowly(int peer, uint64_t value, int step);
   Code end_of(int peer) const;
 
+  const Origin origin_;
   std::shared_ptr<Segment> segment_;
   int rank_;
   int ranks_;

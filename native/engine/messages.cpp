@@ -3,24 +3,12 @@
 
 #include <algorithm>
 
-#include <pthread.h>
-
 #include "clock.hpp"
 #include "futex.hpp"
 
 namespace unisono {
 
 namespace {
-
-// In the child of a fork a lock may be held for ever by a thread that is not there.
-std::atomic<int> forks{0};
-
-int count_forks() {
-  static const int registered =
-    pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
-  (void)registered;
-  return forks.load(std::memory_order_relaxed);
-}
 
 Outcome outcome_of(const Op& op) {
   return {op.number, op.code, op.source, op.got_nbytes, op.got_info};
@@ -31,7 +19,6 @@ Outcome outcome_of(const Op& op) {
 Messages::Messages(int rank, int ranks)
     : rank_(rank),
       ranks_(ranks),
-      forks_(count_forks()),
       addresses_(static_cast<size_t>(ranks)),
       peers_(static_cast<size_t>(ranks)) {}
 
@@ -44,8 +31,6 @@ void Messages::introduce(std::vector<Address> addresses, int spin) {
   ring_bytes_ = near <= kFewRanks ? kWideRingBytes : kRingBytes;
   spin_ = std::max(spin, 1);
 }
-
-bool Messages::is_forked() const { return forks.load(std::memory_order_relaxed) != forks_; }
 
 bool Messages::reaches(int peer) {
   const Lock lock(lock_);

@@ -25,6 +25,7 @@
 
 #include <poll.h>
 
+#include "forks.hpp"
 #include "matching.hpp"
 #include "ring.hpp"
 #include "status.hpp"
@@ -101,11 +102,11 @@ class Messages {
   std::vector<Outcome> serve(std::vector<int>* stuck);
 
   // For programs, whose operations are their own until they are done or given up. `begin` starts
-  // them; after `wait` with code `timeout` its operation goes on; `nudge` makes some progress in
+  // one; after `wait` with code `timeout` its operation goes on; `nudge` makes some progress in
   // between; `rest` says that nothing more is going to be waited for.
-  void begin(Op* const* ops, size_t count);
+  void begin(Op& op);
   Code wait(const Op& op, int64_t timeout_ns);
-  void give_up(Op* const* ops, size_t count);
+  void give_up(Op& op);
   void nudge();
   void rest();
   // Drop what has come, and will come, for the negative tags of a context from `oldest` on up.
@@ -137,7 +138,7 @@ class Messages {
   void close_in_child();
 
   // Whether this is the child of a fork, in which nothing here may be used.
-  bool is_forked() const;
+  bool is_forked() const { return origin_.is_forked(); }
   int rank() const { return rank_; }
 
  private:
@@ -243,7 +244,7 @@ class Messages {
   const int ranks_;
   int spin_ = 1;
   size_t ring_bytes_ = kRingBytes;
-  const int forks_;
+  const Origin origin_;
   Inbox inbox_;
   std::vector<Address> addresses_;
   std::function<void(const std::vector<int>&, bool)> stuck_;

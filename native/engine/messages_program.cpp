@@ -3,31 +3,16 @@
 
 namespace unisono {
 
-void Messages::begin(Op* const* ops, size_t count) {
+void Messages::begin(Op& op) {
   const Lock lock(lock_);
-  for (size_t i = 0; i < count; ++i) {
-    Op& op = *ops[i];
-    if (op.is_send) {
-      begin_send(op);
-      continue;
-    }
-    // As begin_recv, without looking for what comes: a program posts several, and then waits.
-    if (closed_) {
-      finish(op, Code::closed);
-      continue;
-    }
-    const auto arrival = matching_.find_arrival(op);
-    if (arrival != matching_.arrivals().end()) {
-      take_arrival(op, arrival);
-      continue;
-    }
-    const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
-    if (down != Code::ok) {
-      finish(op, down);
-    } else {
-      matching_.post(&op);
-    }
-  }
+  if (op.is_send) return begin_send(op);
+  // As begin_recv, without looking for what comes: a program posts several, and then waits.
+  if (closed_) return finish(op, Code::closed);
+  const auto arrival = matching_.find_arrival(op);
+  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
+  const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
+  if (down != Code::ok) return finish(op, down);
+  matching_.post(&op);
 }
 
 Code Messages::wait(const Op& op, int64_t timeout_ns) {
@@ -37,11 +22,9 @@ Code Messages::wait(const Op& op, int64_t timeout_ns) {
   return is_over(&op) ? Code::ok : reason;
 }
 
-void Messages::give_up(Op* const* ops, size_t count) {
+void Messages::give_up(Op& op) {
   const Lock lock(lock_);
-  for (size_t i = 0; i < count; ++i) {
-    if (!ops[i]->done) withdraw(*ops[i], Code::cancelled);
-  }
+  if (!op.done) withdraw(op, Code::cancelled);
   settle();
 }
 

@@ -133,7 +133,8 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
     if (now >= deadline_ns) return Code::timeout;
     if (now < look_ns) continue;
     look_ns = now + kSliceNs;
-    if (poll_ && poll_()) return Code::interrupted;
+    // Who closes comes to the end of that, soon, whatever a signal handler says.
+    if (op != nullptr && poll_ && poll_()) return Code::interrupted;
     Lock lock(lock_);
     is_impatient_ = true;  // what it waits for may wait for what is left in a ring or wire
     if (!stuck_ || now < tell_ns) continue;

@@ -12,6 +12,7 @@ enum class Code : int {
   aborted = 4,      // abort() was called, here or by another rank
   interrupted = 6,  // the caller's poll function said so
   uneven = 8,       // the ranks' second words differ; nothing was written
+  no_memory = 9,    // this rank has none for what the program needs
   bad_program = 5,  // an instruction names a buffer, peer, range or opcode that does not exist
   closed = 12,      // this rank closed its end
   cancelled = 13,   // the caller gave it up

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "clock.hpp"
@@ -64,9 +65,14 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   }
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
-  join(program, buffers);
-  begin(timeout_ns, idler);
-  const Status status = perform(program, words);
+  Status status;
+  try {
+    join(program, buffers);
+    begin(timeout_ns, idler);
+    status = perform(program, words);
+  } catch (const std::bad_alloc&) {
+    status = {Code::no_memory, rank_};
+  }
   end();
   if (status.is_ok()) spread(buffers);
   return status;
@@ -192,7 +198,7 @@ Status Steps::hear(int peer, Verdict* into) {
   Verdict heard{};
   Op* op = recv_from(peer, agreement_tag(), reinterpret_cast<char*>(&heard), sizeof(heard));
   const Status status = wait(*op);
-  if (!status.is_ok()) messages_->give_up(&op, 1);
+  if (!status.is_ok()) messages_->give_up(*op);
   free_ops_.push_back(op);
   into->merge(heard);
   return status;
@@ -304,12 +310,14 @@ void Steps::begin(int64_t timeout_ns, Idler* idler) {
 
 // Leave nothing behind that touches the caller's memory.
 void Steps::end() {
-  std::vector<Op*> open;
-  for (const Sending& sending : sends_) open.push_back(sending.op);
-  for (const Receiving& receiving : receives_) open.push_back(receiving.op);
-  if (!open.empty()) messages_->give_up(open.data(), open.size());
-  for (const Sending& sending : sends_) free_ops_.push_back(sending.op);
-  for (const Receiving& receiving : receives_) recycle(receiving);
+  for (const Sending& sending : sends_) {
+    messages_->give_up(*sending.op);
+    free_ops_.push_back(sending.op);
+  }
+  for (const Receiving& receiving : receives_) {
+    messages_->give_up(*receiving.op);
+    recycle(receiving);
+  }
   sends_.clear();
   receives_.clear();
   said_.clear();

@@ -54,7 +54,7 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
     op->is_send = true;
     op->data = const_cast<char*>(data + sent);  // only read
     sends_.push_back({op, data + sent, data + sent + piece});
-    messages_->begin(&op, 1);
+    messages_->begin(*op);
     // Who waits for another rank would not hear that this one is gone.
     if (op->done.load(std::memory_order_acquire) && op->code != Code::ok) broken_ = status_of(*op);
     sent += piece;
@@ -64,7 +64,7 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
 Op* Steps::recv_from(int peer, int64_t tag, char* data, size_t nbytes) {
   Op* op = new_op(peer, tag, nbytes);
   op->data = data;
-  messages_->begin(&op, 1);
+  messages_->begin(*op);
   return op;
 }
 

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <thread>
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 using namespace unisono;
@@ -175,6 +176,27 @@ void test_abort_and_leave_end_a_wait() {
   });
 }
 
+// What it does to its copy of a group concerns nobody.
+void test_the_child_of_a_fork_is_not_this_rank() {
+  auto segment = std::make_shared<Segment>();
+  assert(segment->create(2, 4096, kNonce) == 0);
+  const std::vector<int> pids(2, getpid());
+  Group mine(segment, 0, pids, 10);
+  auto other = std::make_unique<Group>(segment, 1, pids, 10);
+  const pid_t child = fork();
+  if (child == 0) {
+    mine.abort();
+    mine.leave();
+    other.reset();
+    _exit(mine.is_aborted() ? 0 : 1);
+  }
+  int status = -1;
+  assert(waitpid(child, &status, 0) == child && status == 0);
+  for (int rank : {0, 1}) assert(segment->line(rank).end.load() == kTakesPart);
+  other.reset();
+  assert(segment->line(1).end.load() == kLeft && !mine.is_aborted());
+}
+
 void test_bad_programs_are_refused() {
   on_ranks(1, 10, [&](Group& group, int) {
     std::vector<int64_t> values(10, 1);
@@ -223,6 +245,7 @@ int main() {
   }
   test_absent_rank_times_out();
   test_abort_and_leave_end_a_wait();
+  test_the_child_of_a_fork_is_not_this_rank();
   test_bad_programs_are_refused();
   test_attach_proves_the_memory();
   std::puts("ok");

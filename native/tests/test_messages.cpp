@@ -191,8 +191,7 @@ void test_messages_of_programs() {
   sent.peer = 1;
   sent.is_send = true;
   sent.data = const_cast<char*>(out.data());
-  Op* ops[] = {&sent};
-  world[0].begin(ops, 1);
+  world[0].begin(sent);
   std::thread waiter([&] {
     assert(world[1].recv(2, envelope(1, 8), small.data(), nullptr, kMinute).code == Code::ok);
   });

@@ -3,13 +3,33 @@
 
 #include <cassert>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
+#include <new>
 #include <numeric>
 #include <thread>
 
 #include <unistd.h>
 
 using namespace unisono;
+
+namespace {
+
+// This thread gets no large memory.
+thread_local bool is_short = false;
+
+}  // namespace
+
+// Not inlined: the compiler would take them for a pair that does not match.
+__attribute__((noinline)) void* operator new(std::size_t nbytes) {
+  void* memory = is_short && nbytes > 500'000 ? nullptr : std::malloc(nbytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
 
 namespace {
 
@@ -115,6 +135,30 @@ void test_timeout_and_abort() {
   });
 }
 
+// What has begun by then is given up: nothing is written into memory that the caller may have freed.
+void test_no_memory() {
+  std::atomic<bool> is_over{false};
+  on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {
+    const int64_t count = 300'000;
+    auto values = std::make_unique<std::vector<int64_t>>(size_t(count), 1);
+    if (rank == 0) {
+      const Step send{kSend, 1, kOutput, 0, -1, -1, count, -1, -1};
+      const Status status = run(steps, {send, send}, *values, 3, 3 * kMoment);
+      assert(status.code == Code::timeout && status.peer == 1);
+      is_over = true;
+      return;
+    }
+    const std::vector<Step> receives{{kRecv, 0, -1, -1, kOutput, 0, count, -1, -1},
+                                     {kReadReduce, 0, -1, -1, kOutput, 0, count, -1, -1}};
+    is_short = true;
+    const Status status = run(steps, receives, *values, 3);
+    is_short = false;
+    assert(status.code == Code::no_memory && status.peer == 1);
+    values.reset();
+    while (!is_over) messages.nudge();
+  });
+}
+
 void test_bad_programs_are_refused() {
   on_ranks(2, 1, [&](Steps& steps, Messages&, int rank) {
     std::vector<int64_t> values(8, 1);
@@ -136,6 +180,7 @@ int main() {
   test_disagreement(4);
   test_uneven();
   test_timeout_and_abort();
+  test_no_memory();
   test_bad_programs_are_refused();
   std::puts("ok");
 }

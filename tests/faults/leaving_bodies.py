@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -207,3 +208,30 @@ def _press_when_blocked(pressed):
         time.sleep(0.005)
     pressed.append(time.monotonic())
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def fork_and_end(rank, how):
+    """A child of a fork ends the group for itself only; sums before and after it."""
+    sums = [np.full(3, float(rank)) for _ in range(4)]
+    dist.all_reduce(sums[0])
+    dist.all_reduce(sums[1])
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        # Neither abort() nor the exit may speak for the parent.
+        try:
+            if how == "abort":
+                dist.GroupMember.WORLD.abort("of the child")
+            elif how == "destroy":
+                dist.destroy_process_group()
+            else:
+                atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    if child is not None:
+        os.waitpid(child, 0)
+        # Who waits for long looks whether the others are still there.
+        time.sleep(0.1)
+    dist.barrier()
+    dist.all_reduce(sums[2])
+    sums[3] = dist.all_reduce(sums[3], async_op=True).wait() and sums[3]
+    return [each.tolist() for each in sums]

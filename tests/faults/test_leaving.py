@@ -102,6 +102,12 @@ def test_a_forked_child_has_no_group_and_does_not_hide_its_parents_death():
         assert processes[1].wait(LIMIT_S) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("how", ["abort", "destroy", "exit"])
+def test_what_a_forked_child_does_to_its_copy_of_a_group_concerns_nobody(how):
+    for sums in run(leaving_bodies.fork_and_end, 3, ranks="processes", args=(how,)):
+        assert sums == [[3.0] * 3] * 4
+
+
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_destroy_while_others_wait(ranks):
     results = run(leaving_bodies.destroy_early, 3, ranks=ranks)
