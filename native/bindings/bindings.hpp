@@ -18,6 +18,3 @@ void bind_queue(nanobind::module_& m);
 // again when the same arguments come: same function, dtypes, shapes, root, op and group. Whatever
 // is unusual (a list, a strided array, a tensor of torch, a keyword) is left to Python.
 void bind_quick(nanobind::module_& m);
-
-// Whether a signal handler raised, Ctrl-C above all; it ends a wait with that exception.
-bool signal_raised();

@@ -1,18 +1,20 @@
 #include "calls.hpp"
 
 #include "flight.hpp"
+#include "waits.hpp"
 
 #include <nanobind/stl/unique_ptr.h>
 
 #include <cstring>
 #include <memory>
+#include <new>
 #include <utility>
 
 namespace nb = nanobind;
 
 namespace unisono {
 
-ProcessState process;
+int suspended = 0;
 
 namespace {
 
@@ -33,12 +35,19 @@ class Unlocker final : public Idler {
   PyThreadState* state_ = nullptr;
 };
 
-}  // namespace
+// Gives the turn back.
+class TakenTurn {
+ public:
+  explicit TakenTurn(Turn& turn) : turn_(turn) {}
+  ~TakenTurn() { turn_.give(); }
+  TakenTurn(const TakenTurn&) = delete;
+  TakenTurn& operator=(const TakenTurn&) = delete;
 
-int64_t nanoseconds(double seconds) {
-  // Longer than a century is for ever, and does not fit.
-  return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};
-}
+ private:
+  Turn& turn_;
+};
+
+}  // namespace
 
 bool Key::operator==(const Key& other) const {
   return count == other.count &&
@@ -58,19 +67,32 @@ Calls::Calls(nb::object turn, nb::object failed, nb::object begun)
     : turn_ref_(std::move(turn)),
       turn_(nb::cast<Turn*>(turn_ref_)),
       failed_(std::move(failed)),
-      begun_(std::move(begun)),
-      forks_(process.forks) {}
+      begun_(std::move(begun)) {}
 
 void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
 
-Buffers buffers_of(const Span& input, const Span& output, int64_t itemsize, std::vector<char>& scratch) {
-  auto parts = [itemsize](const Span& span) -> Parts {
+Job job_of(const Known& known, const Span& input, const Span& output, std::vector<char>& scratch) {
+  const int64_t itemsize = known.itemsize;
+  const auto parts = [itemsize](const Span& span) -> Parts {
     if (span.parts.empty()) return {};
     return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
   };
-  return {input.data,    input.nbytes / itemsize,  output.data,
-          output.nbytes / itemsize,  false,  scratch.data(),
-          static_cast<int64_t>(scratch.size()) / itemsize, itemsize, parts(input), parts(output)};
+  Job job;
+  job.runner = known.runner;
+  job.program = known.program->view();
+  job.buffers = {input.data,
+                 input.nbytes / itemsize,
+                 output.data,
+                 output.nbytes / itemsize,
+                 output.is_readonly,
+                 scratch.data(),
+                 known.program->scratch_count,
+                 itemsize,
+                 parts(input),
+                 parts(output)};
+  job.reduce = reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op));
+  job.words = {known.fingerprint, known.even};
+  return job;
 }
 
 nb::object Argument::owner() const {
@@ -80,16 +102,13 @@ nb::object Argument::owner() const {
   return arrays;
 }
 
-void Calls::note(nb::object runner, nb::object program, const Known& known, const Span& input,
-                 const Span& output, nb::object call) {
-  noted_ = std::make_unique<Note>();
-  noted_->what.known = known;
-  noted_->what.runner = std::move(runner);
-  noted_->what.program = std::move(program);
-  noted_->what.call = std::move(call);
-  noted_->input = input;
-  noted_->output = output;
-  noted_->thread = PyThread_get_thread_ident();
+int Recipe::visit(visitproc visit, void* arg) const {
+  for (const nb::object* each : {&runner, &program, &call}) Py_VISIT(each->ptr());
+  return 0;
+}
+
+void Calls::note(Recipe recipe, const Span& input, const Span& output) {
+  noted_.reset(new Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
@@ -98,16 +117,10 @@ int Calls::visit(visitproc visit, void* arg) const {
   }
   for (const auto& what : table_) {
     if (what == nullptr) continue;
-    Py_VISIT(what->runner.ptr());
-    Py_VISIT(what->program.ptr());
-    Py_VISIT(what->call.ptr());
     Py_VISIT(what->op.ptr());
+    if (const int stop = what->recipe.visit(visit, arg)) return stop;
   }
-  if (noted_ != nullptr) {
-    Py_VISIT(noted_->what.runner.ptr());
-    Py_VISIT(noted_->what.program.ptr());
-    Py_VISIT(noted_->what.call.ptr());
-  }
+  if (noted_ != nullptr) return noted_->recipe.visit(visit, arg);
   return 0;
 }
 
@@ -127,79 +140,82 @@ nb::object Calls::last() const {
 }
 
 Remembered* Calls::find(const Key& key) const {
-  if (closed_ || process.suspended > 0 || forks_ != process.forks) return nullptr;
+  if (closed_ || suspended > 0 || origin_.is_forked()) return nullptr;
   const auto& place = table_[key.hash() % table_.size()];
   if (place == nullptr || !(place->key == key)) return nullptr;
-  return place->known.runner->is_aborted() ? nullptr : place.get();
+  return place->recipe.known.runner->is_aborted() ? nullptr : place.get();
 }
 
 void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays, bool is_async) {
   // Another thread may have called something else in the meantime: only what ran on this thread
-  // and on this very memory is the call that the key stands for.
-  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() ||
+  // and on this very memory is the call that the key stands for. And in a signal handler, which may
+  // come while a call runs that would lose its place to this one, nothing is remembered.
+  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || caller_ != 0 ||
       !(is_async || turn_->is_free()) ||
       !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
     return;
   }
-  auto what = std::make_unique<Remembered>(std::move(noted_->what));
-  noted_.reset();
+  auto what = std::make_unique<Remembered>();
   what->key = key;
+  what->recipe = std::move(noted_->recipe);
   what->op = nb::borrow(op);
-  what->scratch.resize(static_cast<size_t>(what->known.program->scratch_count * what->known.itemsize));
+  noted_.reset();
+  try {
+    what->scratch.resize(scratch_bytes(what->recipe.known));
+  } catch (const std::bad_alloc&) {
+    return;  // Python frees its own after each call
+  }
   table_[key.hash() % table_.size()] = std::move(what);
 }
 
-bool Calls::run(Remembered& what, const Arrays& arrays, bool* failed) {
-  const Span &input = arrays.input.span, &output = arrays.output.span;
-  // Python refuses a call that overlaps one of another thread.
-  const unsigned long thread = PyThread_get_thread_ident(), before = caller_;
-  if (before != 0 && before != thread) return false;
+// While it lives, its thread is in a call.
+class Calls::Inside {
+ public:
+  explicit Inside(Calls& calls) : calls_(calls), before_(calls.caller_) {
+    calls_.caller_ = PyThread_get_thread_ident();
+  }
+  ~Inside() { calls_.caller_ = before_; }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+
+ private:
+  Calls& calls_;
+  const unsigned long before_;
+};
+
+bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
+
+bool Calls::run(Remembered& what, const Arrays& arrays) {
+  if (is_busy()) return false;
   const uint64_t seq = turn_->take();
   if (seq == 0) return false;
+  const TakenTurn taken(*turn_);
+  const Inside inside(*this);
   last_seq_ = seq;
-  caller_ = thread;
-  if (!last_call_.is(what.call)) last_call_ = what.call;
-  const Known& known = what.known;
-  const Buffers buffers = buffers_of(input, output, known.itemsize, what.scratch);
-  const ReduceFn reduce =
-    reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op));
+  const Recipe& recipe = what.recipe;
+  if (!last_call_.is(recipe.call)) last_call_ = recipe.call;
+  const Span &input = arrays.input.span, &output = arrays.output.span;
+  const Job job = job_of(recipe.known, input, output, what.scratch);
   Status status;
   {
     Unlocker unlocker;
     if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
-    status = known.runner->run(known.program->view(), buffers, reduce,
-                               {known.fingerprint, known.even}, timeout_ns_, &unlocker);
+    status = job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
   }
-  *failed = !status.is_ok() && !end(what, seq, status, arrays);
-  caller_ = before;
-  turn_->give();
+  if (!status.is_ok()) end(recipe, seq, status, arrays);
   return true;
 }
 
 nb::object Calls::start(const Remembered& what, Arrays&& arrays) {
-  const unsigned long thread = PyThread_get_thread_ident(), before = caller_;
-  if (before != 0 && before != thread) return {};
-  auto flight = std::make_unique<Flight>(what.runner, what.program, what.known, timeout_ns_);
-  flight->arrays = std::move(arrays);
-  const Argument &input = flight->arrays.input, &output = flight->arrays.output;
-  for (const Argument* each : {&input, &output}) {
-    if (each->array != nullptr) flight->owners.push_back(nb::borrow(each->array));
-  }
-  flight->work_on(input.span, output.span, false);
-  nb::tuple owners = nb::make_tuple(input.owner(), output.owner());
-  caller_ = thread;
-  nb::object arguments;
-  try {
-    arguments = begun_(nb::cast(std::move(flight)), what.call, owners);
-  } catch (nb::python_error& error) {
-    error.restore();
-  }
-  caller_ = before;
-  return arguments;
+  if (is_busy()) return {};
+  const Inside inside(*this);
+  nb::tuple owners = nb::make_tuple(arrays.input.owner(), arrays.output.owner());
+  auto flight = std::make_unique<Flight>(what.recipe, std::move(arrays), timeout_ns_);
+  return begun_(nb::cast(std::move(flight)), what.recipe.call, owners);
 }
 
-// Let Python do what remains; false: an error is set, as there mostly will be.
-bool Calls::end(const Remembered& what, uint64_t seq, Status status, const Arrays& arrays) {
+// Let Python do what remains; it raises, mostly.
+void Calls::end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);  // of a signal handler, if that ended the wait
   PyErr_NormalizeException(&type, &value, &trace);
@@ -207,15 +223,9 @@ bool Calls::end(const Remembered& what, uint64_t seq, Status status, const Array
   nb::object raised = nb::steal(value);
   Py_XDECREF(type);
   Py_XDECREF(trace);
-  try {
-    failed_(what.call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
-            raised.is_valid() ? raised : nb::none(),
-            nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
-    return true;
-  } catch (nb::python_error& error) {
-    error.restore();
-    return false;
-  }
+  failed_(recipe.call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
+          raised.is_valid() ? raised : nb::none(),
+          nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
 }
 
 }  // namespace unisono

@@ -9,20 +9,15 @@
 #include <memory>
 #include <vector>
 
+#include "forks.hpp"
 #include "program.hpp"
 #include "queue.hpp"
 #include "runner.hpp"
 
 namespace unisono {
 
-// Under the interpreter lock.
-struct ProcessState {
-  int suspended = 0;   // > 0: every call has to go through Python
-  uint64_t forks = 0;  // a child must not go on with its parent's groups
-};
-extern ProcessState process;
-
-int64_t nanoseconds(double seconds);
+// > 0: every call has to go through Python; under the interpreter lock.
+extern int suspended;
 
 // What identifies a call among those of one group.
 struct Key {
@@ -44,13 +39,19 @@ struct Span {
   char* data = nullptr;      // of one array
   std::vector<char*> parts;  // of a list
   int64_t nbytes = 0;        // in all
+  bool is_readonly = false;  // as the tensor of a broadcast's root may be
 
   bool operator==(const Span& other) const {
     return data == other.data && parts == other.parts && nbytes == other.nbytes;
   }
 };
 
-Buffers buffers_of(const Span& input, const Span& output, int64_t itemsize, std::vector<char>& scratch);
+// The one way from what is known of a call, and the memory it works on, to what an engine runs.
+// `scratch` has to be as large as scratch_bytes() says.
+Job job_of(const Known& known, const Span& input, const Span& output, std::vector<char>& scratch);
+inline size_t scratch_bytes(const Known& known) {
+  return static_cast<size_t>(known.program->scratch_count * known.itemsize);
+}
 
 // An argument that is an array or a list of arrays, with its owners.
 struct Argument {
@@ -67,14 +68,21 @@ struct Arrays {
   Argument input, output;
 };
 
-struct Remembered {
-  Key key;
+// What a call runs besides its memory, and who owns that.
+struct Recipe {
   Known known;
-  std::vector<char> scratch;
   nanobind::object runner;   // keeps known.runner alive
   nanobind::object program;  // keeps known.program alive
   nanobind::object call;     // for errors: the Call of Python
-  nanobind::object op;       // keeps the address in the key from being used again
+
+  int visit(visitproc visit, void* arg) const;
+};
+
+struct Remembered {
+  Key key;
+  Recipe recipe;
+  std::vector<char> scratch;
+  nanobind::object op;  // keeps the address in the key from being used again
 };
 
 // The calls of one group that can be repeated.
@@ -89,8 +97,7 @@ class Calls {
   void set_timeout(double timeout_s);
 
   // Python has run a call on these buffers, to which nothing had to be done before or after.
-  void note(nanobind::object runner, nanobind::object program, const Known& known,
-            const Span& input, const Span& output, nanobind::object call);
+  void note(Recipe recipe, const Span& input, const Span& output);
   void forget_note() { noted_.reset(); }
 
   // For Python's garbage collector: what is noted refers back to the engine that owns this.
@@ -103,19 +110,22 @@ class Calls {
   Remembered* find(const Key& key) const;
   void remember(const Key& key, nanobind::handle op, const Arrays& arrays, bool is_async);
   // Run it, if it is nobody else's turn; false: leave it to Python.
-  bool run(Remembered& what, const Arrays& arrays, bool* failed);
-  // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to Python,
-  // or an error is set.
+  bool run(Remembered& what, const Arrays& arrays);
+  // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to
+  // Python.
   nanobind::object start(const Remembered& what, Arrays&& arrays);
 
  private:
   struct Note {
-    Remembered what;
+    Recipe recipe;
     Span input;
     Span output;
     unsigned long thread;
   };
-  bool end(const Remembered& what, uint64_t seq, Status status, const Arrays& arrays);
+  class Inside;
+  // Whether another thread is in a call, which Python refuses.
+  bool is_busy() const;
+  void end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays);
 
   nanobind::object turn_ref_;
   Turn* turn_;
@@ -123,7 +133,7 @@ class Calls {
   nanobind::object begun_;
   bool closed_ = false;
   unsigned long caller_ = 0;
-  uint64_t forks_;
+  const Origin origin_;
   int64_t timeout_ns_ = 0;
   std::unique_ptr<Note> noted_;
   uint64_t last_seq_ = 0;

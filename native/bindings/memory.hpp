@@ -31,7 +31,6 @@ class Memory {
   Memory& operator=(const Memory&) = delete;
 
   const Span& span() const { return span_; }
-  bool is_readonly() const { return is_readonly_; }
 
  private:
   Memory() = default;
@@ -41,13 +40,12 @@ class Memory {
     if (PyObject_GetBuffer(array.ptr(), &view, PyBUF_SIMPLE) != 0) throw nanobind::python_error();
     views_.push_back(view);
     span_.nbytes += view.len;
-    is_readonly_ |= view.readonly != 0;
+    span_.is_readonly |= view.readonly != 0;
     return static_cast<char*>(view.buf);
   }
 
   std::vector<Py_buffer> views_;
   Span span_;
-  bool is_readonly_ = false;
 };
 
 }  // namespace unisono

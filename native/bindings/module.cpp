@@ -4,25 +4,22 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bindings.hpp"
-#include "calls.hpp"
 #include "group.hpp"
 #include "kernels.hpp"
-#include "memory.hpp"
 #include "program.hpp"
 #include "segment.hpp"
 #include "steps.hpp"
+#include "waits.hpp"
 
 namespace nb = nanobind;
 
@@ -104,7 +101,7 @@ std::pair<int, std::shared_ptr<unisono::Segment>> attach(int pid, int fd, const 
 std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> segment, int rank,
                                            const std::vector<int>& pids, int spin) {
   auto group = std::make_unique<unisono::Group>(std::move(segment), rank, pids, spin);
-  group->set_poll(&signal_raised);
+  group->set_poll(&unisono::signal_raised);
   return group;
 }
 
@@ -115,50 +112,10 @@ void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& la
     try {
       late();
     } catch (nb::python_error& error) {
-      error.discard_as_unraisable("unisono: asking the other ranks");
+      unisono::callback_raised(error, "unisono: asking the other ranks");
     }
   };
   runner.set_late(std::move(call), before_ns);
-}
-
-// `calls`: where to note this call, so that it can be repeated; None: nowhere.
-std::pair<int, int> run(nb::object self, nb::object program, nb::handle source,
-                        nb::handle target, int64_t itemsize, int dtype, int op,
-                        uint64_t fingerprint, uint64_t even, double timeout_s,
-                        unisono::Calls* calls, nb::object call) {
-  auto& runner = nb::cast<unisono::Runner&>(self);
-  const auto& owned = nb::cast<const unisono::OwnedProgram&>(program);
-  const unisono::Memory input(source);
-  const unisono::Memory output(target);
-  std::vector<char> scratch(static_cast<std::size_t>(owned.scratch_count * itemsize));
-  unisono::Buffers buffers = unisono::buffers_of(input.span(), output.span(), itemsize, scratch);
-  buffers.output_is_readonly = output.is_readonly();
-  unisono::ReduceFn reduce =
-    unisono::reduce_fn(static_cast<unisono::DType>(dtype), static_cast<unisono::RedOp>(op));
-  unisono::Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status =
-      runner.run(owned.view(), buffers, reduce, {fingerprint, even}, unisono::nanoseconds(timeout_s));
-  }
-  if (status.code == unisono::Code::interrupted) throw nb::python_error();
-  if (status.is_ok() && calls != nullptr) {
-    calls->note(std::move(self), std::move(program),
-                {&runner, &owned, itemsize, dtype, op, fingerprint, even}, input.span(),
-                output.span(), std::move(call));
-  }
-  return {static_cast<int>(status.code), status.peer};
-}
-
-std::tuple<int, int, uint64_t> agree(unisono::Runner& runner, uint64_t fingerprint, uint64_t even,
-                                     double timeout_s) {
-  unisono::Status status;
-  {
-    nb::gil_scoped_release unlocked;
-    status = runner.agree(fingerprint, &even, unisono::nanoseconds(timeout_s));
-  }
-  if (status.code == unisono::Code::interrupted) throw nb::python_error();
-  return {static_cast<int>(status.code), status.peer, even};
 }
 
 }  // namespace
@@ -181,8 +138,8 @@ NB_MODULE(_engine, m) {
   m.attr("LOST") = static_cast<int>(Code::lost);
   m.attr("LEFT") = static_cast<int>(Code::left);
   m.attr("ABORTED") = static_cast<int>(Code::aborted);
+  m.attr("NO_MEMORY") = static_cast<int>(Code::no_memory);
   m.attr("UNEVEN") = static_cast<int>(Code::uneven);
-  m.attr("INTERRUPTED") = static_cast<int>(Code::interrupted);
 
   nb::class_<unisono::Segment>(m, "Segment")
     .def_static("create", &create, nb::arg("ranks"), nb::arg("slot_bytes"), nb::arg("nonce"),
@@ -190,8 +147,7 @@ NB_MODULE(_engine, m) {
     .def_static("attach", &attach, nb::arg("pid"), nb::arg("fd"), nb::arg("nonce"),
                 "Map what another process made; return (errno or 0, segment).")
     .def("fd", &unisono::Segment::fd)
-    .def("close_fd", &unisono::Segment::close_fd)
-    .def_prop_ro("nbytes", &unisono::Segment::bytes);
+    .def("close_fd", &unisono::Segment::close_fd);
 
   nb::class_<unisono::OwnedProgram>(m, "Program")
     .def(nb::init<std::uintptr_t, std::size_t, std::uintptr_t, std::size_t, int64_t>(),
@@ -199,11 +155,6 @@ NB_MODULE(_engine, m) {
          nb::arg("scratch_count"));
 
   nb::class_<unisono::Runner>(m, "Runner")
-    .def("run", &run, nb::arg("program"), nb::arg("input").none(), nb::arg("output").none(),
-         nb::arg("itemsize"), nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"),
-         nb::arg("even"), nb::arg("timeout_s"), nb::arg("calls").none(), nb::arg("call").none(),
-         "Agree on the fingerprint unless it is 0, run; return (code, peer).")
-    .def("agree", &agree, "Agree only; return (code, peer, even).")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
          "Call `late` once when a call nears its deadline.")
     .def("abort", &unisono::Runner::abort, "End whatever waits.");

@@ -23,6 +23,7 @@
 #include "bindings.hpp"
 #include "calls.hpp"
 #include "messages.hpp"
+#include "waits.hpp"
 
 namespace nb = nanobind;
 using unisono::Code;
@@ -80,7 +81,7 @@ unisono::Ranks shared_ranks(std::vector<int> ranks) {
 
 std::shared_ptr<Messages> make_messages(int rank, int ranks) {
   auto messages = std::make_shared<Messages>(rank, ranks);
-  messages->set_poll(&signal_raised);
+  messages->set_poll(&unisono::signal_raised);
   return messages;
 }
 
@@ -153,7 +154,7 @@ void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> s
     try {
       stuck(ranks, sends);
     } catch (nb::python_error& error) {
-      error.discard_as_unraisable("a wait for a message");
+      unisono::callback_raised(error, "a wait for a message");
     }
   });
 }
@@ -164,7 +165,7 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
     try {
       wire(rank, channel, ended);
     } catch (nb::python_error& error) {
-      error.discard_as_unraisable("a wire to another rank");
+      unisono::callback_raised(error, "a wire to another rank");
     }
   });
 }
@@ -258,7 +259,7 @@ class Port {
 
   bool understand(nb::handle array, nb::handle rank, nb::handle tag, int flags, Plain* plain) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
-    if (unisono::process.suspended != 0 || messages_->is_forked()) return false;
+    if (unisono::suspended != 0 || messages_->is_forked()) return false;
     if (!PyLong_CheckExact(tag.ptr())) return false;
     if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
     const int64_t number = PyLong_AsLongLong(tag.ptr());
@@ -300,7 +301,6 @@ void bind_p2p(nb::module_& m) {
     .def("fd", &Messages::fd)
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
          "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
-    .def("reaches", &Messages::reaches, nb::arg("peer"))
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
     .def("set_wire", &set_wire, nb::arg("wire"), "Gets (rank, channel, whether that wire has ended).")

@@ -2,16 +2,17 @@
 #include "queue.hpp"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
 
-#include <memory>
+#include <new>
 #include <tuple>
 #include <utility>
 
 #include "bindings.hpp"
 #include "clock.hpp"
 #include "flight.hpp"
+#include "waits.hpp"
 
 namespace nb = nanobind;
 
@@ -19,21 +20,26 @@ namespace unisono {
 
 namespace {
 
-// This thread is one that serves a queue: signals are the business of those who wait.
-thread_local bool is_server = false;
-
-nb::object from_python(nb::object runner, nb::object program, nb::handle source, nb::handle target,
-                       int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even,
-                       double timeout_s, Calls& calls, nb::object call) {
+void make_flight(Flight* self, nb::handle_t<Runner> runner, nb::handle_t<OwnedProgram> program,
+                 nb::handle source, nb::handle target, int64_t itemsize, int dtype, int op,
+                 uint64_t fingerprint, uint64_t even, double timeout_s, Calls* calls,
+                 nb::object call) {
   const Known known{nb::cast<Runner*>(runner), nb::cast<const OwnedProgram*>(program), itemsize,
                     dtype, op, fingerprint, even};
-  auto flight = std::make_unique<Flight>(runner, program, known, nanoseconds(timeout_s));
-  flight->memory = std::make_unique<Memory>(source);
-  flight->result = std::make_unique<Memory>(target);
-  const Span &input = flight->memory->span(), &output = flight->result->span();
-  flight->work_on(input, output, flight->result->is_readonly());
-  calls.note(std::move(runner), std::move(program), known, input, output, std::move(call));
-  return nb::cast(std::move(flight));
+  new (self) Flight({known, nb::borrow(runner), nb::borrow(program), std::move(call)}, source, target,
+                    nanoseconds(timeout_s), calls);
+}
+
+// (status code, peer)
+std::pair<int, int> run(Flight& flight) {
+  const Status status = flight.run();
+  if (status.code == Code::interrupted) throw nb::python_error();
+  return {static_cast<int>(status.code), status.peer};
+}
+
+uint64_t push(Turn& turn, Flight& flight) {
+  flight.note();
+  return turn.push(&flight.job);
 }
 
 // (reason, number of the job, status code, peer)
@@ -41,9 +47,8 @@ std::tuple<int, uint64_t, int, int> serve(Turn& turn) {
   Turn::Served served;
   {
     nb::gil_scoped_release unlocked;
-    is_server = true;
+    const Serving serving;
     served = turn.serve();
-    is_server = false;
   }
   return {static_cast<int>(served.reason), served.seq, static_cast<int>(served.status.code),
           served.status.peer};
@@ -73,26 +78,17 @@ bool wait_until_still(Turn& turn, double timeout_s) {
 
 }  // namespace unisono
 
-bool signal_raised() {
-  if (unisono::is_server) return false;
-  nb::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
 void bind_queue(nb::module_& m) {
   using unisono::Flight;
   using unisono::Turn;
   nb::class_<Flight>(m, "Flight")
     .def(nb::init<>(), "A call that Python runs when its turn has come.")
-    .def_static("of", &unisono::from_python, nb::arg("runner"), nb::arg("program"),
-                nb::arg("input").none(), nb::arg("output").none(), nb::arg("itemsize"),
-                nb::arg("dtype"), nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"),
-                nb::arg("timeout_s"), nb::arg("calls"), nb::arg("call"),
-                nb::sig("def of(runner: object, program: object, input: object | None, "
-                        "output: object | None, itemsize: int, dtype: int, op: int, "
-                        "fingerprint: int, even: int, timeout_s: float, calls: Calls, "
-                        "call: object) -> Flight"),
-                "Return a call that can be repeated from now on.")
+    .def("__init__", &unisono::make_flight, nb::arg("runner"), nb::arg("program"),
+         nb::arg("input").none(), nb::arg("output").none(), nb::arg("itemsize"), nb::arg("dtype"),
+         nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"), nb::arg("timeout_s"),
+         nb::arg("calls").none(), nb::arg("call").none(),
+         "A call to run or queue; `calls`, if any, notes it to be repeated.")
+    .def("run", &unisono::run, "Run it here, once; return (code, peer).")
     .def_prop_ro("seq", [](const Flight& flight) { return flight.job.seq; },
                  "Its number; 0 before it is queued.")
     .def_prop_ro("is_handed", [](const Flight& flight) { return flight.job.handed; },
@@ -109,8 +105,7 @@ void bind_queue(nb::module_& m) {
     .def("give", &Turn::give, "Give the turn back.")
     .def("is_free", &Turn::is_free)
     .def("runs", &Turn::runs, "Whether a call runs.")
-    .def("push", [](Turn& turn, Flight& flight) { return turn.push(&flight.job); },
-         nb::arg("flight"), "Queue a call, to be kept until it is over; return its number.")
+    .def("push", &unisono::push, nb::arg("flight"), "Queue a call, to be kept until it is over; return its number.")
     .def("serve", &unisono::serve, "Run what is queued; return (reason, number, code, peer).")
     .def("finish", &Turn::finish, nb::arg("seq"), "End the call that serve() returned with.")
     .def("is_over", &Turn::is_over, nb::arg("seq"))

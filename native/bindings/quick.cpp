@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstring>
+#include <exception>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -24,30 +26,43 @@ struct Function {
   Signature signature;
 };
 
-PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  const auto& f = *reinterpret_cast<Function*>(self);
+nb::object checked(PyObject* result) {
+  if (result == nullptr) throw nb::python_error();
+  return nb::steal(result);
+}
+
+nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Arguments known;
   if (!understand(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
-    return PyObject_Vectorcall(f.function, args, nargsf, keywords);
+    return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
   Remembered* const what = known.calls->find(known.key);
   if (what != nullptr && known.is_async) {
     // An array of its own, in case Python has the call: its lists are moved away.
     nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
-    if (arguments.is_valid()) return PyObject_CallObject(global.work_type, arguments.ptr());
-    if (PyErr_Occurred() != nullptr) return nullptr;
-  } else if (what != nullptr) {
-    bool failed = false;
-    if (known.calls->run(*what, known.arrays, &failed)) {
-      if (failed) return nullptr;
-      Py_RETURN_NONE;
-    }
+    if (arguments.is_valid()) return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+  } else if (what != nullptr && known.calls->run(*what, known.arrays)) {
+    return nb::none();
   }
   known.calls->forget_note();
-  PyObject* result = PyObject_Vectorcall(f.function, args, nargsf, keywords);
-  const bool has_run = known.is_async ? result != nullptr && result != Py_None : result == Py_None;
-  if (has_run) known.calls->remember(known.key, known.op, known.arrays, known.is_async);
+  nb::object result = checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  if (result.is_none() != known.is_async) {
+    known.calls->remember(known.key, known.op, known.arrays, known.is_async);
+  }
   return result;
+}
+
+// Called by the interpreter, through whose frames no exception of C++ may pass.
+PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) try {
+  return call_known(*reinterpret_cast<Function*>(self), args, nargsf, keywords).release().ptr();
+} catch (nb::python_error& error) {
+  error.restore();
+  return nullptr;
+} catch (const std::bad_alloc&) {
+  return PyErr_NoMemory();
+} catch (const std::exception& error) {
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
 }
 
 int visit_function(PyObject* self, visitproc visit, void* arg) {
@@ -199,7 +214,6 @@ void bind_quick(nb::module_& m) {
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"),
         nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
-  m.def("suspend_quick", [] { ++unisono::process.suspended; }, "Leave every call to Python.");
-  m.def("resume_quick", [] { --unisono::process.suspended; }, "Undo one suspend_quick().");
-  m.def("forked", [] { ++unisono::process.forks; }, "Forget the groups of this process, a child.");
+  m.def("suspend_quick", [] { ++unisono::suspended; }, "Leave every call to Python.");
+  m.def("resume_quick", [] { --unisono::suspended; }, "Undo one suspend_quick().");
 }

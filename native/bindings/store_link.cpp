@@ -8,6 +8,7 @@
 
 #include "bindings.hpp"
 #include "link.hpp"
+#include "waits.hpp"
 
 namespace nb = nanobind;
 
@@ -124,7 +125,7 @@ nb::object taken(const nb::tuple& request, const char* at) {
 
 std::unique_ptr<Link> make_link(int fd) {
   auto link = std::make_unique<Link>(fd);
-  link->set_poll(&signal_raised);
+  link->set_poll(&unisono::signal_raised);
   return link;
 }
 
@@ -132,9 +133,7 @@ void run(Link& link, double timeout_s) {
   Link::End end;
   {
     nb::gil_scoped_release unlocked;
-    // Longer than a century is for ever, and does not fit.
-    end = link.exchange(timeout_s < 3e9 ? static_cast<int64_t>(timeout_s * 1e9)
-                                        : int64_t{3'000'000'000'000'000'000});
+    end = link.exchange(unisono::nanoseconds(timeout_s));
   }
   switch (end) {
     case Link::End::ok: return;

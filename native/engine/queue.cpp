@@ -17,6 +17,10 @@ constexpr int64_t kIdleNs = 10'000'000;
 
 }  // namespace
 
+Status Job::run() const {
+  return runner->run(program, buffers, reduce, words, std::max<int64_t>(deadline_ns - now_ns(), 0));
+}
+
 bool Turn::runs() const {
   const std::lock_guard<std::mutex> lock(lock_);
   return running_ || busy_.load(std::memory_order_acquire);
@@ -66,9 +70,7 @@ Turn::Served Turn::serve() {
       continue;
     }
     if (job->runner == nullptr) return {kForeign, job->seq, {}};
-    const int64_t left_ns = std::max<int64_t>(job->deadline_ns - now_ns(), 0);
-    const Status status =
-      job->runner->run(job->program, job->buffers, job->reduce, job->words, left_ns);
+    const Status status = job->run();
     has_run = true;
     const std::lock_guard<std::mutex> lock(lock_);
     const Served served{status.is_ok() ? kEnded : kFailed, job->seq, status};

@@ -23,6 +23,8 @@ struct Job {
   uint64_t seq = 0;      // given by push()
   bool watched = false;  // its end has to be told, because not only waiters want to know
   bool handed = false;   // whoever serves is to tell of its end
+
+  Status run() const;
 };
 
 // Whose turn it is: calls run one after another, in the order of their numbers.

@@ -1,6 +1,7 @@
 """The native engine."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
 def dtype_codes() -> dict[str, int]:
     """Return every element type's code, by Python's name of it."""
@@ -33,9 +34,9 @@ LEFT: int = 7
 
 ABORTED: int = 4
 
-UNEVEN: int = 8
+NO_MEMORY: int = 9
 
-INTERRUPTED: int = 6
+UNEVEN: int = 8
 
 class Segment:
     @staticmethod
@@ -48,8 +49,6 @@ class Segment:
 
     def fd(self) -> int: ...
     def close_fd(self) -> None: ...
-    @property
-    def nbytes(self) -> int: ...
 
 class Program:
     def __init__(
@@ -57,25 +56,6 @@ class Program:
     ) -> None: ...
 
 class Runner:
-    def run(
-        self,
-        program: object,
-        input: object | None,
-        output: object | None,
-        itemsize: int,
-        dtype: int,
-        op: int,
-        fingerprint: int,
-        even: int,
-        timeout_s: float,
-        calls: Calls | None,
-        call: object | None,
-    ) -> tuple[int, int]:
-        """Agree on the fingerprint unless it is 0, run; return (code, peer)."""
-
-    def agree(self, arg0: int, arg1: int, arg2: float, /) -> tuple[int, int, int]:
-        """Agree only; return (code, peer, even)."""
-
     def set_late(self, late: Callable[[], None], before_ns: int) -> None:
         """Call `late` once when a call nears its deadline."""
 
@@ -120,13 +100,15 @@ class StoreLink:
         """End a wait that timed out; return whether it was over by then."""
 
 class Flight:
+    @overload
     def __init__(self) -> None:
         """A call that Python runs when its turn has come."""
 
-    @staticmethod
-    def of(
-        runner: object,
-        program: object,
+    @overload
+    def __init__(
+        self,
+        runner: Runner,
+        program: Program,
         input: object | None,
         output: object | None,
         itemsize: int,
@@ -135,10 +117,13 @@ class Flight:
         fingerprint: int,
         even: int,
         timeout_s: float,
-        calls: Calls,
-        call: object,
-    ) -> Flight:
-        """Return a call that can be repeated from now on."""
+        calls: Calls | None,
+        call: object | None,
+    ) -> None:
+        """A call to run or queue; `calls`, if any, notes it to be repeated."""
+
+    def run(self) -> tuple[int, int]:
+        """Run it here, once; return (code, peer)."""
 
     @property
     def seq(self) -> int:
@@ -223,9 +208,6 @@ def suspend_quick() -> None:
 def resume_quick() -> None:
     """Undo one suspend_quick()."""
 
-def forked() -> None:
-    """Forget the groups of this process, a child."""
-
 CLOSED: int = 12
 
 CANCELLED: int = 13
@@ -243,7 +225,6 @@ class Messages:
     def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], spin: int) -> None:
         """Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere."""
 
-    def reaches(self, peer: int) -> bool: ...
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool], None]) -> None: ...
     def set_wire(self, wire: Callable[[int, int, bool], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import threading
 
 import numpy as np
@@ -310,3 +311,33 @@ def in_stream(rank):
     dist.all_reduce(x)
     seen.append(x.tolist())
     return seen
+
+
+def interrupted_by_others(rank):
+    """A signal handler makes many calls in the middle of one that C++ repeats, which then fails."""
+    store, x = dist.group.WORLD.store, np.ones(1000)
+    for _ in range(3):
+        dist.all_reduce(x)
+    works, sums = [], [np.full(n, rank + 1.0) for n in range(1, 500)]
+
+    def call_others(*_):
+        if rank == 0 and dist.group.WORLD.calls.caller == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # too early
+            return
+        works.extend(dist.all_reduce(each, async_op=True) for each in sums)
+        store.set("others", "called")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, call_others)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        store.wait(["others"])
+    try:
+        dist.all_reduce(x if rank == 0 else x.astype(int))
+        told = ""
+    except CollectiveMismatchError as error:
+        told = str(error)
+    if rank != 0:
+        call_others()
+    ended = all(work.wait() for work in works)
+    return ended and all((each == 3).all() for each in sums), told

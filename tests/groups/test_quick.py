@@ -10,6 +10,7 @@ import quick_bodies as bodies
 import unisono as dist
 from unisono.base import config
 from unisono.engines import is_native_built
+from unisono.testing import run
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
@@ -116,3 +117,10 @@ def test_a_stream_keeps_its_order(world):
     for rank, seen in enumerate(world(bodies.in_stream, 2)):
         assert seen[0] == [6.0] * 2
         assert rank in (0, 1)
+
+
+def test_calls_of_a_signal_handler_do_not_take_the_place_of_the_one_that_runs():
+    for right, told in run(bodies.interrupted_by_others, 2, ranks="processes"):
+        assert right
+        assert "rank 0 called all_reduce(float64[1000]" in told
+        assert "rank 1 called all_reduce(int64[1000]" in told

@@ -254,18 +254,8 @@ class NativeEngine(QueueEngine):
         if not (ready and plain and are_even(task.input) and are_even(task.output)):
             return None
         program, even = _before_exchange(task)
-        return _engine.Flight.of(
-            *self._runner(program),
-            task.input,
-            task.output,
-            task.dtype.itemsize,
-            _CODES[task.dtype.name],
-            task.op.op.value,
-            task.call.fingerprint,
-            even,
-            task.deadline.remaining(),
-            self.calls,
-            _Repeated(task.call, program, task.dtype, task.op, task.exchange),
+        return self._flight(
+            task, program, task.dtype, task.input, task.output, task.call.fingerprint, even
         )
 
     def _exchange(self, task: Task) -> None:
@@ -344,15 +334,37 @@ class NativeEngine(QueueEngine):
         """
         given = source if are_even(source) else joined(source)
         result = target if are_even(target) else joined(target)
+        code, peer = self._flight(task, program, dtype, given, result, fingerprint, even).run()
+        if code and code != _engine.UNEVEN:
+            self._raise(task, code, peer)
+        if result is not target:
+            spread(cast(Array, result), target)
+        return not code
+
+    def _flight(
+        self,
+        task: Task,
+        program: Program,
+        dtype: DType,
+        source: Memory,
+        target: Memory,
+        fingerprint: int,
+        even: int,
+    ) -> Any:
+        """Return what C++ needs to run a program, here or queued; arguments as in `_execute`."""
+        if self._group is not None and isinstance(program, _NativeProgram):
+            runner, native = self._group, program.native
+        else:
+            runner, native = self._steps, _in_messages(program)
         calls = repeated = None
         if fingerprint and task.begin is None and task.finish is None:
             calls = self.calls
             repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
-        runner, native = self._runner(program)
-        code, peer = runner.run(
+        return _engine.Flight(
+            runner,
             native,
-            given,
-            result,
+            source,
+            target,
             dtype.itemsize,
             _CODES[dtype.name],
             task.op.op.value,
@@ -362,17 +374,6 @@ class NativeEngine(QueueEngine):
             calls,
             repeated,
         )
-        if code and code != _engine.UNEVEN:
-            self._raise(task, code, peer)
-        if result is not target:
-            spread(cast(Array, result), target)
-        return not code
-
-    def _runner(self, program: Program) -> tuple[Any, Any]:
-        """Return what runs a program, and the program's copy in C++."""
-        if self._group is not None and isinstance(program, _NativeProgram):
-            return self._group, program.native
-        return self._steps, _in_messages(program)
 
     def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
@@ -400,6 +401,8 @@ class NativeEngine(QueueEngine):
         if code == _engine.ABORTED:
             blamed = comm.ranks[peer]
             raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
+        if code == _engine.NO_MEMORY:
+            raise MemoryError(f"{task.call.text} needs more than there is")
         raise InternalError(f"the native engine ended with status {code}, peer {peer}")
 
     def _is_told(self, peer: int, code: int) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
@@ -93,7 +92,3 @@ def set_default(group: Any) -> None:
     """Use `group`, or none, in calls without one, where the context variable is None."""
     if native is not None:
         native.set_default(group)
-
-
-if native is not None and hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=native.forked)

@@ -142,14 +142,15 @@ class NativeMessages:
             near: Whether a rank's memory may be opened.
             crowded: More ranks than cores take part on this host.
         """
-        addresses = []
+        addresses, theirs = [], []
         for word, is_near in zip(words, near, strict=True):
-            pid, fd, nonce, theirs = word.split(":") if word else ("0", "0", "", "0")
-            if not is_near:
-                pid = "0"
-            channels = min(self._channels, int(theirs)) if self._transport.makes_wires else 0
-            addresses.append((int(pid), int(fd), bytes.fromhex(nonce), channels))
-        self._tell_of_channels([int(word.rpartition(":")[2] or self._channels) for word in words])
+            pid, fd, nonce, most = word.split(":") if word else (0, 0, "", self._channels)
+            theirs.append(int(most))
+            channels = (
+                min(self._channels, theirs[-1]) if word and self._transport.makes_wires else 0
+            )
+            addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
+        self._tell_of_channels(theirs)
         self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
         self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
 

@@ -1,0 +1,85 @@
+"""Waits in C++, and what Python raises meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from unisono.base.native import extension
+from unisono.engines import is_native_built
+
+pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+
+CONTEXT, TAG, INFO = 7, 1, 5
+
+
+@pytest.fixture
+def pair():
+    """The messages of two ranks, both in this process."""
+    nonces = [os.urandom(16) for _ in range(2)]
+    both = [extension.Messages(rank, 2) for rank in range(2)]
+    for messages, nonce in zip(both, nonces, strict=True):
+        assert messages.create(nonce) == 0
+    known = [(os.getpid(), m.fd(), n, 0) for m, n in zip(both, nonces, strict=True)]
+    for messages in both:
+        messages.introduce(known, 1)
+    yield both
+    for messages in both:
+        messages.close(0.0)
+
+
+class Ended(BaseException):
+    """As KeyboardInterrupt, which would end the tests if it got loose."""
+
+
+def test_a_signal_does_not_spoil_the_end(pair):
+    def end(*_):
+        raise Ended
+
+    data = bytes(4_000_000)
+
+    def close():
+        # More than the ring takes, so that closing waits for rank 1.
+        pair[0].start_send(1, CONTEXT, TAG, INFO, data)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        assert pair[0].close(0.2) == []
+        while True:  # where the interpreter looks for signals
+            pass
+
+    before = signal.signal(signal.SIGALRM, end)
+    try:
+        with pytest.raises(Ended):
+            close()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_what_ends_programs_ends_a_wait_although_a_callback_raised_it(pair):
+    def stuck(ranks, sends):
+        assert (ranks, sends) == ([0], False)
+        raise Ended
+
+    pair[1].set_stuck(stuck)
+    number = pair[1].start_recv(0, CONTEXT, TAG, INFO, bytearray(8), [])[0]
+    with pytest.raises(Ended):
+        pair[1].wait(number, 60.0)
+    assert pair[1].cancel(number)[1] == extension.CANCELLED
+
+
+def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatch):
+    told, data = [], b"12345678"
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_value))
+
+    def stuck(ranks, sends):
+        pair[0].start_send(1, CONTEXT, TAG, INFO, data)
+        raise ValueError("spoilt")
+
+    pair[1].set_stuck(stuck)
+    box = bytearray(8)
+    number = pair[1].start_recv(0, CONTEXT, TAG, INFO, box, [])[0]
+    assert pair[1].wait(number, 60.0)[1] == extension.OK
+    assert box == data
+    assert [str(each) for each in told] == ["spoilt"]
