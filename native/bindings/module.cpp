@@ -1,5 +1,5 @@
-// unisono._engine: the only file that knows Python. Pointers arrive as integers, because taking
-// them apart in Python is cheaper than letting the binding parse arrays.
+// unisono._engine; only this folder knows Python. Pointers arrive as integers, because taking them
+// apart in Python is cheaper than letting the binding parse arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>

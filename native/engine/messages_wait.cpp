@@ -239,7 +239,7 @@ void Messages::server_sleep(uint64_t seen, Lock& lock) {
 void Messages::hand_over() {
   if (!server_sleeps_ || waiters_ != 0 || !is_unattended()) return;
   if (server_idles_ && !wired_.empty()) return wake_server();
-  if (server_polls_) bells().polls.store(1, std::memory_order_relaxed);
+  if (server_polls_) bells().polls.store(1, std::memory_order_release);  // acquire: ring_pipe
   bells().server_wants.store(server_polls_ ? kNothing : kEverything, std::memory_order_relaxed);
   // Either a sender sees that, or what it wrote is seen here.
   full_fence();
