@@ -20,16 +20,15 @@ thread_local bool is_short = false;
 
 }  // namespace
 
-// Not inlined: the compiler would take them for a pair that does not match.
-__attribute__((noinline)) void* operator new(std::size_t nbytes) {
+// Of arrays; a plain `new` does not get here with the sanitizers.
+void* operator new[](std::size_t nbytes) {
   void* memory = is_short && nbytes > 500'000 ? nullptr : std::malloc(nbytes);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
-__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept {
-  std::free(memory);
-}
+void* operator new[](std::size_t nbytes, const std::nothrow_t&) noexcept { return std::malloc(nbytes); }
+void operator delete[](void* memory) noexcept { std::free(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
 
