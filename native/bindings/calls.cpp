@@ -77,22 +77,13 @@ Job job_of(const Known& known, const Span& input, const Span& output, std::vecto
     if (span.parts.empty()) return {};
     return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
   };
-  Job job;
-  job.runner = known.runner;
-  job.program = known.program->view();
-  job.buffers = {input.data,
-                 input.nbytes / itemsize,
-                 output.data,
-                 output.nbytes / itemsize,
-                 output.is_readonly,
-                 scratch.data(),
-                 known.program->scratch_count,
-                 itemsize,
-                 parts(input),
-                 parts(output)};
-  job.reduce = reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op));
-  job.words = {known.fingerprint, known.even};
-  return job;
+  return {known.runner,
+          known.program->view(),
+          {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize,
+           output.is_readonly, scratch.data(), known.program->scratch_count, itemsize, parts(input),
+           parts(output)},
+          reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op)),
+          {known.fingerprint, known.even}};
 }
 
 nb::object Argument::owner() const {

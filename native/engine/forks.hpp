@@ -2,13 +2,18 @@
 // must not write there, nor wait for a lock that a thread of its parent holds.
 #pragma once
 
+#include <atomic>
+
 namespace unisono {
+
+// Between this process and the first one that loaded this.
+extern std::atomic<int> fork_count;
 
 // Remembers in which process it was made.
 class Origin {
  public:
   Origin();
-  bool is_forked() const;
+  bool is_forked() const { return fork_count.load(std::memory_order_relaxed) != forks_; }
 
  private:
   int forks_;
