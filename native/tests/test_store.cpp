@@ -9,14 +9,11 @@
 #include <new>
 #include <random>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <pthread.h>
-#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -292,30 +289,6 @@ void test_clients() {
   assert(std::strstr(logged, "it is no client of a store") != nullptr);
 }
 
-// It takes nothing with it: neither the sockets nor the caller's signals.
-void test_no_thread() {
-  int log[2];
-  const int piped = pipe(log), listener = socket(AF_INET, SOCK_STREAM, 0);
-  assert(piped == 0 && listener >= 0);
-  pthread_attr_t usual, huge;
-  pthread_getattr_default_np(&usual);
-  pthread_getattr_default_np(&huge);
-  pthread_attr_setstacksize(&huge, std::size_t{1} << 46);
-  pthread_setattr_default_np(&huge);
-  bool has_failed = false;
-  try {
-    Server::start({listener}, log[1], {"", false});
-  } catch (const std::system_error&) {
-    has_failed = true;
-  }
-  pthread_setattr_default_np(&usual);
-  sigset_t blocked;
-  pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-  assert(has_failed && sigismember(&blocked, SIGINT) == 0);
-  assert(fcntl(listener, F_GETFD) == -1 && fcntl(log[1], F_GETFD) == -1);
-  close(log[0]);
-}
-
 // The client's end: several requests at once, long replies, a wait that ends in time or not.
 void test_link() {
   Running running;
@@ -418,7 +391,6 @@ int main() {
   test_waiters();
   test_proofs();
   test_clients();
-  test_no_thread();
   test_link();
   test_tokens();
   std::puts("store: ok");
