@@ -16,6 +16,7 @@ from killed_bodies import wait_for_count
 
 import unisono as dist
 from unisono.elastic import spawn
+from unisono.transports.tcp import TCPTransport
 
 
 def destroy_early(rank):
@@ -190,6 +191,20 @@ def interrupt_recv(rank):
     dist.recv(fresh, 0)
     dist.barrier()
     return caught, box.tolist(), fresh.tolist()
+
+
+def interrupt_callback(rank):
+    """Press Ctrl-C on rank 1 in what C++ calls while it waits."""
+    dist.barrier()
+    caught = None
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        notice = TCPTransport.notice_end
+        TCPTransport.notice_end = lambda *_: signal.raise_signal(signal.SIGINT)
+        caught = attempt(dist.recv, np.zeros(3), 0, timeout=10)
+        TCPTransport.notice_end = notice
+    dist.barrier()
+    return caught
 
 
 def _press_when_blocked(pressed):

@@ -8,6 +8,7 @@ import leaving_bodies
 import pytest
 from fault_calls import BUSY_S, LEFT
 
+from unisono.engines import is_native_built
 from unisono.testing import run
 
 # What the others get. A collective cannot end without this rank; a receive, or a wait in the
@@ -41,3 +42,9 @@ def test_interrupted_recv_leaves_its_memory_alone():
     assert caught.kind == "KeyboardInterrupt"
     assert box == [0.0] * 3
     assert fresh == [5.0] * 3
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+def test_interrupt_in_a_callback_is_not_lost():
+    caught = run(leaving_bodies.interrupt_callback, 2, ranks="processes")[1]
+    assert caught.kind == "KeyboardInterrupt", caught

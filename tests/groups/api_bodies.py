@@ -245,6 +245,7 @@ def timeouts(rank):
             groups[2].barrier(async_op=True).wait()
     dist.barrier()
     for group in groups:
-        with pytest.raises(TimeoutError, match=r"the group is broken: timed out after 0\.5 s"):
+        # Rank 1 may come into this call before it hears that the group is broken.
+        with pytest.raises(TimeoutError, match=r"timed out after 0\.5 s"):
             dist.barrier(group)
     return repr(groups[0])

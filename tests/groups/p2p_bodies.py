@@ -1,6 +1,8 @@
 """Point-to-point calls."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -202,13 +204,29 @@ def bad_arguments(rank):
 
 def destroyed_under_a_receive(rank):
     """A receive that waits when its group is destroyed ends at once, and says why."""
-    group, told = dist.new_group(), None
-    if rank == 0:
-        work = dist.irecv(np.zeros(1), 1, group, timeout=600)
-        dist.destroy_process_group(group)
-        with pytest.raises(UnisonoError) as caught:
-            work.wait(30)
-        told = type(caught.value).__name__, caught.value.what
+    told = []
+    for is_waited in (False, True):
+        group, waits = dist.new_group(), threading.Event()
+        if rank == 0:
+            work = dist.irecv(np.zeros(1), 1, group, timeout=600)
+
+            def ended(work=work, waits=waits):
+                waits.set()
+                with pytest.raises(UnisonoError) as caught:
+                    work.wait(30)
+                return type(caught.value).__name__, caught.value.what
+
+            pool = ThreadPoolExecutor(1)
+            if is_waited:
+                end = pool.submit(ended)
+                waits.wait(30)
+        # As long as this takes, the other thread should be in its wait.
+        for _ in range(5):
+            dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group(group)
+            told.append(end.result() if is_waited else ended())
+            pool.shutdown()
     dist.barrier()
     return told
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unisono.base.completion import Completion
+from unisono.base.worker import Worker
 from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.failures import (
     Expired,
@@ -87,7 +88,7 @@ class OrderedEngine(Engine):
         self._changed = threading.Condition()
         self._queue: deque[tuple[Task, Completion]] = deque()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._worker = Worker(f"unisono-progress-{comm.name}")
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock, which in the child of a fork another thread may hold for ever.
@@ -103,15 +104,14 @@ class OrderedEngine(Engine):
             seq = self._turn.take() if inline else 0
             now = seq > 0
             if not now:
-                self._start_thread()
+                self._worker.start(self._progress)
                 seq = self._put(task, completion)
             task.call = task.call._replace(seq=seq)
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
     def runs_here(self) -> bool:
-        here = threading.current_thread() is self._thread
-        return here or not self.comm.transport.may_wait()
+        return self._worker.is_here() or not self.comm.transport.may_wait()
 
     def abort(self, reason: str) -> None:
         me = self.comm.transport.rank
@@ -125,7 +125,7 @@ class OrderedEngine(Engine):
                 return
             self._closed = True
             dropped = self._take_back()
-            runs, thread = self._turn.runs(), self._thread
+            runs = self._turn.runs()
         for call, completion in dropped:
             told = f"group '{self.comm.name}' was destroyed before {call.text} ran"
             completion.finish(ClosedError(told))
@@ -133,8 +133,7 @@ class OrderedEngine(Engine):
             # Its peers are in this call too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
             self._wait_until_still(_CLOSE_S)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_CLOSE_S)
+        self._worker.join(_CLOSE_S)
         self.comm.close()
 
     def _require_open(self, call: Call) -> None:
@@ -143,12 +142,6 @@ class OrderedEngine(Engine):
             raise ClosedError(f"{call.op} on group '{self.comm.name}', which {closed}")
 
     # ---- order ----------------------------------------------------------------------------
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            name = f"unisono-progress-{self.comm.name}"
-            self._thread = threading.Thread(target=self._progress, name=name, daemon=True)
-            self._thread.start()
 
     def _put(self, task: Task, completion: Completion) -> int:
         """Queue a task and return its number; under the lock."""

@@ -170,7 +170,7 @@ class QueueEngine(OrderedEngine):
         completion: Completion = self.pending_type(outputs, None, self.runs_here)
         with self._changed:
             self._require_open(call)
-            self._start_thread()
+            self._worker.start(self._progress)
             task = partial(self.task_again, repeated, buffers)
             self._append(call, completion, flight, task)
         self._forget()

@@ -29,6 +29,7 @@ from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
+from unisono.base.worker import Worker
 from unisono.errors import ClosedError
 from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
 from unisono.transports.message import Key, Kind
@@ -72,10 +73,11 @@ def tag_of(kind: Kind, tag: int) -> int:
 class NativeTransfer(Transfer):
     """A send or receive in C++; whoever waits for it does the work."""
 
-    __slots__ = ("_messages", "_quiet", "number", "receives")
+    __slots__ = ("_cause", "_messages", "_quiet", "number", "receives")
 
     _messages: NativeMessages
     _quiet: bool
+    _cause: BaseException | None
     number: int
     receives: bool
 
@@ -105,7 +107,7 @@ class NativeMessages:
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
         self._early: dict[int, Told] = {}
-        self._server: threading.Thread | None = None
+        self._server = Worker(f"unisono-messages-{transport.rank}")
         self._closed = False
         self.reaches_all = False
         self.native = _engine.Messages(transport.rank, transport.world_size)
@@ -215,11 +217,10 @@ class NativeMessages:
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
+        # Whoever waits for it right now takes its end, and says why.
+        transfer._cause = error
         told = self.native.cancel(transfer.number)
-        if told[1] == _engine.CANCELLED and error is not None:
-            self._forget(transfer.number)
-            transfer.finish(error)
-        elif told[1] != _engine.UNKNOWN:
+        if told[1] != _engine.UNKNOWN:
             self._end(told)
         elif not self.is_server():
             # Another thread has just ended it, and will say so.
@@ -291,12 +292,10 @@ class NativeMessages:
 
     def ensure_server(self) -> None:
         """Make sure that somebody moves what nobody waits for."""
-        if self._server is None:
+        if self._server.thread is None:
             with self._lock:
-                if self._server is None and not self._closed:
-                    name = f"unisono-messages-{self._transport.rank}"
-                    self._server = threading.Thread(target=self._serve, name=name, daemon=True)
-                    self._server.start()
+                if not self._closed:
+                    self._server.start(self._serve)
 
     def attend(self) -> None:
         """Take in what arrives though nobody waits for it: its senders wait."""
@@ -305,7 +304,7 @@ class NativeMessages:
 
     def is_server(self) -> bool:
         """Whether the calling thread is the server."""
-        return threading.current_thread() is self._server
+        return self._server.is_here()
 
     def close(self) -> None:
         """End everything, after what was sent has gone out or a moment has passed."""
@@ -313,8 +312,7 @@ class NativeMessages:
             self._closed = True
         for fd in self.native.close(_LINGER_S):
             self._transport.read_to_end(socket.socket(fileno=fd))
-        if self._server is not None and not self.is_server():
-            self._server.join()
+        self._server.join()
 
     # ---- beginning and ending -------------------------------------------------------------
 
@@ -329,7 +327,7 @@ class NativeMessages:
         among: frozenset[int] = frozenset(),
     ) -> NativeTransfer:
         transfer = NativeTransfer(peer, key.context, key[1:], data, info, among)
-        transfer._messages = self
+        transfer._messages, transfer._cause = self, None
         transfer._quiet = transfer.receives = receives
         transfer.number = 0
         return transfer
@@ -366,6 +364,8 @@ class NativeMessages:
 
     def _finish(self, transfer: NativeTransfer, told: Told) -> None:
         error = self.error(told, transfer.context)
+        if isinstance(error, Cancelled):
+            error = transfer._cause or error
         if error is None and transfer.peer is None:
             transfer.peer = told[2]
         transfer.finish(error)
