@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_calls import COLLECTIVES, attempt, attempt_async, attempt_at_once, groups_for, store
+from fault_calls import (
+    COLLECTIVES,
+    attempt,
+    attempt_async,
+    attempt_at_once,
+    groups_for,
+    pids,
+    store,
+)
+from killed_bodies import wait_for_count
 
 import unisono as dist
 from unisono.base.deadline import Deadline
@@ -30,6 +42,37 @@ def leave_out(rank, missing, timeout_s, mode, members=None):
     # The late ones wait here, in user code as far as the groups can tell.
     store().barrier("end", dist.get_world_size(), 60.0)
     return timeout_s, results, later, shown
+
+
+def stop_before(rank, victim, timeout_s):
+    """Make every collective while a rank is stopped; wake it when the others have given up."""
+    everybody, world_size = pids(), dist.get_world_size()
+    timeout_s = max(timeout_s, 10 * calls_take_s())
+    groups = groups_for(COLLECTIVES, timeout=timeout_s)
+    dist.barrier()
+    results = {}
+    if rank == victim:
+        # Nobody may need it once it has stopped: all are past the barrier then.
+        wait_for_count("past the barrier", world_size - 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        store().add("past the barrier", 1)
+        wait_until_stopped(everybody[victim])
+        results = attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+        store().add("gave up", 1)
+        if rank == min(r for r in range(world_size) if r != victim):
+            wait_for_count("gave up", world_size - 1)
+            os.kill(everybody[victim], signal.SIGCONT)
+    store().barrier("end", world_size, 60.0)
+    return timeout_s, results
+
+
+def wait_until_stopped(pid):
+    """Wait until a process is in the state T (stopped)."""
+    end_s = time.monotonic() + 60.0
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
 
 
 def calls_take_s():

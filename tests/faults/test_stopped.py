@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import killed_bodies
+import late_bodies
 import pytest
-from fault_calls import BUSY_S
+from fault_calls import BUSY_S, COLLECTIVES
 
 from unisono.testing import run
 
@@ -35,3 +36,16 @@ def test_stopped_with_several_connections_to_each_rank(monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     monkeypatch.setenv("UNISONO_CHANNELS", "4")
     test_stopped_inside_a_large_all_reduce(12, 3, 1)
+
+
+@pytest.mark.parametrize("per_host", [0, 1])
+def test_stopped_before_every_operation(monkeypatch, per_host):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(per_host))
+    results = run(late_bodies.stop_before, 3, ranks="processes", args=(1, TIMEOUT_S))
+    for rank in (0, 2):
+        timeout_s, found = results[rank]
+        assert set(found) == set(COLLECTIVES)
+        for op, caught in found.items():
+            assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", (1,)), (op, caught)
+            assert "rank 1 did not answer" in caught.text.splitlines()[0]
+            assert timeout_s <= caught.took_s < timeout_s + BUSY_S
