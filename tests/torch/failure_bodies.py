@@ -121,6 +121,10 @@ def waits(rank, path):
             heard["late"] = said(lambda: dist.barrier(group=group), *timeout)
         dist.barrier()
         group = dist.new_group()
+        if rank != size - 1:
+            heard["monitored"] = said(
+                lambda: group.monitored_barrier(timedelta(seconds=0.5), True), *timeout
+            )
         dist.barrier(group=group)
         # Of the world: who is still in the other one would hear of the abort there.
         dist.barrier()

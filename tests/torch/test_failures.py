@@ -37,6 +37,8 @@ def test_waits_end_with_errors_that_say_who_is_late(tmp_path):
         assert "destroyed" in heard["closed"]
         if rank != 2:
             assert re.search("ranks? [^:]*2 (never entered it|.*did not answer)", heard["late"])
+            # On a busy machine rank 0 may be late to say who was.
+            assert re.search("ranks? [^:]*[02] never entered it", heard["monitored"])
         if rank != 0:
             assert "abort() was called on rank 0" in heard["abort"]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from unisono.errors import UnisonoError
 from unisono.groups.c10d import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
+from unisono.groups.monitored import monitored_barrier
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import call_options, call_settings, reduce_op
@@ -129,8 +130,8 @@ class Operations:
 
     @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have come; else the error names all that have not."""
-        self._group.barrier(timeout=timeout)
+        """Return when all ranks have come; else the error names those that have not."""
+        monitored_barrier(self._group, timeout, wait_all_ranks)
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call; return its work, or None if it was synchronous."""
