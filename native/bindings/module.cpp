@@ -99,8 +99,8 @@ std::pair<int, std::shared_ptr<unisono::Segment>> attach(int pid, int fd, const 
 }
 
 std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> segment, int rank,
-                                           const std::vector<int>& pids, int spin) {
-  auto group = std::make_unique<unisono::Group>(std::move(segment), rank, pids, spin);
+                                           const std::vector<int>& pids, bool crowded) {
+  auto group = std::make_unique<unisono::Group>(std::move(segment), rank, pids, crowded);
   group->set_poll(&unisono::signal_raised);
   return group;
 }
@@ -161,7 +161,7 @@ NB_MODULE(_engine, m) {
 
   nb::class_<unisono::Group, unisono::Runner>(m, "Group")
     .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
-         nb::arg("spin"))
+         nb::arg("crowded"))
     .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
 
   bind_interface(m);

@@ -91,7 +91,7 @@ int create(Messages& messages, const nb::bytes& nonce) {
 }
 
 void introduce(Messages& messages,
-               const std::vector<std::tuple<int, int, nb::bytes, int>>& all, int spin) {
+               const std::vector<std::tuple<int, int, nb::bytes, int>>& all, bool crowded) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [pid, fd, nonce, channels] = all[i];
@@ -101,7 +101,7 @@ void introduce(Messages& messages,
     std::memcpy(addresses[i].nonce, nonce.data(),
                 std::min(nonce.size(), sizeof(addresses[i].nonce)));
   }
-  messages.introduce(std::move(addresses), spin);
+  messages.introduce(std::move(addresses), crowded);
 }
 
 Told start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
@@ -299,7 +299,7 @@ void bind_p2p(nb::module_& m) {
     .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
     .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
     .def("fd", &Messages::fd)
-    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("spin"),
+    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"),
          "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))

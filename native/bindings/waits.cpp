@@ -2,11 +2,12 @@
 
 #include <utility>
 
+#include "clock.hpp"
+
 namespace unisono {
 
 namespace {
 
-thread_local bool is_serving = false;
 thread_local PyObject* kept_exception = nullptr;
 
 }  // namespace
@@ -17,7 +18,7 @@ int64_t nanoseconds(double seconds) {
 }
 
 bool signal_raised() {
-  if (is_serving) return false;
+  if (is_server) return false;
   nanobind::gil_scoped_acquire locked;
   if (PyObject* const kept = std::exchange(kept_exception, nullptr)) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(kept)), kept);
@@ -28,13 +29,13 @@ bool signal_raised() {
 }
 
 void callback_raised(nanobind::python_error& error, const char* where) {
-  if (is_serving || kept_exception != nullptr || error.matches(PyExc_Exception)) {
+  if (is_server || kept_exception != nullptr || error.matches(PyExc_Exception)) {
     return error.discard_as_unraisable(where);
   }
   kept_exception = nanobind::borrow(error.value()).release().ptr();
 }
 
-Serving::Serving() { is_serving = true; }
-Serving::~Serving() { is_serving = false; }
+Serving::Serving() { is_server = true; }
+Serving::~Serving() { is_server = false; }
 
 }  // namespace unisono

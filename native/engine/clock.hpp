@@ -6,11 +6,29 @@
 
 namespace unisono {
 
-// How often a wait yields the core, looking `spin` times before each, until it sleeps: some 300 us
-// in all. Less: sleeping and waking costs more than the wait. More: a blocked rank burns its core,
-// which is what users of MPI complain about. Yielding in between costs a rank with a core of its
-// own half a microsecond, and saves one whose peer waits for this very core a time slice.
-constexpr int kYields = 64;
+// What a wait does before it sleeps: rounds of looks, from some round on with an offer of the core to
+// others after each.
+struct Patience {
+  int looks;   // of a round
+  int stays;   // rounds before the first offer
+  int offers;
+};
+
+// More ranks than cores: the peer probably waits for this very core. Some 300 us: to sleep and be
+// woken costs more than most waits. More: a blocked rank burns its core, which is what users of MPI
+// complain about.
+constexpr Patience kCrowded{10, 0, 64};
+
+// As many cores as ranks. Where another process computes on this one, each offer costs a time slice of
+// milliseconds, and an all_reduce of 25 MiB has waits enough to take 40 ms that way instead of 5. So a
+// wait stays for some 50 to 130 us, in which a peer that runs will come, and then sleeps.
+constexpr Patience kOwnCore{100, 20, 2};
+
+// A thread that serves a queue. What it burns is missed by the computation beside it.
+constexpr Patience kServing{100, 5, 2};
+
+// This thread serves others: it runs the calls of a queue, say.
+inline thread_local bool is_server = false;
 
 // How long a sleeper waits before it looks whether its peer is alive and the call not aborted.
 // Longer: a killed rank is noticed later. Shorter: a blocked rank uses the CPU.

@@ -12,8 +12,9 @@
 
 namespace unisono {
 
-Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin)
-    : segment_(std::move(segment)), rank_(rank), ranks_(segment_->ranks()), spin_(spin < 1 ? 1 : spin) {
+Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids,
+             bool is_crowded)
+    : segment_(std::move(segment)), rank_(rank), ranks_(segment_->ranks()), is_crowded_(is_crowded) {
   for (int peer = 0; peer < ranks_; ++peer) {
     // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
     long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
@@ -72,6 +73,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   for (size_t i = 0; i < program.loop_count; ++i) {
     const Loop& loop = program.loops[i];
     for (int64_t k = 0; k < loop.repeats; ++k) {
+      if (!is_short) tell_core();
       Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
       if (!status.is_ok()) return status;
       words.fingerprint = 0;
@@ -240,11 +242,23 @@ void Group::raise(uint64_t stage) {
   if (line.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.flag);
 }
 
+// Whether a peer cannot be running now, because this rank does on the same core; a guess.
+bool Group::is_on_this_core(int peer) {
+  return segment_->line(peer).core.load(std::memory_order_relaxed) == tell_core();
+}
+
+uint32_t Group::tell_core() {
+  const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
+  segment_->line(rank_).core.store(core, std::memory_order_relaxed);
+  return core;
+}
+
 Status Group::wait_for(int peer, uint64_t value, int step) {
   const std::atomic<uint64_t>& flag = segment_->line(peer).flag;
-  // acquire: pairs with the store in raise()
-  for (int round = 0; round < kYields; ++round) {
-    for (int i = 0; i < spin_; ++i) {
+  const Patience& patience = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
+  for (int round = 1; round <= patience.stays + patience.offers; ++round) {
+    for (int i = 0; i < patience.looks; ++i) {
+      // acquire: pairs with the store in raise()
       if (flag.load(std::memory_order_acquire) >= value) return {};
       relax();
     }
@@ -252,7 +266,7 @@ Status Group::wait_for(int peer, uint64_t value, int step) {
       idler_->idle();
       idler_ = nullptr;
     }
-    sched_yield();
+    if (round > patience.stays || is_on_this_core(peer)) sched_yield();
   }
   return wait_slowly(peer, value, step);
 }

@@ -15,9 +15,9 @@ namespace unisono {
 
 class Group final : public Runner {
  public:
-  // `pids` has one process id per rank, in this host's numbering. `spin` is how often a wait looks
-  // at a flag before it offers the core to others.
-  Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, int spin);
+  // `pids` has one process id per rank, in this host's numbering. `is_crowded`: there are
+  // more ranks than cores.
+  Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, bool is_crowded);
   ~Group() override;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -54,6 +54,8 @@ class Group final : public Runner {
     // acquire: pairs with the store in raise()
     return segment_->line(peer).flag.load(std::memory_order_acquire) >= value;
   }
+  bool is_on_this_core(int peer);
+  uint32_t tell_core();
   Status wait_for(int peer, uint64_t value, int step);
   Status wait_slowly(int peer, uint64_t value, int step);
   Code end_of(int peer) const;
@@ -62,7 +64,7 @@ class Group final : public Runner {
   std::shared_ptr<Segment> segment_;
   int rank_;
   int ranks_;
-  int spin_;
+  bool is_crowded_;
   uint64_t epoch_ = 1;
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not worked out yet, because no wait was long

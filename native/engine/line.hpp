@@ -39,6 +39,8 @@ struct alignas(kLineBytes) Line {
   // Why the owner takes part in nothing any more, an End; set once, in the line of the flag, so
   // that looking at it costs nothing.
   std::atomic<uint32_t> end;
+  // One more than the number of the core on which the owner last ran for longer; 0: not known.
+  std::atomic<uint32_t> core;
 
   // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
   alignas(kLineBytes) std::atomic<uint32_t> sleepers;

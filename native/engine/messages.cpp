@@ -22,14 +22,14 @@ Messages::Messages(int rank, int ranks)
       addresses_(static_cast<size_t>(ranks)),
       peers_(static_cast<size_t>(ranks)) {}
 
-void Messages::introduce(std::vector<Address> addresses, int spin) {
+void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
   const Lock lock(lock_);
   addresses_ = std::move(addresses);
   addresses_.resize(static_cast<size_t>(ranks_));
   const auto near = std::count_if(addresses_.begin(), addresses_.end(),
                                   [](const Address& each) { return each.pid != 0; });
   ring_bytes_ = near <= kFewRanks ? kWideRingBytes : kRingBytes;
-  spin_ = std::max(spin, 1);
+  is_crowded_ = is_crowded;
 }
 
 bool Messages::reaches(int peer) {

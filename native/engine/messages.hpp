@@ -62,8 +62,8 @@ class Messages {
 
   int create(const unsigned char* nonce) { return inbox_.create(ranks_, nonce); }
   int fd() const { return inbox_.fd(); }
-  // Before anything is sent. `spin`: how often a wait looks before it offers the core to others.
-  void introduce(std::vector<Address> addresses, int spin);
+  // Before anything is sent. `is_crowded`: there are more ranks than cores.
+  void introduce(std::vector<Address> addresses, bool is_crowded);
 
   // Whether messages to this rank go through here.
   bool reaches(int peer);
@@ -242,7 +242,7 @@ class Messages {
 
   const int rank_;
   const int ranks_;
-  int spin_ = 1;
+  bool is_crowded_ = false;
   size_t ring_bytes_ = kRingBytes;
   const Origin origin_;
   Inbox inbox_;

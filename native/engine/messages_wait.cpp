@@ -24,8 +24,9 @@ constexpr int kLookAround = 16;
 // so many looks as long as the first, whether that has changed.
 constexpr uint32_t kHopeful = 32;
 
-// So many looks at a wire take as long as some hundred at a ring; then others may want the core.
-constexpr int kWireLooks = 8;
+// A few looks at a wire take as long as a hundred at a ring; then others may want the core.
+constexpr Patience kAtWires{8, 0, 64};
+constexpr Patience kAtRings{100, 0, 64};
 
 // For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
 // message would wake two threads. It then looks again, less and less often.
@@ -70,9 +71,9 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
 
 // Look until `op` is done, with the lock held then; false: that may take long.
 bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
-  const int looks = ends_ns == INT64_MAX ? spin_ : std::min(spin_, kWireLooks);
-  for (int round = 0; round < kYields; ++round) {
-    for (int i = 0; i < looks; ++i) {
+  const Patience& patience = ends_ns != INT64_MAX ? kAtWires : is_crowded_ ? kCrowded : kAtRings;
+  for (int round = 0; round < patience.offers; ++round) {
+    for (int i = 0; i < patience.looks; ++i) {
       if (lock.try_lock()) {
         // A message that goes on keeps its waiter awake: to sleep and be woken for every ring of a
         // large one takes three times as long.

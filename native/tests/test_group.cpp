@@ -19,13 +19,13 @@ constexpr int64_t kMinute = 60'000'000'000;
 
 const unsigned char kNonce[16] = {1, 2, 3};
 
-void on_ranks(int ranks, int spin, const std::function<void(Group&, int)>& body) {
+void on_ranks(int ranks, bool is_crowded, const std::function<void(Group&, int)>& body) {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(ranks, 4096, kNonce) == 0);
   std::vector<std::unique_ptr<Group>> groups;
   const std::vector<int> pids(static_cast<size_t>(ranks), getpid());
   for (int rank = 0; rank < ranks; ++rank) {
-    groups.push_back(std::make_unique<Group>(segment, rank, pids, spin));
+    groups.push_back(std::make_unique<Group>(segment, rank, pids, is_crowded));
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -53,8 +53,8 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
                    timeout_ns);
 }
 
-void test_all_reduce_in_pieces(int ranks, int spin) {
-  on_ranks(ranks, spin, [&](Group& group, int rank) {
+void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
+  on_ranks(ranks, is_crowded, [&](Group& group, int rank) {
     const int64_t piece = 100, pieces = 7;
     for (int round = 0; round < 200; ++round) {
       std::vector<int64_t> values(piece * pieces);
@@ -182,7 +182,7 @@ void test_the_child_of_a_fork_is_not_this_rank() {
   assert(segment->create(2, 4096, kNonce) == 0);
   const std::vector<int> pids(2, getpid());
   Group mine(segment, 0, pids, 10);
-  auto other = std::make_unique<Group>(segment, 1, pids, 10);
+  auto other = std::make_unique<Group>(segment, 1, pids, true);
   const pid_t child = fork();
   if (child == 0) {
     mine.abort();
@@ -234,7 +234,7 @@ void test_attach_proves_the_memory() {
 
 int main() {
   for (int ranks : {1, 2, 3, 5}) {
-    for (int spin : {0, 100}) test_all_reduce_in_pieces(ranks, spin);
+    for (bool is_crowded : {true, false}) test_all_reduce_in_pieces(ranks, is_crowded);
     test_agree_reports_uneven(ranks);
     for (int64_t piece : {4, 12, 30, 60}) test_lists(ranks, piece);
     if (ranks > 1) {

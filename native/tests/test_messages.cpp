@@ -259,7 +259,7 @@ void test_unreachable() {
   addresses[1].fd = 0;
   Messages stranger(0, 2);
   assert(stranger.create(addresses[0].nonce) == 0);
-  stranger.introduce(addresses, 10);
+  stranger.introduce(addresses, true);
   assert(!stranger.reaches(1) && stranger.reaches(0));
   assert(stranger.send(1, envelope(1, 0), nullptr, kMinute).code == Code::unreachable);
   // Its messages come another way.

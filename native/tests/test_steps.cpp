@@ -52,7 +52,7 @@ void on_ranks(int ranks, int per_host, const std::function<void(Steps&, Messages
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
-    all[static_cast<size_t>(rank)]->introduce(addresses, 10);
+    all[static_cast<size_t>(rank)]->introduce(addresses, true);
     threads.emplace_back([&, rank] {
       const auto& messages = all[static_cast<size_t>(rank)];
       Steps steps(messages, 7, numbers, hosts, nullptr);

@@ -45,7 +45,7 @@ struct World {
         if (is_wired(rank, other)) known[static_cast<size_t>(other)].pid = 0;
         if (connected && other < rank && is_wired(rank, other)) connect(rank, other);
       }
-      (*this)[rank].introduce(known, 10);
+      (*this)[rank].introduce(known, true);
     }
   }
   ~World() {

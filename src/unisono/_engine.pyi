@@ -63,7 +63,7 @@ class Runner:
         """End whatever waits."""
 
 class Group(Runner):
-    def __init__(self, segment: Segment, rank: int, pids: Sequence[int], spin: int) -> None: ...
+    def __init__(self, segment: Segment, rank: int, pids: Sequence[int], crowded: bool) -> None: ...
     def leave(self) -> None:
         """Tell the others that this rank is gone."""
 
@@ -222,7 +222,7 @@ class Messages:
         """Make the inbox; return an errno or 0."""
 
     def fd(self) -> int: ...
-    def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], spin: int) -> None:
+    def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool) -> None:
         """Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere."""
 
     def has_left(self, peer: int) -> bool: ...

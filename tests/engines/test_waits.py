@@ -25,7 +25,7 @@ def pair():
         assert messages.create(nonce) == 0
     known = [(os.getpid(), m.fd(), n, 0) for m, n in zip(both, nonces, strict=True)]
     for messages in both:
-        messages.introduce(known, 1)
+        messages.introduce(known, False)
     yield both
     for messages in both:
         messages.close(0.0)

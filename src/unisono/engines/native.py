@@ -61,11 +61,6 @@ SLOT_BYTES = 512 * 1024
 _INVITATION = struct.Struct("<iii16s")
 """errno of making the memory (0: made), process id, file descriptor, nonce."""
 
-# How often a wait looks at a flag before it offers the core to others: some microseconds, in which
-# a peer that runs will come. With more ranks than cores it may be waiting for this very core.
-_SPIN = 100
-_SPIN_CROWDED = 10
-
 # What only moves, such as float8, is bytes to the C++ engine.
 _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
 if _engine is not None:
@@ -210,7 +205,7 @@ class NativeEngine(QueueEngine):
         super().__init__(comm)
         if isa := config.get("UNISONO_CPU"):
             _choose_isa(isa)
-        self._spin = _SPIN_CROWDED if crowded else _SPIN
+        self._crowded = crowded
         self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
         self.shares_memory = len(set(self._hosts)) == 1
         self.ranks_per_host = _regular(self._hosts)
@@ -426,7 +421,7 @@ class NativeEngine(QueueEngine):
         if self.shares_memory:
             segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
             if verdict:
-                self._group = _engine.Group(segment, comm.rank, pids, self._spin)
+                self._group = _engine.Group(segment, comm.rank, pids, self._crowded)
             else:
                 self.over = "messages"
                 _log.warning("group '%s' cannot share memory; it uses messages", comm.name)

@@ -44,10 +44,6 @@ _log = get_logger("transports.native")
 Told = tuple[int, int, int, int, int]
 """(number, code, source, nbytes, info) of a send or receive."""
 
-# How often a wait looks before it offers the core to others, as in `engines.native`.
-_SPIN = 100
-_SPIN_CROWDED = 10
-
 # As for TCP: how long close() goes on sending what isend left.
 _LINGER_S = 2.0
 
@@ -154,7 +150,7 @@ class NativeMessages:
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._tell_of_channels(theirs)
         self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
-        self.native.introduce(addresses, _SPIN_CROWDED if crowded else _SPIN)
+        self.native.introduce(addresses, crowded)
 
     def _tell_of_channels(self, channels: Sequence[int]) -> None:
         others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
