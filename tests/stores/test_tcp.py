@@ -15,9 +15,12 @@ import sys
 import termios
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from tests.silent import unacceptable
+from unisono.base.deadline import Deadline
 from unisono.errors import (
     ClosedError,
     HandshakeError,
@@ -187,6 +190,50 @@ def test_refused_connection_names_the_address_within_the_timeout():
         with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.2 s.*refused"):
             TCPStore("127.0.0.1", port, timeout=0.2)
     assert time.monotonic() - start < 15
+
+
+@pytest.fixture
+def node1(monkeypatch):
+    """A host with two addresses, the first of them silent; returns a socket bound to the second."""
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        port = there.getsockname()[1]
+        real = socket.getaddrinfo
+
+        def look_up(name, *args, **options):
+            names = ["127.0.0.3", "127.0.0.1"] if name == "node1" else [name]
+            return [info for each in names for info in real(each, *args, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        silent, caller = unacceptable("127.0.0.3", port)
+        with silent, caller:
+            yield there
+
+
+def test_a_silent_address_does_not_hold_the_others_up(node1):
+    node1.listen()
+    deadline = Deadline(120.0)
+    with addresses.connect("node1", node1.getsockname()[1], deadline, retry=False) as sock:
+        assert sock.getpeername() == node1.getsockname()
+    assert deadline.remaining() > 60.0
+
+
+def test_an_address_where_nobody_listens_yet_is_called_again(node1, monkeypatch):
+    monkeypatch.setattr(addresses, "CONNECT_S", 0.1)
+    # In the pause before the next round.
+    monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: node1.listen()))
+    deadline = Deadline(120.0)
+    with addresses.connect("node1", node1.getsockname()[1], deadline, retry=True) as sock:
+        assert sock.getpeername() == node1.getsockname()
+    assert deadline.remaining() > 60.0
+
+
+def test_silent_addresses_are_told(node1):
+    port = node1.getsockname()[1]
+    with pytest.raises(StoreConnectionError) as caught:
+        addresses.connect("node1", port, Deadline(0.3), retry=False)
+    table = [line.strip().partition(" -> ")[2] for line in str(caught.value).splitlines()[2:4]]
+    assert table == [f"127.0.0.1:{port}: connection refused", f"127.0.0.3:{port}: timed out"]
 
 
 def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import socket
-import struct
 import threading
 import time
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import KEY, SOON, tcp_world, works
 
+from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport, tcp, tcp_call
 from unisono.transports.address import TCPAddress
@@ -90,25 +90,9 @@ def test_the_next_address_is_tried():
         works(a, b)
 
 
-def unacceptable(host, port):
-    """Return a server whose queue is full, so that calls to it get no answer, and who fills it."""
-    server = socket.socket()
-    server.bind((host, port))
-    server.listen(0)
-    caller = socket.create_connection((host, port), timeout=SOON)
-    patience = Deadline(SOON)
-    waiting = most = 0
-    while waiting <= most:
-        assert not patience.expired()
-        told = server.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32)
-        # tcpi_unacked and tcpi_sacked: of a listening socket, the queue's length and its limit
-        waiting, most = struct.unpack_from("II", told, 24)
-    return server, caller
-
-
 def test_addresses_are_called_while_another_does_not_answer(monkeypatch):
     """The first says nothing, the second answers and hangs up, the third is the peer's."""
-    monkeypatch.setattr(tcp_call, "_CONNECT_S", 1e6)
+    monkeypatch.setattr(tcp_call, "CONNECT_S", 1e6)
     with contextlib.ExitStack() as stack:
 
         def edit(addresses):

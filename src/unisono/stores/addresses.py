@@ -7,14 +7,32 @@ import errno
 import ipaddress
 import os
 import random
+import selectors
 import socket
 import time
+from collections import deque
 from typing import Any
 
 from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
-__all__ = ["connect", "format_address", "is_local", "is_loopback", "listen", "listen_on_fd"]
+__all__ = [
+    "CONNECT_S",
+    "STAGGER_S",
+    "connect",
+    "format_address",
+    "is_local",
+    "is_loopback",
+    "listen",
+    "listen_on_fd",
+]
+
+CONNECT_S = 3.0
+"""How long a silent address may take to connect if there are others. A host behind a firewall that
+drops packets would otherwise cost the kernel's two minutes."""
+
+STAGGER_S = 0.25
+"""How long an address is waited for before the next one is called as well; RFC 8305 section 5."""
 
 _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
@@ -176,6 +194,8 @@ def listen_on_fd(fd: int, port: int) -> list[socket.socket]:
 def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.socket:
     """Return a connection to the first address of `host` that answers.
 
+    The next address is called when one fails or is silent for a while.
+
     Args:
         host: Name or address.
         port: Port.
@@ -184,16 +204,16 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
 
     Raises:
         StoreConnectionError: The text has a table of the addresses tried, each with its error.
+
+    Source: RFC 8305, "Happy Eyeballs", for the overlap of attempts.
     """
     backoff_s = _FIRST_BACKOFF_S
     while True:
         failures: list[tuple[str, str]] = []
         try:
-            for family, address in _resolve(host, port):
-                try:
-                    return _connect_one(family, address, deadline)
-                except OSError as error:
-                    failures.append((format_address(str(address[0]), port), _reason(error)))
+            sock = _connect_first(_resolve(host, port), deadline, failures, again=retry)
+            if sock is not None:
+                return sock
         except socket.gaierror as error:
             failures.append((format_address(host, port), str(error.strerror)))
         if not retry or deadline.expired():
@@ -214,21 +234,73 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
     )
 
 
-def _connect_one(family: int, address: _Address, deadline: Deadline) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+def _connect_first(
+    found: list[tuple[int, _Address]],
+    deadline: Deadline,
+    failures: list[tuple[str, str]],
+    *,
+    again: bool,
+) -> socket.socket | None:
+    """Return the first connection to one of these addresses; else note why there is none.
+
+    If the caller will try again, silent addresses are waited for less long once another has failed:
+    whoever shall listen there may be late.
+    """
+    todo, soon = deque(found), Deadline(CONNECT_S)
+    # At least one honest attempt, also when the deadline has just passed.
+    late = Deadline(max(deadline.remaining(), 0.05))
+    with selectors.DefaultSelector() as calls:
+        try:
+            while todo or calls.get_map():
+                if todo and not _call(calls, *todo.popleft(), failures):
+                    continue
+                limit_s = min((soon if again and failures else late).remaining(), late.remaining())
+                ready = calls.select(min(limit_s, STAGGER_S if todo else 1e6))
+                for key, _ in ready:
+                    sock: socket.socket = key.data[0]
+                    calls.unregister(sock)
+                    if not (reason := _why_not(sock)):
+                        sock.settimeout(min(max(late.remaining(), 0.05), 1e6))
+                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        return sock
+                    sock.close()
+                    failures.append((key.data[1], reason))
+                if not ready and not todo:
+                    break
+            failures += [(key.data[1], "timed out") for key in calls.get_map().values()]
+        finally:
+            for key in list(calls.get_map().values()):
+                key.data[0].close()
+    return None
+
+
+def _call(
+    calls: selectors.BaseSelector, family: int, address: _Address, failures: list[tuple[str, str]]
+) -> bool:
+    """Begin to connect; whether it is under way."""
+    there = format_address(str(address[0]), int(address[1]))
+    sock = None
     try:
-        # At least one honest attempt, also when the deadline has just passed.
-        sock.settimeout(min(max(deadline.remaining(), 0.05), 1e6))
-        sock.connect(address)
-        if sock.getsockname() == sock.getpeername():
-            # Connecting to a free local port can hit itself, when the kernel picks it as source.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "connected to itself")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            sock.connect(address)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        failures.append((there, _reason(error)))
+        return False
+    calls.register(sock, selectors.EVENT_WRITE, (sock, there))
+    return True
+
+
+def _why_not(sock: socket.socket) -> str:
+    """Return why an attempt to connect failed; "" if it did not."""
+    if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        return os.strerror(code).lower()
+    # Connecting to a free local port can hit itself, when the kernel picks it as source.
+    return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
 
 
 def _reason(error: OSError) -> str:

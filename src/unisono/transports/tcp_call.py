@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from unisono.base.log import get_logger
 from unisono.errors import HandshakeError
+from unisono.stores.addresses import CONNECT_S, STAGGER_S
 from unisono.transports.address import TCPAddress
 from unisono.transports.io_loop import READ, WRITE, Loop
 from unisono.transports.wire import ACCEPT, HELLO, Hello
@@ -22,13 +23,6 @@ from unisono.transports.wire import ACCEPT, HELLO, Hello
 __all__ = ["Call", "Greeting", "reason_of"]
 
 _log = get_logger("transports.tcp")
-
-# How long one address may take to connect if others were left when it was called. A host behind a
-# firewall that drops packets would otherwise cost the kernel's two minutes.
-_CONNECT_S = 3.0
-
-# How long an address is waited for before the next one is called as well; RFC 8305 section 5.
-_STAGGER_S = 0.25
 
 # How long a caller may take to say who it is. Ranks do so at once; this is for strangers.
 _HELLO_S = 30.0
@@ -48,7 +42,7 @@ class _Attempt:
         self._ended = ended
 
     def start(self, *, limited: bool) -> None:
-        """Call; for so long as the kernel likes, or for _CONNECT_S at most."""
+        """Call; for so long as the kernel likes, or for CONNECT_S at most."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
@@ -61,7 +55,7 @@ class _Attempt:
             return
         self._loop.watch(sock, WRITE, self._connected)
         if limited:
-            self._loop.start_timer(self._too_slow, _CONNECT_S)
+            self._loop.start_timer(self._too_slow, CONNECT_S)
 
     def leave(self) -> socket.socket | None:
         """Stop watching the connection and return it."""
@@ -81,7 +75,7 @@ class _Attempt:
         self._ended(self, os.strerror(code) if code else "")
 
     def _too_slow(self) -> None:
-        self._ended(self, f"no connection after {_CONNECT_S:g} s")
+        self._ended(self, f"no connection after {CONNECT_S:g} s")
 
 
 class Call:
@@ -127,7 +121,7 @@ class Call:
             attempt = _Attempt(self._loop, self._hosts.popleft(), self._port, self._ended)
             self._attempts.append(attempt)
             if self._hosts:
-                self._loop.start_timer(self.start, _STAGGER_S)
+                self._loop.start_timer(self.start, STAGGER_S)
             attempt.start(limited=bool(self._hosts))
         elif not self._attempts:
             spare, self._spare = self._spare, None
