@@ -29,7 +29,8 @@ def test_stopped_inside_a_large_all_reduce(moment, world_size, victim):
         for each in (caught, after):
             assert (each.kind, each.peers) == ("CollectiveTimeoutError", (victim,)), (rank, each)
         if rank != victim:
-            assert f"rank {victim} did not answer" in caught.text
+            # On a busy machine it may have answered the first question before it was stopped.
+            assert re.search(rf"rank {victim} (.* )?did not answer", caught.text)
             assert caught.took_s < TIMEOUT_S + BUSY_S
         assert after.took_s < BUSY_S
 
