@@ -2,12 +2,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <ctime>
 
 #include <poll.h>
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/time.h>
+
+#include "clock.hpp"
 
 namespace unisono::store {
 
@@ -19,12 +20,6 @@ constexpr std::size_t kReadBytes = 4096;
 // After a look in vain the next one is half as long, so that whoever waits for others sleeps.
 constexpr int64_t kShortLookNs = 3'000;
 constexpr std::size_t kMostReadBytes = 4 << 20;
-
-int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return int64_t{now.tv_sec} * kSecond + now.tv_nsec;
-}
 
 }  // namespace
 

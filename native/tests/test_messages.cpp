@@ -252,6 +252,47 @@ void test_any_source_of_ranks_that_go() {
   assert(later.code == Code::lost && later.source == 1);
 }
 
+// What came of its message is dropped, and its sender may still take back the rest.
+void test_a_rank_that_goes_in_the_middle_of_a_message() {
+  World world(2);
+  const std::vector<char> out = pattern(2'000'000, 3);  // more than the way takes at once
+  std::vector<char> in(out.size()), small(8);
+  const Outcome begun = world[0].start_send(1, envelope(1, out.size()), out.data());
+  assert(begun.number != 0);
+  assert(world[1].recv(0, envelope(2, 8), small.data(), nullptr, kMoment).code == Code::timeout);
+  world[1].peer_down(0, Code::lost);
+  const Outcome outcome = world[1].recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute);
+  assert(outcome.code == Code::lost && outcome.source == 0);
+  assert(world[0].cancel(begun.number).code == Code::cancelled);
+  assert(world[0].cancel(begun.number).code == Code::unknown);
+}
+
+void test_cancelled_and_forgotten() {
+  World world(2);
+  const std::vector<char> out = pattern(8, 1);
+  std::vector<char> in(8), other(8);
+  const uint64_t cancelled = world[1].start_recv(0, envelope(1, 8), in.data(), nullptr).number;
+  assert(world[1].cancel(cancelled).code == Code::cancelled);
+  assert(world[1].wait(cancelled, kMinute).code == Code::unknown);
+  // A context that ends with a message that nobody took, and a receive that nobody served.
+  assert(world[0].send(1, envelope(2, 8, 9), out.data(), kMinute).code == Code::ok);
+  const uint64_t open = world[1].start_recv(0, envelope(3, 8, 9), in.data(), nullptr).number;
+  assert(world[0].send(1, envelope(4, 8), out.data(), kMinute).code == Code::ok);
+  assert(world[1].recv(0, envelope(4, 8), other.data(), nullptr, kMinute).code == Code::ok);
+  world[1].forget_context(9);
+  assert(world[1].wait(open, kMinute).code == Code::closed);
+  assert(world[1].recv(0, envelope(2, 8, 9), in.data(), nullptr, kMoment).code == Code::timeout);
+  assert(other == out && in == std::vector<char>(8));
+  // Without waiting it goes through a ring with room, and no other way.
+  assert(world[0].try_send(1, envelope(5, 8), out.data()) == (ways != kWires));
+  assert(!world[0].try_send(0, envelope(5, 8), out.data()) && !world[1].has_left(0));
+  if (ways != kWires) {
+    World::end(world[0], kMinute);
+    assert(world[1].has_left(0));
+    assert(world[1].recv(0, envelope(5, 8), in.data(), nullptr, kMinute).code == Code::ok && in == out);
+  }
+}
+
 void test_unreachable() {
   World world(2);
   std::vector<Address> addresses(2);
@@ -286,6 +327,8 @@ int main() {
     test_messages_of_programs();
     test_ends();
     test_any_source_of_ranks_that_go();
+    test_a_rank_that_goes_in_the_middle_of_a_message();
+    test_cancelled_and_forgotten();
   }
   ways = kRings;
   test_both_send_first(kStreamBytes + 13);

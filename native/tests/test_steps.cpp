@@ -98,6 +98,34 @@ void test_sums(int ranks) {
   });
 }
 
+// Lists of arrays whose steps reach over several of them.
+void test_lists(int ranks) {
+  on_ranks(ranks, 1, [&](Steps& steps, Messages&, int rank) {
+    const int64_t part = 20, count = 3 * part;
+    std::vector<int64_t> in(count), out(count, -1);
+    std::iota(in.begin(), in.end(), rank);
+    char *inputs[3], *outputs[3];
+    for (int64_t i = 0; i < 3; ++i) {
+      inputs[i] = reinterpret_cast<char*>(in.data() + i * part);
+      outputs[i] = reinterpret_cast<char*>(out.data() + (2 - i) * part);
+    }
+    std::vector<Step> program{{kPost, -1, kInput, 0, -1, -1, count, -1, -1},
+                              {kCopy, -1, kInput, 0, kOutput, 0, count, -1, -1}};
+    for (int i = 1; i < ranks; ++i) {
+      program.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1});
+    }
+    const Buffers buffers{nullptr, count, nullptr, count, false, nullptr, 0, 8,
+                          {inputs, part}, {outputs, part}};
+    const Status status = steps.run({program.data(), program.size(), nullptr, 0}, buffers,
+                                    reduce_fn(DType::i64, RedOp::sum), {1, 1}, kMinute);
+    assert(status.is_ok());
+    for (int64_t i = 0; i < count; ++i) {
+      const auto at = static_cast<size_t>((2 - i / part) * part + i % part);
+      assert(out[at] == ranks * i + ranks * (ranks - 1) / 2);
+    }
+  });
+}
+
 // What was sent before the ranks knew that they disagree must not be taken for later messages.
 void test_disagreement(int ranks) {
   on_ranks(ranks, 2, [&](Steps& steps, Messages&, int rank) {
@@ -175,6 +203,8 @@ void test_bad_programs_are_refused() {
 int main() {
   test_sums(2);
   test_sums(5);
+  test_lists(2);
+  test_lists(3);
   test_disagreement(2);
   test_disagreement(4);
   test_uneven();
