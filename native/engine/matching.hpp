@@ -36,6 +36,7 @@ struct Op {
   size_t moved = 0;        // of a send: bytes of the payload that are written, or left to a wire
   bool started = false;    // its message is in part in the ring, or taken out of it
   bool in_parts = false;   // of a send: it goes over several wires
+  bool more = false;       // of a send: another one to the same rank follows at once
   std::unique_ptr<char[]> rest;  // of a send that was given up: a copy, to write what is left
 
   // The outcome; `done` is set last.

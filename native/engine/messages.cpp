@@ -267,7 +267,7 @@ void Messages::withdraw(Op& op, Code code) {
     rest->peer = op.peer;
     *place = rest.get();
     leftovers_.push_back(std::move(rest));
-  } else {
+  } else if (place != to.sends.end()) {  // else it has not begun
     to.sends.erase(place);
     --queued_sends_;
   }

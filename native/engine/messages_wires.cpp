@@ -182,7 +182,7 @@ bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
                     {op.moved, end});
         op.moved = end;
       }
-      const bool is_idle = wire->write(op.data, moved);
+      const bool is_idle = wire->write(op.data, op.more, moved);
       are_idle &= is_idle;
       more |= is_idle && op.moved != nbytes;
     }

@@ -181,8 +181,12 @@ Status Steps::pass_among_hosts(Verdict* mine) {
   const auto me = std::find(leaders_.begin(), leaders_.end(), rank_);
   const auto at = static_cast<size_t>(me - leaders_.begin());
   for (size_t distance = 1; distance < count; distance *= 2) {
+    holds_ = distance == 1;
     say(leaders_[(at + distance) % count], *mine);
-    if (distance == 1) send_early();
+    if (holds_) {
+      send_early();
+      let_go();
+    }
     const Status status = hear(leaders_[(at + count - distance) % count], mine);
     if (!status.is_ok()) return status;
   }
@@ -321,6 +325,8 @@ void Steps::end() {
   sends_.clear();
   receives_.clear();
   said_.clear();
+  holds_ = false;
+  held_.clear();
   messages_->rest();
 }
 

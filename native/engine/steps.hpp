@@ -80,6 +80,8 @@ class Steps final : public Runner {
   // steps_move.cpp: messages
   void send(const Step& step);
   void send_to(int peer, int64_t tag, const char* data, size_t nbytes);
+  void begin_send(Op& op);
+  void let_go();
   Op* recv_from(int peer, int64_t tag, char* data, size_t nbytes);
   void post_ahead();
   bool post_next();
@@ -125,6 +127,8 @@ class Steps final : public Runner {
   size_t expected_bytes_ = 0;
   std::deque<Verdict> said_;
   std::vector<Sending> sends_;
+  bool holds_ = false;     // sends are to begin together
+  std::vector<Op*> held_;
   std::deque<Receiving> receives_;
 
   // Kept for the next run.

@@ -54,11 +54,27 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
     op->is_send = true;
     op->data = const_cast<char*>(data + sent);  // only read
     sends_.push_back({op, data + sent, data + sent + piece});
-    messages_->begin(*op);
-    // Who waits for another rank would not hear that this one is gone.
-    if (op->done.load(std::memory_order_acquire) && op->code != Code::ok) broken_ = status_of(*op);
+    holds_ ? held_.push_back(op) : begin_send(*op);
     sent += piece;
   }
+}
+
+void Steps::begin_send(Op& op) {
+  messages_->begin(op);
+  // Who waits for another rank would not hear that this one is gone.
+  if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) broken_ = status_of(op);
+}
+
+// Begin what was held. What goes to one rank goes in one packet: to hand that to the network costs as
+// much as all the rest of a small message.
+void Steps::let_go() {
+  holds_ = false;
+  for (auto at = held_.begin(); at != held_.end(); ++at) {
+    (*at)->more = std::any_of(at + 1, held_.end(),
+                              [&](const Op* next) { return next->peer == (*at)->peer; });
+    begin_send(**at);
+  }
+  held_.clear();
 }
 
 Op* Steps::recv_from(int peer, int64_t tag, char* data, size_t nbytes) {

@@ -61,7 +61,8 @@ void Wire::begin(const FrameHead& head, Part part) {
   out_ = part;
 }
 
-bool Wire::write(const char* payload, bool* moved) {
+bool Wire::write(const char* payload, bool more, bool* moved) {
+  const int flags = MSG_NOSIGNAL | MSG_DONTWAIT | (more ? MSG_MORE : 0);
   while (!has_ended() && !is_idle()) {
     const size_t head_left = sizeof(head_) - head_at_;
     iovec parts[2] = {
@@ -71,7 +72,7 @@ bool Wire::write(const char* payload, bool* moved) {
     msghdr message{};
     message.msg_iov = parts;
     message.msg_iovlen = 2;
-    const ssize_t sent = sendmsg(fd_, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const ssize_t sent = sendmsg(fd_, &message, flags);
     if (sent < 0) {
       // A broken wire may still hold something to read, which also tells of the end.
       break;

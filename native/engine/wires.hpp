@@ -42,8 +42,9 @@ class Wire {
   // --- out: a head, then a part of a payload ---
   void begin(const FrameHead& head, Part part);
   // Send what the socket takes, the head first; whether that was all. `payload`: of the message;
-  // `moved`: set if the socket took any.
-  bool write(const char* payload, bool* moved);
+  // `more`: the system may keep it for the next frame, which is there; `moved`: set if the socket
+  // took any.
+  bool write(const char* payload, bool more, bool* moved);
   bool is_idle() const { return head_at_ == sizeof(head_) && out_.left() == 0; }
 
   // --- in ---

@@ -185,6 +185,8 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
             return ("binomial",)  # with few ranks one round less counts for more
         case "reduce":
             return ("halving_doubling",)
+        case "all_gather" | "reduce_scatter" if p == 2 and nbytes <= 512 * KIB:
+            return ("linear",)  # what it sends lies in INPUT, and can go out with the agreement
         case "all_gather" if nbytes < 80 * KIB:  # MPICH: 81,920 bytes
             return ("recursive_doubling", "bruck", "ring")
         case "all_gather" if nbytes < 512 * KIB:  # MPICH: 524,288 bytes
