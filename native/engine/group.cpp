@@ -14,7 +14,11 @@ namespace unisono {
 
 Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids,
              bool is_crowded)
-    : segment_(std::move(segment)), rank_(rank), ranks_(segment_->ranks()), is_crowded_(is_crowded) {
+    : segment_(std::move(segment)),
+      reach_(*segment_, rank, pids),
+      rank_(rank),
+      ranks_(segment_->ranks()),
+      is_crowded_(is_crowded) {
   for (int peer = 0; peer < ranks_; ++peer) {
     // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
     long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
@@ -50,8 +54,10 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   idler_ = nullptr;
   Status status = begin_epoch();
   if (status.is_ok()) {
-    enter({fingerprint, *even}, 0);
-    status = compare(fingerprint, even);
+    Words words{fingerprint, *even};
+    enter(words, 0);
+    status = compare(&words);
+    *even = words.even;
   }
   ++epoch_;
   return status;
@@ -70,18 +76,40 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   scratch_ = buffers.scratch;
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
+  past_cache_ = false;
+  words.direct = words.fingerprint == 0 ? 0 : wish(program, buffers);
+  Status status = run_loops(program, words);
+  if (status.code == Code::divided) status = run_loops(program, {0, 1});
+  if (!direct_ || status.code == Code::mismatch || status.code == Code::uneven) return status;
+  if (status.is_ok()) status = part();
+  if (!status.is_ok()) {
+    // Others may still read here, and the caller is about to change what they read.
+    segment_->line(rank_).end.store(kAborted, std::memory_order_relaxed);
+    full_fence();
+  }
+  return status;
+}
+
+Status Group::run_loops(const Program& program, Words words) {
+  direct_ = words.direct != 0;
   for (size_t i = 0; i < program.loop_count; ++i) {
     const Loop& loop = program.loops[i];
-    for (int64_t k = 0; k < loop.repeats; ++k) {
-      if (!is_short) tell_core();
+    repeats_ = loop.repeats;
+    for (int64_t k = 0; k < (direct_ ? 1 : loop.repeats); ++k) {
+      // A short call has no deadline yet.
+      if (deadline_ns_ != 0) tell_core();
       Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
       if (!status.is_ok()) return status;
       words.fingerprint = 0;
-      input_.moved += loop.input_shift;
-      output_.moved += loop.output_shift;
+      move_on(loop, direct_ ? loop.repeats : 1);
     }
   }
   return {};
+}
+
+void Group::move_on(const Loop& loop, int64_t times) {
+  input_.moved += loop.input_shift * times;
+  output_.moved += loop.output_shift * times;
 }
 
 // Whether no step leaves its buffers or its slot, in any repetition.
@@ -134,9 +162,11 @@ void Group::enter(const Words& words, uint64_t stage) {
   raise(stage);
 }
 
-Status Group::compare(uint64_t fingerprint, uint64_t* even) {
+// On return `even` is 0 unless all ranks' are equal, and `direct` has kWilling if all ranks' have, and
+// kReferred if anybody's has.
+Status Group::compare(Words* common) {
   const uint64_t entered = epoch_ * kStages;
-  const uint64_t mine = *even;
+  const Words mine = *common;
   Status verdict{};
   for (int i = 1; i < ranks_; ++i) {
     const int peer = other(i);
@@ -146,27 +176,31 @@ Status Group::compare(uint64_t fingerprint, uint64_t* even) {
     // It came here and gave up: its other calls, and errors, are those of a broken group.
     if (line.end.load(std::memory_order_relaxed) == kAborted) return {Code::aborted, peer, -1};
     const Words& words = line.words[epoch_ & 1];
-    if (words.fingerprint != fingerprint && verdict.is_ok()) {
+    if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
     }
-    if (words.even != mine) *even = 0;
+    if (words.even != mine.even) common->even = 0;
+    common->direct = (common->direct & words.direct & kWilling) |
+                     ((common->direct | words.direct) & kReferred);
   }
   return verdict;
 }
 
-Status Group::run_piece(const Step* first, const Step* end, const Words& words) {
+Status Group::run_piece(const Step* first, const Step* end, Words words) {
   const bool posts_first = first != end && sends(first->op);
   Status status = begin_epoch();
   const Step* step = first;
   if (status.is_ok()) {
     // Posts touch no buffer of the user, so they need not wait for the agreement.
-    for (; step != end && sends(step->op); ++step) apply(*step, own_slot(*step));
+    for (; step != end && sends(step->op); ++step) post(*step);
     enter(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
   }
   if (status.is_ok() && words.fingerprint != 0) {
-    uint64_t even = words.even;
-    status = compare(words.fingerprint, &even);
-    if (status.is_ok() && even == 0) status = {Code::uneven, rank_, -1};
+    status = compare(&words);
+    if (status.is_ok() && words.even == 0) status = {Code::uneven, rank_, -1};
+    direct_ = (words.direct & kWilling) != 0;
+    // What some have posted are addresses, which others do not want.
+    if (status.is_ok() && words.direct == kReferred) status = {Code::divided, rank_, -1};
   }
   for (; status.is_ok() && step != end; ++step) {
     status = run_step(*step, static_cast<int>(step - first));
@@ -177,11 +211,17 @@ Status Group::run_piece(const Step* first, const Step* end, const Words& words) 
   return status;
 }
 
+void Group::post(const Step& step) {
+  direct_ ? refer(step, own_slot(step)) : apply(step, own_slot(step));
+}
+
 Status Group::run_step(const Step& step, int index) {
   char* slot = nullptr;
   if (sends(step.op)) {
-    slot = own_slot(step);
-  } else if (step.op != kCopy && step.op != kReduce) {
+    post(step);
+    return {};
+  }
+  if (step.op != kCopy && step.op != kReduce) {
     const int peer = static_cast<int>(step.peer);
     const uint64_t posted = epoch_ * kStages + static_cast<uint64_t>(step.stage);
     if (!has_come(peer, posted)) {
@@ -189,6 +229,7 @@ Status Group::run_step(const Step& step, int index) {
       if (!status.is_ok()) return status;
     }
     slot = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
+    if (direct_) return fetch(step, slot, index);
   }
   apply(step, slot);
   return {};
@@ -197,8 +238,9 @@ Status Group::run_step(const Step& step, int index) {
 // Copy or reduce a step's elements: into `slot`, from there, or between buffers if it is nullptr.
 void Group::apply(const Step& step, char* slot) {
   const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
-  for (int64_t done = 0, count = 0; done < step.count; done += count) {
-    count = step.count - done;
+  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
+  for (int64_t done = 0, count = 0; done < whole; done += count) {
+    count = whole - done;
     char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
     const char* from = at;
     char* into = at;
@@ -213,7 +255,8 @@ void Group::apply(const Step& step, char* slot) {
     } else if (reduces) {
       reduce_(into, left, from, static_cast<size_t>(count));
     } else if (into != from) {  // all_gather in place copies a block onto itself
-      copy_chunked(into, from, static_cast<size_t>(count * itemsize_));
+      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
+      copy(into, from, static_cast<size_t>(count * itemsize_));
     }
   }
 }

@@ -8,10 +8,20 @@
 #include <vector>
 
 #include "forks.hpp"
+#include "reach.hpp"
 #include "runner.hpp"
 #include "segment.hpp"
 
 namespace unisono {
+
+struct Range {
+  const char* at;
+  int64_t nbytes;
+
+  bool meets(const Range& other) const {
+    return at < other.at + other.nbytes && other.at < at + nbytes;
+  }
+};
 
 class Group final : public Runner {
  public:
@@ -30,6 +40,9 @@ class Group final : public Runner {
   // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
   void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
 
+  // For tests: read large posts where they lie, whatever pages these are in.
+  void ignore_pages() { ignores_pages_ = true; }
+
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
@@ -43,12 +56,24 @@ class Group final : public Runner {
   bool fits_slot(const Step& step, int64_t itemsize) const;
   Status begin_epoch();
   void enter(const Words& words, uint64_t stage);
-  Status compare(uint64_t fingerprint, uint64_t* even);
-  Status run_piece(const Step* first, const Step* end, const Words& words);
+  Status compare(Words* words);
+  Status run_loops(const Program& program, Words words);
+  Status run_piece(const Step* first, const Step* end, Words words);
+  void move_on(const Loop& loop, int64_t times);
+  void post(const Step& step);
   Status run_step(const Step& step, int index);
   char* own_slot(const Step& step) const;
   char* place(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
+
+  // group_direct.cpp: reading posts where they lie
+  uint64_t wish(const Program& program, const Buffers& buffers);
+  bool fits_direct(const Program& program) const;
+  bool is_worth_it(const Range& post, bool has_more_to_do);
+  void refer(const Step& step, char* slot) const;
+  Status fetch(const Step& step, const char* slot, int index);
+  Status part();
+
   void raise(uint64_t stage);
   bool has_come(int peer, uint64_t value) const {
     // acquire: pairs with the store in raise()
@@ -62,6 +87,9 @@ class Group final : public Runner {
 
   const Origin origin_;
   std::shared_ptr<Segment> segment_;
+  Reach reach_;
+  HugePages huge_pages_;
+  bool ignores_pages_ = false;
   int rank_;
   int ranks_;
   bool is_crowded_;
@@ -84,6 +112,9 @@ class Group final : public Runner {
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
+  bool direct_ = false;  // posts are addresses
+  int64_t repeats_ = 1;  // of the loop, which are one if posts are
+  bool past_cache_ = false;  // what is moved does not fit there
 };
 
 }  // namespace unisono

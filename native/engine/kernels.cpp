@@ -1,8 +1,14 @@
 // The run-time choice of an instruction set.
 #include "kernels.hpp"
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #if defined(UNISONO_X86_LEVELS)
 #include <cpuid.h>
@@ -136,5 +142,33 @@ void copy_chunked(void* to, const void* from, std::size_t nbytes) {
   }
   if (nbytes > 0) std::memcpy(out, in, nbytes);
 }
+
+#if defined(__SSE2__)
+void copy_past_cache(void* to, const void* from, std::size_t nbytes) {
+  constexpr std::size_t line = 64;
+  auto* into = static_cast<unsigned char*>(to);
+  auto* source = static_cast<const unsigned char*>(from);
+  const std::size_t gap = (line - reinterpret_cast<std::uintptr_t>(into) % line) % line;
+  std::size_t at = std::min(nbytes, gap);
+  copy_chunked(into, source, at);
+  for (; at + line <= nbytes; at += line) {
+    auto* out = reinterpret_cast<__m128i*>(into + at);
+    auto* in = reinterpret_cast<const __m128i*>(source + at);
+    const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
+    const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
+    _mm_stream_si128(out, a);
+    _mm_stream_si128(out + 1, b);
+    _mm_stream_si128(out + 2, c);
+    _mm_stream_si128(out + 3, d);
+  }
+  copy_chunked(into + at, source + at, nbytes - at);
+  // Such stores are not ordered before the store that says that the data are there.
+  _mm_sfence();
+}
+#else
+void copy_past_cache(void* to, const void* from, std::size_t nbytes) {
+  copy_chunked(to, from, nbytes);
+}
+#endif
 
 }  // namespace unisono

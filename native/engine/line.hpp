@@ -26,6 +26,13 @@ constexpr size_t kLineBytes = 128;
 struct Words {
   uint64_t fingerprint;
   uint64_t even;
+  uint64_t direct = 0;  // bits of Direct
+};
+
+// Whether a rank's posts may be read where they lie, instead of from its slot; see Group::run.
+enum Direct : uint64_t {
+  kWilling = 1,   // it can read the others' memory, and has no post that should go into the slot
+  kReferred = 2,  // its slot holds the addresses of what it posts
 };
 
 enum End : uint32_t { kTakesPart = 0, kLeft = 1, kAborted = 2 };
@@ -44,6 +51,10 @@ struct alignas(kLineBytes) Line {
 
   // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
   alignas(kLineBytes) std::atomic<uint32_t> sleepers;
+
+  // A number in the owner's memory and where it is there, for Reach. Written before the first epoch.
+  uint64_t nonce;
+  uint64_t nonce_at;
 };
 
 struct alignas(kLineBytes) Header {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "futex.hpp"
+#include "kernels.hpp"
 #include "messages.hpp"
 
 namespace unisono {

@@ -11,42 +11,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "kernels.hpp"
 
 namespace unisono {
 
 namespace {
 
 constexpr uint64_t kMagic = 0x786f626e6f73696e;  // "nisonbox"
-
-#if defined(__SSE2__)
-// memcpy without bringing the lines of `into` into the cache.
-void copy_past_cache(char* into, const char* from, size_t nbytes) {
-  constexpr size_t line = 64;
-  const size_t head = std::min(nbytes, (line - reinterpret_cast<uintptr_t>(into) % line) % line);
-  copy_bytes(into, from, head);
-  size_t at = head;
-  for (; at + line <= nbytes; at += line) {
-    auto* out = reinterpret_cast<__m128i*>(into + at);
-    auto* in = reinterpret_cast<const __m128i*>(from + at);
-    const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
-    const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
-    _mm_stream_si128(out, a);
-    _mm_stream_si128(out + 1, b);
-    _mm_stream_si128(out + 2, c);
-    _mm_stream_si128(out + 3, d);
-  }
-  copy_bytes(into + at, from + at, nbytes - at);
-  // Such stores are not ordered before the store that says that the message is there.
-  _mm_sfence();
-}
-#else
-void copy_past_cache(char* into, const char* from, size_t nbytes) {
-  copy_bytes(into, from, nbytes);
-}
-#endif
 
 size_t inbox_bytes(uint64_t ranks) { return kPageBytes + ranks * kRingStride; }
 
@@ -89,7 +60,7 @@ void Ring::read(void* into, size_t nbytes, bool past_cache) {
   const size_t at = at_ % bytes_;
   const size_t first = std::min(nbytes, bytes_ - at);
   auto copy = [past_cache](void* to, const char* from, size_t count) {
-    past_cache ? copy_past_cache(static_cast<char*>(to), from, count) : copy_bytes(to, from, count);
+    past_cache ? copy_past_cache(to, from, count) : copy_bytes(to, from, count);
   };
   copy(into, data_ + at, first);
   if (first < nbytes) copy(static_cast<char*>(into) + first, data_, nbytes - first);

@@ -55,11 +55,6 @@ constexpr uint64_t frame_bytes(uint64_t nbytes) {
   return (sizeof(FrameHead) + nbytes + kFrameAlign - 1) / kFrameAlign * kFrameAlign;
 }
 
-// From this size on a message is received past the cache: it does not fit there anyway, and an
-// ordinary store of a line would first read the line from memory. Measured with 16 to 64 MiB: a
-// sixth faster; with 8 MiB, which the cache of the test machine holds: slower.
-constexpr uint64_t kStreamBytes = 16 * 1024 * 1024;
-
 // memcpy, for which memory of no bytes may have no address.
 inline void copy_bytes(void* into, const void* from, size_t nbytes) {
   if (nbytes != 0) std::memcpy(into, from, nbytes);

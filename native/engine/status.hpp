@@ -17,6 +17,7 @@ enum class Code : int {
   closed = 12,      // this rank closed its end
   cancelled = 13,   // the caller gave it up
   unreachable = 14, // the peer's memory cannot be opened; nothing has happened
+  divided = 16,     // the ranks do not all want to read directly; nothing was written
   unknown = 15,     // there is no such operation (any more)
 };
 

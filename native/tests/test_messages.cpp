@@ -1,5 +1,6 @@
 // Threads as ranks that send one another messages over rings, over wires, or over both: order,
 // tags, sizes, and every way to end.
+#include "kernels.hpp"
 #include "world.hpp"
 
 namespace {

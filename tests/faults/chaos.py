@@ -19,6 +19,8 @@ from unisono.errors import CollectiveAbortedError, CollectiveTimeoutError, PeerL
 from unisono.testing import run
 
 ENDS = {"kill": PeerLostError, "stop": CollectiveTimeoutError, "abort": CollectiveAbortedError}
+SIZES = [1, 500, 200_000, 800_000]
+"""Of arrays, in numbers of 8 bytes. NumPy puts the last into huge pages, if there are any."""
 TIMEOUT_S = 3.0
 LATE_S = 15.0
 """What a busy machine may add to the time that a survivor takes to end."""
@@ -36,9 +38,8 @@ def random_work(rank, folder, seed, way, victim):
             threading.Timer(delay_s, _end, (folder, way, p - 1)).start()
         while True:
             calls += 1
-            _one_call(
-                rank, p, int(shared.integers(8)), int(shared.choice([1, 500, 200_000])), calls
-            )
+            kind, n = int(shared.integers(8)), int(shared.choice(SIZES))
+            _one_call(rank, p, kind, n, calls)
     except AssertionError:
         raise
     except Exception as error:

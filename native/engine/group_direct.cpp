@@ -1,0 +1,138 @@
+// Reading posts where they lie: one copy instead of two, of large data in huge pages.
+//
+// A post is then the address of what it posts, and a loop runs once, for all of its repetitions. The
+// ranks decide together, with the agreement: all must be able to read one another's memory, and what
+// each posts must be worth it. No rank goes before all others have read. One that has to,
+// because of a time-out say, marks its line; whoever may have read what it changed since finds
+// the mark afterwards, and does not take that for a result.
+#include <cstring>
+
+#include "futex.hpp"
+#include "group.hpp"
+
+namespace unisono {
+
+namespace {
+
+// From this size of a post on. Below, a call is over sooner than the kernel finds the other process.
+constexpr int64_t kDirectBytes = 128 * 1024;
+
+// Up to this size of what one rank posts and another reads both find it in their caches.
+constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
+
+}  // namespace
+
+// What this rank says about direct reading in the call it begins: bits of Direct.
+uint64_t Group::wish(const Program& program, const Buffers& buffers) {
+  const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
+  if (most < kDirectBytes || !fits_direct(program)) return 0;
+  past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
+  for (int i = 1; i < ranks_; ++i) {
+    if (!has_come(other(i), kStages)) return 0;
+  }
+  if (!reach_.has_all()) return 0;
+  std::vector<Range> posts, writes;
+  bool in_one_piece = true;
+  const auto range = [&](int64_t buf, int64_t off, int64_t count) {
+    int64_t together = count;
+    const char* at = place(buf, off, &together);
+    in_one_piece = in_one_piece && together == count;
+    return Range{at, count * itemsize_};
+  };
+  for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end; ++step) {
+      const int64_t count = step->count * loop->repeats;
+      if (sends(step->op)) {
+        posts.push_back(range(step->src_buf, step->src_off, count));
+      } else {
+        writes.push_back(range(step->dst_buf, step->dst_off, count));
+      }
+      // all_gather in place copies a block onto itself
+      if (step->op == kCopy && writes.back().at == range(step->src_buf, step->src_off, count).at) {
+        writes.pop_back();
+      }
+    }
+    move_on(*loop, loop->repeats);
+  }
+  input_.moved = output_.moved = 0;
+  for (const Range& post : posts) {
+    for (const Range& write : writes) {
+      if (post.meets(write)) return 0;
+    }
+    // Of the loops the first one has nearly everything.
+    if (post.nbytes >= kDirectBytes && !is_worth_it(post, !writes.empty())) return 0;
+  }
+  if (!in_one_piece) return 0;
+  return posts.empty() ? kWilling : kWilling | kReferred;
+}
+
+// A rank that has more to do than to post gains the time that it takes to fill the slot. Others
+// gain something only while the kernel's copy is faster than one out of a slot.
+bool Group::is_worth_it(const Range& post, bool has_more_to_do) {
+  if (ignores_pages_) return true;
+  const int huge = huge_pages_.count(post.at, static_cast<size_t>(post.nbytes));
+  if (has_more_to_do) return huge > 0;
+  return huge == 2 && post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
+}
+
+// Whether this is large data that is only moved, by steps that go on where they ended when a loop
+// repeats them.
+bool Group::fits_direct(const Program& program) const {
+  bool is_large = false;
+  for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
+    const auto goes_on = [&](int64_t buf, int64_t count) {
+      if (buf == kScratch) return false;
+      return loop->repeats == 1 || count == (buf == kInput ? loop->input_shift : loop->output_shift);
+    };
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end; ++step) {
+      const bool reads = step->op == kRecv || step->op == kRead;
+      const bool copies = step->op == kCopy;
+      if (!sends(step->op) && !reads && !copies) return false;
+      if (!reads && !goes_on(step->src_buf, step->count)) return false;
+      if (!sends(step->op) && !goes_on(step->dst_buf, step->count)) return false;
+      const auto slot_end = static_cast<size_t>(step->slot_off * itemsize_) + sizeof(uint64_t);
+      if (!copies && slot_end > segment_->slot_bytes()) return false;
+      is_large = is_large || step->count * loop->repeats * itemsize_ >= kDirectBytes;
+    }
+  }
+  return is_large;
+}
+
+// Post the address of a step's elements.
+void Group::refer(const Step& step, char* slot) const {
+  int64_t together = step.count;
+  const auto at = reinterpret_cast<uintptr_t>(place(step.src_buf, step.src_off, &together));
+  const auto address = static_cast<uint64_t>(at);
+  std::memcpy(slot, &address, sizeof(address));
+}
+
+// Read a step's elements from where their rank says that they are.
+Status Group::fetch(const Step& step, const char* slot, int index) {
+  uint64_t from = 0;
+  std::memcpy(&from, slot, sizeof(from));
+  int64_t count = step.count * repeats_;
+  char* into = place(step.dst_buf, step.dst_off, &count);
+  const int peer = static_cast<int>(step.peer);
+  if (reach_.read(peer, into, from, static_cast<size_t>(count * itemsize_))) return {};
+  // It is about to be known that this rank is gone.
+  return wait_for(peer, UINT64_MAX, index);
+}
+
+// Wait until all have read what they read here, and make sure that nobody has changed what was read.
+Status Group::part() {
+  raise(0);
+  for (int i = 1; i < ranks_; ++i) {
+    Status status = wait_for(other(i), epoch_ * kStages, -1);
+    if (!status.is_ok()) return status;
+  }
+  ++epoch_;
+  // What was read is older than the mark that is looked at now; pairs with the fence in run().
+  full_fence();
+  for (int i = 1; i < ranks_; ++i) {
+    const Line& line = segment_->line(other(i));
+    if (line.end.load(std::memory_order_relaxed) == kAborted) return {Code::aborted, other(i), -1};
+  }
+  return {};
+}
+
+}  // namespace unisono

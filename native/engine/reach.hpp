@@ -1,0 +1,67 @@
+// Reading the memory of the other processes of a host where it lies, without their doing anything.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "segment.hpp"
+
+namespace unisono {
+
+// Where memory of this process lies in huge pages, out of which the kernel copies at twice to four times
+// the speed at which it does out of pages of 4 KiB, each of which it has to find.
+class HugePages {
+ public:
+  HugePages() = default;
+  HugePages(const HugePages&) = delete;
+  HugePages& operator=(const HugePages&) = delete;
+  ~HugePages();
+
+  // How many of two looks at this range find a huge page; none do with a kernel that cannot tell. The
+  // answer may be some calls old.
+  int count(const void* data, size_t nbytes);
+
+ private:
+  bool is_huge_at(uint64_t address);
+
+  struct Known {
+    const void* data = nullptr;
+    size_t nbytes = 0;
+    int count = 0;
+    int uses = 0;
+  };
+  // A look is a system call; but pages become huge, or cease to be, behind our back.
+  static constexpr int kUses = 256;
+  Known known_[8];
+  size_t next_ = 0;
+  int page_map_ = -1;
+};
+
+class Reach {
+ public:
+  // Tells the other ranks by its line how they can tell that they read this process.
+  Reach(Segment& segment, int rank, std::vector<int> pids);
+  Reach(const Reach&) = delete;
+  Reach& operator=(const Reach&) = delete;
+
+  // Whether this rank can read the memory of all others, which have come to the first epoch. They
+  // may be in other containers, where a process id means somebody else, or the kernel may forbid it.
+  bool has_all();
+
+  // Copy what a rank has at that address; false: it cannot be read, mostly because it is gone. A system
+  // call also where ranks are threads of one process: of memory that its owner has given back it
+  // says so.
+  bool read(int peer, void* into, uint64_t from, size_t nbytes) const;
+
+ private:
+  bool is_proved(int peer) const;
+
+  Segment& segment_;
+  const int rank_;
+  const std::vector<int> pids_;
+  enum { kUnknown, kYes, kNo } has_all_ = kUnknown;
+  uint64_t nonce_ = 0;
+};
+
+}  // namespace unisono

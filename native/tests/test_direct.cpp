@@ -1,0 +1,177 @@
+// Posts that are read where they lie: results, ranks that do not want that, and who gives up.
+#include "group.hpp"
+
+#include <algorithm>
+#include <cassert>
+#include <cstdio>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+using namespace unisono;
+
+namespace {
+
+constexpr int64_t kMinute = 60'000'000'000;
+const unsigned char kNonce[16] = {1, 2, 3};
+
+// Elements of a block: as many pieces of a slot of 4 KiB, and a rest.
+constexpr int64_t kPiece = 500, kPieces = 40, kRest = 3;
+constexpr int64_t kBlock = kPiece * kPieces + kRest;
+
+void on_ranks(int ranks, const std::function<void(Group&, int)>& body) {
+  auto segment = std::make_shared<Segment>();
+  assert(segment->create(ranks, 4096 * static_cast<size_t>(ranks), kNonce) == 0);
+  std::vector<std::unique_ptr<Group>> groups;
+  const std::vector<int> pids(static_cast<size_t>(ranks), getpid());
+  for (int rank = 0; rank < ranks; ++rank) {
+    groups.push_back(std::make_unique<Group>(segment, rank, pids, 10));
+    groups.back()->ignore_pages();
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] { body(*groups[static_cast<size_t>(rank)], rank); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Nobody reads directly before all have been there once.
+Status meet(Group& group) {
+  uint64_t even = 1;
+  return group.agree(3, &even, kMinute);
+}
+
+Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>& loops,
+           const std::vector<int64_t>& input, int64_t* output, size_t count, int64_t timeout_ns) {
+  const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
+  const Buffers buffers{reinterpret_cast<const char*>(input.data()),
+                        static_cast<int64_t>(input.size()), reinterpret_cast<char*>(output),
+                        static_cast<int64_t>(count), false, nullptr, 0, 8};
+  return group.run(program, buffers, nullptr, {7, 1}, timeout_ns);
+}
+
+// One piece of an all_to_all, block j of the input being for rank j.
+void add_all_to_all(std::vector<Step>& steps, int ranks, int rank, int64_t count) {
+  for (int i = 1; i < ranks; ++i) {
+    const int to = (rank + i) % ranks;
+    steps.push_back({kPost, to, kInput, to * kBlock, -1, -1, count, to * 512, 1});
+  }
+  steps.push_back({kCopy, -1, kInput, rank * kBlock, kOutput, rank * kBlock, count, -1, -1});
+  for (int i = 1; i < ranks; ++i) {
+    const int from = (rank + i) % ranks;
+    steps.push_back({kRead, from, -1, -1, kOutput, from * kBlock, count, rank * 512, 1});
+  }
+}
+
+// `in_place`: of this rank input and output are one, so that its posts have to go into the slot.
+void test_all_to_all(int ranks, int in_place) {
+  on_ranks(ranks, [&](Group& group, int rank) {
+    std::vector<Step> steps;
+    add_all_to_all(steps, ranks, rank, kPiece);
+    assert(meet(group).is_ok());
+    const auto half = static_cast<int64_t>(steps.size());
+    add_all_to_all(steps, ranks, rank, kRest);
+    const std::vector<Loop> loops{{0, half, kPieces, kPiece, kPiece},
+                                  {half, 2 * half, 1, kRest, kRest}};
+    for (int round = 0; round < 4; ++round) {
+      std::vector<int64_t> input(static_cast<size_t>(ranks * kBlock)), apart(input.size(), -1);
+      std::iota(input.begin(), input.end(), 1'000'000 * rank + round);
+      std::vector<int64_t>& output = rank == in_place ? input : apart;
+      assert(run(group, steps, loops, input, output.data(), output.size(), kMinute).is_ok());
+      for (int64_t i = 0; i < ranks * kBlock; ++i) {
+        const int64_t at = rank * kBlock + i % kBlock;
+        assert(output[static_cast<size_t>(i)] == 1'000'000 * (i / kBlock) + round + at);
+      }
+    }
+  });
+}
+
+// The root of a broadcast gives up at any time and changes its vector at once: whoever has it by
+// then has the old one, and the others have an error.
+void test_who_gives_up_spoils_nothing(int ranks) {
+  std::mt19937 random(1);
+  int ended_well = 0;
+  for (int round = 0; round < 60; ++round) {
+    const int64_t timeout_ns = round % 3 == 0 ? kMinute : static_cast<int64_t>(random() % 200'000);
+    on_ranks(ranks, [&](Group& group, int rank) {
+      if (!meet(group).is_ok()) return;
+      const bool is_root = rank == 0;
+      const std::vector<Step> steps{is_root ? Step{kSend, -1, kOutput, 0, -1, -1, kPiece, 0, 1}
+                                            : Step{kRead, 0, -1, -1, kOutput, 0, kPiece, 0, 1}};
+      std::vector<int64_t> values(kPiece * kPieces, is_root ? round : -1);
+      const std::vector<Loop> loops{{0, 1, kPieces, 0, kPiece}};
+      const Status status = run(group, steps, loops, {}, values.data(), values.size(),
+                                is_root ? timeout_ns : kMinute);
+      if (is_root && !status.is_ok()) {
+        std::fill(values.begin(), values.end(), -2);
+        group.abort();
+      }
+      if (is_root || !status.is_ok()) return;
+      for (int64_t value : values) assert(value == round);
+      if (rank == 1) ++ended_well;
+    });
+  }
+  assert(ended_well >= 20);
+}
+
+void test_other_processes() {
+  Segment segment;
+  assert(segment.create(2, 4096, kNonce) == 0);
+  const int parent = getpid();
+  int64_t secret = 0;
+  int ready[2], done[2];
+  assert(pipe(ready) == 0 && pipe(done) == 0);
+  const int child = fork();
+  char byte = 0;
+  if (child == 0) {
+    Reach reach(segment, 1, {parent, getpid()});
+    secret = 42;
+    const bool written = write(ready[1], &byte, 1) == 1 && read(done[0], &byte, 1) == 1;
+    _exit(written && secret == 42 ? 0 : 1);
+  }
+  assert(read(ready[0], &byte, 1) == 1);
+  int64_t copy = 0;
+  const Reach reach(segment, 0, {parent, child});
+  if (reach.read(1, &copy, reinterpret_cast<uintptr_t>(&secret), sizeof(copy))) {
+    assert(copy == 42);
+    Reach right(segment, 0, {parent, child});
+    assert(right.has_all());
+    // Somebody else's process, as its number in another container may be.
+    segment.line(1).nonce += 1;
+    Reach wrong(segment, 0, {parent, child});
+    assert(!wrong.has_all());
+  }
+  assert(write(done[1], &byte, 1) == 1);
+  int status = 0;
+  assert(waitpid(child, &status, 0) == child && status == 0);
+  assert(!reach.read(1, &copy, reinterpret_cast<uintptr_t>(&secret), sizeof(copy)));
+  for (int fd : {ready[0], ready[1], done[0], done[1]}) close(fd);
+}
+
+void test_huge_pages() {
+  constexpr size_t nbytes = size_t{8} << 20;
+  void* small = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert(small != MAP_FAILED);
+  madvise(small, nbytes, MADV_NOHUGEPAGE);
+  std::fill_n(static_cast<char*>(small), nbytes, 'x');
+  HugePages pages;
+  assert(pages.count(small, nbytes) == 0 && pages.count(small, nbytes) == 0);
+  munmap(small, nbytes);
+}
+
+}  // namespace
+
+int main() {
+  for (int ranks : {2, 5}) {
+    for (int in_place : {-1, ranks - 1}) test_all_to_all(ranks, in_place);
+  }
+  test_who_gives_up_spoils_nothing(3);
+  test_other_processes();
+  test_huge_pages();
+  std::puts("ok");
+}

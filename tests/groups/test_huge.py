@@ -1,0 +1,12 @@
+"""Arrays in huge pages, which ranks of a host read where they lie."""
+
+import huge_bodies
+import pytest
+
+from unisono.testing import run
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_moves(world_size, ranks):
+    run(huge_bodies.moves, world_size, ranks=ranks, args=(600_000,))
