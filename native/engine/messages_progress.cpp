@@ -12,6 +12,12 @@ namespace {
 // How much one call takes from one ring: others on this rank may be waiting for the lock.
 constexpr size_t kPullBytes = 4 * kRingBytes;
 
+// How much of a message is copied before the other side may see it.
+size_t step_of(const Envelope& envelope) {
+  const bool is_long = envelope.nbytes >= kLongBytes && envelope.nbytes < kStreamBytes;
+  return is_long ? kLongStepBytes : kStepBytes;
+}
+
 // Tags of steps.cpp; the reference engine's, further below, post a receive when they wait for it.
 bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 
@@ -76,7 +82,7 @@ bool Messages::pull(int source) {
       }
     }
     const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
-    const size_t nbytes = std::min({from.ring.available(), left, kStepBytes});
+    const size_t nbytes = std::min({from.ring.available(), left, step_of(from.frame)});
     if (char* into = place(from, from.filled)) {
       from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
     } else {
@@ -192,7 +198,7 @@ bool Messages::push_some(Peer& to, Op& op) {
   }
   while (true) {
     const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;
-    const size_t nbytes = std::min({ring.room(), left, kStepBytes});
+    const size_t nbytes = std::min({ring.room(), left, step_of(envelope)});
     if (nbytes == 0 && left != 0) return false;
     ring.write(op.data + op.moved, nbytes);
     op.moved += nbytes;

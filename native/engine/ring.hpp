@@ -31,6 +31,11 @@ constexpr int kFewRanks = 4;
 // How much is copied before the other side may see it: the pipeline's step.
 constexpr size_t kStepBytes = 16 * 1024;
 
+// The same for messages of this size on: to tell the other side less often counts for more, the less
+// the cores share. 64 MiB, past the cache, were slower.
+constexpr uint64_t kLongBytes = 1024 * 1024;
+constexpr size_t kLongStepBytes = 64 * 1024;
+
 // A head never wraps around, and with a payload of 32 bytes it is one cache line.
 constexpr size_t kFrameAlign = 64;
 
