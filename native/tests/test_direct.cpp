@@ -96,7 +96,7 @@ void test_all_to_all(int ranks, int in_place) {
 void test_who_gives_up_spoils_nothing(int ranks) {
   std::mt19937 random(1);
   int ended_well = 0;
-  for (int round = 0; round < 60; ++round) {
+  for (int round = 0; round < 24; ++round) {
     const int64_t timeout_ns = round % 3 == 0 ? kMinute : static_cast<int64_t>(random() % 200'000);
     on_ranks(ranks, [&](Group& group, int rank) {
       if (!meet(group).is_ok()) return;
@@ -116,7 +116,7 @@ void test_who_gives_up_spoils_nothing(int ranks) {
       if (rank == 1) ++ended_well;
     });
   }
-  assert(ended_well >= 20);
+  assert(ended_well >= 8);
 }
 
 void test_other_processes() {
