@@ -30,7 +30,7 @@ void on_ranks(int ranks, const std::function<void(Group&, int)>& body) {
   std::vector<std::unique_ptr<Group>> groups;
   const std::vector<int> pids(static_cast<size_t>(ranks), getpid());
   for (int rank = 0; rank < ranks; ++rank) {
-    groups.push_back(std::make_unique<Group>(segment, rank, pids, 10));
+    groups.push_back(std::make_unique<Group>(segment, rank, pids, true));
     groups.back()->ignore_pages();
   }
   std::vector<std::thread> threads;
