@@ -128,7 +128,7 @@ def test_different_modules_are_a_mismatch(results):
 
 def test_sparse_gradients_are_refused(results):
     for told in results["sparse"]:
-        assert "'weight'" in told
+        assert told.startswith("the gradient of 'weight' is torch.sparse_coo; ")
         assert "sparse=False" in told
 
 
@@ -170,5 +170,3 @@ def test_arguments():
         DistributedDataParallel(torch.zeros(1))
     with pytest.raises(dist.errors.NotInitializedError):
         DistributedDataParallel(torch.nn.Linear(1, 1))
-    with pytest.raises(InvalidArgumentError, match="bucket_cap_mb=0"):
-        DistributedDataParallel(torch.nn.Linear(1, 1), bucket_cap_mb=0)
