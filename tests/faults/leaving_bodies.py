@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from killed_bodies import wait_for_count
 
 import unisono as dist
 from unisono.elastic import spawn
+from unisono.transports.native import NativeMessages
 from unisono.transports.tcp import TCPTransport
 
 
@@ -205,6 +208,30 @@ def interrupt_callback(rank):
         TCPTransport.notice_end = notice
     dist.barrier()
     return caught
+
+
+def interrupt_start(rank):
+    """Ctrl-C when C++ has begun a message and Python does not know of it yet."""
+    begin, kept = NativeMessages._begin, []
+
+    def press(self, transfer, told):
+        raise KeyboardInterrupt
+
+    dist.barrier()
+    for call in (dist.irecv, dist.isend):
+        for kind in (np.ndarray, np.matrix):
+            if rank == 1:
+                NativeMessages._begin = press
+                memory = np.ones(4_000_000)
+                kept.append(weakref.ref(memory))
+                try:
+                    call(memory.view(kind), 0)
+                except KeyboardInterrupt:
+                    NativeMessages._begin = begin
+                del memory
+    gc.collect()
+    dist.barrier()
+    return [ref() is not None for ref in kept]
 
 
 def _press_when_blocked(pressed):

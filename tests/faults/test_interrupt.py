@@ -48,3 +48,8 @@ def test_interrupted_recv_leaves_its_memory_alone():
 def test_interrupt_in_a_callback_is_not_lost():
     caught = run(leaving_bodies.interrupt_callback, 2, ranks="processes")[1]
     assert caught.kind == "KeyboardInterrupt", caught
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+def test_interrupt_at_the_start_of_a_message_frees_nothing():
+    assert run(leaving_bodies.interrupt_start, 2, ranks="processes")[1] == [True] * 4

@@ -211,13 +211,16 @@ class Port:
         self, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
     ) -> Pending | None:
         """Start receiving; None: not of the plain kind. Arguments as for `isend`."""
+        self._messages.hold(array)
         told = self._native.start_recv(array, peer, tag)
         if told is None:
+            self._messages.release(array)
             return None
         data = view(array, write=False)
         data.owner = owner
         message = _Message(self._comm, _Said("recv", data, peer, tag), Deadline(timeout_s))
         message.follow(self._messages.begun(peer, self._comm.context, told, self._among))
+        self._messages.release(array)
         return message
 
     def failure(

@@ -148,7 +148,7 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
             blocks = (rows[:, buf] == Buf.INPUT) | (rows[:, buf] == Buf.OUTPUT)
             rows[blocks, off] = rows[blocks, off] // size * count + rows[blocks, off] % size
     rows = _joined(_posts_first(rows), rank)
-    scratch = Buf.SCRATCH in rows[:, (2, 4)]
+    scratch = int(Buf.SCRATCH) in rows[:, (2, 4)]
     return rows, program.scratch_count if scratch else 0
 
 

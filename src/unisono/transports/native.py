@@ -103,6 +103,8 @@ class NativeMessages:
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
         self._early: dict[int, Told] = {}
+        # By id: memory of calls between Python and C++, where Ctrl-C would free it under C++.
+        self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{transport.rank}")
         self._closed = False
         self.reaches_all = False
@@ -170,10 +172,13 @@ class NativeMessages:
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
         """Start sending; None if `peer` cannot be reached this way."""
         transfer = self._transfer(peer, key, data, info, receives=False)
+        self.hold(transfer)
         told = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
         if told[1] == _engine.UNREACHABLE:
+            self.release(transfer)
             return None
         self._begin(transfer, told)
+        self.release(transfer)
         if not transfer.done():
             self._transport.notice_end(peer)
         return transfer
@@ -189,8 +194,10 @@ class NativeMessages:
         transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
         source, sources = (-1, list(among)) if peer is None else (peer, [])
         tag = tag_of(key.kind, key.tag)
+        self.hold(transfer)
         told = self.native.start_recv(source, key.context, tag, info, into, sources)
         self._begin(transfer, told)
+        self.release(transfer)
         return transfer
 
     def watch(self, transfer: NativeTransfer) -> None:
@@ -247,6 +254,14 @@ class NativeMessages:
             words: What a message's `info` is, by the buffer format of the array.
         """
         return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(words))
+
+    def hold(self, owner: object) -> None:
+        """Keep memory until `release`, or for good if an exception comes before that."""
+        self._held[id(owner)] = owner
+
+    def release(self, owner: object) -> None:
+        """Undo one `hold`: somebody else keeps it now."""
+        self._held.pop(id(owner), None)
 
     def begun(
         self, peer: int | None, context: int, told: Told, among: frozenset[int]
