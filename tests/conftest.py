@@ -25,6 +25,9 @@ def pytest_configure(config):
     # It would be as if there were no compiler, and tests of the C++ engine would be skipped.
     if why_absent and "not built" not in why_absent:
         raise pytest.UsageError(why_absent)
+    if why_absent:
+        # The same engine as without it, but nothing about that on the standard error of children.
+        os.environ.setdefault("UNISONO_ENGINE", "reference")
     # A shell starts what runs in the background with SIGINT ignored, and children inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

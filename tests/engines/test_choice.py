@@ -43,6 +43,7 @@ def test_ranks_of_one_host_share_memory(choose):
     assert choose((word, word), "reference") == "reference"
 
 
+@needs_native
 @pytest.mark.parametrize("hosts", [("a", "b"), ("a", ""), ("", "")])
 def test_other_ranks_use_messages(choose, hosts):
     assert choose(hosts) == "reference"
