@@ -10,6 +10,15 @@ namespace {
 
 thread_local PyObject* kept_exception = nullptr;
 
+// Whether there was one to raise.
+bool raise_kept() {
+  PyObject* const kept = std::exchange(kept_exception, nullptr);
+  if (kept == nullptr) return false;
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(kept)), kept);
+  Py_DECREF(kept);
+  return true;
+}
+
 }  // namespace
 
 int64_t nanoseconds(double seconds) {
@@ -20,12 +29,7 @@ int64_t nanoseconds(double seconds) {
 bool signal_raised() {
   if (is_server) return false;
   nanobind::gil_scoped_acquire locked;
-  if (PyObject* const kept = std::exchange(kept_exception, nullptr)) {
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(kept)), kept);
-    Py_DECREF(kept);
-    return true;
-  }
-  return PyErr_CheckSignals() != 0;
+  return raise_kept() || PyErr_CheckSignals() != 0;
 }
 
 void callback_raised(nanobind::python_error& error, const char* where) {
@@ -33,6 +37,9 @@ void callback_raised(nanobind::python_error& error, const char* where) {
     return error.discard_as_unraisable(where);
   }
   kept_exception = nanobind::borrow(error.value()).release().ptr();
+  // Where the interpreter looks for signals next, if no wait is long enough before; on the main
+  // thread, the only one whose callbacks signal handlers interrupt.
+  Py_AddPendingCall([](void*) { return raise_kept() ? -1 : 0; }, nullptr);
 }
 
 Serving::Serving() { is_server = true; }

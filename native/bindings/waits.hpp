@@ -22,7 +22,7 @@ class Serving {
 };
 
 // Report what a callback raised, and go on; but what ends programs (Ctrl-C came while it ran) ends
-// the wait that it was called from, or the next one: signal_raised() says so.
+// the wait that it was called from (signal_raised() says so), or is raised soon after it.
 void callback_raised(nanobind::python_error& error, const char* where);
 
 }  // namespace unisono

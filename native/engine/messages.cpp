@@ -215,11 +215,14 @@ void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
 void Messages::finish(Op& op, Code code) {
   op.code = code;
   anything_ended_ = true;
-  if (op.number != 0 && !op.awaited) {
-    ended_.push_back(op.number);
-    server_is_due_ |= !op.quiet;
-  }
+  if (op.number != 0 && !op.awaited) note_end(op);
   op.done.store(true, std::memory_order_release);  // acquire: wait_for
+}
+
+// Remember that an operation that nobody waits for has ended.
+void Messages::note_end(const Op& op) {
+  ended_.push_back(op.number);
+  server_is_due_ |= !op.quiet;
 }
 
 bool Messages::is_failed(uint64_t context) const {

@@ -216,6 +216,7 @@ class Messages {
   void begin_recv(Op& op);
   void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
   void finish(Op& op, Code code);
+  void note_end(const Op& op);
   void withdraw(Op& op, Code code);
   void end_all(const std::function<Code(Op&)>& code_of);
   Code down_for(Op& op);

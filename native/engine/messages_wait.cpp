@@ -39,6 +39,8 @@ constexpr int64_t kDozeNs = 4'000'000;
 void Messages::await(Op& op, int64_t timeout_ns, Lock& lock) {
   const Code reason = wait_for(&op, timeout_ns, lock);
   if (!op.done) withdraw(op, reason);
+  // The message may have come just then, but the caller is told of the signal.
+  if (reason == Code::interrupted) op.code = reason;
   hand_over();
 }
 
@@ -165,7 +167,13 @@ Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
   op.awaited = true;
   const Code reason = op.done ? Code::ok : wait_for(&op, timeout_ns, lock);
   op.awaited = false;
-  const Outcome outcome = op.done ? taken(number) : Outcome{number, reason};
+  // A signal ends the wait, not the message, though that may have come just then.
+  const bool is_taken = op.done && reason != Code::interrupted;
+  if (op.done && !is_taken) {
+    note_end(op);
+    anything_ended_ = true;
+  }
+  const Outcome outcome = is_taken ? taken(number) : Outcome{number, reason};
   hand_over();
   settle();
   return outcome;

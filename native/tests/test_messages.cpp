@@ -312,6 +312,32 @@ void test_unreachable() {
   stranger.close(0);
 }
 
+// A message that comes while a signal is looked at, which then ends the wait for it.
+void test_a_signal_that_comes_with_the_message() {
+  World world(2);
+  Messages &sender = world[0], &receiver = world[1];
+  const std::vector<char> out = pattern(100, 1);
+  std::vector<char> in(out.size()), next(out.size());
+  bool is_pressed = false;
+  receiver.set_poll([&] {
+    if (is_pressed) return false;
+    is_pressed = true;
+    for (const int tag : {1, 2}) {
+      assert(sender.send(1, envelope(tag, out.size()), out.data(), kMinute).code == Code::ok);
+    }
+    // The later one is here, so the other one is as well.
+    return receiver.recv(0, envelope(2, next.size()), next.data(), nullptr, kMinute).code == Code::ok;
+  });
+  const Outcome got = receiver.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute);
+  assert(got.code == Code::interrupted && is_pressed);
+  is_pressed = false;
+  const uint64_t number = receiver.start_recv(0, envelope(1, in.size()), in.data(), nullptr).number;
+  assert(receiver.wait(number, kMinute).code == Code::interrupted && is_pressed);
+  std::vector<int> stuck;
+  const std::vector<Outcome> told = receiver.serve(&stuck);
+  assert(told.size() == 1 && told[0].number == number && told[0].code == Code::ok && in == out);
+}
+
 }  // namespace
 
 int main() {
@@ -330,6 +356,7 @@ int main() {
     test_any_source_of_ranks_that_go();
     test_a_rank_that_goes_in_the_middle_of_a_message();
     test_cancelled_and_forgotten();
+    test_a_signal_that_comes_with_the_message();
   }
   ways = kRings;
   test_both_send_first(kStreamBytes + 13);

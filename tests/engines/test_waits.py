@@ -69,6 +69,22 @@ def test_what_ends_programs_ends_a_wait_although_a_callback_raised_it(pair):
     assert pair[1].cancel(number)[1] == extension.CANCELLED
 
 
+def test_what_ends_programs_is_raised_after_a_wait_that_has_ended(pair):
+    data, box = b"12345678", bytearray(8)
+
+    def stuck(ranks, sends):
+        pair[0].start_send(1, CONTEXT, TAG, INFO, data)
+        raise Ended
+
+    pair[1].set_stuck(stuck)
+    number = pair[1].start_recv(0, CONTEXT, TAG, INFO, box, [])[0]
+    with pytest.raises(Ended):
+        pair[1].wait(number, 60.0)
+        for _ in range(1_000_000):  # where the interpreter looks for signals
+            pass
+    assert box == data
+
+
 def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatch):
     told, data = [], b"12345678"
     monkeypatch.setattr(sys, "unraisablehook", lambda said: told.append(said.exc_value))
