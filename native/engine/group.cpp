@@ -287,7 +287,8 @@ void Group::raise(uint64_t stage) {
 
 // Whether a peer cannot be running now, because this rank does on the same core; a guess.
 bool Group::is_on_this_core(int peer) {
-  return segment_->line(peer).core.load(std::memory_order_relaxed) == tell_core();
+  const uint32_t core = tell_core();
+  return core != 0 && segment_->line(peer).core.load(std::memory_order_relaxed) == core;
 }
 
 uint32_t Group::tell_core() {

@@ -43,8 +43,8 @@ struct alignas(kLineBytes) Line {
   // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
   // epoch before the last; read after seeing that flag.
   Words words[2];
-  // Why the owner takes part in nothing any more, an End; set once, in the line of the flag, so
-  // that looking at it costs nothing.
+  // Why the owner takes part in nothing any more, an End. In the line of the flag, so that
+  // looking at it costs nothing.
   std::atomic<uint32_t> end;
   // One more than the number of the core on which the owner last ran for longer; 0: not known.
   std::atomic<uint32_t> core;

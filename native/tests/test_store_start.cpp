@@ -23,7 +23,7 @@ void test_no_thread() {
   pthread_attr_t usual, huge;
   pthread_getattr_default_np(&usual);
   pthread_getattr_default_np(&huge);
-  pthread_attr_setstacksize(&huge, std::size_t{1} << 46);
+  pthread_attr_setstacksize(&huge, std::size_t{1} << 50);
   pthread_setattr_default_np(&huge);
   bool has_failed = false;
   try {

@@ -24,6 +24,7 @@ future.set_result(None)
         ("logging.getLogger('unisono').addHandler(logging.NullHandler())", "", None),
         ("", "CRITICAL", None),
         ("sys.stderr = None", "", None),
+        ("import os; sys.stderr = open(os.devnull, 'w'); sys.stderr.close()", "", None),
     ],
 )
 def test_a_callback_that_raises(settings, level, first):

@@ -195,6 +195,44 @@ def interrupt_while_queueing(rank):
     return True
 
 
+def calls_between_all_lines(rank):
+    """A signal handler makes calls wherever it can come in the middle of others."""
+    sums = [np.full(4, rank + 1.0) for _ in range(300)]
+    left, works, freed = list(sums), [], 0
+    dist.barrier()
+
+    def call():
+        works.append(dist.all_reduce(left.pop(), async_op=True))
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith("engines/progress.py"):
+            return None
+        # What a trace function calls is not traced.
+        name, queued = frame.f_code.co_name, frame.f_locals.get("queued")
+        if event != "line" or len(left) <= 20 or name not in ("_append", "_forget", "is_over"):
+            return trace
+        if name != "_append":
+            call()
+        elif queued is not None:
+            call()
+            nonlocal freed
+            freed += queued.flight is None  # before C++ has it
+        return trace
+
+    if rank == 0:
+        sys.settrace(trace)
+    try:
+        for _ in range(20):
+            call()
+            assert all(work.wait(LIMIT_S) for work in works)
+    finally:
+        sys.settrace(None)
+    while left:
+        call()
+    assert all(work.wait(LIMIT_S) for work in works)
+    return freed == 0 and all((each == 3.0).all() for each in sums)
+
+
 def message_behind_a_call(rank):
     """A message does not wait for a call that its receiver makes later."""
     store = dist.group.WORLD.store

@@ -48,6 +48,12 @@ def test_ctrl_c_while_a_call_is_queued(monkeypatch):
 
 
 @pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
+def test_signal_handlers_make_calls(monkeypatch):
+    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
+    assert run(bodies.calls_between_all_lines, 2, ranks="processes") == [True] * 2
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
 def test_a_message_behind_that_of_a_call(monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     assert run(bodies.message_behind_a_call, 2, ranks="processes") == [True] * 2

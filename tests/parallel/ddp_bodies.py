@@ -464,6 +464,20 @@ def refused(rank):
     return told
 
 
+def frozen_for_a_while(rank):
+    """A module through which others learn; the gradients of its input and parameters."""
+    module = Two()
+    torch.nn.init.constant_(module.first, 3.0)
+    torch.nn.init.constant_(module.second, 4.0)
+    model, x = DistributedDataParallel(module), torch.tensor(2.0 + rank, requires_grad=True)
+    module.requires_grad_(False)
+    sum(model(x)).backward()
+    module.requires_grad_(True)
+    came = [float(x.grad), [p.grad for p in module.parameters()]]
+    sum(model(1.0 + rank)).backward()
+    return came, [float(p.grad) for p in module.parameters()]
+
+
 def _fail(gradient):
     raise ArithmeticError("no gradient")
 
@@ -500,6 +514,7 @@ def everything(rank):
             sparse,
             moments,
             refused,
+            frozen_for_a_while,
             hook_in_backward,
         )
     }

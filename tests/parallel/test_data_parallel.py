@@ -129,6 +129,7 @@ def test_different_modules_are_a_mismatch(results):
 def test_sparse_gradients_are_refused(results):
     for told in results["sparse"]:
         assert told.startswith("the gradient of 'weight' is torch.sparse_coo; ")
+        assert "; DistributedDataParallel reduces dense ones" in told
         assert "sparse=False" in told
 
 
@@ -149,6 +150,12 @@ def test_a_changed_module_is_refused(results):
             "error_in_backward": "the last backward pass of DistributedDataParallel was not "
             "finished: 1 of 2 parameters got no gradient: first",
         }
+
+
+def test_a_frozen_module_passes_gradients_on(results):
+    found = results["frozen_for_a_while"]
+    p = len(found)
+    assert found == [([7.0, [None, None]], [(p + 1) / 2] * 2)] * p
 
 
 def test_a_hook_in_backward_is_refused(results):

@@ -7,6 +7,7 @@ more there, or less.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 
@@ -22,7 +23,9 @@ class _LastResort(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record if no handler of the program's own sees it."""
         if sys.stderr and not logging.getLogger().handlers and _ROOT.handlers == [self]:
-            print(f"unisono: {self.format(record)}", file=sys.stderr)
+            # A closed pipe must not end the thread that says something, nor what it serves.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"unisono: {self.format(record)}", file=sys.stderr)
 
 
 def _make_root() -> logging.Logger:

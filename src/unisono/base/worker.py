@@ -24,7 +24,8 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.thread: threading.Thread | None = None
         self._name = name
-        self._lock = threading.Lock()
+        # A signal handler may come here while its own thread is here.
+        self._lock = threading.RLock()
 
     def start(self, run: Callable[[], object]) -> None:
         """Run `run` on the thread, unless there is one already."""

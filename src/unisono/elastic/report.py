@@ -241,7 +241,7 @@ def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:
 
 
 def leavers(first: Failure, left_s: Mapping[int, float]) -> str:
-    """Return which ranks left well before the first failure, and how long before, or "".
+    """Return which ranks left before the first failure, and how long before, or "".
 
     Others may have waited for them.
 

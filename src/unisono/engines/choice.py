@@ -48,7 +48,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         raise UnsupportedError(
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
         )
-    if comm.rank == 0:
+    if comm.transport.rank == 0:
         _warn_once(why)
     return ReferenceEngine(comm)
 

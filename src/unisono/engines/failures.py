@@ -57,6 +57,8 @@ _HINTS = {
     "lost": "look at the end of that rank's own log: it died, or left the group early",
 }
 
+_NO_MEMORY_HINT = "see what the processes of that rank's host use, and what its container may use"
+
 
 class Expired(Exception):
     """A wait inside a collective reached the deadline of the call.
@@ -191,7 +193,8 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
     ours = failure.kind == "failed" and failure.by == comm.transport.rank
     cls = InternalError if ours else _CLASSES[failure.kind]
     context = comm.where(peers=failure.peers, usable=False, **where)
-    return cls(text, context=context, hint=_HINTS.get(failure.kind))
+    hint = _NO_MEMORY_HINT if failure.reason.startswith("MemoryError") else _HINTS.get(failure.kind)
+    return cls(text, context=context, hint=hint)
 
 
 def mismatch_error(

@@ -37,7 +37,7 @@ class _Queued:
         task: Makes the task of it from its number; None once that is not needed any more.
     """
 
-    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "flight", "task")
+    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "flight", "is_put", "task")
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class _Queued:
         self.flight = flight
         self.task: Callable[[int], Task] | None = task
         self._seq = 0
+        # False: it has no number yet, but C++ is about to get it.
+        self.is_put = False
 
     @property
     def seq(self) -> int:
@@ -70,7 +72,9 @@ class _Queued:
     def is_over(self) -> bool:
         """Whether the call is over, and Python need not say so to whoever waits."""
         flight = self.flight
-        return flight is None or (self._turn.is_over(self.seq) and not flight.is_handed)
+        if flight is None or not self.is_put:
+            return self.is_put
+        return self._turn.is_over(self.seq) and not flight.is_handed
 
     def poll(self) -> None:
         """Finish the completion if the call is over and nobody else does."""
@@ -154,11 +158,14 @@ class QueueEngine(OrderedEngine):
     ) -> int:
         given = flight or _engine.Flight()
         queued = _Queued(self._turn, self.comm, call, completion, given, task)
-        # Before the push: Ctrl-C between the two must not free what C++ works on.
-        self._queued.append(queued)
-        if flight is not None:
-            completion.ends_with(queued)
-        return int(self._turn.push(given))
+        try:
+            # Before the push: Ctrl-C between the two must not free what C++ works on.
+            self._queued.append(queued)
+            if flight is not None:
+                completion.ends_with(queued)
+            return int(self._turn.push(given))
+        finally:
+            queued.is_put = True
 
     def _begun_again(
         self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
@@ -180,8 +187,11 @@ class QueueEngine(OrderedEngine):
         """Let go of what is over and told."""
         over = []
         with self._changed:
-            while self._queued and self._queued[0].is_over():
-                queued = self._queued.popleft()
+            while self._queued and (queued := self._queued[0]).is_over():
+                # A signal handler may make calls in `is_over`, and so let go of what is first.
+                if not self._queued or self._queued[0] is not queued:
+                    continue
+                self._queued.popleft()
                 if queued.seq:
                     self._last_over = queued.status()
                 over.append(queued)

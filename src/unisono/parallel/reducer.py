@@ -140,6 +140,8 @@ class Reducer:
             UsageError: It has not; names those that are new, frozen, or of another dtype or shape.
         """
         now = [id(p) for p in module.parameters() if p.requires_grad]
+        if not now:
+            return  # all are frozen, as a GAN's other half is for a while: nothing will come
         before = [id(p) for p in self._parameters]
         kinds = [(p.dtype, p.shape) for p in self._parameters]
         if now == before and kinds == self._kinds:

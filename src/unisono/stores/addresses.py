@@ -299,8 +299,11 @@ def _why_not(sock: socket.socket) -> str:
     """Return why an attempt to connect failed; "" if it did not."""
     if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return os.strerror(code).lower()
-    # Connecting to a free local port can hit itself, when the kernel picks it as source.
-    return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
+    try:
+        # Connecting to a free local port can hit itself, when the kernel picks it as source.
+        return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
+    except OSError as error:  # it was there, and has hung up since
+        return _reason(error)
 
 
 def _reason(error: OSError) -> str:
