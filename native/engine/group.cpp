@@ -79,19 +79,22 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   past_cache_ = false;
   words.direct = words.fingerprint == 0 ? 0 : wish(program, buffers);
   Status status = run_loops(program, words);
-  if (status.code == Code::divided) status = run_loops(program, {0, 1});
-  if (!direct_ || status.code == Code::mismatch || status.code == Code::uneven) return status;
-  if (status.is_ok()) status = part();
-  if (!status.is_ok()) {
-    // Others may still read here, and the caller is about to change what they read.
-    segment_->line(rank_).end.store(kAborted, std::memory_order_relaxed);
-    full_fence();
+  if (status.code == Code::divided) holds_off_ = kHoldsOff;
+  if (status.is_ok() && direct_) status = part();
+  if (status.code == Code::divided) return run_loops(program, {0, 1});
+  if (status.is_ok() || !direct_ || status.code == Code::mismatch || status.code == Code::uneven) {
+    return status;
   }
+  // Others may still read here, and the caller is about to change what they read.
+  segment_->line(rank_).gave_up.store(1, std::memory_order_relaxed);
+  full_fence();
   return status;
 }
 
 Status Group::run_loops(const Program& program, Words words) {
   direct_ = words.direct != 0;
+  has_failed_ = false;
+  input_.moved = output_.moved = 0;
   for (size_t i = 0; i < program.loop_count; ++i) {
     const Loop& loop = program.loops[i];
     repeats_ = loop.repeats;
@@ -229,7 +232,10 @@ Status Group::run_step(const Step& step, int index) {
       if (!status.is_ok()) return status;
     }
     slot = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
-    if (direct_) return fetch(step, slot, index);
+    if (direct_) {
+      fetch(step, slot);
+      return {};
+    }
   }
   apply(step, slot);
   return {};

@@ -42,6 +42,7 @@ class Group final : public Runner {
 
   // For tests: read large posts where they lie, whatever pages these are in.
   void ignore_pages() { ignores_pages_ = true; }
+  bool was_direct() const { return direct_; }
 
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
@@ -67,11 +68,15 @@ class Group final : public Runner {
   void apply(const Step& step, char* slot);
 
   // group_direct.cpp: reading posts where they lie
+  // After a call in which only some ranks wished it: to begin anew costs a third.
+  static constexpr int kHoldsOff = 256;
+
   uint64_t wish(const Program& program, const Buffers& buffers);
+  bool is_worth_reading(const Program& program, bool* posts);
   bool fits_direct(const Program& program) const;
   bool is_worth_it(const Range& post, bool has_more_to_do);
   void refer(const Step& step, char* slot) const;
-  Status fetch(const Step& step, const char* slot, int index);
+  void fetch(const Step& step, const char* slot);
   Status part();
 
   void raise(uint64_t stage);
@@ -90,6 +95,7 @@ class Group final : public Runner {
   Reach reach_;
   HugePages huge_pages_;
   bool ignores_pages_ = false;
+  int holds_off_ = 0;  // for how many large calls this rank does not wish to read directly
   int rank_;
   int ranks_;
   bool is_crowded_;
@@ -113,6 +119,7 @@ class Group final : public Runner {
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
   bool direct_ = false;  // posts are addresses
+  bool has_failed_ = false;  // to read what lies there
   int64_t repeats_ = 1;  // of the loop, which are one if posts are
   bool past_cache_ = false;  // what is moved does not fit there
 };

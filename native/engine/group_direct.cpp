@@ -6,6 +6,7 @@
 // because of a time-out say, marks its line; whoever may have read what it changed since finds
 // the mark afterwards, and does not take that for a result.
 #include <cstring>
+#include <new>
 
 #include "clock.hpp"
 #include "futex.hpp"
@@ -30,12 +31,23 @@ constexpr int64_t kReadingNs = 300'000;
 // What this rank says about direct reading in the call it begins: bits of Direct.
 uint64_t Group::wish(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
-  if (most < kDirectBytes || !fits_direct(program)) return 0;
+  if (most < kDirectBytes || !fits_direct(program) || reach_.has_failed()) return 0;
   past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
-  for (int i = 1; i < ranks_; ++i) {
-    if (!has_come(other(i), kStages)) return 0;
+  if (holds_off_ != 0) {
+    --holds_off_;
+    return 0;
   }
-  if (!reach_.has_all()) return 0;
+  bool posts = false;
+  try {
+    if (!is_worth_reading(program, &posts)) return 0;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+  return posts ? kWilling | kReferred : kWilling;
+}
+
+// Whether this rank's posts may be read, and should be; says whether it has any.
+bool Group::is_worth_reading(const Program& program, bool* has_posts) {
   std::vector<Range> posts, writes;
   bool in_one_piece = true;
   const auto range = [&](int64_t buf, int64_t off, int64_t count) {
@@ -44,6 +56,7 @@ uint64_t Group::wish(const Program& program, const Buffers& buffers) {
     in_one_piece = in_one_piece && together == count;
     return Range{at, count * itemsize_};
   };
+  input_.moved = output_.moved = 0;
   for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
     for (const Step* step = program.steps + loop->first; step != program.steps + loop->end; ++step) {
       const int64_t count = step->count * loop->repeats;
@@ -59,16 +72,15 @@ uint64_t Group::wish(const Program& program, const Buffers& buffers) {
     }
     move_on(*loop, loop->repeats);
   }
-  input_.moved = output_.moved = 0;
   for (const Range& post : posts) {
     for (const Range& write : writes) {
-      if (post.meets(write)) return 0;
+      if (post.meets(write)) return false;
     }
     // Of the loops the first one has nearly everything.
-    if (post.nbytes >= kDirectBytes && !is_worth_it(post, !writes.empty())) return 0;
+    if (post.nbytes >= kDirectBytes && !is_worth_it(post, !writes.empty())) return false;
   }
-  if (!in_one_piece) return 0;
-  return posts.empty() ? kWilling : kWilling | kReferred;
+  *has_posts = !posts.empty();
+  return in_one_piece;
 }
 
 // A rank that has more to do than to post gains the time that it takes to fill the slot. Others
@@ -112,37 +124,44 @@ void Group::refer(const Step& step, char* slot) const {
 }
 
 // Read a step's elements from where their rank says that they are.
-Status Group::fetch(const Step& step, const char* slot, int index) {
+void Group::fetch(const Step& step, const char* slot) {
   uint64_t from = 0;
   std::memcpy(&from, slot, sizeof(from));
   int64_t count = step.count * repeats_;
   char* into = place(step.dst_buf, step.dst_off, &count);
-  const int peer = static_cast<int>(step.peer);
-  if (reach_.read(peer, into, from, static_cast<size_t>(count * itemsize_))) return {};
-  // It is about to be known that this rank is gone.
-  return wait_for(peer, UINT64_MAX, index);
+  const auto nbytes = static_cast<size_t>(count * itemsize_);
+  const bool is_read = reach_.has_all() && reach_.read(static_cast<int>(step.peer), into, from, nbytes);
+  // That rank is gone, or the kernel forbids it. No post is changed before all know.
+  if (!is_read) has_failed_ = true;
 }
 
 // Wait until all have read what they read here, and make sure that nobody has changed what was read.
 Status Group::part() {
-  raise(0);
+  Status status = begin_epoch();
+  if (!status.is_ok()) return status;
+  enter({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
   const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
   for (int i = 1; i < ranks_; ++i) {
-    for (int look = 1; !has_come(other(i), epoch_ * kStages); ++look) {
-      if (look % 64 == 0 && now_ns() >= stays_until_ns) break;
+    const int peer = other(i);
+    for (int look = 1; !has_come(peer, epoch_ * kStages); ++look) {
+      if (look % 64 == 0 && (now_ns() >= stays_until_ns || is_on_this_core(peer))) break;
       relax();
     }
-    Status status = wait_for(other(i), epoch_ * kStages, -1);
+    status = wait_for(peer, epoch_ * kStages, -1);
     if (!status.is_ok()) return status;
   }
-  ++epoch_;
   // What was read is older than the mark that is looked at now; pairs with the fence in run().
   full_fence();
+  bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
     const Line& line = segment_->line(other(i));
-    if (line.end.load(std::memory_order_relaxed) == kAborted) return {Code::aborted, other(i), -1};
+    if (line.gave_up.load(std::memory_order_relaxed) != 0) return {Code::aborted, other(i), -1};
+    has_failed |= (line.words[epoch_ & 1].direct & kFailed) != 0;
   }
-  return {};
+  ++epoch_;
+  if (!has_failed) return {};
+  reach_.fail();
+  return {Code::divided, rank_, -1};
 }
 
 }  // namespace unisono

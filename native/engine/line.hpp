@@ -4,7 +4,8 @@
 //
 //     Header | Line of rank 0 | ... | Line of rank p-1 | slots of rank 0 | ... | slots of rank p-1
 //
-// Every rank executes the same sequence of epochs (one per piece of a call). In epoch e it may
+// Every rank executes the same sequence of epochs (one per piece of a call, or per loop and one
+// more where posts are read where they lie). In epoch e it may
 // write its slot e % 2, tell the others by raising its flag to e * kStages + stage, and read
 // theirs. Entering epoch e+1 says that it is done reading the slots of epoch e.
 #pragma once
@@ -33,6 +34,7 @@ struct Words {
 enum Direct : uint64_t {
   kWilling = 1,   // it can read the others' memory, and has no post that should go into the slot
   kReferred = 2,  // its slot holds the addresses of what it posts
+  kFailed = 4,    // it could not read what was posted, afterwards
 };
 
 enum End : uint32_t { kTakesPart = 0, kLeft = 1, kAborted = 2 };
@@ -55,6 +57,9 @@ struct alignas(kLineBytes) Line {
   // A number in the owner's memory and where it is there, for Reach. Written before the first epoch.
   uint64_t nonce;
   uint64_t nonce_at;
+
+  // Whether the owner has left a call before all had read its posts where they lie; see Group::run.
+  std::atomic<uint32_t> gave_up;
 };
 
 struct alignas(kLineBytes) Header {

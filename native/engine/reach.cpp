@@ -33,26 +33,10 @@ struct PageRegion {
   uint64_t categories;
 };
 constexpr uint64_t kIsHuge = uint64_t{1} << 6;
+// Of the machines that have pages to look for; elsewhere the kernel refuses the question.
 constexpr uint64_t kPageSize = 4096;
 
-}  // namespace
-
-HugePages::~HugePages() {
-  if (page_map_ >= 0) close(page_map_);
-}
-
-int HugePages::count(const void* data, size_t nbytes) {
-  for (Known& known : known_) {
-    if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.count;
-  }
-  const auto at = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
-  const int found = is_huge_at(at + nbytes / 4) + is_huge_at(at + nbytes / 4 * 3);
-  known_[next_++ % std::size(known_)] = {data, nbytes, found, 0};
-  return found;
-}
-
-bool HugePages::is_huge_at(uint64_t address) {
-  if (page_map_ < 0) page_map_ = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+bool is_huge_at(int page_map, uint64_t address) {
   PageRegion region{};
   PageScan scan;
   scan.start = address / kPageSize * kPageSize;
@@ -60,7 +44,22 @@ bool HugePages::is_huge_at(uint64_t address) {
   scan.regions = reinterpret_cast<uintptr_t>(&region);
   scan.region_count = 1;
   scan.mask = scan.returned = kIsHuge;
-  return ioctl(page_map_, _IOWR('f', 16, PageScan), &scan) == 1;
+  return ioctl(page_map, _IOWR('f', 16, PageScan), &scan) == 1;
+}
+
+}  // namespace
+
+int HugePages::count(const void* data, size_t nbytes) {
+  for (Known& known : known_) {
+    if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.count;
+  }
+  const auto at = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
+  // Opened each time: a descriptor that is kept would be the parent's in the child of a fork.
+  const int page_map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  const int found = is_huge_at(page_map, at + nbytes / 4) + is_huge_at(page_map, at + nbytes / 4 * 3);
+  if (page_map >= 0) close(page_map);
+  known_[next_++ % std::size(known_)] = {data, nbytes, found, 0};
+  return found;
 }
 
 Reach::Reach(Segment& segment, int rank, std::vector<int> pids)

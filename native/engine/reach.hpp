@@ -13,18 +13,11 @@ namespace unisono {
 // the speed at which it does out of pages of 4 KiB, each of which it has to find.
 class HugePages {
  public:
-  HugePages() = default;
-  HugePages(const HugePages&) = delete;
-  HugePages& operator=(const HugePages&) = delete;
-  ~HugePages();
-
   // How many of two looks at this range find a huge page; none do with a kernel that cannot tell. The
   // answer may be some calls old.
   int count(const void* data, size_t nbytes);
 
  private:
-  bool is_huge_at(uint64_t address);
-
   struct Known {
     const void* data = nullptr;
     size_t nbytes = 0;
@@ -35,7 +28,6 @@ class HugePages {
   static constexpr int kUses = 256;
   Known known_[8];
   size_t next_ = 0;
-  int page_map_ = -1;
 };
 
 class Reach {
@@ -45,9 +37,12 @@ class Reach {
   Reach(const Reach&) = delete;
   Reach& operator=(const Reach&) = delete;
 
-  // Whether this rank can read the memory of all others, which have come to the first epoch. They
+  // Whether this rank can read the memory of all others, which have entered an epoch. They
   // may be in other containers, where a process id means somebody else, or the kernel may forbid it.
   bool has_all();
+  // Do not try again.
+  void fail() { has_all_ = kNo; }
+  bool has_failed() const { return has_all_ == kNo; }
 
   // Copy what a rank has at that address; false: it cannot be read, mostly because it is gone. A system
   // call also where ranks are threads of one process: of memory that its owner has given back it

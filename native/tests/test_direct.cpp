@@ -24,12 +24,13 @@ const unsigned char kNonce[16] = {1, 2, 3};
 constexpr int64_t kPiece = 500, kPieces = 40, kRest = 3;
 constexpr int64_t kBlock = kPiece * kPieces + kRest;
 
-void on_ranks(int ranks, const std::function<void(Group&, int)>& body) {
+// `wrong_pids`: what rank 0 takes for the others' is not theirs.
+void on_ranks(int ranks, const std::function<void(Group&, int)>& body, bool wrong_pids = false) {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(ranks, 4096 * static_cast<size_t>(ranks), kNonce) == 0);
   std::vector<std::unique_ptr<Group>> groups;
-  const std::vector<int> pids(static_cast<size_t>(ranks), getpid());
   for (int rank = 0; rank < ranks; ++rank) {
+    const std::vector<int> pids(static_cast<size_t>(ranks), wrong_pids && rank == 0 ? 1 : getpid());
     groups.push_back(std::make_unique<Group>(segment, rank, pids, true));
     groups.back()->ignore_pages();
   }
@@ -40,7 +41,7 @@ void on_ranks(int ranks, const std::function<void(Group&, int)>& body) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// Nobody reads directly before all have been there once.
+// So that all are there, and time-outs are those of what follows.
 Status meet(Group& group) {
   uint64_t even = 1;
   return group.agree(3, &even, kMinute);
@@ -69,8 +70,9 @@ void add_all_to_all(std::vector<Step>& steps, int ranks, int rank, int64_t count
 }
 
 // `in_place`: of this rank input and output are one, so that its posts have to go into the slot.
-void test_all_to_all(int ranks, int in_place) {
-  on_ranks(ranks, [&](Group& group, int rank) {
+// `cannot_read`: rank 0, as it finds out in the first call.
+void test_all_to_all(int ranks, int in_place, bool cannot_read = false) {
+  const auto body = [&](Group& group, int rank) {
     std::vector<Step> steps;
     add_all_to_all(steps, ranks, rank, kPiece);
     assert(meet(group).is_ok());
@@ -83,12 +85,14 @@ void test_all_to_all(int ranks, int in_place) {
       std::iota(input.begin(), input.end(), 1'000'000 * rank + round);
       std::vector<int64_t>& output = rank == in_place ? input : apart;
       assert(run(group, steps, loops, input, output.data(), output.size(), kMinute).is_ok());
+      assert(group.was_direct() == (in_place < 0 && !cannot_read));
       for (int64_t i = 0; i < ranks * kBlock; ++i) {
         const int64_t at = rank * kBlock + i % kBlock;
         assert(output[static_cast<size_t>(i)] == 1'000'000 * (i / kBlock) + round + at);
       }
     }
-  });
+  };
+  on_ranks(ranks, body, cannot_read);
 }
 
 // The root of a broadcast gives up at any time and changes its vector at once: whoever has it by
@@ -117,6 +121,34 @@ void test_who_gives_up_spoils_nothing(int ranks) {
     });
   }
   assert(ended_well >= 8);
+}
+
+
+// The same while a reader is busy with another block: what it reads afterwards has been changed.
+void test_who_gives_up_while_another_reads() {
+  constexpr int64_t kLong = 8000, kCount = kPiece / 2, kNumbers = kCount * kLong;
+  for (int round = 0; round < 24; ++round) {
+    on_ranks(2, [&](Group& group, int rank) {
+      if (!meet(group).is_ok()) return;
+      const bool is_root = rank == 0;
+      std::vector<Step> steps;
+      for (int64_t block = 0; block < 2; ++block) {
+        const int64_t at = block * kNumbers, slot = block * 256;
+        steps.push_back(is_root ? Step{kPost, 1, kInput, at, -1, -1, kCount, slot, 1}
+                                : Step{kRead, 0, -1, -1, kOutput, at, kCount, slot, 1});
+      }
+      const std::vector<Loop> loops{{0, 2, kLong, is_root ? kCount : 0, is_root ? 0 : kCount}};
+      std::vector<int64_t> values(2 * kNumbers, is_root ? round : -1);
+      const Status status =
+        is_root ? run(group, steps, loops, values, nullptr, 0, (round + 1) * 200'000)
+                : run(group, steps, loops, {}, values.data(), values.size(), kMinute / 30);
+      if (is_root && !status.is_ok()) {
+        std::fill(values.begin() + kNumbers, values.end(), -2);
+      } else if (status.is_ok()) {
+        assert(std::all_of(values.begin(), values.end(), [&](int64_t v) { return v == round; }));
+      }
+    });
+  }
 }
 
 void test_other_processes() {
@@ -170,7 +202,9 @@ int main() {
   for (int ranks : {2, 5}) {
     for (int in_place : {-1, ranks - 1}) test_all_to_all(ranks, in_place);
   }
+  test_all_to_all(3, -1, true);
   test_who_gives_up_spoils_nothing(3);
+  test_who_gives_up_while_another_reads();
   test_other_processes();
   test_huge_pages();
   std::puts("ok");
