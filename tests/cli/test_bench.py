@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from unisono.cli.bench_plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbyte
 from unisono.cli.bench_report import Table, bandwidths, fixed, summary
 from unisono.cli.bench_worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
+from unisono.engines import is_native_built
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing.hosts import why_no_hosts
 
@@ -451,3 +453,21 @@ def test_plot_of_one_size_is_refused(tmp_path):
 
     with pytest.raises(InvalidArgumentError, match="several sizes"):
         plot({"rows": [row(unisono=1.0)]}, str(tmp_path / "out.png"))
+
+
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+def test_the_price_of_the_agreement_is_measured(tmp_path):
+    script = Path(__file__).parents[2] / "benchmarks/checks.py"
+    options = ["--rounds", "1", "--sizes", "8,64", "--json", str(tmp_path / "rows")]
+    subprocess.run([sys.executable, str(script), *options], check=True, timeout=120)
+    rows = json.loads((tmp_path / "rows").read_text())["rows"]
+    names = [
+        "all_reduce",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "barrier",
+    ]
+    wanted = [(name, nbytes) for nbytes in (8, 64) for name in names]
+    assert [(row["call"], row["nbytes"]) for row in rows] == wanted
+    assert all(row["checked_us"] > 0 < row["unchecked_us"] for row in rows)
