@@ -1,8 +1,8 @@
 // Reading posts where they lie: one copy instead of two, of large data in huge pages.
 //
 // A post is then the address of what it posts, and a loop runs once, for all of its repetitions. The
-// ranks decide together, with the agreement: all must be able to read one another's memory, and what
-// each posts must be worth it. No rank goes before all others have read. One that has to,
+// ranks decide together, with the agreement: what each posts must be worth it. No rank goes before
+// all others have read, or have said that they cannot; then all use slots. One that has to go,
 // because of a time-out say, marks its line; whoever may have read what it changed since finds
 // the mark afterwards, and does not take that for a result.
 #include <cstring>

@@ -32,7 +32,7 @@ struct Words {
 
 // Whether a rank's posts may be read where they lie, instead of from its slot; see Group::run.
 enum Direct : uint64_t {
-  kWilling = 1,   // it can read the others' memory, and has no post that should go into the slot
+  kWilling = 1,   // it has no post that should go into the slot
   kReferred = 2,  // its slot holds the addresses of what it posts
   kFailed = 4,    // it could not read what was posted, afterwards
 };

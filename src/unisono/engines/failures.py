@@ -49,15 +49,15 @@ _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
     "lost": PeerLostError,
     "failed": PeerFailedError,
+    "memory": PeerFailedError,
     "aborted": CollectiveAbortedError,
 }
 
 _HINTS = {
     "timeout": "see what those ranks do (py-spy dump); give a longer timeout if they are only slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
+    "memory": "see what the processes of that rank's host use, and what its container may use",
 }
-
-_NO_MEMORY_HINT = "see what the processes of that rank's host use, and what its container may use"
 
 
 class Expired(Exception):
@@ -83,7 +83,7 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Expired):
         return _who_is_late(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
-    return Failure("failed", reason, [me], me)
+    return Failure("memory" if isinstance(error, MemoryError) else "failed", reason, [me], me)
 
 
 def _who_is_late(
@@ -190,11 +190,10 @@ def already_broken_error(failure: Failure, comm: Communicator, what: str) -> Uni
 
 
 def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> UnisonoError:
-    ours = failure.kind == "failed" and failure.by == comm.transport.rank
+    ours = failure.kind in ("failed", "memory") and failure.by == comm.transport.rank
     cls = InternalError if ours else _CLASSES[failure.kind]
     context = comm.where(peers=failure.peers, usable=False, **where)
-    hint = _NO_MEMORY_HINT if failure.reason.startswith("MemoryError") else _HINTS.get(failure.kind)
-    return cls(text, context=context, hint=hint)
+    return cls(text, context=context, hint=_HINTS.get(failure.kind))
 
 
 def mismatch_error(

@@ -25,7 +25,7 @@ class Status(NamedTuple):
 class Failure(Exception):
     """A context is broken; the same on the rank that found out and on those it told.
 
-    `kind` is "timeout", "lost", "failed" or "aborted"; `peers` are the ranks to blame;
+    `kind` is "timeout", "lost", "failed", "memory" or "aborted"; `peers` are the ranks to blame;
     `by` is the rank that found out; `table` says who could not reach whom, line by line.
     """
 
