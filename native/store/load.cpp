@@ -1,5 +1,6 @@
 #include "load.hpp"
 
+#include <cerrno>
 #include <chrono>
 #include <stdexcept>
 
@@ -42,6 +43,7 @@ double drive(const std::vector<int>& connections, std::string_view request, uint
   char reply[256];
   for (uint64_t done = 0; done < count;) {
     const int ready = epoll_wait(poll.fd, events, kEvents, kPatienceMs);
+    if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) throw std::runtime_error("the store server does not answer");
     for (int i = 0; i < ready; ++i) {
       const int fd = events[i].data.fd;

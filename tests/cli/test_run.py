@@ -326,6 +326,8 @@ def test_consequences_alone_are_a_failure(run, nprocs):
     assert code == 1
     assert err.count("restart 1 of 1") == 1
     assert err.splitlines()[-1] == "PeerLostError: the other"
+    told = re.findall(r"^unisono run: (?:first failure: )?rank \d \((pid \d+)", err, re.MULTILINE)
+    assert len(set(told)) == len(told), "a failure is told once"
 
 
 def test_other_workers_may_clean_up(run):
@@ -353,6 +355,17 @@ for name in ("SIGTERM", "SIGINT", "SIGHUP"):
 print(os.getpid())
 threading.Event().wait()
 """
+
+
+@pytest.mark.parametrize("lines", [600, 6000], ids=["all-ended", "all-wait"])
+def test_signal_while_nobody_reads_ends_the_launch(launch, lines):
+    # More than a pipe holds. The launcher would pass it on for a minute.
+    script = f"import os; os.write(2, b'x\\n')\nfor _ in range({lines}): print('y' * 79)"
+    launcher = launch(script, "--grace", 0.1)
+    while launcher.popen.stderr.read(1) != b"x":
+        pass
+    launcher.popen.send_signal(signal.SIGTERM)
+    assert launcher.popen.wait(LIMIT_S / 2) in (0, 128 + signal.SIGTERM)
 
 
 def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launch):

@@ -46,7 +46,7 @@ def attempt_of():
             return attempt.run(), failures
 
     yield run
-    output.close(1.0)
+    output.close(1.0, lambda: False)
 
 
 def test_order_to_stop_that_came_before_the_start_is_not_missed(attempt_of):

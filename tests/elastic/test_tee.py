@@ -227,7 +227,7 @@ def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
         tee.add(source, sink)
         writer.write(b"one line\n")
     tee.close(0.1)
-    assert "output is lost: nobody took it for 0.1 s" in caplog.text
+    assert "output is lost: nobody took it for " in caplog.text
     sink.going_on.set()
     tee.close(LIMIT_S)
     assert sink.getvalue() == b"one line\n"

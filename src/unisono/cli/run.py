@@ -26,7 +26,7 @@ from unisono.elastic.environment import ERROR_FILE_VARIABLE
 from unisono.elastic.guard import go_on_guarded
 from unisono.elastic.logs import LogOptions
 from unisono.elastic.ranges import format_ranges
-from unisono.elastic.report import error_document, is_consequence, render, signal_name
+from unisono.elastic.report import error_document, render, signal_name
 from unisono.elastic.spec import as_document
 from unisono.errors import RendezvousError
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
@@ -212,11 +212,10 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
 def _print_report(result: LaunchResult) -> None:
     if result.signum is not None:
         _say(f"stopped by {signal_name(result.signum)}")
+    # A worker's failure that ended the job is told below, unless its node could not tell it.
+    if result.reason and not any(f.who() in result.reason for f in result.failures):
+        _say(result.reason)
     if result.failures:
-        if is_consequence(result.failures[0].text) and result.reason:
-            _say(result.reason)
         print(
             render(result.failures, result.stopped, result.left_s, prefix=_PREFIX), file=sys.stderr
         )
-    elif result.reason and result.signum is None:
-        _say(result.reason)

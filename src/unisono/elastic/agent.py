@@ -75,6 +75,7 @@ class Agent:
         self._stop_at = Deadline(0.0)
         self._restarts = 0
         self._signum: int | None = None
+        self._hurried = False
         self._attempts = 0
 
     def run(self) -> LaunchResult:
@@ -86,7 +87,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
             output = Output(self._spec.logs, run_id=self._run_id, nprocs=self._spec.nprocs)
-            stack.callback(output.close, _DRAIN_S)
+            stack.callback(self._drain, output)
             if self._binding.report:
                 self._notify(self._binding.report)
             self._rendezvous = self._join()
@@ -246,6 +247,16 @@ class Agent:
         found = [Failure(**fields) for text in texts for fields in json.loads(text)]
         return tuple(order(found, first=rendezvous.blamed))
 
+    def _drain(self, output: Output) -> None:
+        """Pass on what the workers have still said; nobody who wants to end waits for a reader."""
+        limit_s = _DRAIN_S if self._signum is None else min(self._spec.grace_s, _DRAIN_S)
+        output.close(limit_s, self._is_hurried)
+
+    def _is_hurried(self) -> bool:
+        """Whether a signal has come since the last worker ended."""
+        self._hurried = self._hurried or self._signals.are_ending()
+        return self._hurried
+
     def _leave(self) -> None:
         """Leave the rendezvous; whoever hosts its store stays as long as others need it."""
         host = os.uname().nodename
@@ -253,9 +264,8 @@ class Agent:
         self._rendezvous.leave(f"node {host} left{how}")
         told = False
         while not self._rendezvous.is_closed(timeout_s=0.0):
-            ready, _, _ = select.select([self._signals.fd], [], [], 0.05)
-            signums = self._signals.read() if ready else []
-            if any(map(self._signals.ends, signums)):
+            select.select([self._signals.fd], [], [], 0.05)
+            if self._is_hurried():
                 self._rendezvous.abandon()
             others = self._rendezvous.hosted_for()
             if self._signum is not None and others and not told:

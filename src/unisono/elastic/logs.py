@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Protocol, TextIO
 
@@ -208,9 +208,9 @@ class Output:
         if self._options.screen is not None:
             self._options.screen.status(up, restarts)
 
-    def close(self, timeout_s: float) -> None:
-        """Pass on what is left, for at most `timeout_s`."""
-        self._tee.close(timeout_s)
+    def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
+        """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
+        self._tee.close(timeout_s, canceled)
         for console in self._consoles.values():
             with contextlib.suppress(OSError, ValueError):
                 console.close()

@@ -78,11 +78,14 @@ class Failure:
     node: str = ""
     hint: str = ""
 
+    def who(self) -> str:
+        """Return the rank, process and host."""
+        return f"rank {self.rank} (pid {self.pid}, host {self.host})"
+
     def line(self) -> str:
         """Return who failed and how, without a reason."""
-        who = f"rank {self.rank} (pid {self.pid}, host {self.host})"
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{who} {exit_status(self.exit_code)}{hint}"
+        return f"{self.who()} {exit_status(self.exit_code)}{hint}"
 
     def line_with_reason(self) -> str:
         """Return who failed, how, and the exception's first line if there was one."""

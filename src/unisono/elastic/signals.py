@@ -64,6 +64,10 @@ class Signals:
         """Whether a signal ends the launch; otherwise it is only passed on to the workers."""
         return signum in self._ending
 
+    def are_ending(self) -> bool:
+        """Whether one that ends the launch has come; all that came are read."""
+        return any(map(self.ends, self.read()))
+
     def knock(self) -> None:
         """Make `fd` readable, from any thread."""
         # Full: then it is readable anyway.

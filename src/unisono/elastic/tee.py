@@ -185,21 +185,28 @@ class Tee:
             self._thread.start()
         return stream
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> None:
         """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
 
         Does not wait for the end of file: a process that left its worker's group may hold
         the pipe open for as long as it likes.
+
+        Args:
+            timeout_s: How long.
+            canceled: Asked again and again whether to give up before that.
         """
-        self._give_up = Deadline(timeout_s)
+        self._give_up = begun = Deadline(timeout_s)
         if self._thread.ident is None:
             self._selector.close()
         else:
             os.write(self._waker, b"-")
-            self._thread.join(timeout_s + _IDLE_S)
+            self._thread.join(_IDLE_S)
+            while self._thread.is_alive() and not (begun.expired() or canceled()):
+                self._thread.join(min(_IDLE_S, begun.remaining()))
             if self._thread.is_alive():
                 _log.warning(
-                    "the rest of the workers' output is lost: nobody took it for %g s", timeout_s
+                    "the rest of the workers' output is lost: nobody took it for %.1f s",
+                    timeout_s - begun.remaining(),
                 )
         if not self._thread.is_alive():
             os.close(self._woken)
