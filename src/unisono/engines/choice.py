@@ -56,7 +56,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
 def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
     """Whether ranks of several hosts have messages in C++ that understand each other."""
     messages = comm.transport.messages
-    versions = {word.split("/")[1] for word in words if "/" in word}
+    versions = {word.partition("/")[0] for word in words}
     return messages is not None and messages.reaches_all and len(versions) == 1
 
 

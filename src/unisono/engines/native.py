@@ -94,6 +94,8 @@ def is_native_built() -> bool:
 def host_word() -> str:
     """Return a word that is equal on ranks that may share memory; "" if this one cannot.
 
+    Its part before the first "/" is equal on ranks whose C++ engines understand each other.
+
     A rank that is to use the reference engine says so here, or the others would not know; and so
     does one that is to share no memory.
     """
@@ -107,7 +109,7 @@ def host_word() -> str:
     except OSError:
         return ""
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
-    return f"{boot}/{container}/{_engine.ABI}{alone}"
+    return f"{_engine.ABI}/{boot}/{container}{alone}"
 
 
 class _Repeated(NamedTuple):
