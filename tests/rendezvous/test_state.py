@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cluster import TIMING, Cluster, node
 
 from unisono.errors import RendezvousError
-from unisono.rendezvous.member import End
+from unisono.rendezvous.member import End, Member, decide, observe
 from unisono.rendezvous.state import (
     Cause,
     Failed,
@@ -150,6 +150,16 @@ def test_lost_node_ends_a_job_that_must_not_restart_and_cannot_go_on():
     assert state.phase is Phase.FAILED
     expected = "node h1 was lost; 1 of at least 2 nodes left, and --max-restarts is 0"
     assert state.reason == expected
+
+
+def test_lost_node_is_told_by_its_host_though_it_was_only_expected():
+    state = joined(limits(2), 2)
+    member, _, _ = decide(Member(node=node(0), limits=limits(2)), state, 0.0)
+    member = observe(member, {"n1": 1}, 0.0)
+    ended = apply(state, Failed("n0", 1, False, "a peer was lost"))
+    assert ended.expected == ("n0", "n1")
+    _, events, _ = decide(member, ended, 10.0)
+    assert Lost("n1", "node h1 was lost (no heartbeat for 10 s)") in events
 
 
 def test_nobody_joins_when_part_of_the_work_is_done():

@@ -30,8 +30,7 @@ from unisono.errors import (
 )
 from unisono.stores import TCPStore, addresses, start_server, tcp_client, tcp_server, wire
 from unisono.stores.addresses import is_loopback, listen
-from unisono.stores.native_server import NativeServer
-from unisono.stores.tcp_server import PythonServer, ServerOptions
+from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
@@ -546,11 +545,10 @@ def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
     assert master.get("k") == bytes(most - 1) + b"x"
 
 
-def test_small_multi_get_cannot_ask_for_more_than_the_bound(server_kind):
-    kind = NativeServer if server_kind == "native" else PythonServer
+def test_small_multi_get_cannot_ask_for_more_than_the_bound():
     options = ServerOptions(max_reply_bytes=10_000)
     with (
-        contextlib.closing(kind(listen("127.0.0.1", 0), options)) as server,
+        contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server,
         TCPStore("127.0.0.1", server.port) as client,
     ):
         client.set("k", bytes(1000))

@@ -19,9 +19,8 @@ from tests import netns
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
 from unisono.stores.addresses import listen
-from unisono.stores.native_server import NativeServer
 from unisono.stores.owner import is_foreign
-from unisono.stores.tcp_server import PythonServer, ServerOptions
+from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
 from unisono.stores.wire import MAGIC, Op, encode_request
 
@@ -34,7 +33,8 @@ NOBODY = 65534
 def server(server_kind, monkeypatch):
     monkeypatch.delenv("UNISONO_TOKEN", raising=False)
     monkeypatch.delenv("UNISONO_INSECURE", raising=False)
-    with contextlib.closing(start_server(listen("127.0.0.1", 0), TOKEN.encode())) as server:
+    options = ServerOptions(token=TOKEN.encode())
+    with contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server:
         yield server
 
 
@@ -192,12 +192,12 @@ def test_strangers_are_hung_up_on(server, sent):
         assert store.num_keys() == 0
 
 
-def test_silent_strangers_are_bounded(server_kind, caplog):
-    kind = NativeServer if server_kind == "native" else PythonServer
+@pytest.mark.usefixtures("server_kind")
+def test_silent_strangers_are_bounded(caplog):
     listeners = listen("127.0.0.1", 0)
     options = ServerOptions(token=TOKEN.encode(), max_greetings=8)
     with (
-        contextlib.closing(kind(listeners, options)) as server,
+        contextlib.closing(start_server(listeners, options)) as server,
         contextlib.ExitStack() as stack,
     ):
         address = ("127.0.0.1", server.port)
@@ -303,8 +303,10 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 
 SERVE = """
 import sys, unisono.stores as s
+from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.addresses import listen
-servers = [s.start_server(listen("0.0.0.0", 0), token) for token in (b"", b"right")]
+kinds = [ServerOptions(token=token) for token in (b"", b"right")]
+servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
 print(*[server.port for server in servers], flush=True)
 sys.stdin.read()
 for server in servers: server.close()

@@ -92,6 +92,7 @@ class Member:
         joining_since_s: When it began to wait for a world; None while it has one.
         changed_s: When the nodes of the forming world last changed.
         seen_nodes: Those nodes.
+        hosts: Names of the hosts of all nodes that were ever seen.
         beats: Last heartbeat count of each other node, and when it appeared.
     """
 
@@ -105,6 +106,7 @@ class Member:
     joining_since_s: float | None = None
     changed_s: float = 0.0
     seen_nodes: tuple[int, tuple[str, ...]] = (-1, ())
+    hosts: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     beats: Mapping[str, tuple[int, float]] = field(default_factory=lambda: MappingProxyType({}))
 
 
@@ -134,6 +136,8 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
     nodes = (state.epoch, tuple(node.id for node in state.members))
     if nodes != member.seen_nodes:
         member = replace(member, seen_nodes=nodes, changed_s=now)
+    here = {node.id: node.host for node in (*state.members, *state.waiting)}
+    member = replace(member, hosts=MappingProxyType({**member.hosts, **here}))
     events: list[Event] = list(_lost_nodes(member, state, now))
     if member.running:
         member, actions = _while_running(member, state)
@@ -144,7 +148,6 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
 
 def _lost_nodes(member: Member, state: State, now: float) -> list[Lost]:
     limit_s = member.timing.dead_after_s
-    hosts = {node.id: node.host for node in (*state.members, *state.waiting)}
     found = []
     # Who has done its part in a world that still runs may go without harm.
     done = state.succeeded if state.phase is Phase.RUNNING else ()
@@ -153,7 +156,8 @@ def _lost_nodes(member: Member, state: State, now: float) -> list[Lost]:
             continue
         _, since_s = member.beats.get(node_id, (0, now))
         if node_id != member.node.id and now - since_s >= limit_s:
-            who = hosts.get(node_id, node_id)
+            # An expected one is in the state by its number only.
+            who = member.hosts.get(node_id, node_id)
             found.append(Lost(node_id, f"node {who} was lost (no heartbeat for {limit_s:g} s)"))
     return found
 

@@ -221,7 +221,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
         # Jitter keeps a thousand clients from knocking at the same moments.
         time.sleep(min(backoff_s * random.uniform(0.5, 1.0), deadline.remaining()))
         backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
-    waited = f" within {deadline.timeout_s:g} s" if retry else ""
+    waited = f" within {round(deadline.timeout_s, 2):g} s" if retry else ""
     here = socket.gethostname()
     what = (
         f"cannot connect from {here} to the store at {format_address(host, port)}{waited} "

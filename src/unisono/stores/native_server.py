@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.base.native import extension as _engine
-from unisono.stores.tcp_server import DEFAULT_OPTIONS, ServerOptions
+from unisono.stores.tcp_server import ServerOptions
 
 __all__ = ["NativeServer", "engine"]
 
@@ -38,9 +38,7 @@ class NativeServer:
         options: Whom it serves, and what it refuses.
     """
 
-    def __init__(
-        self, listeners: list[socket.socket], options: ServerOptions = DEFAULT_OPTIONS
-    ) -> None:
+    def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self.port: int = listeners[0].getsockname()[1]
         self._pid = os.getpid()
         lines, log_fd = os.pipe()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from typing import Protocol
 
-from unisono.base import config
 from unisono.errors import InvalidArgumentError
 from unisono.stores.native_server import NativeServer, engine
 from unisono.stores.tcp_server import PythonServer, ServerOptions
@@ -26,7 +25,9 @@ class StoreServer(Protocol):
         """Stop serving and close every socket; clients that wait see the connection end."""
 
 
-def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreServer:
+def start_server(
+    listeners: list[socket.socket], options: ServerOptions | None = None
+) -> StoreServer:
     """Serve a new, empty store on listening sockets, which are taken over.
 
     Answers torch clients and unisono clients alike. Differences to torch's own server: a
@@ -35,11 +36,11 @@ def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreSer
     turn on; `barrier` leaves no key behind.
 
     Clients prove that they know the token. Those that have none (torch's) are served if they are
-    processes of this user on this machine, others only with UNISONO_INSECURE=1.
+    processes of this user on this machine, others only if it serves strangers.
 
     Args:
         listeners: All on the same port.
-        token: Of the job; empty if there is none.
+        options: Whom it serves, and what it refuses; no token if None.
 
     Raises:
         InvalidArgumentError: No listening socket was given.
@@ -47,5 +48,4 @@ def start_server(listeners: list[socket.socket], token: bytes = b"") -> StoreSer
     if not listeners:
         raise InvalidArgumentError("a store server needs at least one listening socket")
     kind = PythonServer if engine() is None else NativeServer
-    insecure = config.get("UNISONO_INSECURE") == "1"
-    return kind(listeners, ServerOptions(token=token, serves_strangers=insecure))
+    return kind(listeners, options or ServerOptions())

@@ -34,6 +34,7 @@ from unisono.stores.api import (
 from unisono.stores.server import StoreServer, start_server
 from unisono.stores.table import checked_sum
 from unisono.stores.tcp_connection import ConnectionPool
+from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.wire import MAX_VALUE_BYTES, READY, Op
 
 __all__ = ["TCPStore"]
@@ -345,7 +346,7 @@ class _SharedServer:
                 known._users += 1
                 return known
             sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
-            shared = cls(start_server(sockets, token))
+            shared = cls(start_server(sockets, ServerOptions(token=token)))
             if multi_tenant:
                 cls._by_port[shared.port] = shared
             return shared

@@ -14,9 +14,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError, StoreKeyError
@@ -38,7 +39,7 @@ from unisono.stores.wire import (
     encode_reply,
 )
 
-__all__ = ["DEFAULT_OPTIONS", "PythonServer", "ServerOptions"]
+__all__ = ["PythonServer", "ServerOptions"]
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
@@ -86,19 +87,17 @@ class ServerOptions:
 
     Attributes:
         token: Of the job; empty if there is none.
-        serves_strangers: Clients without a token may be of other machines and users.
+        serves_strangers: Clients without a token may be of other machines and users; only with
+            UNISONO_INSECURE=1 if not given.
         max_reply_bytes: A larger multi_get is refused.
         max_greetings: So many may come after a client that has not said yet what it is; then it
             is dropped.
     """
 
     token: bytes = b""
-    serves_strangers: bool = False
+    serves_strangers: bool = field(default_factory=lambda: config.get("UNISONO_INSECURE") == "1")
     max_reply_bytes: int = MAX_REPLY_BYTES
     max_greetings: int = 4096
-
-
-DEFAULT_OPTIONS = ServerOptions()
 
 
 class PythonServer:
@@ -109,9 +108,7 @@ class PythonServer:
         options: Whom it serves, and what it refuses.
     """
 
-    def __init__(
-        self, listeners: list[socket.socket], options: ServerOptions = DEFAULT_OPTIONS
-    ) -> None:
+    def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
         self._greetings: deque[tuple[float, _Connection]] = deque()
         # Those not listened to for now: there are no descriptors left.
