@@ -20,7 +20,7 @@ help:
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make fuzz    ten minutes of nonsense for store servers and clients"
-	@echo "make docs    write what is generated under docs/reference"
+	@echo "make docs    write what is generated under docs"
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(BUILT)
@@ -63,6 +63,7 @@ docs: $(BUILT)
 	@$(BIN)/python tools/environment_page.py
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
+	@$(BIN)/python tools/pictures.py
 
 setup: $(BUILT)
 

@@ -18,6 +18,7 @@ import pytest
 import unisono as dist
 from unisono.base.config import VARIABLES
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
+from unisono.schedules import build
 from unisono.testing import run
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,21 @@ blocks = tool("readme").blocks
 def test_algorithms_page_is_up_to_date():
     page = (ROOT / "docs/reference/algorithms.md").read_text(encoding="utf-8")
     assert page == tool("algorithms_page").page(), "run `make docs`"
+
+
+def test_pictures_are_up_to_date():
+    drawn = dict(tool("pictures").pictures())
+    there = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("docs/pictures/*")}
+    assert drawn == there, "run `make docs`"
+
+
+def test_pictures_show_each_message_once():
+    draw = tool("pictures")
+    shown = list(draw.messages(build("all_reduce", "double_tree", 8)))
+    # Two trees over eight ranks: seven edges each, up and down.
+    assert len(shown) == 2 * 2 * 7
+    assert sum(message.reduces for message in shown) == 2 * 7
+    assert draw.lanes("all_reduce", "double_tree").count("<polygon") == len(shown)
 
 
 def test_detection_page_is_up_to_date():
