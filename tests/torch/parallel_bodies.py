@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed.nn.functional as autograd
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     DDPCommHookType,
+    ddp_zero_hook,
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
@@ -74,9 +76,11 @@ def trained(model, rank, steps=3, optimizer=None):
 
 
 def ddp(rank, **options):
-    return trained(
-        DistributedDataParallel(Net(options.get("find_unused_parameters")), **options), rank
-    )
+    model = DistributedDataParallel(Net(options.get("find_unused_parameters")), **options)
+    result = trained(model, rank)
+    # Without a hook in Python nobody needs a thread for what is chained to futures.
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("unisono-callbacks")]
+    return result
 
 
 def ddp_with_hook(rank, state, hook):
@@ -155,6 +159,29 @@ def zero(rank):
     result = trained(model, rank, optimizer=optimizer)
     optimizer.consolidate_state_dict(to=0)
     return result
+
+
+def zero_in_hook(rank, **options):
+    """Step in DDP's hook. torch refuses that for Gloo: a plain optimizer is compared with it there.
+
+    torch's hook makes no step before DDP has told it how it lays out its buckets.
+    """
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005, **options)
+    settings = {"lr": 0.01, "momentum": 0.9}
+    optimizer, first = torch.optim.SGD(model.parameters(), **settings), 2 + len(options)
+    if dist.get_backend() != "gloo":
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.SGD, overlap_with_ddp=True, **settings
+        )
+        hook = ddp_zero_hook.hook_with_zero_step(default_hooks.allreduce_hook, model, zero)
+        model.register_comm_hook(None, hook)
+        first = 7
+    for step in range(7):
+        model.zero_grad()
+        model(batch(rank, step)).pow(2).sum().backward()
+        if step >= first:
+            optimizer.step()
+    return numbers(model.parameters())
 
 
 def fsdp1(rank):
@@ -350,6 +377,8 @@ def bodies(path):
         "hook post-local": post_local,
         "hooks by name": hooks_by_name,
         "zero": zero,
+        "zero in a hook": zero_in_hook,
+        "zero in a hook, static graph": lambda rank: zero_in_hook(rank, static_graph=True),
         "fsdp1": fsdp1,
         "fsdp2": fsdp2,
         "hybrid fsdp2": hybrid_fsdp,

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(
 NAMES = [
     "ddp", "ddp static graph", "ddp unused", "ddp views", "ddp no_sync", "ddp sparse", "ddp join",
     "hook all_reduce", "hook fp16", "hook fp16 wrapper", "hook post-local", "builtin all_reduce",
-    "builtin fp16", "hooks by name", "powersgd", "zero", "fsdp1", "fsdp2", "hybrid fsdp2",
+    "builtin fp16", "hooks by name", "powersgd", "zero", "zero in a hook",
+    "zero in a hook, static graph", "fsdp1", "fsdp2", "hybrid fsdp2",
     "dtensor", "tensor parallel", "sequence parallel", "two dimensions", "pipeline",
     "pipeline 1F1B", "pipeline zero bubble", "autograd", "checkpoint", "compiled", "compiled ddp",
 ]  # fmt: skip

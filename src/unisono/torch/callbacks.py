@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from unisono.base.worker import Worker
+
 __all__ = ["CallbackThreads"]
 
 
@@ -23,38 +25,35 @@ class CallbackThreads:
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
+        # A signal handler may come here while its own thread is here.
+        self._lock = threading.RLock()
+        self._workers: list[Worker] = []
         self._idle = 0
         self._closed = False
 
     def run(self, task: Callable[[], object]) -> None:
         """Run `task` soon, on another thread; on this one if the threads are gone already."""
         with self._lock:
-            if closed := self._closed:
-                pass
-            elif self._idle:
-                self._idle -= 1
-            else:
-                name = f"unisono-callbacks-{self._name}-{len(self._threads)}"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            if not closed:
+            if not self._closed:
                 self._tasks.put(task)
-        if closed:
-            task()
+                if self._idle:
+                    self._idle -= 1
+                    return
+                worker = Worker(f"unisono-callbacks-{self._name}-{len(self._workers)}")
+                self._workers.append(worker)
+                worker.start(self._work)
+                return
+        task()
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the threads once they have run what they have; wait for them, but not for ever."""
         with self._lock:
             self._closed = True
-            threads, self._threads = self._threads, []
-            for _ in threads:
+            workers, self._workers = self._workers, []
+            for _ in workers:
                 self._tasks.put(None)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+        for worker in workers:
+            worker.join(timeout_s)
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ from unisono.torch.futures import listed, opened
 __all__ = ["TorchWork"]
 
 _NO_LIMIT = timedelta(0)
+# What C++ is called from in a backward pass.
+_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class TorchWork(torch_dist.Work):
@@ -96,15 +99,24 @@ class TorchWork(torch_dist.Work):
         """Return a future of the list of result tensors.
 
         What is chained to it runs on a thread of its own and may wait for other operations, as
-        torch's PowerSGD hook does.
+        torch's PowerSGD hook does. DDP itself, without such a hook, only waits: for it no other
+        thread has to wake.
         """
         if self._future is None:
             gate: torch.futures.Future[None] = torch.futures.Future()
             future = opened(gate, self._outcome)
             self._future = listed(future, self._outputs) if self._typed else future
 
+            def open_gate() -> None:
+                gate.set_result(None)
+
+            at_once = _is_asked_by_ddp() and not self._typed
+
             def ended(_: Future) -> None:
-                self._callbacks.run(lambda: gate.set_result(None))
+                if at_once:
+                    open_gate()
+                else:
+                    self._callbacks.run(open_gate)
 
             self._work.get_future().add_done_callback(ended)
         return self._future
@@ -113,3 +125,11 @@ class TorchWork(torch_dist.Work):
         if (error := self.exception()) is not None:
             raise error
         return self._outputs
+
+
+def _is_asked_by_ddp() -> bool:
+    """Whether the caller's caller is C++ in a backward pass: Python code has a frame of its own."""
+    frame: Any = inspect.currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_code is getattr(_BACKWARD, "__code__", None)
