@@ -22,8 +22,8 @@ IDS = [f"{tier.__name__}.{name}" for tier, name in PUBLIC]
 def names_for_type_checkers() -> set[tuple[str, str, str]]:
     """Return (module, name there, name here) of unisono's TYPE_CHECKING block."""
     tree = ast.parse(Path(unisono.__file__).read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
     return {
         (node.module.removeprefix("unisono."), alias.name, alias.asname)
         for node in block.body
@@ -36,6 +36,14 @@ def test_type_checkers_and_the_interpreter_see_the_same_names():
         (module, name, name) for module, names in unisono._HOMES.items() for name in names.split()
     }
     assert names_for_type_checkers() == declared
+
+
+def test_type_checkers_report_other_names():
+    """A `__getattr__` that they see would give every name."""
+    tree = ast.parse(Path(unisono.__file__).read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert "__getattr__" not in defined
+    assert hasattr(unisono, "__getattr__")
 
 
 def test_each_public_name_has_one_home():

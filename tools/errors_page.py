@@ -23,6 +23,8 @@ HEAD = """\
 
 Written by `tools/errors_page.py` from the source; do not edit.
 
+    from unisono.errors import CollectiveTimeoutError, PeerLostError
+
 Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts written for torch expect;
 the classes below also inherit what the standard library calls such a thing. The first line is
 enough on its own. `where:` and `hint:` follow, and the same facts are in the attributes `what`,

@@ -209,7 +209,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 __all__ = sorted(name for name in _HOME_OF if not name.startswith("_"))
 
 
-def __getattr__(name: str) -> object:
+def _loaded(name: str) -> object:
     module = _HOME_OF.get(name)
     if module is None:
         refused = import_module("unisono.refused")
@@ -219,6 +219,10 @@ def __getattr__(name: str) -> object:
     home = import_module(f"unisono.{module}")
     value = globals()[name] = getattr(home, name)
     return value
+
+
+if not TYPE_CHECKING:  # to type checkers, a name that is not declared above is a mistake
+    __getattr__ = _loaded
 
 
 def __dir__() -> list[str]:

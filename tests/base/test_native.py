@@ -12,7 +12,7 @@ import pytest
 from unisono.base import native
 
 NAME = "unisono._engine"
-NOT_BUILT = "the extension module is not built: no C++ compiler, or refused"
+NOT_BUILT = "the extension module was not built: there was no C++ compiler, or it failed"
 
 
 def loaded(monkeypatch, found):

@@ -146,7 +146,7 @@ def mistakes(rank):
     bare = dist.init_device_mesh("cpu", (4,))
     assert dist.get_pg_count() == count, "a dimension that is the world has the default group"
     for bad, text in (
-        (lambda: init("cpu", (5,)), "must have ranks of the world"),
+        (lambda: init("cpu", (5,)), r"a mesh of shape \(5,\) takes 5 ranks, but the world has 4"),
         (lambda: init("cpu", (2, 2), mesh_dim_names=("a",)), "2 different names, one per entry of"),
         (
             lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a")),

@@ -36,6 +36,10 @@ WORLD_OF_ONE = {
         lambda: dist.broadcast(x(), 3), InvalidArgumentError,
         "global rank 3 is not in group 'default' (ranks [0])",
     ),
+    "text as rank": (
+        lambda: dist.broadcast(x(), "0"), ArgumentTypeError,
+        "a global rank must be an integer, got '0'",
+    ),
     "group rank": (
         lambda: dist.reduce(x(), group_dst=1), InvalidArgumentError,
         "root=1 is not a rank of group 'default' (0..0)",

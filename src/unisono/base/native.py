@@ -22,7 +22,10 @@ def _load() -> tuple[Any, str]:
         module = import_module(_NAME)
     except ModuleNotFoundError as error:
         if error.name == _NAME:
-            return None, "the extension module is not built: no C++ compiler, or refused"
+            return (
+                None,
+                "the extension module was not built: there was no C++ compiler, or it failed",
+            )
         return None, f"the extension module cannot be loaded: {error}"
     except ImportError as error:
         return None, f"the extension module cannot be loaded: {error}"

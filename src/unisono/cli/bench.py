@@ -78,34 +78,56 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _add_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes and types")
     nbytes = checked(parse_nbytes)
-    sizes.add_argument("-b", type=nbytes, default="8", metavar="SIZE", help="first size (8)")
-    sizes.add_argument("-e", type=nbytes, default="64M", metavar="SIZE", help="last size (64M)")
-    step = sizes.add_mutually_exclusive_group()
-    step.add_argument("-f", type=positive, default=2, metavar="FACTOR", help="size factor (2)")
-    step.add_argument("-i", type=nbytes, default=0, metavar="STEP", help="size step instead")
     sizes.add_argument(
-        "-d", choices=[*DTYPES, *_ALIASES], default="float32", metavar="TYPE", help="(float32)"
+        "-b", "--minbytes", type=nbytes, default="8", metavar="SIZE", help="first size (8)"
     )
-    sizes.add_argument("-o", choices=REDOPS, default="sum", help="reduce op (sum)")
-    sizes.add_argument("-r", type=non_negative, default=0, metavar="ROOT", help="root rank (0)")
+    sizes.add_argument(
+        "-e", "--maxbytes", type=nbytes, default="64M", metavar="SIZE", help="last size (64M)"
+    )
+    step = sizes.add_mutually_exclusive_group()
+    step.add_argument(
+        "-f", "--stepfactor", type=positive, default=2, metavar="FACTOR", help="size factor (2)"
+    )
+    step.add_argument(
+        "-i", "--stepbytes", type=nbytes, default=0, metavar="STEP", help="size step instead"
+    )
+    sizes.add_argument(
+        "-d",
+        "--datatype",
+        "--dtype",
+        choices=[*DTYPES, *_ALIASES],
+        default="float32",
+        metavar="TYPE",
+        help="(float32)",
+    )
+    sizes.add_argument("-o", "--op", choices=REDOPS, default="sum", help="reduce op (sum)")
+    sizes.add_argument(
+        "-r", "--root", type=non_negative, default=0, metavar="ROOT", help="root rank (0)"
+    )
 
 
 def _add_loop(parser: argparse.ArgumentParser) -> None:
     loop = parser.add_argument_group("measuring")
     loop.add_argument(
         "-n",
+        "--iters",
         type=non_negative,
         default=0,
         metavar="ITERS",
         help="calls per round; 0 (the default): as many as take about 5 ms",
     )
     loop.add_argument(
-        "-w", type=non_negative, default=1, metavar="WARMUP", help="calls before each round (1)"
+        "-w",
+        "--warmup_iters",
+        type=non_negative,
+        default=1,
+        metavar="WARMUP",
+        help="calls before each round (1)",
     )
     loop.add_argument(
         "--rounds", type=positive, default=15, metavar="N", help="rounds per size (15)"
     )
-    loop.add_argument("-c", choices=("0", "1"), default="1", help="check results (1)")
+    loop.add_argument("-c", "--check", choices=("0", "1"), default="1", help="check results (1)")
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -170,17 +192,17 @@ def _plan(options: argparse.Namespace) -> Plan:
         ops=ops,
         nprocs=nprocs,
         hosts=options.hosts,
-        min_bytes=options.b,
-        max_bytes=options.e,
-        factor=options.f,
-        step_bytes=options.i,
-        iters=options.n,
-        warmup=options.w,
+        min_bytes=options.minbytes,
+        max_bytes=options.maxbytes,
+        factor=options.stepfactor,
+        step_bytes=options.stepbytes,
+        iters=options.iters,
+        warmup=options.warmup_iters,
         rounds=options.rounds,
-        dtype=_ALIASES.get(options.d, options.d),
-        redop=options.o,
-        root=options.r,
-        check=options.c == "1",
+        dtype=_ALIASES.get(options.datatype, options.datatype),
+        redop=options.op,
+        root=options.root,
+        check=options.check == "1",
         engine=options.engine,
         algorithm=options.algorithm,
         peers=tuple(dict.fromkeys(options.peer)),

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="unisono", description="c10d-style collectives for NumPy, torch and friends."
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(required=True)
     run.add_command(commands)
     bench.add_command(commands)
     options, unknown = parser.parse_known_args(argv)

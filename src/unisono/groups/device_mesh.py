@@ -432,6 +432,10 @@ def _check_grid(mesh: Any) -> Ranks:
     if grid.ndim == 0 or grid.size == 0 or grid.dtype.kind not in "iu":
         raise InvalidArgumentError(f"mesh must be an array of ranks, got {mesh!r}")
     size = get_world_size()
+    if grid.size > size:
+        raise InvalidArgumentError(
+            f"a mesh of shape {grid.shape} takes {grid.size} ranks, but the world has {size}"
+        )
     if grid.min() < 0 or grid.max() >= size or len(np.unique(grid)) != grid.size:
         raise InvalidArgumentError(
             f"mesh {grid.tolist()} must have ranks of the world (0..{size - 1}), each once"

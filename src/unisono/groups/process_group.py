@@ -25,7 +25,7 @@ from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.groups.c10d import add_c10d_methods
 from unisono.groups.callers import concurrent_call_error
-from unisono.groups.checks import CHECKS
+from unisono.groups.checks import CHECKS, as_integer
 from unisono.groups.communication import Communication
 from unisono.groups.dispatch import dispatcher
 from unisono.groups.work import Work
@@ -176,14 +176,15 @@ class ProcessGroup:
         """Return the rank in this group of a global rank.
 
         Raises:
+            ArgumentTypeError: Not a number.
             InvalidArgumentError: Not a member; lists the members.
         """
         try:
             return self.ranks.index(global_rank)
         except ValueError:
+            number = as_integer(global_rank, "a global rank")
             raise InvalidArgumentError(
-                f"global rank {global_rank} is not in group '{self.name}' "
-                f"(ranks {list(self.ranks)})"
+                f"global rank {number} is not in group '{self.name}' (ranks {list(self.ranks)})"
             ) from None
 
     # ---- collectives ----------------------------------------------------------------------

@@ -111,7 +111,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
     reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
     raise StoreConnectionError(
         f"the store server cannot listen on {where}: {reason}",
-        hint="port 0 takes any free port; read it from .port afterwards",
+        hint="another job, or an earlier one, may have this port; port 0 takes any free one, which "
+        ".port tells afterwards",
     ) from failure
 
 
