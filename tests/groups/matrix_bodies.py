@@ -334,6 +334,35 @@ def matrix(rank, library, thorough=True):
     return found.digest.hexdigest(), found.cells
 
 
+def large(rank):
+    """Reductions of arrays of several pieces, in a sub-group; returns how many were compared.
+
+    The values come again and again, so that the oracle need see them once only.
+    """
+    members = [0, 2, 1]
+    group = dist.new_group(members, sort_ranks=False)
+    compared = 0
+    if rank not in members:
+        return compared
+    p, me, part = len(members), members.index(rank), 997
+    for dtype in DTYPES:
+        count = 1_100_001 // np_dtype(dtype).itemsize
+        for op in REDUCE_OPS[dtype]:
+            expected, slack = reduction(dtype, op, p, part)
+            expected = np.resize(expected, count)
+            slack = None if slack is None else np.resize(slack, count)
+            x = np.resize(values(dtype, me, part), count)
+            dist.all_reduce(x, reduce_op(op), group=group)
+            check(("all_reduce", dtype, op), x, expected, slack)
+            whole = np.concatenate([np.resize(values(dtype, me, part), count // 3)] * p)
+            out = np.zeros(count // 3, whole.dtype)
+            dist.reduce_scatter_tensor(out, whole, reduce_op(op), group=group)
+            few = None if slack is None else slack[: count // 3]
+            check(("reduce_scatter", dtype, op), out, expected[: count // 3], few)
+            compared += 2
+    return compared
+
+
 def awkward_floats(rank):
     """Signed zeros, infinities, NaNs, subnormals: bits of all_reduce by case."""
     odd = [0.0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, 3.4e38, 1.0, -1.0]

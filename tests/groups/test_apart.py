@@ -2,7 +2,9 @@
 
 from functools import partial
 
+import algorithm_bodies
 import apart_bodies
+import matrix_bodies
 import mismatch_bodies
 import pytest
 import quick_bodies
@@ -41,6 +43,17 @@ def apart(request, per_host):
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 5))
 def test_as_the_reference_engine_bit_for_bit(seed, size):
     stress_bodies.check_engines_agree(size, seed)
+
+
+def test_every_operation_on_every_dtype():
+    results = run(matrix_bodies.matrix, 3, args=("numpy", False), engine="native")
+    assert len({digest for digest, _ in results}) == 1, "ranks differ"
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_every_algorithm_by_name(size):
+    calls = run(algorithm_bodies.every_algorithm, size, engine="native")
+    assert min(calls) >= len(algorithm_bodies.COLLECTIVES) * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])

@@ -7,7 +7,7 @@ import pytest
 
 import unisono as dist
 from unisono.base import config
-from unisono.engines import is_native_built
+from unisono.engines import is_native_built, native
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
 
@@ -155,3 +155,39 @@ def neighbours(rank):
 
 def test_lists_of_neighbours(engine):
     run(neighbours, 3, engine=engine)
+
+
+def sum_and_engine(rank):
+    values = np.full(100_000, rank + 1.0)
+    dist.all_reduce(values)
+    return float(values[0]), float(values[-1]), repr(dist.group.WORLD)
+
+
+@pytest.mark.skipif(
+    not is_native_built() or config.get("UNISONO_ENGINE") == "reference",
+    reason="needs the C++ engine",
+)
+def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
+    """Hosts may look alike in every word, such as two copies of one virtual machine."""
+    real = native._engine
+
+    class OtherMemory:
+        create = real.Segment.create
+
+        @staticmethod
+        def attach(pid, fd, nonce):
+            return real.Segment.attach(pid, fd, bytes(len(nonce)))
+
+    class Engine:
+        Segment = OtherMemory
+
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+    monkeypatch.setattr(native, "_engine", Engine())
+    native._warn_once.cache_clear()
+    for first, last, shown in run(sum_and_engine, 3, engine="native"):
+        assert (first, last) == (6.0, 6.0)
+        assert "engine=native over=messages" in shown
+    (told,) = [r for r in caplog.records if "cannot share memory" in r.message]
+    assert "(it is not the same)" in told.message

@@ -68,6 +68,13 @@ def test_on_processes():
     assert len({digest for digest, _ in results}) == 1, "ranks differ"
 
 
+@pytest.mark.parametrize("per_host", [0, 1, 2])
+def test_large_arrays_in_a_sub_group(monkeypatch, per_host):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(per_host))
+    compared = run(matrix_bodies.large, 4)
+    assert compared[0] == compared[1] == compared[2] > 100
+
+
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
 def test_all_reduce_has_the_same_bits_everywhere_for_awkward_floats(monkeypatch, size, engine):

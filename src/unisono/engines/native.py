@@ -12,6 +12,7 @@ with messages.
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import struct
@@ -110,6 +111,15 @@ def host_word() -> str:
         return ""
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
     return f"{_engine.ABI}/{boot}/{container}{alone}"
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning(
+        "cannot share memory with another rank of this host (%s): groups with both use messages, "
+        "which are slower",
+        reason,
+    )
 
 
 class _Repeated(NamedTuple):
@@ -426,7 +436,7 @@ class NativeEngine(QueueEngine):
                 self._group = _engine.Group(segment, comm.rank, pids, self._crowded)
             else:
                 self.over = "messages"
-                _log.warning("group '%s' cannot share memory; it uses messages", comm.name)
+                _log.info("group '%s' cannot share memory; it uses messages", comm.name)
         messages = comm.transport.messages
         if messages is None:
             raise InternalError("a world with the native engine has messages in C++")
@@ -477,7 +487,7 @@ class NativeEngine(QueueEngine):
         if error == 0:
             error, segment = _engine.Segment.attach(pid, fd, nonce)
         if error:
-            _log.info("shared memory: %s", os.strerror(error))
+            _warn_once("it is not the same" if error == errno.EXDEV else os.strerror(error))
         run.send(0, memoryview(bytes([error == 0])))
         verdict = bytearray(1)
         run.wait(run.recv(0, memoryview(verdict)))
