@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import selectors
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from unisono.elastic.family import Family
 from unisono.elastic.logs import Output, WorkerName
 from unisono.elastic.oom import OomWatch
 from unisono.elastic.process import Worker
-from unisono.elastic.report import Failure, Settling, error_text, order
+from unisono.elastic.report import Ends, Failure, error_text
 from unisono.elastic.signals import Signals
 from unisono.elastic.spec import LaunchSpec
 from unisono.elastic.tee import Stream
@@ -97,12 +96,12 @@ class Attempt:
         self._warm = warm
         self._family = family
         self._workers: list[Worker] = []
+        self._running: list[Worker] = []
         self._stderr: dict[int, Stream] = {}
         self._error_files: dict[int, str] = {}
-        self._ended_s: dict[int, float] = {}
         self._signum: int | None = None
         self._stopping = False
-        self._settling = Settling()
+        self._ends = Ends(self._error_text)
         self._grace: Deadline | None = None
         self._oom = OomWatch()
 
@@ -121,9 +120,9 @@ class Attempt:
                 self._output.status(len(self._workers), self._place.restarts)
                 self._watch()
             return Outcome(
-                failures=tuple(self._failures()),
+                failures=tuple(self._ends.failures()),
                 stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
-                left_s={w.rank: self._ended_s[w.rank] for w in self._workers if w.exit_code == 0},
+                left_s=self._ends.left_s,
                 signum=self._signum,
                 succeeded=all(worker.exit_code == 0 for worker in self._workers),
             )
@@ -138,6 +137,7 @@ class Attempt:
         worker = self._warm.take(local_rank, env) or self._new_worker(local_rank, env)
         worker.rank = self._place.first_rank + local_rank
         self._workers.append(worker)
+        self._running.append(worker)
         self._error_files[worker.rank] = env[ERROR_FILE_VARIABLE]
         self._stderr[worker.rank] = self._output.attach(worker, self._name(local_rank))
 
@@ -169,42 +169,41 @@ class Attempt:
         )
 
     def _watch(self) -> None:
-        running = list(self._workers)
         with selectors.DefaultSelector() as selector:
             selector.register(self._signals.fd, selectors.EVENT_READ)
-            for worker in running:
+            for worker in self._running:
                 if worker.exit_fd is not None:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while running:
+            while self._running:
                 # Before any wait: an order to stop may have come with the one to start.
                 if not self._stopping and self._stop_in_s() == 0.0:
                     self._stop(signal.SIGTERM)
-                selector.select(self._timeout(running))
+                selector.select(self._timeout())
                 for signum in self._signals.read():
                     self._on_signal(signum)
                 self._family.reap([*(w.pid for w in self._workers), *self._warm.pids()])
-                for worker in [w for w in running if w.poll() is not None]:
-                    running.remove(worker)
+                for worker in [w for w in self._running if w.poll() is not None]:
+                    self._running.remove(worker)
                     if worker.exit_fd is not None:
                         selector.unregister(worker.exit_fd)
                     self._family.look_away(2 * _END_S)
                     self._on_exit(worker)
-                    self._output.status(len(running), self._place.restarts)
+                    self._output.status(len(self._running), self._place.restarts)
                 self._on_clock()
                 if not self._stopping:
                     self._warm.look(self._workers, self._environment, self._new_worker)
             # All have ended, so nobody here will say more.
-            if not self._stopping and self._settling.left_s() < float("inf"):
+            if not self._stopping and self._ends.known_in_s() < float("inf"):
                 self._fail()
 
-    def _timeout(self, running: Sequence[Worker]) -> float | None:
+    def _timeout(self) -> float | None:
         waits = []
         if self._grace is not None:
             waits.append(self._grace.remaining())
         if not self._stopping:
-            soon_s = min(self._settling.left_s(), self._stop_in_s())
+            soon_s = min(self._ends.known_in_s(), self._stop_in_s())
             waits += [soon_s] if soon_s < float("inf") else []
-        if any(worker.exit_fd is None for worker in running):
+        if any(worker.exit_fd is None for worker in self._running):
             waits.append(_POLL_S)
         if not self._stopping and (due_s := self._warm.due_s()) is not None:
             waits.append(due_s)
@@ -222,14 +221,15 @@ class Attempt:
             self._grace = Deadline(0)
 
     def _on_exit(self, worker: Worker) -> None:
-        self._ended_s[worker.rank] = time.time()
-        if worker.exit_code == 0 or self._stopping:
+        if worker.stopped or worker.exit_code is None:
             return
-        self._stderr[worker.rank].ended.wait(_TAIL_WAIT_S)
-        self._settling.note(self._error_text(worker))
+        if worker.exit_code and not self._stopping:
+            self._stderr[worker.rank].ended.wait(_TAIL_WAIT_S)
+        hint = self._oom.hint(worker.pid) if worker.exit_code == -signal.SIGKILL else ""
+        self._ends.note(worker.rank, worker.pid, worker.exit_code, hint)
 
     def _on_clock(self) -> None:
-        if not self._stopping and self._settling.left_s() == 0.0:
+        if not self._stopping and self._ends.known_in_s() == 0.0:
             self._fail()
         if self._grace is not None and self._grace.expired():
             self._grace = None
@@ -237,7 +237,7 @@ class Attempt:
                 worker.kill_group()
 
     def _fail(self) -> None:
-        self._on_failure(self._failures()[0])
+        self._on_failure(self._ends.failures()[0])
         self._stop(signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
@@ -250,26 +250,10 @@ class Attempt:
         """End everything that still runs, and only then give the numbers back."""
         for worker in self._workers:
             worker.kill_group()
-        if self._stopping or len(self._ended_s) < self._spec.nprocs:
+        if self._stopping or self._running:
             self._family.end(_END_S, spared=self._warm.pids())
         for worker in self._workers:
             worker.reap()
 
-    def _error_text(self, worker: Worker) -> str:
-        return error_text(self._stderr[worker.rank].tail(), self._error_files[worker.rank])
-
-    def _failures(self) -> list[Failure]:
-        return order(
-            [
-                Failure(
-                    rank=worker.rank,
-                    pid=worker.pid,
-                    exit_code=worker.exit_code,
-                    time_s=self._ended_s[worker.rank],
-                    text=self._error_text(worker),
-                    hint=self._oom.hint(worker.pid) if worker.exit_code == -9 else "",
-                )
-                for worker in self._workers
-                if worker.exit_code and not worker.stopped and worker.rank in self._ended_s
-            ]
-        )
+    def _error_text(self, rank: int) -> str:
+        return error_text(self._stderr[rank].tail(), self._error_files[rank])

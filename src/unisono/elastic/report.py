@@ -10,16 +10,17 @@ import json
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unisono.base.deadline import Deadline
 
 __all__ = [
     "SETTLE_S",
+    "Ends",
     "Failure",
-    "Settling",
     "error_document",
     "error_text",
     "exception_line",
@@ -206,23 +207,45 @@ def is_consequence(text: str) -> bool:
     return _CONSEQUENCES.match(exception_line(text)) is not None
 
 
-class Settling:
-    """When the first failure is known: at once, or `SETTLE_S` after one that is a consequence."""
+class Ends:
+    """How workers ended by themselves, and when it is known which failure was the first.
 
-    def __init__(self) -> None:
-        self._deadline: Deadline | None = None
+    That is at once, or `SETTLE_S` after one that is a consequence.
 
-    def note(self, text: str) -> None:
-        """Take note of the traceback of a failure, also again."""
-        if not is_consequence(text):
-            self._deadline = Deadline(0.0)
-        elif self._deadline is None:
+    Args:
+        text_of: Returns what a rank said about its end, as far as it is known now.
+
+    Attributes:
+        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
+    """
+
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        self.left_s: dict[int, float] = {}
+        self._text_of = text_of
+        self._failures: list[Failure] = []
+        self._known: Deadline | None = None
+
+    def note(self, rank: int, pid: int, exit_code: int, hint: str = "") -> None:
+        """Take note of an end that was just seen."""
+        if exit_code == 0:
+            self.left_s[rank] = time.time()
+            return
+        self._failures.append(
+            Failure(rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), hint=hint)
+        )
+        if not is_consequence(self._text_of(rank)):
+            self._known = Deadline(0.0)
+        elif self._known is None:
             # The rank that failed first may need longer to end; let it say why.
-            self._deadline = Deadline(SETTLE_S)
+            self._known = Deadline(SETTLE_S)
 
-    def left_s(self) -> float:
-        """Return in how many seconds it is known; infinity if there was no failure."""
-        return float("inf") if self._deadline is None else self._deadline.remaining()
+    def known_in_s(self) -> float:
+        """Return in how many seconds the first failure is known; infinity if there was none."""
+        return float("inf") if self._known is None else self._known.remaining()
+
+    def failures(self) -> list[Failure]:
+        """Return the failures, the root cause first."""
+        return order([replace(each, text=self._text_of(each.rank)) for each in self._failures])
 
 
 def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:

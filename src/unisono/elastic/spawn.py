@@ -16,7 +16,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -29,7 +28,7 @@ from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
 from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
 from unisono.elastic.process import parent_death_hook
-from unisono.elastic.report import Failure, Settling, leavers, order
+from unisono.elastic.report import Ends, leavers
 from unisono.elastic.spec import GRACE_S
 from unisono.errors import (
     Context,
@@ -160,10 +159,9 @@ class SpawnContext:
         self._links: dict[int, Connection] = {}
         self._texts: dict[int, str] = {}
         self._errors: dict[int, bytes] = {}
-        self._ended_s: dict[int, float] = {}
         self._running = set(range(nprocs))
         self._stopped: set[int] = set()
-        self._settling = Settling()
+        self._ends = Ends(lambda rank: self._texts.get(rank, ""))
         self._store: TCPStore | None = None
         try:
             with _importable_main():
@@ -232,9 +230,10 @@ class SpawnContext:
         """
         deadline = Deadline(float("inf") if timeout is None else timeout)
         grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
+        wait_s = self._ends.known_in_s if stop_on_failure else lambda: float("inf")
         try:
-            while self._running and not (stop_on_failure and self._must_stop()):
-                self._wait(min(deadline.remaining(), self._settling.left_s()))
+            while self._running and wait_s() > 0.0:
+                self._wait(min(deadline.remaining(), wait_s()))
                 if self._running and deadline.expired():
                     return False
         except BaseException:
@@ -267,12 +266,14 @@ class SpawnContext:
             if isinstance(link, Connection):
                 self._read(links[link])
         for rank in sorted(self._running):
-            if self.processes[rank].exitcode is not None:
+            process = self.processes[rank]
+            if process.exitcode is not None:
                 self._read(rank)
                 # Otherwise multiprocessing keeps the object, and its descriptors, in a list.
-                self.processes[rank].join()
-                self._ended_s[rank] = time.time()
+                process.join()
                 self._running.discard(rank)
+                if rank not in self._stopped:
+                    self._ends.note(rank, process.pid or 0, process.exitcode)
 
     def _read(self, rank: int) -> None:
         link = self._links.get(rank)
@@ -286,36 +287,14 @@ class SpawnContext:
         except (EOFError, OSError):
             self._links.pop(rank).close()
 
-    def _must_stop(self) -> bool:
-        """Whether a child failed, and the original failure is known or not to be expected."""
-        for failure in self._failures():
-            self._settling.note(failure.text)
-        return self._settling.left_s() == 0.0
-
-    def _failures(self) -> list[Failure]:
-        return order(
-            [
-                Failure(
-                    rank=rank,
-                    pid=self.processes[rank].pid or 0,
-                    exit_code=exit_code,
-                    time_s=ended_s,
-                    text=self._texts.get(rank, ""),
-                )
-                for rank, ended_s in self._ended_s.items()
-                if rank not in self._stopped and (exit_code := self.processes[rank].exitcode)
-            ]
-        )
-
     def _raise_failure(self) -> None:
-        failures = self._failures()
+        failures = self._ends.failures()
         if not failures:
             return
         first, *others = failures
         lines = [f"first failure of {len(self.processes)} processes: {first.line_with_reason()}"]
         lines += [f"then {other.line_with_reason()}" for other in others]
-        well = (rank for rank in self._ended_s if self.processes[rank].exitcode == 0)
-        if told := leavers(first, {rank: self._ended_s[rank] for rank in well}):
+        if told := leavers(first, self._ends.left_s):
             lines.append(told)
         lines.append(first.text or "it left no traceback; see its standard error")
         context = Context(rank=first.rank, world_size=len(self.processes))
