@@ -457,7 +457,9 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
     if not hosts:
         pytest.skip("on one host everybody is let in")
     job = job_of(TORCH, GLOO_SOCKET_IFNAME="eth0")
-    first, _ = (job.node(conf=f"{CONF},is_host={serves}") for serves in (1, 0))
+    # Nobody is to be lost, however slowly torch is loaded.
+    conf = f"{PATIENT},keep_alive_max_attempt=200"
+    first, _ = (job.node(conf=f"{conf},is_host={serves}") for serves in (1, 0))
     first.told("it is on another machine and has no token; UNISONO_INSECURE=1 here would let it in")
 
 

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import os
 import random
+import resource
 import selectors
 import socket
 import time
@@ -19,12 +20,15 @@ from unisono.errors import InvalidArgumentError, StoreConnectionError
 __all__ = [
     "CONNECT_S",
     "STAGGER_S",
+    "begin_call",
     "connect",
     "format_address",
     "is_local",
     "is_loopback",
     "listen",
     "listen_on_fd",
+    "reason_of",
+    "why_not",
 ]
 
 CONNECT_S = 3.0
@@ -253,20 +257,26 @@ def _connect_first(
     with selectors.DefaultSelector() as calls:
         try:
             while todo or calls.get_map():
-                if todo and not _call(calls, *todo.popleft(), failures):
-                    continue
+                if todo:
+                    family, address = todo.popleft()
+                    there = format_address(str(address[0]), int(address[1]))
+                    try:
+                        sock = begin_call(family, address)
+                    except OSError as error:
+                        failures.append((there, reason_of(error).lower()))
+                        continue
+                    calls.register(sock, selectors.EVENT_WRITE, (sock, there))
                 limit_s = min((soon if again and failures else late).remaining(), late.remaining())
                 ready = calls.select(min(limit_s, STAGGER_S if todo else 1e6))
                 for key, _ in ready:
-                    sock: socket.socket = key.data[0]
-                    calls.unregister(sock)
-                    if not (reason := _why_not(sock)):
-                        sock.settimeout(min(max(late.remaining(), 0.05), 1e6))
-                        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                        return sock
-                    sock.close()
-                    failures.append((key.data[1], reason))
+                    called: socket.socket = key.data[0]
+                    calls.unregister(called)
+                    if not (reason := why_not(called)):
+                        called.settimeout(min(max(late.remaining(), 0.05), 1e6))
+                        called.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                        return called
+                    called.close()
+                    failures.append((key.data[1], reason.lower()))
                 if not ready and not todo:
                     break
             failures += [(key.data[1], "timed out") for key in calls.get_map().values()]
@@ -276,39 +286,43 @@ def _connect_first(
     return None
 
 
-def _call(
-    calls: selectors.BaseSelector, family: int, address: _Address, failures: list[tuple[str, str]]
-) -> bool:
-    """Begin to connect; whether it is under way."""
-    there = format_address(str(address[0]), int(address[1]))
-    sock = None
+def begin_call(family: int, address: _Address) -> socket.socket:
+    """Begin to connect; return the socket, which is writable when `why_not` can tell.
+
+    Raises:
+        OSError: There is no way there.
+    """
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with contextlib.suppress(BlockingIOError):
             sock.connect(address)
-    except OSError as error:
-        if sock is not None:
-            sock.close()
-        failures.append((there, _reason(error)))
-        return False
-    calls.register(sock, selectors.EVENT_WRITE, (sock, there))
-    return True
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
-def _why_not(sock: socket.socket) -> str:
-    """Return why an attempt to connect failed; "" if it did not."""
+def why_not(sock: socket.socket) -> str:
+    """Return why a call failed; "" if it did not."""
     if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        return os.strerror(code).lower()
+        return os.strerror(code)
     try:
         # Connecting to a free local port can hit itself, when the kernel picks it as source.
         return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
     except OSError as error:  # it was there, and has hung up since
-        return _reason(error)
+        return reason_of(error)
 
 
-def _reason(error: OSError) -> str:
-    return os.strerror(error.errno).lower() if error.errno else str(error)
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, in one line; the operating system's words without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.errno == errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"{error.strerror}: this process may have {most} (ulimit -n)"
+        return error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:

@@ -26,10 +26,11 @@ import weakref
 from collections.abc import Callable
 
 from unisono.base.log import get_logger
+from unisono.stores.addresses import reason_of
 from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
 from unisono.transports.io_loop import READ, WRITE, Loop
-from unisono.transports.tcp_call import Call, Greeting, reason_of
+from unisono.transports.tcp_call import Call, Greeting
 from unisono.transports.tcp_link import CHUNK_BYTES, Link
 from unisono.transports.wire import ACCEPT, REFUSE, Hello
 

@@ -5,22 +5,18 @@ Both live on the I/O thread, until the connection becomes a link or ends.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import resource
 import socket
 from collections import deque
 from collections.abc import Callable
 
 from unisono.base.log import get_logger
 from unisono.errors import HandshakeError
-from unisono.stores.addresses import CONNECT_S, STAGGER_S
+from unisono.stores.addresses import CONNECT_S, STAGGER_S, begin_call, reason_of, why_not
 from unisono.transports.address import TCPAddress
 from unisono.transports.io_loop import READ, WRITE, Loop
 from unisono.transports.wire import ACCEPT, HELLO, Hello
 
-__all__ = ["Call", "Greeting", "reason_of"]
+__all__ = ["Call", "Greeting"]
 
 _log = get_logger("transports.tcp")
 
@@ -45,15 +41,11 @@ class _Attempt:
         """Call; for so long as the kernel likes, or for CONNECT_S at most."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            self.sock = sock = socket.socket(family, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect((self.host, self._port))
+            self.sock = begin_call(family, (self.host, self._port))
         except OSError as error:
             self._ended(self, reason_of(error))
             return
-        self._loop.watch(sock, WRITE, self._connected)
+        self._loop.watch(self.sock, WRITE, self._connected)
         if limited:
             self._loop.start_timer(self._too_slow, CONNECT_S)
 
@@ -71,8 +63,7 @@ class _Attempt:
 
     def _connected(self, events: int) -> None:
         assert self.sock is not None
-        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        self._ended(self, os.strerror(code) if code else "")
+        self._ended(self, why_not(self.sock))
 
     def _too_slow(self) -> None:
         self._ended(self, f"no connection after {CONNECT_S:g} s")
@@ -256,13 +247,3 @@ class Greeting:
         self._loop.stop_timer(self._too_slow)
         self._loop.unwatch(self._sock)
         self._sock.close()
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line; the operating system's words without a number."""
-    if isinstance(error, OSError) and error.strerror:
-        if error.errno == errno.EMFILE:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return f"{error.strerror}: this process may have {most} (ulimit -n)"
-        return error.strerror
-    return str(error).partition("\n")[0] or type(error).__name__
