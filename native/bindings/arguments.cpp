@@ -137,14 +137,41 @@ bool take_group(PyObject* group, Arguments* into) {
   return nb::try_cast<Calls*>(into->calls_ref, into->calls, false) && into->calls != nullptr;
 }
 
+bool take_message(const Signature& f, PyObject* const* places, Arguments* into) {
+  Message& message = into->message;
+  for (size_t i = 0; i < f.count; ++i) {
+    PyObject* value = places[i];
+    switch (f.kinds[i]) {
+      case kSent:
+      case kReceived:
+        message.array = value;
+        message.is_sent = f.kinds[i] == kSent;
+        break;
+      case kPeer:
+        message.peer = value;
+        break;
+      case kTag:
+        message.tag = value;
+        break;
+      case kGroup:
+        break;
+      default:
+        if (value != nullptr && value != Py_None) return false;
+    }
+  }
+  return message.array != nullptr;
+}
+
 }  // namespace
 
 bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                 Arguments* into) {
   PyObject* places[kMaxParameters] = {};
   if (!place_arguments(f, args, count, keywords, places)) return false;
+  if (!value_of(global.stream).is_none() || !take_group(places[f.group], into)) return false;
+  if (f.kinds[0] == kSent || f.kinds[0] == kReceived) return take_message(f, places, into);
+  into->calls->rouse();
   into->key.add(f.number);
-  PyObject* group = nullptr;
   for (size_t i = 0; i < f.count; ++i) {
     PyObject* value = places[i];
     switch (f.kinds[i]) {
@@ -175,7 +202,6 @@ bool understand(const Signature& f, PyObject* const* args, size_t count, PyObjec
         break;
       }
       case kGroup:
-        group = value;
         break;
       case kFlag:
         if (value != nullptr && value != Py_False && value != Py_True) return false;
@@ -192,7 +218,7 @@ bool understand(const Signature& f, PyObject* const* args, size_t count, PyObjec
              out.data < in.data + in.nbytes) {
     return false;
   }
-  return value_of(global.stream).is_none() && take_group(group, into);
+  return true;
 }
 
 void import_numpy() {

@@ -32,6 +32,10 @@ enum Kind : char {
   kRoot = 'n',
   kGroup = 'g',
   kFlag = 'f',    // async_op
+  kSent = 's',      // the array of a message
+  kReceived = 'v',  // and where one goes
+  kPeer = 'p',
+  kTag = 't',
   kAbsent = '-',  // only None is ours
 };
 
@@ -42,6 +46,7 @@ struct Signature {
   PyObject* names;  // tuple of interned strings
   int64_t number;   // of the function
   size_t count;
+  size_t group;  // which of them is the group
   char kinds[kMaxParameters];
 };
 
@@ -52,6 +57,7 @@ struct Arguments {
   PyObject* op = nullptr;
   bool is_async = false;
   Arrays arrays;
+  Message message;
 };
 
 // Whether the call is of the plain kind that can be repeated; `into` then says which call it is.

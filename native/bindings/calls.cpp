@@ -69,7 +69,16 @@ Calls::Calls(nb::object turn, nb::object failed, nb::object begun)
       failed_(std::move(failed)),
       begun_(std::move(begun)) {}
 
-void Calls::set_timeout(double timeout_s) { timeout_ns_ = nanoseconds(timeout_s); }
+void Calls::set_timeout(double timeout_s) {
+  timeout_s_ = timeout_s;
+  timeout_ns_ = nanoseconds(timeout_s);
+}
+
+void Calls::set_messenger(nb::handle_t<Messenger> messenger, nb::object failed) {
+  messenger_ref_ = nb::borrow(messenger);
+  messenger_ = nb::cast<Messenger*>(messenger);
+  message_failed_ = std::move(failed);
+}
 
 Job job_of(const Known& known, const Span& input, const Span& output, std::vector<char>& scratch) {
   const int64_t itemsize = known.itemsize;
@@ -103,7 +112,8 @@ void Calls::note(Recipe recipe, const Span& input, const Span& output) {
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &begun_, &last_call_}) {
+  for (const nb::object* each : {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_,
+                                 &message_failed_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -121,6 +131,10 @@ void Calls::clear() {
   for (auto& what : table_) what.reset();
   last_seq_ = 0;
   last_call_.reset();
+  runner_.reset();
+  messenger_ref_.reset();
+  messenger_ = nullptr;
+  message_failed_.reset();
   failed_.reset();
   begun_.reset();
 }
@@ -128,6 +142,21 @@ void Calls::clear() {
 nb::object Calls::last() const {
   if (last_seq_ == 0) return nb::none();
   return nb::make_tuple(last_seq_, last_call_);
+}
+
+nb::object Calls::pass(const Message& message) const {
+  if (closed_ || messenger_ == nullptr) return {};
+  const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
+  const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
+  const nb::object told = message.is_sent
+                            ? messenger_->send(message.array, peer, tag, timeout_s_)
+                            : messenger_->recv(message.array, peer, tag, timeout_s_);
+  if (told.is_none()) return {};
+  if (!nb::isinstance<nb::tuple>(told)) return message.is_sent ? nb::none() : told;
+  const nb::object error = message_failed_(message.is_sent ? "send" : "recv", told,
+                                           nb::borrow(message.array), peer, tag, timeout_s_);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
 }
 
 Remembered* Calls::find(const Key& key) const {
@@ -150,6 +179,7 @@ void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays, bool i
   what->key = key;
   what->recipe = std::move(noted_->recipe);
   what->op = nb::borrow(op);
+  runner_ = what->recipe.runner;
   noted_.reset();
   try {
     what->scratch.resize(scratch_bytes(what->recipe.known));

@@ -68,6 +68,24 @@ struct Arrays {
   Argument input, output;
 };
 
+// The arguments of a send or recv; nullptr: not given.
+struct Message {
+  PyObject* array = nullptr;
+  PyObject* peer = nullptr;
+  PyObject* tag = nullptr;
+  bool is_sent = false;
+};
+
+// What takes the plain messages of a group; see Port. The results are as Python has them there.
+class Messenger {
+ public:
+  virtual ~Messenger() = default;
+  virtual nanobind::object send(nanobind::handle array, nanobind::handle to, nanobind::handle tag,
+                                double timeout_s) = 0;
+  virtual nanobind::object recv(nanobind::handle array, nanobind::handle from, nanobind::handle tag,
+                                double timeout_s) = 0;
+};
+
 // What a call runs besides its memory, and who owns that.
 struct Recipe {
   Known known;
@@ -95,6 +113,8 @@ class Calls {
   unsigned long caller() const { return caller_; }
   void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
+  // Messages go there; `failed(op, what it returned, array, peer, tag, timeout_s)` is the error of one.
+  void set_messenger(nanobind::handle_t<Messenger> messenger, nanobind::object failed);
 
   // Python has run a call on these buffers, to which nothing had to be done before or after.
   void note(Recipe recipe, const Span& input, const Span& output);
@@ -107,6 +127,12 @@ class Calls {
   // Number and Call of the last call that was repeated; for ranks that ask.
   nanobind::object last() const;
 
+  // A call has begun, whichever it is; see Runner::rouse.
+  void rouse() const {
+    if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->rouse();
+  }
+  // What the call returns; nothing: leave it to Python.
+  nanobind::object pass(const Message& message) const;
   Remembered* find(const Key& key) const;
   void remember(const Key& key, nanobind::handle op, const Arrays& arrays, bool is_async);
   // Run it, if it is nobody else's turn; false: leave it to Python.
@@ -134,8 +160,13 @@ class Calls {
   bool closed_ = false;
   unsigned long caller_ = 0;
   const Origin origin_;
+  double timeout_s_ = 0;
   int64_t timeout_ns_ = 0;
+  nanobind::object messenger_ref_;
+  Messenger* messenger_ = nullptr;
+  nanobind::object message_failed_;
   std::unique_ptr<Note> noted_;
+  nanobind::object runner_;  // of the last call that was remembered
   uint64_t last_seq_ = 0;
   nanobind::object last_call_;
   std::array<std::unique_ptr<Remembered>, 256> table_;

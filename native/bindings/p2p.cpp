@@ -172,7 +172,7 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
 
 // Plain messages of one group: arrays in, without Python code in between. Whatever is unusual
 // is left to Python (None): memory that is not contiguous, arguments that may be wrong, ...
-class Port {
+class Port final : public unisono::Messenger {
  public:
   // `type`: of the arrays that are taken; `words`: buffer format of a dtype -> what goes into a
   // message's `info`.
@@ -186,7 +186,7 @@ class Port {
   }
 
   // Done: True. Failed: what `Messages.wait` returns.
-  nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) {
+  nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!understand_send(array, to, tag, &plain)) return nb::none();
     if (sends_at_once(plain)) return nb::bool_(true);
@@ -200,7 +200,7 @@ class Port {
   }
 
   // Done: the source, a number. Failed: what `Messages.wait` returns.
-  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) {
+  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!understand(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     Outcome outcome;
@@ -263,6 +263,7 @@ class Port {
     if (!PyLong_CheckExact(tag.ptr())) return false;
     if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
     const int64_t number = PyLong_AsLongLong(tag.ptr());
+    if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->rouse(plain->peer);
     if (number >= 0) plain->view.emplace(array, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
     if (number < 0 || !plain->view->is_held()) {
       PyErr_Clear();
@@ -339,16 +340,12 @@ void bind_p2p(nb::module_& m) {
          nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
          nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<Port>(m, "Port")
+  nb::class_<unisono::Messenger>(m, "Messenger");
+  nb::class_<Port, unisono::Messenger>(m, "Port")
     .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,
                   const std::map<std::string, uint32_t>&>(),
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
          nb::arg("words"))
-    .def("send", &Port::send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
-         nb::arg("timeout_s"),
-         "Return True, a failure as from Messages.wait, or None: not for here.")
-    .def("recv", &Port::recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
-         nb::arg("timeout_s"), "Return the source, a failure, or None: not for here.")
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
          "Whether it was sent; it is if nothing has to be waited for.")
     .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(),

@@ -36,6 +36,10 @@ nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, P
   if (!understand(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
     return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
+  if (known.message.array != nullptr) {
+    nb::object passed = known.calls->pass(known.message);
+    return passed.is_valid() ? passed : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  }
   Remembered* const what = known.calls->find(known.key);
   if (what != nullptr && known.is_async) {
     // An array of its own, in case Python has the call: its lists are moved away.
@@ -152,6 +156,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
     throw nb::value_error("one kind per parameter, eight at most");
   }
+  if (kinds.find(kGroup) == std::string::npos) throw nb::value_error("one parameter is the group");
   import_numpy();
   nb::object interned = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.size())));
   for (size_t i = 0; i < names.size(); ++i) {
@@ -170,6 +175,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   f->signature.number = ++made;
   f->signature.count = kinds.size();
   std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
+  f->signature.group = kinds.find(kGroup);
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
@@ -207,6 +213,8 @@ void bind_quick(nb::module_& m) {
     .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
+    .def("set_messenger", &unisono::Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
+         "Have plain messages go through a Port.")
     .def("last", &unisono::Calls::last, "Return (seq, call) of the last call that was repeated, or None.");
 
   m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),

@@ -18,9 +18,12 @@ inline uint32_t* low_half(std::atomic<uint64_t>& word) {
 }
 
 // Not FUTEX_PRIVATE_FLAG: the waker is another process. (libstdc++'s atomic::wait is private.)
-inline void futex_wait(std::atomic<uint64_t>& word, uint64_t seen, int64_t timeout_ns) {
+// Returns whether this thread was woken though the word has not changed: it will, in a moment.
+inline bool futex_wait(std::atomic<uint64_t>& word, uint64_t seen, int64_t timeout_ns) {
   timespec limit{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
-  syscall(SYS_futex, low_half(word), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+  const long woken =
+    syscall(SYS_futex, low_half(word), FUTEX_WAIT, static_cast<uint32_t>(seen), &limit, nullptr, 0);
+  return woken == 0 && word.load(std::memory_order_acquire) == seen;
 }
 
 inline void futex_wake_all(std::atomic<uint64_t>& word) {

@@ -291,6 +291,12 @@ void Group::raise(uint64_t stage) {
   if (line.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(line.flag);
 }
 
+// Not where ranks share cores: a sleeper might get the one that this rank needs.
+void Group::rouse() {
+  Line& line = segment_->line(rank_);
+  if (line.sleepers.load(std::memory_order_relaxed) != 0 && !is_crowded_) futex_wake_all(line.flag);
+}
+
 // Whether a peer cannot be running now, because this rank does on the same core; a guess.
 bool Group::is_on_this_core(int peer) {
   const uint32_t core = tell_core();
@@ -304,12 +310,15 @@ uint32_t Group::tell_core() {
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
-  const std::atomic<uint64_t>& flag = segment_->line(peer).flag;
+  return look(peer, value) ? Status{} : wait_slowly(peer, value, step);
+}
+
+// Look for a while whether a peer has raised its flag that far.
+bool Group::look(int peer, uint64_t value) {
   const Patience& patience = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
   for (int round = 1; round <= patience.stays + patience.offers; ++round) {
     for (int i = 0; i < patience.looks; ++i) {
-      // acquire: pairs with the store in raise()
-      if (flag.load(std::memory_order_acquire) >= value) return {};
+      if (has_come(peer, value)) return true;
       relax();
     }
     if (idler_ != nullptr) {
@@ -318,7 +327,7 @@ Status Group::wait_for(int peer, uint64_t value, int step) {
     }
     if (round > patience.stays || is_on_this_core(peer)) sched_yield();
   }
-  return wait_slowly(peer, value, step);
+  return false;
 }
 
 Status Group::wait_slowly(int peer, uint64_t value, int step) {
@@ -329,11 +338,12 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     line.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint64_t seen = line.flag.load(std::memory_order_seq_cst);
     const int64_t left_ns = deadline_ns_ - now_ns();
+    bool is_roused = false;
     if (seen < value && left_ns > 0) {
-      futex_wait(line.flag, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
+      is_roused = futex_wait(line.flag, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
     }
     line.sleepers.fetch_sub(1, std::memory_order_relaxed);
-    if (line.flag.load(std::memory_order_acquire) >= value) return {};
+    if (is_roused ? look(peer, value) : has_come(peer, value)) return {};
     if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
     if (late_ && late_told_ns_ != deadline_ns_ && deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
       late_told_ns_ = deadline_ns_;

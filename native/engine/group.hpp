@@ -44,6 +44,7 @@ class Group final : public Runner {
   void ignore_pages() { ignores_pages_ = true; }
   bool was_direct() const { return direct_; }
 
+  void rouse() override;
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
@@ -87,6 +88,7 @@ class Group final : public Runner {
   bool is_on_this_core(int peer);
   uint32_t tell_core();
   Status wait_for(int peer, uint64_t value, int step);
+  bool look(int peer, uint64_t value);
   Status wait_slowly(int peer, uint64_t value, int step);
   Code end_of(int peer) const;
 

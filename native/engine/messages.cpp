@@ -46,6 +46,14 @@ bool Messages::has_left(int rank) {
 
 // ---- the synchronous calls ----------------------------------------------------------------
 
+// Not where ranks share cores: a sleeper might get the one that this rank needs.
+void Messages::rouse(int to) {
+  const Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock() || is_crowded_ || peer(to).outbox == nullptr) return;
+  Bells& bells = peer(to).outbox->head().bells;
+  if (bells.sleepers.load(std::memory_order_relaxed) != 0) futex_wake_all(bells.waiters);
+}
+
 bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || closed_ || !failed_.empty() || to == rank_) return false;

@@ -78,6 +78,8 @@ class Messages {
   // Called by a wait now and then; true ends it. For Ctrl-C.
   void set_poll(std::function<bool()> poll) { poll_ = poll; }
 
+  // Wake who sleeps there for a message, of which all that follows is still to be done.
+  void rouse(int to);
   // Send it if that needs no waiting, not even for the lock; false: nothing has happened.
   bool try_send(int to, const Envelope& envelope, const char* data);
 

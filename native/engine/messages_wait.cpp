@@ -127,7 +127,12 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
     if (*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
     const int64_t limit_ns = std::min(deadline_ns - now_ns(), kSliceNs);
     if (!is_over(op) && limit_ns > 0 && !goes_on) {
-      *polls ? poll_wires(limit_ns) : futex_wait(bells().waiters, seen, limit_ns);
+      if (*polls) {
+        poll_wires(limit_ns);
+      } else {
+        // For what comes in a moment, maybe; see rouse().
+        goes_on = futex_wait(bells().waiters, seen, limit_ns) && !is_crowded_;
+      }
     }
     if (!*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
     Lock kept(lock_, std::defer_lock);

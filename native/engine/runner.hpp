@@ -99,6 +99,10 @@ class Runner {
   virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
                      int64_t timeout_ns, Idler* idler = nullptr) = 0;
 
+  // Wake who sleeps for this rank, which has begun a call: a thread needs long to wake, and can do so
+  // while this one finds out what the call is.
+  virtual void rouse() {}
+
   // End whatever waits, from any thread; the group cannot be used afterwards.
   virtual void abort() = 0;
   virtual bool is_aborted() const = 0;

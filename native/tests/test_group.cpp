@@ -157,6 +157,25 @@ void test_absent_rank_times_out() {
   });
 }
 
+void test_a_roused_rank_sleeps_again() {
+  auto segment = std::make_shared<Segment>();
+  assert(segment->create(2, 4096, kNonce) == 0);
+  Group first(segment, 0, {getpid(), getpid()}, false), second(segment, 1, {getpid(), getpid()}, false);
+  std::thread other([&] {
+    uint64_t even = 3;
+    assert(first.agree(9, &even, kMinute).is_ok());
+  });
+  const Line& line = segment->line(1);
+  for (int round = 0; round < 3; ++round) {
+    while (line.sleepers.load() == 0) std::this_thread::yield();
+    second.rouse();  // for nothing
+  }
+  uint64_t even = 3;
+  second.rouse();
+  assert(second.agree(9, &even, kMinute).is_ok());
+  other.join();
+}
+
 void test_abort_and_leave_end_a_wait() {
   on_ranks(2, 10, [&](Group& group, int rank) {
     std::vector<int64_t> values(10, 1);
@@ -244,6 +263,7 @@ int main() {
     }
   }
   test_absent_rank_times_out();
+  test_a_roused_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();
   test_the_child_of_a_fork_is_not_this_rank();
   test_bad_programs_are_refused();

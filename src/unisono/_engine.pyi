@@ -194,6 +194,9 @@ class Calls:
     @caller.setter
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
+    def set_messenger(self, messenger: Messenger, failed: object) -> None:
+        """Have plain messages go through a Port."""
+
     def last(self) -> object:
         """Return (seq, call) of the last call that was repeated, or None."""
 
@@ -260,7 +263,10 @@ class Messages:
     def close(self, timeout_s: float) -> list[int]:
         """Return the sockets, to be read until they end."""
 
-class Port:
+class Messenger:
+    pass
+
+class Port(Messenger):
     def __init__(
         self,
         messages: Messages,
@@ -269,12 +275,6 @@ class Port:
         type: object,
         words: Mapping[str, int],
     ) -> None: ...
-    def send(self, array: object, to: object | None, tag: object, timeout_s: float) -> object:
-        """Return True, a failure as from Messages.wait, or None: not for here."""
-
-    def recv(self, array: object, from_: object | None, tag: object, timeout_s: float) -> object:
-        """Return the source, a failure, or None: not for here."""
-
     def try_send(self, array: object, to: object | None, tag: object) -> bool:
         """Whether it was sent; it is if nothing has to be waited for."""
 

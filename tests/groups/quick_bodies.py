@@ -341,3 +341,37 @@ def interrupted_by_others(rank):
         call_others()
     ended = all(work.wait() for work in works)
     return ended and all((each == 3).all() for each in sums), told
+
+
+def messages_in_cpp(rank):
+    """Send and receive around a ring with the group's own methods out of order."""
+    p, found = dist.get_world_size(), []
+    group = dist.group.WORLD
+    to, source = (rank + 1) % p, (rank - 1) % p
+    # Once in Python's way: what C++ needs to know is there then.
+    dist.barrier()
+
+    def refuse(*args, **how):
+        raise RuntimeError("came to Python")
+
+    group.send = group.recv = refuse
+    try:
+        for k, how in enumerate([{}, {"tag": 3}, {"group": group, "tag": 4}, {"group": group}]):
+            mine, got = np.full(5, 10 * rank + k), np.zeros(5, int)
+            dist.send(mine, to, **how)
+            who = dist.recv(got, source_of(k, source), **how)
+            found.append(who == source and got.tolist() == [10 * source + k] * 5)
+        for call in (dist.send, dist.recv):
+            try:
+                call(np.ones((4, 4))[:, 1], to)
+            except RuntimeError as error:
+                found.append(str(error) == "came to Python")
+    finally:
+        del group.send, group.recv
+    dist.barrier()
+    return found
+
+
+def source_of(k, source):
+    """From this rank, or from any."""
+    return source if k % 2 else None

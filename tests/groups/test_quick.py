@@ -124,3 +124,7 @@ def test_calls_of_a_signal_handler_do_not_take_the_place_of_the_one_that_runs():
         assert right
         assert "rank 0 called all_reduce(float64[1000]" in told
         assert "rank 1 called all_reduce(int64[1000]" in told
+
+
+def test_plain_messages_run_no_python(world):
+    assert world(bodies.messages_in_cpp, 3) == [[True] * 6] * 3

@@ -75,6 +75,8 @@ class CPUBackend(DeviceBackend):
         self._planner = Planner(comm, self._engine)
         if comm.transport.messages is not None:
             self.port = p2p.Port(comm, comm.transport.messages)
+            if self.calls is not None:
+                self.port.serve(self.calls)
 
     # ---- collectives ----------------------------------------------------------------------
 

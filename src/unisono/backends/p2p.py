@@ -179,9 +179,9 @@ class Port:
     """Plain messages of one group, with little Python code on their way.
 
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
-    and a tag. `send` and `recv`, which wait, also take a time-out in seconds. They return None if
-    the call is not of the plain kind: another array, an argument that may be wrong, a rank that
-    is this one or on another host. Otherwise True or the source's rank, and a tuple for `failure`.
+    and a tag. They return None if the call is not of the plain kind: another array, an argument
+    that may be wrong, a rank that is this one or on another host. Those that wait go from the
+    public functions to C++ without coming by here; see `engines.quick`.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:
@@ -189,8 +189,10 @@ class Port:
         self._messages = messages
         self._among = frozenset(comm.others)
         self._native = messages.port(comm.context, comm.ranks, _FORMATS)
-        self.send = self._native.send
-        self.recv = self._native.recv
+
+    def serve(self, calls: Any) -> None:
+        """Take the messages of public functions, which find it through their group's `calls`."""
+        calls.set_messenger(self._native, self.failure)
 
     def isend(self, array: Any, peer: int | None, tag: int, owner: Any) -> Pending | None:
         """Send if nothing has to be waited for; None: nothing was sent.
@@ -226,7 +228,7 @@ class Port:
     def failure(
         self, op: str, told: Told, array: Any, peer: int | None, tag: int, timeout_s: float
     ) -> BaseException:
-        """Return the error of a call that returned `told`."""
+        """Return the error of a call that ended as `told`."""
         said = _Said(op, view(array, write=False), peer, tag)
         message = _Message(self._comm, said, Deadline(timeout_s))
         error = message.explain(self._messages.error(told, self._comm.context))

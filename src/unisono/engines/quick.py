@@ -33,6 +33,10 @@ _KINDS = {
     "root": "n",
     "group": "g",
     "async_op": "f",
+    "sent": "s",
+    "received": "v",
+    "peer": "p",
+    "tag": "t",
 }
 
 
@@ -42,7 +46,8 @@ def quick(**kinds: str) -> Callable[[F], F]:
     Args:
         **kinds: For each parameter that may be given: "reads" or "writes" for an array,
             "reads_list" or "writes_list" for a list of arrays of one shape, "op", "root", "group"
-            or "async_op". A call that gives another one runs in Python.
+            or "async_op"; of a message: "sent" or "received" for the array, "peer", "tag" and
+            "group". A call that gives another one runs in Python.
     """
 
     def decorate(function: F) -> F:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
+from unisono.engines.quick import quick
 from unisono.errors import InvalidArgumentError
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work
@@ -65,6 +66,7 @@ def irecv(
     return pg.recv(tensor, peer, tag, async_op=True, **how)
 
 
+@quick(tensor="sent", dst="peer", group="group", tag="tag")
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -80,13 +82,6 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
-    port = pg.plain_port
-    if port is not None and group_dst is None and not how:
-        sent = port.send(tensor, dst, tag, pg.timeout_s)
-        if sent is True:
-            return
-        if sent is not None:
-            raise port.failure("send", sent, tensor, dst, tag, pg.timeout_s)
     peer = group_rank_of(pg, dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError(
@@ -96,6 +91,7 @@ def send(
     pg.send(tensor, peer, tag, **how)
 
 
+@quick(tensor="received", src="peer", group="group", tag="tag")
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -113,13 +109,6 @@ def recv(
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
-    port = pg.plain_port
-    if port is not None and group_src is None and not how:
-        got = port.recv(tensor, src, tag, pg.timeout_s)
-        if type(got) is int:
-            return got
-        if got is not None:
-            raise port.failure("recv", got, tensor, src, tag, pg.timeout_s)
     peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
     return pg.recv(tensor, peer, tag, **how).source_rank()
 
