@@ -183,6 +183,17 @@ def test_streams_that_are_closed(tmp_path, closed, seen, nprocs):
     assert len(list(tmp_path.glob("seen?"))) == nprocs
 
 
+@pytest.mark.parametrize("unread", ["2>/dev/full", "2>&1 | true"], ids=["full", "left"])
+def test_launch_goes_on_when_nobody_can_read_what_is_told(tmp_path, unread):
+    script = "import os; open('seen' + os.environ['RANK'], 'a').write('x'); raise SystemExit(7)"
+    (tmp_path / "s.py").write_text(script)
+    run = f"{sys.executable} -m unisono run --max-restarts=2 s.py"
+    words = ["sh", "-c", f"{{ {run}; echo $? >code; }} {unread}"]
+    subprocess.run(words, cwd=tmp_path, env=environment(), check=False, timeout=LIMIT_S)
+    assert (tmp_path / "seen0").read_text() == "xxx"
+    assert (tmp_path / "code").read_text() == "7\n"
+
+
 def test_module(tmp_path):
     package = tmp_path / "pack"
     package.mkdir()

@@ -25,7 +25,7 @@ ONE_FAILS = [sys.executable, "-S", "-c", "import os, signal; os.environ['RANK'] 
 @pytest.fixture
 def attempt_of():
     """Return a function that runs an attempt of two workers to its end."""
-    output = Output(LogOptions(), run_id="test", nprocs=2)
+    output = Output(LogOptions(), run_id="test", nprocs=2, notify=print)
     failures = []
 
     def run(command, stop_in_s, **fields):

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 
 from unisono.base.config import environ
 from unisono.elastic.bind import Binding
-from unisono.elastic.environment import Place, worker_environment
+from unisono.elastic.environment import Place, place_in, worker_environment
 from unisono.elastic.ranges import format_ranges
 from unisono.elastic.spec import LaunchSpec
+from unisono.rendezvous.dynamic import World
+from unisono.rendezvous.state import Node
 
 __all__ = ["describe"]
 
@@ -32,17 +34,16 @@ def _place(spec: LaunchSpec) -> Place:
     nodes, node_rank = spec.limits.min_nodes, _node_rank(spec) or 0
     shared = spec.meeting.endpoint if spec.limits.max_nodes > 1 else ("127.0.0.1", spec.master_port)
     host, port = shared if isinstance(shared, tuple) else ("", 0)
-    return Place(
-        nprocs=spec.nprocs,
-        first_rank=node_rank * spec.nprocs,
-        world_size=nodes * spec.nprocs,
-        group_rank=node_rank,
-        group_world_size=nodes,
-        role=spec.role,
-        role_first_rank=node_rank * spec.nprocs,
-        role_world_size=nodes * spec.nprocs,
-        master_addr=host,
-        master_port=port,
+    each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
+    return place_in(
+        World(
+            epoch=1,
+            members=(each,) * nodes,
+            group_rank=node_rank,
+            restarts=0,
+            master_addr=host,
+            master_port=port,
+        ),
         run_id=spec.run_id or "(random)",
         max_restarts=spec.limits.max_restarts,
         one_gpu_each=spec.one_gpu_each,

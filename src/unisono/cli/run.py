@@ -20,14 +20,14 @@ from unisono.cli.plan import describe
 from unisono.cli.programs import add_program_flags, worker_commands
 from unisono.cli.status import make_status_line
 from unisono.cli.torchrun import NUMA_BINDINGS, add_torchrun_flags
-from unisono.elastic.agent import GRACE_S, Agent, LaunchResult, LaunchSpec
+from unisono.elastic.agent import Agent
 from unisono.elastic.bind import MODES
 from unisono.elastic.environment import ERROR_FILE_VARIABLE
 from unisono.elastic.guard import go_on_guarded
 from unisono.elastic.logs import LogOptions
 from unisono.elastic.ranges import format_ranges
 from unisono.elastic.report import error_document, render, signal_name
-from unisono.elastic.spec import as_document
+from unisono.elastic.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.errors import RendezvousError
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
@@ -193,12 +193,14 @@ def _count(text: str) -> int | None:
     return None if text == "all" else non_negative(text)
 
 
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def _say(line: str, show: Callable[[str], None] = _print) -> None:
-    show(f"{_PREFIX}{line}")
+def _say(text: str, show: Callable[[str], None] = _print, prefix: str = _PREFIX) -> None:
+    # The launch goes on, and its exit code is right, whether or not somebody can read this.
+    with contextlib.suppress(OSError, ValueError):
+        show(f"{prefix}{text}")
 
 
 def _write_json(path: str, document: Mapping[str, Any]) -> None:
@@ -216,6 +218,5 @@ def _print_report(result: LaunchResult) -> None:
     if result.reason and not any(f.who() in result.reason for f in result.failures):
         _say(result.reason)
     if result.failures:
-        print(
-            render(result.failures, result.stopped, result.left_s, prefix=_PREFIX), file=sys.stderr
-        )
+        report = render(result.failures, result.stopped, result.left_s, prefix=_PREFIX)
+        _say(report, prefix="")

@@ -27,7 +27,7 @@ from unisono.elastic.family import Family
 from unisono.elastic.logs import Output
 from unisono.elastic.report import SETTLE_S, Failure, is_consequence, order, signal_name
 from unisono.elastic.signals import Signals
-from unisono.elastic.spec import GRACE_S, LaunchResult, LaunchSpec, Meeting
+from unisono.elastic.spec import LaunchResult, LaunchSpec, Meeting
 from unisono.elastic.warm import WarmWorkers
 from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
@@ -37,7 +37,7 @@ from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
 from unisono.stores import FileStore, HashStore, Store
 
-__all__ = ["GRACE_S", "Agent", "LaunchResult", "LaunchSpec"]
+__all__ = ["Agent"]
 
 _DRAIN_S = 60.0
 _REPORT_S = 10.0
@@ -86,7 +86,12 @@ class Agent:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
-            output = Output(self._spec.logs, run_id=self._run_id, nprocs=self._spec.nprocs)
+            output = Output(
+                self._spec.logs,
+                run_id=self._run_id,
+                nprocs=self._spec.nprocs,
+                notify=self._notify,
+            )
             stack.callback(self._drain, output)
             if self._binding.report:
                 self._notify(self._binding.report)

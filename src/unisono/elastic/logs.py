@@ -158,10 +158,20 @@ class LogOptions:
 
 
 class Output:
-    """The output of all workers of a launch on this host, over all its attempts."""
+    """The output of all workers of a launch on this host, over all its attempts.
 
-    def __init__(self, options: LogOptions, *, run_id: str, nprocs: int) -> None:
+    Args:
+        options: What the user asked for.
+        run_id: Name of the job; part of the folder's name.
+        nprocs: Workers on this host.
+        notify: Called with a line of text when the folder is made.
+    """
+
+    def __init__(
+        self, options: LogOptions, *, run_id: str, nprocs: int, notify: Callable[[str], None]
+    ) -> None:
         self._options = options
+        self._notify = notify
         self._run_id = re.sub(r"[^\w.-]", "_", run_id)
         self._nprocs = nprocs
         self._folder = ""
@@ -196,12 +206,6 @@ class Output:
         if worker.stdout is not None:
             self._add(Std.OUT, worker.stdout, name)
         return self._add(Std.ERR, worker.stderr, name)
-
-    def note(self, text: str) -> None:
-        """Print a line of the launcher's own."""
-        with contextlib.suppress(OSError, ValueError):
-            self._sinks[Std.ERR].write(f"unisono run: {text}\n".encode())
-            self._sinks[Std.ERR].flush()
 
     def status(self, up: int, restarts: int) -> None:
         """Show how many workers are up and how often they were restarted, on a terminal."""
@@ -287,7 +291,7 @@ class Output:
                 raise LaunchError(
                     f"cannot make a folder for logs in {self._options.log_dir!r}: {error.strerror}"
                 ) from error
-            self.note(f"logs in {self._folder}")
+            self._notify(f"logs in {self._folder}")
         return os.path.join(self._folder, f"attempt_{name.attempt}")
 
 

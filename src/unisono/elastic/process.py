@@ -153,9 +153,8 @@ class Worker:
 
     def stop(self, signum: int) -> None:
         """Send a signal to the worker alone, not to its children; no-op if it has ended."""
-        if self.poll() is None:
-            self.stopped = True
-            os.kill(self.pid, signum)
+        self.stopped = self.stopped or self.poll() is None
+        self.send(signum)
 
     def kill_group(self) -> None:
         """Kill the worker and what it left in its process group."""
