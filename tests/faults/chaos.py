@@ -1,6 +1,7 @@
 """Ranks that are killed, stopped or aborted at a random moment: no hang, no wrong number.
 
-`python tests/faults/chaos.py 200` runs so many rounds; the tests run a few.
+`python tests/faults/chaos.py 200` runs so many rounds, and says how long after the end of one rank
+the last of the others had its error; the tests run a few.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _one_call(rank, p, kind, n, k):
 
 
 def one_round(folder, seed, way):
-    """Run one world to its end and check what each rank says."""
+    """Run one world to its end and check what each rank says; return how late the last one was."""
     size = 2 + seed % 3
     victim = seed // 3 % size
     dead = set() if way == "abort" else {victim}
@@ -127,12 +128,19 @@ def one_round(folder, seed, way):
     # A rank that is a call further may blame those, too, whom the stopped one keeps in the last.
     blamed = [set(peers) for _, _, peers, _, _ in told]
     assert any(victim in peers if way == "stop" else peers == {victim} for peers in blamed), told
+    return max(at_s for _, _, _, at_s, _ in told) - ended_s
 
 
 if __name__ == "__main__":
+    import statistics
     import tempfile
 
+    late_s = {each: [] for each in ENDS}
     for number in range(int(sys.argv[1])):
+        this = list(ENDS)[number % 3]
         with tempfile.TemporaryDirectory() as place:
-            one_round(place, number, list(ENDS)[number % 3])
+            late_s[this].append(one_round(place, number, this))
         print(number, end=" ", flush=True)
+    for this, found in late_s.items():
+        print(f"\n{this}: {statistics.median(found):.3f} s, at most {max(found):.3f} s", end="")
+    print()

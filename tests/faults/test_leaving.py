@@ -63,6 +63,35 @@ def test_a_script_that_goes(way, kind, text, code):
         assert ends[1][2].rstrip().endswith("ValueError: no such file")
 
 
+CHILD_RAISES = """
+import multiprocessing
+def main():
+    dist.init_process_group(timeout=60)
+    dist.barrier()
+    if rank == 1:
+        for other in (0, 2):
+            store().wait([f"waiting/{other}"], 60)
+        raise ValueError("no such file")
+    store().set(f"waiting/{rank}", "yes")
+    tell(attempt(dist.all_reduce, np.ones(4)))
+    sys.exit()
+child = multiprocessing.get_context("fork").Process(target=main)
+child.start()
+child.join()
+sys.exit(child.exitcode)
+"""
+
+
+def test_a_child_of_multiprocessing_that_raises():
+    with ranks_of(CHILD_RAISES, 3) as (processes, _):
+        ends = [outcome(process) for process in processes]
+    assert [code for _, code, _ in ends] == [0, 1, 0], ends
+    for told, _, err in (ends[0], ends[2]):
+        assert err == ""
+        assert (told["kind"], told["peers"]) == ("PeerFailedError", [1]), told
+        assert "rank 1 raised ValueError: no such file" in told["text"].splitlines()[0]
+
+
 CHILD_LIVES_ON = """
 dist.init_process_group(timeout=60)
 dist.barrier()

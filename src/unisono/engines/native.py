@@ -71,6 +71,9 @@ if _engine is not None:
 # at once; for this long its reason may be still on the way.
 _LAST_WORDS_S = 0.3
 
+# One that has not even left, as Python does at its end, was killed: hardly with words on the way.
+_KILLED_WORDS_S = 0.05
+
 # A rank that has aborted lives, so its reason will come, unless it ends before that.
 _ABORT_WORDS_S = 5.0
 
@@ -420,7 +423,7 @@ class NativeEngine(QueueEngine):
             while not deadline.expired() and transport.mailbox.down(peer) is None:
                 if self._told.wait(_LAST_WORDS_S):
                     return True
-        return self._told.wait(_LAST_WORDS_S)
+        return self._told.wait(_KILLED_WORDS_S if code == _engine.LOST else _LAST_WORDS_S)
 
     # ---- setting up -----------------------------------------------------------------------
 

@@ -25,17 +25,25 @@ def at_exit(tell: Callable[[str], object], leave: Callable[[], object]) -> Calla
     """
     previous = sys.excepthook
 
+    def say(error: BaseException | None) -> None:
+        # A rank that failed because another one did has nothing new to tell.
+        if error is not None and not isinstance(error, (UnisonoError, SystemExit)):
+            tell("".join(traceback.format_exception_only(error)).strip())
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
-        # A rank that failed because another one did has nothing new to tell.
-        if not isinstance(error, UnisonoError):
-            tell("".join(traceback.format_exception_only(kind, error)).strip())
+        say(error)
+
+    def end_child() -> None:
+        # Its exception never comes to sys.excepthook, but is on its way just now.
+        say(sys.exception())
+        leave()
 
     sys.excepthook = hook
     atexit.register(leave)
     # A child of multiprocessing ends without atexit, and would lose what isend has not sent yet.
     util = sys.modules.get("multiprocessing.util")
-    finalizer = None if util is None else util.Finalize(None, leave, exitpriority=0)
+    finalizer = None if util is None else util.Finalize(None, end_child, exitpriority=0)
 
     def uninstall() -> None:
         if sys.excepthook is hook:
