@@ -17,7 +17,7 @@ namespace {
 // Put every argument in its parameter's place; false if there is one that we do not know.
 bool place_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      PyObject** places) {
-  if (count > f.count) return false;
+  if (count > f.positional) return false;
   for (size_t i = 0; i < count; ++i) places[i] = args[i];
   const Py_ssize_t named = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
   for (Py_ssize_t k = 0; k < named; ++k) {
@@ -206,6 +206,14 @@ bool understand(const Signature& f, PyObject* const* args, size_t count, PyObjec
       case kFlag:
         if (value != nullptr && value != Py_False && value != Py_True) return false;
         into->is_async = value == Py_True;
+        break;
+      case kAlgorithm:
+        // By address, which is that of one literal in each round of a loop.
+        if (value == nullptr || value == Py_None) break;
+        into->algorithm = value;
+        if (!PyUnicode_CheckExact(value) || !into->key.add(reinterpret_cast<int64_t>(value))) {
+          return false;
+        }
         break;
       default:
         if (value != nullptr && value != Py_None) return false;

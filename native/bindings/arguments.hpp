@@ -32,6 +32,7 @@ enum Kind : char {
   kRoot = 'n',
   kGroup = 'g',
   kFlag = 'f',    // async_op
+  kAlgorithm = 'a',  // the last one, by name only
   kSent = 's',      // the array of a message
   kReceived = 'v',  // and where one goes
   kPeer = 'p',
@@ -46,7 +47,8 @@ struct Signature {
   PyObject* names;  // tuple of interned strings
   int64_t number;   // of the function
   size_t count;
-  size_t group;  // which of them is the group
+  size_t positional;  // how many may come without their names
+  size_t group;       // which of them is the group
   char kinds[kMaxParameters];
 };
 
@@ -55,6 +57,7 @@ struct Arguments {
   nanobind::object calls_ref;
   Key key;
   PyObject* op = nullptr;
+  PyObject* algorithm = nullptr;
   bool is_async = false;
   Arrays arrays;
   Message message;

@@ -166,7 +166,8 @@ Remembered* Calls::find(const Key& key) const {
   return place->recipe.known.runner->is_aborted() ? nullptr : place.get();
 }
 
-void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays, bool is_async) {
+void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const Arrays& arrays,
+                     bool is_async) {
   // Another thread may have called something else in the meantime: only what ran on this thread
   // and on this very memory is the call that the key stands for. And in a signal handler, which may
   // come while a call runs that would lose its place to this one, nothing is remembered.
@@ -179,6 +180,7 @@ void Calls::remember(const Key& key, nb::handle op, const Arrays& arrays, bool i
   what->key = key;
   what->recipe = std::move(noted_->recipe);
   what->op = nb::borrow(op);
+  what->algorithm = nb::borrow(algorithm);
   runner_ = what->recipe.runner;
   noted_.reset();
   try {

@@ -100,7 +100,7 @@ struct Remembered {
   Key key;
   Recipe recipe;
   std::vector<char> scratch;
-  nanobind::object op;  // keeps the address in the key from being used again
+  nanobind::object op, algorithm;  // keeps the addresses in the key from being used again
 };
 
 // The calls of one group that can be repeated.
@@ -134,7 +134,8 @@ class Calls {
   // What the call returns; nothing: leave it to Python.
   nanobind::object pass(const Message& message) const;
   Remembered* find(const Key& key) const;
-  void remember(const Key& key, nanobind::handle op, const Arrays& arrays, bool is_async);
+  void remember(const Key& key, nanobind::handle op, nanobind::handle algorithm,
+                const Arrays& arrays, bool is_async);
   // Run it, if it is nobody else's turn; false: leave it to Python.
   bool run(Remembered& what, const Arrays& arrays);
   // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to

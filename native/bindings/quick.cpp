@@ -2,6 +2,7 @@
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <exception>
@@ -51,7 +52,7 @@ nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, P
   known.calls->forget_note();
   nb::object result = checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   if (result.is_none() != known.is_async) {
-    known.calls->remember(known.key, known.op, known.arrays, known.is_async);
+    known.calls->remember(known.key, known.op, known.algorithm, known.arrays, known.is_async);
   }
   return result;
 }
@@ -176,6 +177,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   f->signature.count = kinds.size();
   std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
   f->signature.group = kinds.find(kGroup);
+  f->signature.positional = std::min(kinds.find(kAlgorithm), kinds.size());
   PyObject_GC_Track(f);
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }

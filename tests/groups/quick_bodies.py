@@ -375,3 +375,19 @@ def messages_in_cpp(rank):
 def source_of(k, source):
     """From this rank, or from any."""
     return source if k % 2 else None
+
+
+def with_algorithms(rank):
+    """Repeat calls that name an algorithm, two of them and none in turn; a wrong name each time."""
+    results, repeated, texts = [], [], []
+    for _ in range(3):
+        for how in ({"algorithm": "ring"}, {"algorithm": "recursive_doubling"}, {}):
+            before, x = repeats(), np.full(9, rank + 1.0)
+            dist.all_reduce(x, **how)
+            results.append(x.tolist())
+            repeated.append(repeats() > before)
+        try:
+            dist.all_reduce(x, algorithm="no such")
+        except dist.errors.InvalidArgumentError as error:
+            texts.append("no such" in str(error))
+    return results, repeated, texts

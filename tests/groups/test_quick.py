@@ -128,3 +128,10 @@ def test_calls_of_a_signal_handler_do_not_take_the_place_of_the_one_that_runs():
 
 def test_plain_messages_run_no_python(world):
     assert world(bodies.messages_in_cpp, 3) == [[True] * 6] * 3
+
+
+def test_calls_with_an_algorithm_are_repeated(world):
+    for results, repeated, texts in world(bodies.with_algorithms, 3):
+        assert results == [[6.0] * 9] * 9
+        assert repeated == [False] * 3 + [True] * 6
+        assert texts == [True] * 3

@@ -3,11 +3,11 @@
 A small collective takes half a microsecond between two processes, and the way through the
 groups, the dispatcher, the backend and the engine ten times that. So a public function that is
 decorated with `quick` looks, in C++, whether the same call was made before: same function, group,
-dtypes, shapes, root and op, on contiguous NumPy arrays or lists of such. If so it runs again what
-that call has run, or queues it for the progress thread; if not, or if anything is unusual, the
-Python function runs, as it does without the C++ engine. What makes a call's meaning depend on more
-than its arguments (a wrapper in the dispatcher) suspends this; with an explicit stream Python has
-every call.
+dtypes, shapes, root, op and algorithm, on contiguous NumPy arrays or lists of such. If so it runs
+again what that call has run, or queues it for the progress thread; if not, or if anything is
+unusual, the Python function runs, as it does without the C++ engine. What makes a call's meaning
+depend on more than its arguments (a wrapper in the dispatcher) suspends this; with an explicit
+stream Python has every call.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def quick(**kinds: str) -> Callable[[F], F]:
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
         letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
+        if "async_op" in kinds:  # a collective
+            names, letters = [*names, "algorithm"], letters + "a"
         made: Any = native.quick(function, names, letters)
         functools.update_wrapper(made, function)
         return cast(F, made)
