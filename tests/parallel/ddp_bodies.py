@@ -449,11 +449,18 @@ def refused(rank):
     def error_in_backward(module):
         module.first.register_hook(_fail)
 
+    changes = (frozen, gone, added, thawed, other_type, error_in_backward)
+    return [_refused(changes, passes) for passes in (0, 2)]
+
+
+def _refused(changes, passes):
     told = {}
-    for change in (frozen, gone, added, thawed, other_type, error_in_backward):
+    for change in changes:
         module = Two()
         module.fixed = torch.nn.Parameter(torch.ones(()), requires_grad=False)
         model = DistributedDataParallel(module)
+        for _ in range(passes):
+            sum(model(1.0)).backward()
         change(module)
         try:
             with contextlib.suppress(ArithmeticError):

@@ -28,6 +28,7 @@ from typing import Any, ParamSpec, TypeVar
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
+from unisono.base.worker import Worker
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
 
 __all__ = [
@@ -145,7 +146,7 @@ class Stream:
         self.name = name
         self._changed = threading.Condition()
         self._queue: deque[tuple[Callable[[], object], bool]] = deque()
-        self._thread: threading.Thread | None = None
+        self._worker = self._new_worker()
         self._error: BaseException | None = None
         self._pid = os.getpid()
 
@@ -195,7 +196,10 @@ class Stream:
 
     def runs_here(self) -> bool:
         """Whether the calling thread is the one that does this stream's work."""
-        return self._thread is threading.current_thread()
+        return self._worker.is_here()
+
+    def _new_worker(self) -> Worker:
+        return Worker(f"unisono-stream-{self.name}")
 
     def _reach(self, mark: _Mark) -> None:
         self._put(lambda: mark.reach(self._error), always=True)
@@ -207,16 +211,13 @@ class Stream:
         with self._changed:
             self._queue.append((work, always))
             self._changed.notify_all()
-            if self._thread is None:
-                name = f"unisono-stream-{self.name}"
-                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-                self._thread.start()
+            self._worker.start(self._run)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 if not self._queue and not self._changed.wait_for(lambda: self._queue, _IDLE_S):
-                    self._thread = None
+                    self._worker = self._new_worker()
                     return
                 work, always = self._queue[0]
             if always or self._error is None:

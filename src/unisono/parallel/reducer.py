@@ -15,7 +15,9 @@ experiences on accelerating data parallel training", VLDB 2020.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,6 +36,25 @@ __all__ = ["Reducer"]
 
 # From here on two copies of a gradient cost clearly more than a call of its own.
 _ALONE_BYTES = 4 * 1024 * 1024
+
+
+_PARAMETERS = operator.attrgetter("_parameters")
+_MODULES = operator.attrgetter("_modules")
+_KIND = operator.attrgetter("requires_grad", "dtype", "shape")
+
+
+def _held(modules: Sequence[Any]) -> list[Any]:
+    """Return the modules and parameters in modules, and the kinds of these."""
+    values = itertools.chain.from_iterable
+    inner = values(map(dict.values, map(_MODULES, modules)))
+    parameters = list(values(map(dict.values, map(_PARAMETERS, modules))))
+    return [*inner, *parameters, [_KIND(p) for p in parameters if p is not None]]
+
+
+def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    if len(one) != len(other) or one[-1] != other[-1]:
+        return False
+    return all(map(operator.is_, one[:-1], other[:-1]))
 
 
 class Reducer:
@@ -61,6 +82,9 @@ class Reducer:
         self._hook: Hook | None = None
         self._state: Any = None
         self._kinds = [(p.dtype, p.shape) for p in self._parameters]
+        self._modules: list[Any] = []
+        # What they held, and of what kind it was, when that was last found to be fine.
+        self._fine: list[Any] = []
         self._fill_buckets(_ALONE_BYTES)
         # Of the pass in progress.
         self._expecting = False
@@ -139,6 +163,14 @@ class Reducer:
         Raises:
             UsageError: It has not; names those that are new, frozen, or of another dtype or shape.
         """
+        # To walk through a module takes three times as long as to look at what its parts hold.
+        if self._modules and _same(self._fine, _held(self._modules)):
+            return
+        self._require_unchanged(module)
+        self._modules = list(module.modules())
+        self._fine = _held(self._modules)
+
+    def _require_unchanged(self, module: Any) -> None:
         now = [id(p) for p in module.parameters() if p.requires_grad]
         if not now:
             return  # all are frozen, as a GAN's other half is for a while: nothing will come
