@@ -153,7 +153,7 @@ def test_environment_gives_defaults(monkeypatch):
     with pytest.raises(InvalidArgumentError, match="--standalone is for one node"):
         parse("--nnodes=2")
     monkeypatch.setenv("PET_STANDALONE", "yes")
-    with pytest.raises(InvalidArgumentError, match="PET_STANDALONE must be 0 or 1, got 'yes'"):
+    with pytest.raises(InvalidArgumentError, match="PET_STANDALONE must be 0 or 1; got 'yes'"):
         parse()
 
 

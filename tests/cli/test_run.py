@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import unisono.elastic
+from unisono.cli.main import main
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
 LIMIT_S = 90.0
@@ -235,6 +236,19 @@ def test_usage_errors(tmp_path, arguments, message):
     code, out, err = finish(*arguments, cwd=tmp_path)
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("PET_STANDALONE", "yes", "PET_STANDALONE must be 0 or 1; got 'yes'"),
+        ("UNISONO_FOLD", "x", "UNISONO_FOLD must be always or auto or never; got 'x'"),
+    ],
+)
+def test_bad_defaults_in_the_environment(monkeypatch, capsys, name, value, message):
+    monkeypatch.setenv(name, value)
+    assert main(["run", "s.py"]) == 1
+    assert capsys.readouterr() == ("", f"unisono: error: {message}\n")
 
 
 def on_rank_1(statement):

@@ -1,11 +1,13 @@
-"""What this machine offers to a process, and how the process came about."""
+"""What this machine offers to a process or refuses it, and how the process came about."""
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 
-__all__ = ["GUARD_HINT", "is_importing_main", "usable_cores"]
+__all__ = ["GUARD_HINT", "is_importing_main", "reason_of", "usable_cores"]
 
 GUARD_HINT = (
     "a process that multiprocessing starts runs the parent's script to find the function; put what "
@@ -23,3 +25,13 @@ def is_importing_main() -> bool:
     process = sys.modules.get("multiprocessing.process")
     # multiprocessing looks at the same attribute, to refuse children of such a child.
     return process is not None and hasattr(process.current_process(), "_inheriting")
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what an error says, in one line; the operating system's words without a number."""
+    if isinstance(error, OSError) and error.strerror:
+        if error.errno == errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"{error.strerror}: this process may have {most} (ulimit -n)"
+        return error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__

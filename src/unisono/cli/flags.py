@@ -23,14 +23,18 @@ def add_flag(target: Any, *flags: str, **options: Any) -> None:
     flag in capitals is set; for a switch, "0" and "1". The first long name is the option's.
 
     Raises:
-        InvalidArgumentError: That variable of a switch is neither.
+        InvalidArgumentError: That variable is none of the flag's choices.
     """
     names = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
     switch = options.get("action") == "store_true"
     for variable in [prefix + name.upper() for name in names for prefix in PREFIXES]:
         if text := environ().get(variable, ""):
-            if switch and text not in ("0", "1"):
-                raise InvalidArgumentError(f"{variable} must be 0 or 1, got {text!r}")
+            # argparse does not look whether a default is one of the choices.
+            choices = ("0", "1") if switch else options.get("choices", (text,))
+            if text not in choices:
+                raise InvalidArgumentError(
+                    f"{variable} must be {' or '.join(choices)}; got {text!r}"
+                )
             # argparse converts a default that is text as it does with an argument.
             options["default"] = text == "1" if switch else text
             break

@@ -21,6 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process if None.
     """
     _open_closed_streams()
+    try:
+        return _main(argv)
+    except UnisonoError as error:
+        print(f"unisono: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="unisono", description="c10d-style collectives for NumPy, torch and friends."
     )
@@ -30,11 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         options.parser.error(_unknown(unknown[0], options.parser))
-    try:
-        code: int = options.handler(options)
-    except UnisonoError as error:
-        print(f"unisono: error: {error}", file=sys.stderr)
-        return 1
+    code: int = options.handler(options)
     return code
 
 

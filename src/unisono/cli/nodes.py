@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import glob
-import os
 import re
 from typing import Any
 
 from unisono.base.config import environ
+from unisono.base.host import usable_cores
 from unisono.cli.flags import add_flag, non_negative, seconds
 from unisono.elastic.spec import Meeting
 from unisono.errors import InvalidArgumentError, RendezvousError
@@ -119,7 +119,7 @@ def workers_per_node(text: str) -> int:
         return gpus
     if text == "gpu":
         raise argparse.ArgumentTypeError("no GPU can be seen on this host")
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return usable_cores()
 
 
 def _count_gpus() -> int:

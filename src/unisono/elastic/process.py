@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import IO, AnyStr, Literal
 
+from unisono.base.host import reason_of
 from unisono.errors import LaunchError
 
 __all__ = ["Stdout", "Worker", "opened", "parent_death_hook"]
@@ -116,7 +117,9 @@ class Worker:
         except (OSError, subprocess.SubprocessError) as error:
             if self._terminal is not None:
                 self._terminal.close()
-            raise LaunchError(f"cannot start rank {rank} ({command[0]}): {error}") from error
+            raise LaunchError(
+                f"cannot start rank {rank} ({command[0]}): {reason_of(error)}"
+            ) from error
         self.rank = rank
         self.pid = self._popen.pid
         self.exit_code: int | None = None

@@ -7,7 +7,6 @@ import errno
 import ipaddress
 import os
 import random
-import resource
 import selectors
 import socket
 import time
@@ -15,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from unisono.base.deadline import Deadline
+from unisono.base.host import reason_of
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "is_loopback",
     "listen",
     "listen_on_fd",
-    "reason_of",
     "why_not",
 ]
 
@@ -313,16 +312,6 @@ def why_not(sock: socket.socket) -> str:
         return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
     except OSError as error:  # it was there, and has hung up since
         return reason_of(error)
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line; the operating system's words without a number."""
-    if isinstance(error, OSError) and error.strerror:
-        if error.errno == errno.EMFILE:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return f"{error.strerror}: this process may have {most} (ulimit -n)"
-        return error.strerror
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:

@@ -25,8 +25,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from unisono.base.host import reason_of
 from unisono.base.log import get_logger
-from unisono.stores.addresses import reason_of
 from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
 from unisono.transports.io_loop import READ, WRITE, Loop
