@@ -100,6 +100,12 @@ PyObject* reduce_function(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(self, "__qualname__");
 }
 
+// As functions do: methods of a class that has one, and a signature in help().
+PyObject* bind_function(PyObject* self, PyObject* object, PyObject*) {
+  if (object == nullptr || object == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, object);
+}
+
 PyObject* represent_function(PyObject* self) {
   return PyObject_Repr(reinterpret_cast<Function*>(self)->function);
 }
@@ -142,6 +148,7 @@ PyType_Slot slots[] = {
   {Py_tp_clear, reinterpret_cast<void*>(&clear_function)},
   {Py_tp_dealloc, reinterpret_cast<void*>(&delete_function)},
   {Py_tp_repr, reinterpret_cast<void*>(&represent_function)},
+  {Py_tp_descr_get, reinterpret_cast<void*>(&bind_function)},
   {Py_tp_members, members},
   {Py_tp_getset, getset},
   {Py_tp_methods, methods},

@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import pydoc
 
 import numpy as np
 import pytest
@@ -28,6 +29,9 @@ def test_a_quick_function_still_looks_like_one():
     assert dist.all_reduce.__name__ == "all_reduce"
     assert inspect.getdoc(dist.all_reduce).startswith("Replace every rank's tensor")
     assert pickle.loads(pickle.dumps(dist.all_reduce)) is dist.all_reduce
+    shown = pydoc.render_doc(dist.all_reduce, renderer=pydoc.plaintext)
+    assert "all_reduce(tensor: 'Any', op: 'ReduceOp' = ReduceOp.SUM, group: " in shown
+    assert type("Holder", (), {"call": dist.barrier})().call.__func__ is dist.barrier
 
 
 def test_argument_errors_are_those_of_python():
