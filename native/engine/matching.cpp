@@ -50,6 +50,19 @@ void Matching::drop(std::list<Arrival>::iterator arrival) {
   arrivals_.erase(arrival);
 }
 
+void Matching::post(Op* op) {
+  op->turn = ++turns_;
+  posted_.push_back(op);
+}
+
+void Matching::repost(Op* op) {
+  op->started = false;
+  op->source = -1;
+  const auto later = std::find_if(posted_.begin(), posted_.end(),
+                                  [op](const Op* other) { return other->turn > op->turn; });
+  posted_.insert(later, op);
+}
+
 bool Matching::unpost(const Op* op) {
   auto found = std::find(posted_.begin(), posted_.end(), op);
   if (found == posted_.end()) return false;

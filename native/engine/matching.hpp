@@ -36,6 +36,8 @@ struct Op {
   size_t moved = 0;        // of a send: bytes of the payload that are written, or left to a wire
   bool started = false;    // its message is in part in the ring, or taken out of it
   bool in_parts = false;   // of a send: it goes over several wires
+  bool on_loan = false;    // of a send: its receiver may be reading the memory right now
+  uint64_t turn = 0;       // of a receive: its place in the order in which they were posted
   bool more = false;       // of a send: another one to the same rank follows at once
   std::unique_ptr<char[]> rest;  // of a send that was given up: a copy, to write what is left
 
@@ -71,7 +73,8 @@ class Matching {
   void drop(std::list<Arrival>::iterator arrival);
   bool has_room(uint64_t nbytes) const { return kept_bytes_ + nbytes <= kKeptBytes; }
 
-  void post(Op* op) { posted_.push_back(op); }
+  void post(Op* op);
+  void repost(Op* op);  // what was taken out, where it was
   bool unpost(const Op* op);  // whether it was there
   bool anybody_wants(int source) const;
 
@@ -84,6 +87,7 @@ class Matching {
   static constexpr uint64_t kKeptBytes = uint64_t{256} << 20;
 
   std::vector<Op*> posted_;
+  uint64_t turns_ = 0;
   std::list<Arrival> arrivals_;
   uint64_t kept_bytes_ = 0;
 };

@@ -2,6 +2,7 @@
 #include "messages.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "clock.hpp"
 #include "futex.hpp"
@@ -264,6 +265,7 @@ void Messages::withdraw(Op& op, Code code) {
     return finish(op, code);
   }
   Peer& to = peer(op.peer);
+  if (op.on_loan && !take_back(op)) code = Code::ok;
   const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
   if (op.started && to.down == Code::ok) {
     // The receiver has the head of this frame and will have the rest.
@@ -310,12 +312,7 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
 // End what waits for a rank of which nothing comes any more.
 void Messages::end_peer(int rank, Code code) {
   Peer& gone = peer(rank);
-  if (gone.kept != nullptr) {  // what it has sent half of, it never will
-    auto& arrivals = matching_.arrivals();
-    matching_.drop(std::find_if(arrivals.begin(), arrivals.end(),
-                                [&](const Arrival& each) { return &each == gone.kept; }));
-    gone.kept = nullptr;
-  }
+  drop_kept(gone);  // what it has sent half of, it never will
   gone.down = code;
   Op* const half_received = gone.into;
   end_all([&](Op& op) {
@@ -348,6 +345,14 @@ void Messages::forget_context(uint64_t context) {
   end_all([&](Op& op) {
     return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
   });
+}
+
+// Drop what has come of the frame that is coming in, if it is kept.
+void Messages::drop_kept(Peer& from) {
+  auto& arrivals = matching_.arrivals();
+  const Arrival* const kept = std::exchange(from.kept, nullptr);
+  const auto is_it = [kept](const Arrival& each) { return &each == kept; };
+  if (kept != nullptr) matching_.drop(std::find_if(arrivals.begin(), arrivals.end(), is_it));
 }
 
 void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwanted) {

@@ -27,6 +27,7 @@
 
 #include "forks.hpp"
 #include "matching.hpp"
+#include "reach.hpp"
 #include "ring.hpp"
 #include "status.hpp"
 #include "wires.hpp"
@@ -73,6 +74,8 @@ class Messages {
 
   // Called by a wait once it has become long: (peers waited for, whether one must make room).
   void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) { stuck_ = stuck; }
+  // For tests: lend large payloads whatever pages they are in.
+  void ignore_pages() { ignores_pages_ = true; }
   // Called when a wire to a rank is needed, and when one has ended. The lock is not held.
   void set_wire(std::function<void(int, int channel, bool ended)> wire) { wire_ = wire; }
   // Called by a wait now and then; true ends it. For Ctrl-C.
@@ -154,14 +157,16 @@ class Messages {
     // What Python has found out, while what it sent before may still come.
     Code parting = Code::ok;
     int64_t parting_ends_ns = 0;
-    std::list<Op*> sends;  // in order; what the ring or wire had no room for
+    std::list<Op*> sends;  // in order; what the ring or wire had no room for, or is on loan
     uint64_t parted_out = 0;  // messages that were sent in parts
+    bool refuses_loans = false;
     // What comes from it.
     Ring ring;
     bool active = false;
     bool in_frame = false;
     bool in_parts = false;    // the frame
     uint64_t parted_in = 0;   // such frames
+    bool is_proved = false;   // that process is the one it should be
     Envelope frame{};
     size_t filled = 0;
     Op* into = nullptr;       // the receive it goes to, or
@@ -177,24 +182,35 @@ class Messages {
     bool ended;
   };
   using Lock = std::unique_lock<std::mutex>;
+  using Core = std::atomic<uint32_t>;
 
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   Bells& bells() const { return inbox_.head().bells; }
 
   // messages_progress.cpp: moving bytes
   bool progress(const Op* awaited = nullptr);
+  bool push_all();
   bool attach(int rank);
   void look_for_senders();
   bool pull(int source);
+  size_t open_next(Peer& from, int source);
   bool open_frame(Peer& from, int source, const FrameHead& head);
-  bool may_keep(const Peer& from, const Envelope& envelope) const;
+  bool may_keep(const Peer& from, const FrameHead& head) const;
   char* place(const Peer& from, size_t at) const;
   Op* advance(Peer& from, size_t at, size_t nbytes);
+  size_t read_some(Peer& from);
   bool push(Peer& to);
   bool push_some(Peer& to, Op& op);
   void ring_bell(Outbox& outbox, bool ring_is_full);
   void ask_for_room();
   void take_in(int source, const Envelope& envelope, const char* data);
+
+  // messages_loans.cpp: large payloads in huge pages, which their receivers read where they lie
+  bool should_lend(const Peer& to, const Op& op);
+  bool is_answered(Peer& to, Op& op) const;
+  bool take_back(Op& op);
+  void fetch(Peer& from, int source, const Loan& loan);
+  bool read_loan(Peer& from, int source, const Loan& loan, char* into) const;
 
   // messages_wires.cpp: the same over wires, and sleeping on them
   bool progress_wires(const Op* awaited);
@@ -224,6 +240,7 @@ class Messages {
   Code down_for(Op& op);
   bool is_failed(uint64_t context) const;
   bool is_unwanted(const Envelope& envelope) const;
+  void drop_kept(Peer& from);
   void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
   Outcome started(std::unique_ptr<Op> op);
   Outcome taken(uint64_t number);
@@ -231,10 +248,12 @@ class Messages {
   // messages_wait.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);
   Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
-  bool spin(const Op* op, int64_t ends_ns, Lock& lock);
-  Code wait_slowly(const Op* op, int64_t timeout_ns);
+  bool spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock);
+  const Core* core_of(const Op* op);
+  bool is_on_this_core(const Core* core);
+  Code wait_slowly(const Op* op, int64_t timeout_ns, const Core* core);
   bool is_over(const Op* op) const;
-  Code sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls);
+  Code sleep_until_over(const Op* op, int64_t timeout_ns, const Core* core, bool* polls);
   bool is_unattended() const;
   void server_sleep(uint64_t seen, Lock& lock);
   void wake_server();
@@ -259,6 +278,8 @@ class Messages {
   std::vector<int> active_;     // ranks that have joined
   uint32_t joined_seen_ = 0;
   std::atomic<int> queued_sends_{0};  // in the queues of all peers
+  HugePages huge_pages_;
+  bool ignores_pages_ = false;
   Matching matching_;
   std::vector<uint64_t> failed_;  // contexts
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
@@ -270,6 +291,7 @@ class Messages {
   bool server_sleeps_ = false;
   int64_t stuck_told_ns_ = 0;  // when serve() last named the ranks that make no room
   bool is_impatient_ = false;    // somebody has waited for long: take in everything
+  bool takes_loans_ = false;  // somebody is about to sleep: take in loans that nobody has asked for
   bool anything_ended_ = false;
   bool server_is_due_ = false;  // to tell what has ended
   bool closed_ = false;

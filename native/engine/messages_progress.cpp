@@ -27,9 +27,15 @@ bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 // `awaited` depends on one only, the others are left alone.
 bool Messages::progress(const Op* awaited) {
   look_for_senders();
-  bool moved = false;
+  bool moved = push_all();
   for (int source : active_) moved |= pull(source);
   if (!wired_.empty()) moved |= progress_wires(awaited);
+  return moved;
+}
+
+// Go on with what goes out through rings.
+bool Messages::push_all() {
+  bool moved = false;
   if (queued_sends_ == 0) return moved;
   for (Peer& to : peers_) {
     if (!to.sends.empty() && to.outbox != nullptr) moved |= push(to);
@@ -71,30 +77,10 @@ void Messages::look_for_senders() {
 bool Messages::pull(int source) {
   Peer& from = peer(source);
   size_t pulled = 0;
-  size_t available = from.ring.available();
-  while (available != 0 && pulled < kPullBytes) {
-    if (!from.in_frame) {
-      FrameHead head;
-      from.ring.read(&head, sizeof(head));
-      if (!open_frame(from, source, head)) {
-        from.ring.unread(sizeof(head));
-        break;
-      }
-    }
-    const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
-    const size_t nbytes = std::min({from.ring.available(), left, step_of(from.frame)});
-    if (char* into = place(from, from.filled)) {
-      from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
-    } else {
-      from.ring.skip(nbytes);
-    }
-    Op* const done = advance(from, from.filled, nbytes);
-    if (!from.in_frame) from.ring.pad();
-    from.ring.release();
-    if (done != nullptr) finish(*done, Code::ok);
-    pulled += nbytes + 1;
-    available = from.ring.available();
-    if (from.in_frame && nbytes == 0) break;
+  while (pulled < kPullBytes && from.ring.available() != 0) {
+    const size_t nbytes = from.in_frame ? read_some(from) : open_next(from, source);
+    if (nbytes == 0) break;
+    pulled += nbytes;
   }
   if (pulled == 0) return false;
   // Either the sender sees the room, or this rank sees that it asked for some.
@@ -105,6 +91,42 @@ bool Messages::pull(int source) {
     ring_bell(*from.outbox, false);
   }
   return true;
+}
+
+// Open the frame that is next in the ring; 0: not now.
+size_t Messages::open_next(Peer& from, int source) {
+  FrameHead head;
+  Loan loan{};
+  from.ring.read(&head, sizeof(head));
+  if (head.kind == kOnLoan) from.ring.read(&loan, sizeof(loan));
+  // What was taken back is passed over.
+  if (head.kind != kOnLoan || from.ring.is_lent(loan)) {
+    if (!open_frame(from, source, head)) {
+      from.ring.unread(sizeof(head) + (head.kind == kOnLoan ? sizeof(loan) : 0));
+      return 0;
+    }
+    if (head.kind != kOnLoan) return sizeof(head) + read_some(from);
+    fetch(from, source, loan);
+  }
+  from.ring.pad();
+  from.ring.release();
+  return sizeof(head) + static_cast<size_t>(head.nbytes);
+}
+
+// Take some of the frame's payload out of the ring; how much.
+size_t Messages::read_some(Peer& from) {
+  const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
+  const size_t nbytes = std::min({from.ring.available(), left, step_of(from.frame)});
+  if (char* into = place(from, from.filled)) {
+    from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
+  } else {
+    from.ring.skip(nbytes);
+  }
+  Op* const done = advance(from, from.filled, nbytes);
+  if (!from.in_frame) from.ring.pad();
+  from.ring.release();
+  if (done != nullptr) finish(*done, Code::ok);
+  return nbytes;
 }
 
 // Find the place of the frame that begins with this head; false: there is none now.
@@ -122,7 +144,7 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
       finish(*op, Code::mismatch);
     }
   } else if (!is_unwanted(envelope)) {
-    if (may_keep(from, envelope) || matching_.anybody_wants(source)) {
+    if (may_keep(from, head) || matching_.anybody_wants(source)) {
       from.kept = matching_.keep(source, envelope);
     }
     if (from.kept == nullptr) return false;
@@ -134,11 +156,13 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
 }
 
 // Whether to take in a message that nobody has asked for, so that those behind it get here.
-bool Messages::may_keep(const Peer& from, const Envelope& envelope) const {
-  if (!matching_.has_room(envelope.nbytes)) return false;
+bool Messages::may_keep(const Peer& from, const FrameHead& head) const {
+  if (!matching_.has_room(head.nbytes)) return false;
+  if (is_impatient_ || from.parting != Code::ok) return true;
   // A program's receive is posted soon, and a second copy costs more than its sender's wait.
-  const bool can_stay = is_of_program(envelope.tag) && envelope.nbytes > kEagerBytes;
-  return !can_stay || is_impatient_ || from.parting != Code::ok;
+  if (is_of_program(head.tag) && head.nbytes > kEagerBytes) return false;
+  // The same for a loan that came just now, as long as this rank is awake.
+  return head.kind != kOnLoan || takes_loans_ || waiters_ == 0;
 }
 
 // Where the bytes from `at` on of the frame go; nullptr: nowhere.
@@ -185,16 +209,25 @@ bool Messages::push(Peer& to) {
 bool Messages::push_some(Peer& to, Op& op) {
   const Envelope& envelope = op.envelope;
   Ring& ring = to.outbox->ring;
+  if (op.on_loan && !is_answered(to, op)) return false;
   if (!op.started) {
     if (ring.room() < kFrameAlign) return false;
     if (!to.joined) {
       to.joined = true;
+      const auto nonce_at = reinterpret_cast<uintptr_t>(inbox_.head().nonce);
+      ring.words->nonce_at.store(nonce_at, std::memory_order_relaxed);  // with `joined`
       ring.words->joined.store(1, std::memory_order_release);
       to.outbox->head().joined.fetch_add(1, std::memory_order_release);
     }
-    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kWhole};
-    ring.write(&head, sizeof(head));
     op.started = true;
+    op.on_loan = should_lend(to, op);
+    const FrameKind kind = op.on_loan ? kOnLoan : kWhole;
+    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kind};
+    if (op.on_loan) {
+      ring.lend(head, op.data);
+      return false;
+    }
+    ring.write(&head, sizeof(head));
   }
   while (true) {
     const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;

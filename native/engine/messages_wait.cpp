@@ -26,7 +26,9 @@ constexpr uint32_t kHopeful = 32;
 
 // A few looks at a wire take as long as a hundred at a ring; then others may want the core.
 constexpr Patience kAtWires{8, 0, 64};
-constexpr Patience kAtRings{100, 0, 64};
+
+// How long a rank with a core of its own stays awake for a receiver that may be reading what it has lent.
+constexpr int64_t kLentNs = 300'000;
 
 // For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
 // message would wake two threads. It then looks again, less and less often.
@@ -58,11 +60,12 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   tell_of_wires(lock);
   if (++waits_ % kHopeful == 0) patience_ns_ = kSpinNs;
   const int64_t spin_ends_ns = wired_.empty() ? INT64_MAX : now_ns() + patience_ns_;
+  const Core* const core = core_of(op);
   lock.unlock();
   Code reason = Code::ok;
-  const bool came_soon = spin(op, spin_ends_ns, lock);
+  const bool came_soon = spin(op, spin_ends_ns, core, lock);
   if (!came_soon) {
-    reason = wait_slowly(op, timeout_ns);
+    reason = wait_slowly(op, timeout_ns, core);
     lock.lock();
   }
   --waiters_;
@@ -72,15 +75,19 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
 }
 
 // Look until `op` is done, with the lock held then; false: that may take long.
-bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
-  const Patience& patience = ends_ns != INT64_MAX ? kAtWires : is_crowded_ ? kCrowded : kAtRings;
-  for (int round = 0; round < patience.offers; ++round) {
+bool Messages::spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock) {
+  const Patience& own = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
+  const Patience& patience = ends_ns != INT64_MAX ? kAtWires : own;
+  const int64_t lent_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kLentNs;
+  bool on_loan = false;
+  for (int round = 1; round <= patience.stays + patience.offers; ++round) {
     for (int i = 0; i < patience.looks; ++i) {
       if (lock.try_lock()) {
         // A message that goes on keeps its waiter awake: to sleep and be woken for every ring of a
         // large one takes three times as long.
-        if (progress(i % kLookAround == 0 ? nullptr : op)) round = 0;
+        if (progress(i % kLookAround == 0 ? nullptr : op)) round = 1;
         if (is_over(op)) return true;
+        on_loan = op != nullptr && op->on_loan;
         settle();
         lock.unlock();
       }
@@ -90,22 +97,36 @@ bool Messages::spin(const Op* op, int64_t ends_ns, Lock& lock) {
     if (now > ends_ns) return false;
     // Deadlines, signals and the dead are looked at elsewhere.
     ends_ns = std::min(ends_ns, now + kSliceNs);
-    sched_yield();
+    if (on_loan && now < lent_until_ns) round = 1;
+    if (is_on_this_core(core) || round > patience.stays) sched_yield();
   }
   return false;
 }
 
-Code Messages::wait_slowly(const Op* op, int64_t timeout_ns) {
+// Where the one that this depends on says on which core it runs; nullptr: unknown.
+const Messages::Core* Messages::core_of(const Op* op) {
+  const Peer* other = op == nullptr || op->peer < 0 ? nullptr : &peer(op->peer);
+  return other == nullptr || other->outbox == nullptr ? nullptr : &other->outbox->head().core;
+}
+
+// Whether that cannot be running now, because this thread does on the same core; a guess.
+bool Messages::is_on_this_core(const Core* core) {
+  const auto here = static_cast<uint32_t>(sched_getcpu() + 1);
+  inbox_.head().core.store(here, std::memory_order_relaxed);
+  return core != nullptr && here != 0 && core->load(std::memory_order_relaxed) == here;
+}
+
+Code Messages::wait_slowly(const Op* op, int64_t timeout_ns, const Core* core) {
   bool polls = false;
-  const Code reason = sleep_until_over(op, timeout_ns, &polls);
+  const Code reason = sleep_until_over(op, timeout_ns, core, &polls);
   const Lock lock(lock_);
-  is_impatient_ = false;
+  is_impatient_ = takes_loans_ = false;
   if (polls) end_polling();
   return reason;
 }
 
 // `polls` says whether this thread has become the one that sleeps on wires.
-Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
+Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, const Core* core, bool* polls) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t tell_ns = look_ns;
@@ -119,7 +140,9 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
       if (*polls) bells().polls.store(1, std::memory_order_seq_cst);
       full_fence();
       ask_for_room();
-      goes_on = progress() && wired_.empty();
+      goes_on = push_all();
+      takes_loans_ = !is_over(op);
+      goes_on = (progress() || goes_on) && wired_.empty();
       settle(*polls);
       tell_of_wires(lock);
       *polls ? watch_wires() : repoll();
@@ -136,7 +159,7 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, bool* polls) {
     }
     if (!*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
     Lock kept(lock_, std::defer_lock);
-    if (is_over(op) || (goes_on && spin(op, INT64_MAX, kept))) return Code::ok;
+    if (is_over(op) || (goes_on && spin(op, INT64_MAX, core, kept))) return Code::ok;
     const int64_t now = now_ns();
     if (now >= deadline_ns) return Code::timeout;
     if (now < look_ns) continue;

@@ -1,5 +1,6 @@
 #include "reach.hpp"
 
+#include <cstring>
 #include <iterator>
 
 #include <fcntl.h>
@@ -60,6 +61,17 @@ int HugePages::count(const void* data, size_t nbytes) {
   if (page_map >= 0) close(page_map);
   known_[next_++ % std::size(known_)] = {data, nbytes, found, 0};
   return found;
+}
+
+bool read_from(int pid, const Token& token, void* into, uint64_t from, size_t nbytes) {
+  unsigned char found[Token::kBytes];
+  const iovec here[] = {{found, sizeof(found)}, {into, nbytes}};
+  const iovec there[] = {{reinterpret_cast<void*>(static_cast<uintptr_t>(token.at)), sizeof(found)},
+                         {reinterpret_cast<void*>(static_cast<uintptr_t>(from)), nbytes}};
+  // In one call, so that there is one process that both are of.
+  const ssize_t got = process_vm_readv(pid, here, 2, there, 2, 0);
+  return got == static_cast<ssize_t>(sizeof(found) + nbytes) &&
+         std::memcmp(found, token.bytes, sizeof(found)) == 0;
 }
 
 Reach::Reach(Segment& segment, int rank, std::vector<int> pids)

@@ -30,6 +30,17 @@ class HugePages {
   size_t next_ = 0;
 };
 
+// Something in a process by which others can tell that it is the one they mean.
+struct Token {
+  const unsigned char* bytes;
+  uint64_t at;  // where that process has these
+  static constexpr size_t kBytes = 16;
+};
+
+// Copy what the process that has this token has at an address; false: it cannot be read. `into` may have been
+// written to then. A system call also where the process is this one: of memory that has been given back it says so.
+bool read_from(int pid, const Token& token, void* into, uint64_t from, size_t nbytes);
+
 class Reach {
  public:
   // Tells the other ranks by its line how they can tell that they read this process.

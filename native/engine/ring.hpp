@@ -46,13 +46,29 @@ struct FrameHead {
   uint32_t info;
   uint32_t kind;
 };
-// Kinds other than kWhole are for wires only.
 enum FrameKind : uint32_t {
   kWhole,    // the payload follows
+  // On wires:
   kInParts,  // the payload comes in parts, over all wires to a rank
   kPart,     // one of them: `context` is the number of its message, `tag` where in it the part begins
+  // In rings:
+  kOnLoan,   // a Loan follows
 };
-static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
+
+// A payload that its sender leaves where it lies, and does not touch, until its receiver has read it there.
+struct Loan {
+  uint64_t address;
+  uint64_t number;  // one of the ring's, in which there is one loan at a time
+};
+// What has become of the loan whose number is in RingWords::loan.
+enum class LoanState : uint64_t {
+  lent,
+  read,
+  refused,     // its receiver cannot read it: the payload is to follow in the ring
+  taken_back,  // what has been read may be something else by now
+};
+constexpr uint64_t kLoanStates = 4;
+static_assert(sizeof(FrameHead) + sizeof(Loan) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
                 kWideRingBytes % kFrameAlign == 0,
               "heads fit");
 
@@ -77,6 +93,11 @@ struct RingWords {
   std::atomic<uint32_t> joined;
   // Set by the sender when it has written its last byte and leaves.
   std::atomic<uint32_t> left;
+  // Set by the sender before it joins: where in its memory the nonce of its inbox is.
+  std::atomic<uint64_t> nonce_at;
+  // Number * kLoanStates + state. The sender lends; then either end says what has become of that,
+  // whoever is first (compare-and-swap).
+  alignas(kLineBytes) std::atomic<uint64_t> loan;
 };
 
 // Whom a rank that has written or read something must wake.
@@ -101,6 +122,8 @@ struct InboxHead {
   unsigned char nonce[16];
   // How many senders have joined; the owner then looks which.
   alignas(kLineBytes) std::atomic<uint32_t> joined;
+  // One more than the number of the core on which the owner last waited; 0: not known.
+  std::atomic<uint32_t> core;
   Bells bells;
 };
 
@@ -123,6 +146,10 @@ class Ring {
   // Also of the receiver: go on to where the next frame begins.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
   void publish() { words->tail.store(at_, std::memory_order_release); }
+  void lend(const FrameHead& head, const char* data);
+  LoanState loan_state() const;
+  // Returns what had become of it.
+  LoanState take_back();
 
   // --- the receiver's ---
   void learn_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
@@ -131,6 +158,9 @@ class Ring {
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
+  bool is_lent(const Loan& loan) const;
+  // Say what has become of a loan; false: it was taken back.
+  bool answer(const Loan& loan, LoanState state);
 
   RingWords* words = nullptr;
 
@@ -139,6 +169,7 @@ class Ring {
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;     // this end's position
   uint64_t other_ = 0;  // the other end's, as last seen
+  uint64_t loans_ = 0;  // the number of the last one
 };
 
 // A mapping of part of a file.

@@ -26,6 +26,7 @@ constexpr int64_t kMoment = 30'000'000;
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
 int channels = 1;  // of wires
+bool lends = false;  // what does not fit into a ring
 
 struct World {
   explicit World(int ranks, bool connected = true) {
@@ -46,6 +47,7 @@ struct World {
         if (connected && other < rank && is_wired(rank, other)) connect(rank, other);
       }
       (*this)[rank].introduce(known, true);
+      if (lends) (*this)[rank].ignore_pages();
     }
   }
   ~World() {

@@ -1,8 +1,12 @@
-"""Large moves of arrays that NumPy puts into huge pages, if the system has any."""
+"""Large moves of arrays in huge pages, if the system has any."""
+
+import mmap
 
 import numpy as np
+import pytest
 
 import unisono as dist
+from unisono.errors import CollectiveMismatchError
 
 
 def moves(rank, size):
@@ -41,3 +45,56 @@ def moves(rank, size):
 
 def _number(source, to, k):
     return 1_000_000_000 * (source + 10 * to + 100 * k)
+
+
+def messages(rank, size):
+    """Send arrays of `size` numbers around, in all the ways there are."""
+    p = dist.get_world_size()
+    right, left = (rank + 1) % p, (rank - 1) % p
+    given, got, step = in_huge_pages(size), in_huge_pages(size), np.arange(size)
+    for k in range(5):
+        given[:] = _number(rank, right, k) + step
+        got[:] = -1
+        if k == 0:  # both send first, and what was sent later is received first
+            dist.send(given, right, tag=1)
+            dist.send(step[:3], right, tag=2)
+            few = np.zeros(3, np.int64)
+            dist.recv(few, left, tag=2)
+            assert (few == step[:3]).all()
+            dist.recv(got, left, tag=1)
+        elif k == 1:
+            works = [dist.irecv(got, left), dist.isend(given, right)]
+            for work in works:
+                work.wait()
+        elif k == 2:
+            work = dist.isend(given, right)
+            assert p > 2 or dist.recv(got) == left
+            assert p == 2 or dist.recv(got, left) == left
+            work.wait()
+        elif k == 3:
+            work = dist.irecv(got[::2], left)
+            dist.send(given[::2], right)
+            work.wait()
+            got[1::2] = _number(left, rank, k) + step[1::2]
+        else:  # a buffer that is too small, then one that is not
+            works = [dist.isend(given, right), dist.isend(given, right)]
+            with pytest.raises(CollectiveMismatchError, match=rf"sent int64\[{size}\]"):
+                dist.recv(got[1:], left)
+            assert (got == -1).all()
+            dist.recv(got, left)
+            for work in works:
+                work.wait()
+        assert (got == _number(left, rank, k) + step).all()
+        # What was sent may be written again at once.
+        given[:] = -2
+    dist.barrier()
+
+
+def in_huge_pages(size):
+    """Return an array of numbers in huge pages."""
+    huge_bytes = 2 << 20
+    memory = mmap.mmap(-1, 8 * size + huge_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    numbers = np.frombuffer(memory, np.int64)
+    gap = -numbers.ctypes.data % huge_bytes // 8
+    return numbers[gap : gap + size]
