@@ -20,6 +20,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -164,13 +165,27 @@ def _in_messages(program: Program) -> Any:
     return _engine.Program(table.ctypes.data, count, loop.ctypes.data, 1, program.scratch_count)
 
 
-def _before_exchange(task: Task) -> tuple[Program, int]:
-    """Return the program that a task begins with, and its word for numbers that may differ."""
+@functools.lru_cache(maxsize=64)
+def _uneven(
+    messages: Program, counts: bytes, rank: int, size: int, itemsize: int
+) -> _NativeProgram | None:
+    """As `lower_uneven`, once for calls that repeat their sizes."""
+    table = np.frombuffer(counts, np.int64).reshape(size, size)
+    shared = lower_uneven(messages, table, rank, itemsize, SLOT_BYTES)
+    return None if shared is None else _NativeProgram(shared)
+
+
+def _before_exchange(task: Task) -> tuple[Task, int]:
+    """Return what a task begins with, and its word for numbers that may differ."""
     if task.exchange is None:
-        return task.program, 1
+        return task, 1
     even = task.exchange.even
     # A program of sizes that nobody has compared yet may name what is not there.
-    return task.program if even else _NO_STEPS, even
+    return task if even else replace(task, program=_NO_STEPS), even
+
+
+def _whole(memory: Memory) -> Memory:
+    return memory if are_even(memory) else joined(memory)
 
 
 def _flat(memory: Memory) -> Memory:
@@ -227,6 +242,8 @@ class NativeEngine(QueueEngine):
         self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None
         self._steps: Any = None
+        # What gathers so many numbers of each rank.
+        self._tables: dict[int, Program] = {}
         self._told = threading.Event()
         self._connected = False
         self._asked: Question | None = None
@@ -253,9 +270,8 @@ class NativeEngine(QueueEngine):
             with Run(self.comm, task) as run:
                 run.execute(task.program)
             return
-        program, even = _before_exchange(task)
-        word = task.call.fingerprint
-        if not self._execute(task, program, task.dtype, task.input, task.output, word, even):
+        first, even = _before_exchange(task)
+        if not self._execute(first, task.call.fingerprint, even):
             self._exchange(task)
 
     def prepare(self, task: Task) -> Any:
@@ -263,10 +279,8 @@ class NativeEngine(QueueEngine):
         plain = task.begin is None and task.finish is None
         if not (ready and plain and are_even(task.input) and are_even(task.output)):
             return None
-        program, even = _before_exchange(task)
-        return self._flight(
-            task, program, task.dtype, task.input, task.output, task.call.fingerprint, even
-        )
+        first, even = _before_exchange(task)
+        return self._flight(first, task.call.fingerprint, even)
 
     def _exchange(self, task: Task) -> None:
         """Compare the numbers that may differ by rank, and run the program for such."""
@@ -276,11 +290,9 @@ class NativeEngine(QueueEngine):
         exchange.check(task.call, table)
         program, shared = exchange.program, None
         if self._group is not None and exchange.counts is not None:
-            counts = exchange.counts(table)
-            shared = lower_uneven(program, counts, self.comm.rank, task.dtype.itemsize, SLOT_BYTES)
-        if shared is not None:
-            program = _NativeProgram(shared)
-        self._execute(task, program, task.dtype, task.input, task.output)
+            counts = exchange.counts(table).tobytes()
+            shared = _uneven(program, counts, self.comm.rank, self.comm.size, task.dtype.itemsize)
+        self._execute(replace(task, program=shared or program))
 
     def close(self) -> None:
         self.calls.close()
@@ -328,40 +340,24 @@ class NativeEngine(QueueEngine):
 
     # ---- the C++ engine -------------------------------------------------------------------
 
-    def _execute(
-        self,
-        task: Task,
-        program: Program,
-        dtype: DType,
-        source: Memory,
-        target: Memory,
-        fingerprint: int = 0,
-        even: int = 1,
-    ) -> bool:
-        """Run a program, after an agreement on `fingerprint` unless it is 0: agreed already.
+    def _execute(self, task: Task, fingerprint: int = 0, even: int = 1) -> bool:
+        """Run a task's program, after an agreement on `fingerprint` unless it is 0: agreed already.
 
         Returns False, and has written nothing, if the ranks' words `even` differ.
         """
-        given = source if are_even(source) else joined(source)
-        result = target if are_even(target) else joined(target)
-        code, peer = self._flight(task, program, dtype, given, result, fingerprint, even).run()
+        given, result = _whole(task.input), _whole(task.output)
+        changed = given is not task.input or result is not task.output
+        whole = replace(task, input=given, output=result) if changed else task
+        code, peer = self._flight(whole, fingerprint, even).run()
         if code and code != _engine.UNEVEN:
             self._raise(task, code, peer)
-        if result is not target:
-            spread(cast(Array, result), target)
+        if result is not task.output:
+            spread(cast(Array, result), task.output)
         return not code
 
-    def _flight(
-        self,
-        task: Task,
-        program: Program,
-        dtype: DType,
-        source: Memory,
-        target: Memory,
-        fingerprint: int,
-        even: int,
-    ) -> Any:
-        """Return what C++ needs to run a program, here or queued; arguments as in `_execute`."""
+    def _flight(self, task: Task, fingerprint: int, even: int) -> Any:
+        """Return what C++ needs to run a task, here or queued; arguments as in `_execute`."""
+        program, dtype = task.program, task.dtype
         if self._group is not None and isinstance(program, _NativeProgram):
             runner, native = self._group, program.native
         else:
@@ -373,8 +369,8 @@ class NativeEngine(QueueEngine):
         return _engine.Flight(
             runner,
             native,
-            source,
-            target,
+            task.input,
+            task.output,
             dtype.itemsize,
             _CODES[dtype.name],
             task.op.op.value,
@@ -389,9 +385,13 @@ class NativeEngine(QueueEngine):
         """Return [world_size, k]: the numbers of all ranks."""
         comm = self.comm
         table = np.empty((comm.size, mine.size), np.int64)
-        schedule = build("all_gather", "one_shot", comm.size)
-        program = self.lower(schedule, layout_for(schedule, mine.size), 8)
-        self._execute(task, program, _INT64, mine, table.reshape(-1))
+        program = self._tables.get(mine.size)
+        if program is None:
+            schedule = build("all_gather", "one_shot", comm.size)
+            program = self.lower(schedule, layout_for(schedule, mine.size), 8)
+            self._tables[mine.size] = program
+        flat = table.reshape(-1)
+        self._execute(replace(task, program=program, dtype=_INT64, input=mine, output=flat))
         return table
 
     def _raise(self, task: Task, code: int, peer: int) -> NoReturn:

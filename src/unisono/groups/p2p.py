@@ -171,10 +171,12 @@ def batch_isend_irecv(
     if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
         raise InvalidArgumentError("all operations of a batch must use the same group")
     works: list[Work] = []
+    how = {} if timeout is None else {"timeout": timeout}
     try:
         for op in p2p_op_list:
-            call = op.group.send if op.op is isend else op.group.recv
-            works.append(call(op.tensor, op.group_peer, op.tag, async_op=True, timeout=timeout))
+            work = op.op(op.tensor, op.peer, op.group, op.tag, **how)
+            assert work is not None  # P2POp is for members
+            works.append(work)
     except BaseException:
         # A receive that stays posted would swallow a later message.
         for work in works:
