@@ -21,7 +21,18 @@ WORLDS = [
 
 
 # On a busy machine a rank may be late to say, or to repeat, that it did not come.
-BLAMED = "rank.* (never entered it|did not answer)"
+BLAMED = (
+    r"ranks? ([\d, and]+) "
+    r"(?:never entered it|had not entered it [\d.]+ s ago and did not answer again|did not answer)"
+)
+
+
+def blamed(first_line):
+    """Return the ranks that a time-out says did not come; it may say nothing else of any rank."""
+    told = re.sub(r" \(found by rank \d+\)$", "", first_line.split(": ", 1)[1])
+    assert re.fullmatch(f"{BLAMED}(?:, {BLAMED})*", told), first_line
+    found = [re.findall(r"\d+", ranks) for ranks in re.findall(BLAMED, told)]
+    return sorted(int(rank) for ranks in found for rank in ranks)
 
 
 def check_late(results, present, missing):
@@ -33,7 +44,7 @@ def check_late(results, present, missing):
             first = caught.text.splitlines()[0]
             assert first.startswith(f"{op} #1 in group '{op}' timed out after {timeout_s:.1f} s")
             assert f"on rank {rank} of " in first
-            assert re.search(BLAMED, first)
+            assert blamed(first) == list(missing)
             assert caught.usable is False
             assert caught.took_s < timeout_s + BUSY_S
         for op, caught in later.items():
