@@ -163,6 +163,7 @@ Outcome Messages::taken(uint64_t number) {
 }
 
 Outcome Messages::cancel(uint64_t number) {
+  if (is_forked()) return {number, Code::unknown};
   const Lock lock(lock_);
   const auto found = open_.find(number);
   if (found == open_.end()) return {number, Code::unknown};

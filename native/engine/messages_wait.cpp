@@ -188,6 +188,8 @@ std::vector<int> Messages::awaited_ranks(const Op* op) {
 }
 
 Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
+  // Or the child of a fork would take its parent's messages out of the rings.
+  if (is_forked()) return {number, Code::unknown};
   Lock lock(lock_);
   const auto found = open_.find(number);
   if (found == open_.end() || found->second->awaited) return {number, Code::unknown};

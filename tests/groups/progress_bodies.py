@@ -8,10 +8,12 @@ import time
 import weakref
 
 import numpy as np
+import pytest
 
 import unisono as dist
+from unisono.base.deadline import Deadline
 from unisono.engines.progress import _Queued
-from unisono.errors import CollectiveMismatchError, UnisonoError
+from unisono.errors import ClosedError, CollectiveMismatchError, UnisonoError
 
 LIMIT_S = 60.0
 
@@ -271,6 +273,41 @@ def wait_in_a_forked_child(rank):
     _, status = os.waitpid(child, 0)
     dist.send(gate, 1)
     return os.waitstatus_to_exitcode(status) == 42 and work.wait()
+
+
+def fork_beside_a_call(rank):
+    """What a child of a fork hears of a group in which another thread of its parent is calling."""
+    busy, gate = dist.new_group([0, 1]), np.zeros(1)
+    if rank == 1:
+        dist.recv(gate, 0)
+        works = [dist.isend(gate, 0), dist.all_reduce_coalesced([gate], async_op=True)]
+        dist.barrier(group=busy)
+        return [work.wait() is not False for work in works]
+    works = [dist.irecv(gate, 1), dist.all_reduce_coalesced([np.ones(1)], async_op=True)]
+    called_by = threading.Thread(target=busy.barrier)
+    called_by.start()
+    limit = Deadline(60.0)
+    while busy._guard.caller == 0:
+        assert not limit.expired()
+    child = os.fork()
+    if child == 0:
+        said = 1
+        try:
+            errors = []
+            for refused in [busy.barrier, *(work.wait for work in works)]:
+                with pytest.raises(ClosedError) as caught:
+                    refused()
+                errors.append(str(caught.value))
+            busy.abort()
+            dist.group.WORLD.abort()
+            said = 42 if all("parent of this fork" in error for error in errors) else 2
+        finally:
+            os._exit(said)
+    _, status = os.waitpid(child, 0)
+    dist.send(np.ones(1), 1)
+    called_by.join(60.0)
+    heard = os.waitstatus_to_exitcode(status) == 42
+    return [heard and work.wait() is not False for work in works]
 
 
 def repeated_with_lists(rank):

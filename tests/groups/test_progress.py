@@ -63,6 +63,10 @@ def test_a_wait_in_a_forked_child():
     assert run(bodies.wait_in_a_forked_child, 2, ranks="processes") == [True] * 2
 
 
+def test_a_fork_beside_a_call_of_another_thread():
+    assert run(bodies.fork_beside_a_call, 2, ranks="processes") == [[True] * 2] * 2
+
+
 def test_repeated_calls_with_lists(world):
     assert world(bodies.repeated_with_lists, 3) == ["<Work all_gather done>"] * 3
 

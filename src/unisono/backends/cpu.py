@@ -287,6 +287,9 @@ class CPUBackend(DeviceBackend):
         return part
 
     def abort(self, reason: str, failed: bool = False) -> None:
+        if self._comm.closed() is not None:
+            # In the child of a fork it is the parent's to say.
+            return
         me = self._comm.transport.rank
         failure = Failure("failed" if failed else "aborted", reason, [me], me)
         self._comm.transport.fail(self._comm.context, failure, self._comm.others)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.errors import ClosedError
 
 __all__ = ["Completion", "Source"]
 
 _log = get_logger("base.completion")
+
+_forks = 0
+"""Between this process and the first one that loaded this."""
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
 
 
 class Source(Protocol):
@@ -44,13 +58,14 @@ class Completion:
     waits for that. Whoever asks looks at the source.
     """
 
-    __slots__ = ("_callbacks", "_done", "_gate", "_lock", "_source", "error")
+    __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._gate = threading.Lock()
         self._gate.acquire()
         self._done = False
+        self._forks = _forks
         self._callbacks: list[Callable[[Any], object]] = []
         self._source: Source | None = None
         self.error: BaseException | None = None
@@ -84,11 +99,19 @@ class Completion:
         return True
 
     def wait_until(self, deadline: Deadline | None) -> bool:
-        """Block until done or expired; return whether it is done. Raises nothing."""
+        """Block until done or expired; return whether it is done.
+
+        Raises:
+            ClosedError: It ends in the parent of this fork only. Nothing else is raised.
+        """
         if not self._done:
             source = self._source
             if source is not None and not source.wait(deadline):
                 return self._done
+            if self._forks != _forks:
+                raise ClosedError(
+                    "what the parent of this fork has begun can be waited for there only"
+                )
             limit = None if deadline is None else deadline.remaining()
             if limit is None or limit > threading.TIMEOUT_MAX:
                 limit = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -389,7 +390,8 @@ class ProcessGroup:
         guard, me = self._guard, get_ident()
         # No call between the look and the mark, so that no other thread can run in between.
         caller = guard.caller
-        if caller != 0 and caller != me:
+        # A thread that is not here was left behind by a fork; the engine says what that means.
+        if caller != 0 and caller != me and caller in sys._current_frames():
             raise concurrent_call_error(self, op, caller)
         guard.caller = me
         return int(caller)
