@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from unisono.base.config import environ
 from unisono.elastic.bind import Binding
-from unisono.elastic.environment import Place, place_in, worker_environment
+from unisono.elastic.environment import Place, worker_environment
 from unisono.elastic.ranges import format_ranges
 from unisono.elastic.spec import LaunchSpec
 from unisono.rendezvous.dynamic import World
@@ -35,8 +35,8 @@ def _place(spec: LaunchSpec) -> Place:
     shared = spec.meeting.endpoint if spec.limits.max_nodes > 1 else ("127.0.0.1", spec.master_port)
     host, port = shared if isinstance(shared, tuple) else ("", 0)
     each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
-    return place_in(
-        World(
+    return Place(
+        world=World(
             epoch=1,
             members=(each,) * nodes,
             group_rank=node_rank,
@@ -76,7 +76,7 @@ def _workers(spec: LaunchSpec, binding: Binding) -> Iterator[str]:
     for local_rank, command in enumerate(spec.commands):
         env = worker_environment(local_rank, place, inherited=environ())
         env |= binding.environment(local_rank, environ())
-        if not place.master_port:
+        if not place.world.master_port:
             env["MASTER_PORT"] = "(chosen at the start)"
         if not known:
             env |= dict.fromkeys(_DECIDED_LATER, "(when the nodes meet)")

@@ -22,7 +22,7 @@ from unisono.base.config import get
 from unisono.base.deadline import Deadline
 from unisono.elastic.attempt import Attempt, Outcome
 from unisono.elastic.bind import Binding
-from unisono.elastic.environment import LOOPBACK, new_launch_id, place_in
+from unisono.elastic.environment import LOOPBACK, Place, new_launch_id
 from unisono.elastic.family import Family
 from unisono.elastic.logs import Output
 from unisono.elastic.report import SETTLE_S, Failure, is_consequence, order, signal_name
@@ -189,8 +189,8 @@ class Agent:
                     f"restart {world.restarts + 1} of {self._spec.limits.max_restarts}"
                 )
 
-        place = place_in(
-            world,
+        place = Place(
+            world=world,
             run_id=self._run_id,
             max_restarts=self._spec.limits.max_restarts,
             one_gpu_each=self._spec.one_gpu_each,

@@ -117,7 +117,7 @@ class Attempt:
                 for local_rank in range(self._spec.nprocs):
                     self._start(local_rank)
                 self._warm.begin(wanted=self._may_follow())
-                self._output.status(len(self._workers), self._place.restarts)
+                self._output.status(len(self._workers), self._place.world.restarts)
                 self._watch()
             return Outcome(
                 failures=tuple(self._ends.failures()),
@@ -130,7 +130,9 @@ class Attempt:
     def _may_follow(self) -> bool:
         """Whether there can be another attempt after this one."""
         limits = self._spec.limits
-        return self._place.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
+        return (
+            self._place.world.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
+        )
 
     def _start(self, local_rank: int) -> None:
         env = self._environment(local_rank)
@@ -146,7 +148,7 @@ class Attempt:
             rank=self._place.first_rank + local_rank,
             local_rank=local_rank,
             attempt=self._number,
-            role=self._place.role,
+            role=self._place.node.role,
         )
 
     def _environment(self, local_rank: int) -> dict[str, str]:
@@ -188,7 +190,7 @@ class Attempt:
                         selector.unregister(worker.exit_fd)
                     self._family.look_away(2 * _END_S)
                     self._on_exit(worker)
-                    self._output.status(len(self._running), self._place.restarts)
+                    self._output.status(len(self._running), self._place.world.restarts)
                 self._on_clock()
                 if not self._stopping:
                     self._warm.look(self._workers, self._environment, self._new_worker)

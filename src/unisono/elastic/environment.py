@@ -15,7 +15,6 @@ __all__ = [
     "LOOPBACK",
     "Place",
     "new_launch_id",
-    "place_in",
     "worker_environment",
 ]
 
@@ -32,38 +31,18 @@ def new_launch_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the workers of one node stand in the world.
+    """Where the workers of one node stand; ranks follow the order of the nodes.
 
     Attributes:
-        nprocs: Workers on this node; their ranks follow each other.
-        first_rank: Rank of the first of them.
-        world_size: Workers on all nodes.
-        group_rank: Rank of this node among the nodes.
-        group_world_size: Number of nodes.
-        role: Name of the workers' role.
-        role_first_rank: Rank of the first of them among the workers of that role.
-        role_world_size: Workers of that role on all nodes.
-        master_addr: Where the workers' store listens.
-        master_port: Likewise.
+        world: The nodes that run together, which of them this is, and where the workers' store is.
         run_id: Name of the job.
-        restarts: How often the job was restarted so far.
-        max_restarts: How often it may be.
+        max_restarts: How often it may be restarted.
         one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0.
         token: Secret of the job, by which the workers' store knows them; empty if there is none.
     """
 
-    nprocs: int
-    first_rank: int = 0
-    world_size: int
-    group_rank: int = 0
-    group_world_size: int = 1
-    role: str = "default"
-    role_first_rank: int = 0
-    role_world_size: int
-    master_addr: str = LOOPBACK
-    master_port: int
+    world: World
     run_id: str
-    restarts: int = 0
     max_restarts: int = 0
     one_gpu_each: bool = False
     token: str = ""
@@ -71,45 +50,35 @@ class Place:
     @classmethod
     def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
         """Return the place of the only node."""
-        return cls(
-            nprocs=nprocs,
-            world_size=nprocs,
-            role_world_size=nprocs,
+        world = World(
+            epoch=1,
+            members=(Node(id="", host="", address=LOOPBACK, nprocs=nprocs),),
+            group_rank=0,
+            restarts=0,
+            master_addr=LOOPBACK,
             master_port=master_port,
-            run_id=run_id,
-            token=token,
         )
+        return cls(world=world, run_id=run_id, token=token)
 
+    @property
+    def node(self) -> Node:
+        """This node."""
+        return self.world.members[self.world.group_rank]
 
-def place_in(
-    world: World,
-    *,
-    run_id: str,
-    max_restarts: int,
-    one_gpu_each: bool = False,
-    token: str = "",
-) -> Place:
-    """Return the place of this node in a world; ranks follow the order of its nodes."""
-    mine = world.members[world.group_rank]
-    before = world.members[: world.group_rank]
-    peers = [node for node in world.members if node.role == mine.role]
-    return Place(
-        nprocs=mine.nprocs,
-        first_rank=_workers(before),
-        world_size=_workers(world.members),
-        group_rank=world.group_rank,
-        group_world_size=len(world.members),
-        role=mine.role,
-        role_first_rank=_workers([node for node in before if node.role == mine.role]),
-        role_world_size=_workers(peers),
-        master_addr=world.master_addr,
-        master_port=world.master_port,
-        run_id=run_id,
-        restarts=world.restarts,
-        max_restarts=max_restarts,
-        one_gpu_each=one_gpu_each,
-        token=token,
-    )
+    @property
+    def before(self) -> Sequence[Node]:
+        """The nodes whose ranks are lower."""
+        return self.world.members[: self.world.group_rank]
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of this node's first worker."""
+        return _workers(self.before)
+
+    @property
+    def world_size(self) -> int:
+        """Workers on all nodes."""
+        return _workers(self.world.members)
 
 
 def _workers(nodes: Sequence[Node]) -> int:
@@ -130,21 +99,24 @@ def worker_environment(
 
     Source: torch 2.13, torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
+    world, node = place.world, place.node
+    role_rank = _workers([each for each in place.before if each.role == node.role]) + local_rank
+    peers = [each for each in world.members if each.role == node.role]
     variables = {
         "RANK": str(place.first_rank + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.nprocs),
-        "NODE_RANK": str(place.group_rank),
-        "GROUP_RANK": str(place.group_rank),
-        "GROUP_WORLD_SIZE": str(place.group_world_size),
-        "ROLE_NAME": place.role,
-        "ROLE_RANK": str(place.role_first_rank + local_rank),
-        "ROLE_WORLD_SIZE": str(place.role_world_size),
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "LOCAL_WORLD_SIZE": str(node.nprocs),
+        "NODE_RANK": str(world.group_rank),
+        "GROUP_RANK": str(world.group_rank),
+        "GROUP_WORLD_SIZE": str(len(world.members)),
+        "ROLE_NAME": node.role,
+        "ROLE_RANK": str(role_rank),
+        "ROLE_WORLD_SIZE": str(_workers(peers)),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
         "TORCHELASTIC_RUN_ID": place.run_id,
-        "TORCHELASTIC_RESTART_COUNT": str(place.restarts),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
@@ -155,7 +127,7 @@ def worker_environment(
         # A worker that the kernel kills for a bad memory access prints its Python stack first.
         "PYTHONFAULTHANDLER": "1",
     }
-    if place.nprocs > 1:
+    if node.nprocs > 1:
         # N workers with a thread per core each would be N times too many threads.
         defaults["OMP_NUM_THREADS"] = "1"
     if place.one_gpu_each:
