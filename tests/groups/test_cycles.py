@@ -62,6 +62,6 @@ def test_a_failed_init_leaves_nothing():
     for _ in range(20):
         with pytest.raises(ValueError, match="unknown backend 'no'"):
             dist.init_process_group("no")
-        with pytest.raises(TypeError, match="pg_options must be CPUOptions"):
+        with pytest.raises(TypeError, match=r"pg_options must be unisono.lowlevel.CPUOptions"):
             dist.init_process_group(pg_options=5)
         assert not dist.is_initialized()

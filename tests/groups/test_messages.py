@@ -227,11 +227,11 @@ WORLD_OF_ONE = {
     ),
     "options": (
         lambda: dist.new_group(pg_options={}), ArgumentTypeError,
-        "pg_options must be CPUOptions, got {}",
+        "pg_options must be unisono.lowlevel.CPUOptions, got {}",
     ),
     "options of another backend": (
         lambda: dist.new_group(backend="gloo", pg_options=0), ArgumentTypeError,
-        "pg_options must be CPUOptions, got 0",
+        "pg_options must be unisono.lowlevel.CPUOptions, got 0",
     ),
 }  # fmt: skip
 

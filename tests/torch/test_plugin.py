@@ -196,6 +196,37 @@ def test_a_tensor_of_another_device_goes_to_its_backend():
         torch_dist.destroy_process_group()
 
 
+def test_options_of_another_backend_reach_it_and_no_other():
+    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+
+    options = FakeProcessGroup.Options()
+    torch_dist.init_process_group(
+        "cpu:unisono,meta:fake",
+        store=torch_dist.HashStore(),
+        rank=0,
+        world_size=1,
+        pg_options=options,
+    )
+    try:
+        for group in (torch_dist.group.WORLD, torch_dist.new_group([0], pg_options=options)):
+            torch_dist.all_reduce(torch.ones(2), group=group)
+            torch_dist.all_reduce(torch.ones(2, device="meta"), group=group)
+            assert group._devices["meta"]._get_backend(torch.device("meta")).options is options
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def test_options_of_a_backend_that_is_not_there_are_refused(alone):
+    group = torch_dist.new_group([0], pg_options=torch_dist.ProcessGroupGloo._Options())
+    for _ in range(2):
+        with pytest.raises(
+            TypeError, match=r"backend 'unisono' must be unisono.lowlevel.CPUOptions, got "
+        ):
+            torch_dist.all_reduce(torch.ones(2), group=group)
+    with pytest.raises(TypeError, match="CPUOptions, got 7"):
+        torch_dist.new_group([0], pg_options=7)
+
+
 class Recorder:
     """In place of torch's process group of a device: notes the names of what it is asked for."""
 

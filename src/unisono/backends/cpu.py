@@ -61,7 +61,9 @@ class CPUBackend(DeviceBackend):
         super().__init__(spec)
         options = CPUOptions() if spec.options is None else spec.options
         if not isinstance(options, CPUOptions):
-            raise ArgumentTypeError(f"pg_options must be CPUOptions, got {options!r}")
+            raise ArgumentTypeError(
+                f"pg_options must be unisono.lowlevel.CPUOptions, got {options!r}"
+            )
         if comm is None:
             deadline = Deadline(spec.timeout_s)
             host = "" if options.engine == "reference" else host_word()

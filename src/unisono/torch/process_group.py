@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
+from torch._C._distributed_c10d import Backend
 
-from unisono.errors import UnisonoError, UnsupportedError
+from unisono.errors import ArgumentTypeError, UnisonoError, UnsupportedError
 from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.stores import PrefixStore
@@ -45,18 +46,24 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     Made by `torch.distributed.init_process_group("unisono")` and `new_group`. Tensors of other
     devices go to the backend named for them, as in "cpu:unisono,cuda:nccl".
 
+    Args:
+        group: Does the work.
+        store: torch's, which the group was made from.
+        options: torch's own `pg_options`, which are for the backends of other devices.
+
     Attributes:
         unisono: The unisono process group.
 
     Source: torch.distributed.ProcessGroup (2.13).
     """
 
-    def __init__(self, group: UnisonoGroup, store: Any) -> None:
+    def __init__(self, group: UnisonoGroup, store: Any, options: Any = None) -> None:
         keep_out()
         # The form with a store makes no object of a subclass in torch 2.13.
         super().__init__(group.rank(), group.size())
         self.unisono = self._group = group
         self._store = store
+        self._options = options
         self._callbacks = CallbackThreads(group.name)
         self._name: str | None = None
         self._description = "undefined"
@@ -143,6 +150,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
         Raises:
             UnsupportedError: "unisono" was named for another device than the CPU.
+            ArgumentTypeError: There are options for another backend, and no such backend.
         """
         if self._has_devices is None:
             # Not known when the group is made: torch notes it afterwards.
@@ -152,6 +160,11 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
                     f"backend 'unisono' is for tensors on the CPU; group '{self._group.name}' has "
                     f"{', '.join(f'{device}:{name}' for device, name in names.items())}",
                     hint='write "cpu:unisono" and another backend for each other device',
+                )
+            if self._options is not None and len(names) == 1:
+                raise ArgumentTypeError(
+                    "pg_options for backend 'unisono' must be unisono.lowlevel.CPUOptions, "
+                    f"got {type(self._options).__qualname__}"
                 )
             self._has_devices = len(names) > 1
         return self._has_devices
@@ -180,6 +193,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
                 c10d.Backend(f"{device}:{names[device]}"),
                 self._store,
                 c10d.GroupName(f"{self.group_name}/{device}"),
+                backend_options=self._options,
                 timeout=timedelta(seconds=self._group.timeout_s),
             )
             self._devices[device] = group
@@ -215,13 +229,16 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             return None
         name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
         ranks = tuple(self._group.ranks[rank] for rank in new_ranks)
-        group = self.child(ranks, self._store, timeout)
+        group = self.child(ranks, self._store, timeout, opts)
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
         return group
 
-    def child(self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None) -> ProcessGroup:
+    def child(
+        self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None, options: Any
+    ) -> ProcessGroup:
         """Return a group of some global ranks, this one among them, over this group's links."""
+        ours, theirs = _whose(options)
         key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
         self._made[ranks] += 1
         group = UnisonoGroup(
@@ -230,11 +247,12 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             len(ranks),
             timeout=self._group.timeout_s if timeout is None else timeout,
             name=_name_of(ranks),
+            options=ours,
             _ranks=ranks,
             _parent=self._group,
             _key=key,
         )
-        return ProcessGroup(group, store)
+        return ProcessGroup(group, store, theirs)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: a group of ranks that share no store cannot be joined."""
@@ -272,6 +290,11 @@ def _name_of(ranks: tuple[int, ...]) -> str:
     return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown},... ({len(ranks)})"
 
 
+def _whose(options: Any) -> tuple[Any, Any]:
+    """Return `pg_options` as those for unisono and those for torch's own backends."""
+    return (None, options) if isinstance(options, Backend.Options) else (options, None)
+
+
 def create(options: Any, pg_options: Any) -> ProcessGroup:
     """Return this rank's process group for torch's description of a new group.
 
@@ -281,18 +304,19 @@ def create(options: Any, pg_options: Any) -> ProcessGroup:
     try:
         parent = c10d._get_default_group() if ranks else None
         if isinstance(parent, ProcessGroup):
-            return parent.child(ranks, options.store, options.timeout)
+            return parent.child(ranks, options.store, options.timeout, pg_options)
+        ours, theirs = _whose(pg_options)
         group = UnisonoGroup(
             TorchStore(options.store),
             options.group_rank,
             options.group_size,
             timeout=options.timeout,
             name=_name_of(ranks) if ranks else "default",
-            options=pg_options,
+            options=ours,
         )
     except UnisonoError as error:
         raise for_torch(error) from error.__cause__
-    made = ProcessGroup(group, options.store)
+    made = ProcessGroup(group, options.store, theirs)
     if not ranks and made.size() > 1:
         made._forget_exit = at_exit(group.report_failure, made.shutdown)
     return made
