@@ -27,8 +27,9 @@ constexpr uint32_t kHopeful = 32;
 // A few looks at a wire take as long as a hundred at a ring; then others may want the core.
 constexpr Patience kAtWires{8, 0, 64};
 
-// How long a rank with a core of its own stays awake for a receiver that may be reading what it has lent.
-constexpr int64_t kLentNs = 300'000;
+// To sleep and be woken once per ring makes a large message take a multiple of its time, most where others
+// compute on the core that is to be had back: so this is longer than for the pieces of a collective.
+constexpr Patience kAtRings{100, 32, 64};
 
 // For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
 // message would wake two threads. It then looks again, less and less often.
@@ -76,10 +77,7 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
 
 // Look until `op` is done, with the lock held then; false: that may take long.
 bool Messages::spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock) {
-  const Patience& own = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
-  const Patience& patience = ends_ns != INT64_MAX ? kAtWires : own;
-  const int64_t lent_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kLentNs;
-  bool on_loan = false;
+  const Patience& patience = ends_ns != INT64_MAX ? kAtWires : is_crowded_ ? kCrowded : kAtRings;
   for (int round = 1; round <= patience.stays + patience.offers; ++round) {
     for (int i = 0; i < patience.looks; ++i) {
       if (lock.try_lock()) {
@@ -87,7 +85,6 @@ bool Messages::spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock)
         // large one takes three times as long.
         if (progress(i % kLookAround == 0 ? nullptr : op)) round = 1;
         if (is_over(op)) return true;
-        on_loan = op != nullptr && op->on_loan;
         settle();
         lock.unlock();
       }
@@ -97,7 +94,6 @@ bool Messages::spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock)
     if (now > ends_ns) return false;
     // Deadlines, signals and the dead are looked at elsewhere.
     ends_ns = std::min(ends_ns, now + kSliceNs);
-    if (on_loan && now < lent_until_ns) round = 1;
     if (is_on_this_core(core) || round > patience.stays) sched_yield();
   }
   return false;
