@@ -383,14 +383,17 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize("lines", [600, 6000], ids=["all-ended", "all-wait"])
-def test_signal_while_nobody_reads_ends_the_launch(launch, lines):
+def test_signal_while_nobody_reads_ends_the_launch(launch, lines, tmp_path):
     # More than a pipe holds. The launcher would pass it on for a minute.
-    script = f"import os; os.write(2, b'x\\n')\nfor _ in range({lines}): print('y' * 79)"
-    launcher = launch(script, "--grace", 0.1)
-    while launcher.popen.stderr.read(1) != b"x":
-        pass
-    launcher.popen.send_signal(signal.SIGTERM)
-    assert launcher.popen.wait(LIMIT_S / 2) in (0, 128 + signal.SIGTERM)
+    script = f"open('fifo', 'w').write('x')\nfor _ in range({lines}): print('y' * 79)"
+    fifo = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        launcher = launch(script, "--grace", 0.1)
+        assert select.select([fifo], [], [], LIMIT_S)[0]
+        launcher.popen.send_signal(signal.SIGTERM)
+        assert launcher.popen.wait(LIMIT_S / 2) in (0, 128 + signal.SIGTERM)
+    finally:
+        os.close(fifo)
 
 
 def test_worker_that_ignores_sigterm_is_killed_after_the_grace(launch):
