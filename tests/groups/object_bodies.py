@@ -333,7 +333,8 @@ def serializers(rank):
 
 
 def torch_tensors(rank):
-    torch = pytest.importorskip("torch")
+    import torch
+
     big = torch.arange(40_000.0).reshape(200, 200) + rank
     mine = {
         "big": big,

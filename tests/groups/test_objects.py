@@ -1,5 +1,7 @@
 """Object collectives, over pickle and over other serialisers."""
 
+import importlib.util
+
 import object_bodies
 import pytest
 import several
@@ -15,8 +17,9 @@ BODIES = [
     object_bodies.mistakes,
     object_bodies.from_several_threads,
     object_bodies.serializers,
-    object_bodies.torch_tensors,
 ]
+if importlib.util.find_spec("torch"):
+    BODIES.append(object_bodies.torch_tensors)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
