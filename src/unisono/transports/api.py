@@ -65,7 +65,12 @@ class Transport(ABC):
     """One rank's end of the links to all other ranks.
 
     Sub-classes move frames (`_transmit`) and feed what arrives to `mailbox` or `on_control`.
+
+    Attributes:
+        address: Where other ranks find this one; published in the store.
     """
+
+    address: str
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

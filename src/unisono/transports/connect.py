@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -53,42 +53,54 @@ def connect(
     Raises:
         RendezvousError: Some ranks never came; names them.
     """
-    kind = kind or config.get("UNISONO_TRANSPORT")
-    if kind == "auto":
-        kind = "inproc" if isinstance(_innermost(store), HashStore) else "tcp"
     addresses: list[str] = []
-    transport: Transport
-    if kind == "inproc":
-        transport = InprocTransport(rank, world_size, addresses.__getitem__)
-    elif kind == "tcp":
-        transport = TCPTransport(rank, world_size, addresses.__getitem__, _hosts(store))
-    else:
-        raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
+    transport = _transport(store, rank, world_size, addresses, kind)
     try:
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
-        if messages is None and world_size > 1:
-            host = ""
-        inbox = ""
         if messages is not None:
             # Now: a rank that is through with this sends before this one is.
             transport.use_messages(messages)
-            inbox = messages.word
-        with _claimed(store, rank, world_size) as number:
-            keys = [f"{number}/address/{other}" for other in range(world_size)]
-            store.set(keys[rank], f"{world_size} {host} {inbox} {transport.address}")
-            published = [text.split(" ", 3)[1:] for text in _gather(store, keys, rank, deadline)]
-        addresses += [address for _, _, address in published]
-        words = [word for word, _, _ in published]
-        transport.hosts = _placed(words)
+        elif world_size > 1:
+            host = ""
+        inbox = messages.word if messages is not None else ""
+        mine = f"{host} {inbox} {transport.address}"
+        hosts, inboxes, found = _published(store, rank, world_size, deadline, mine)
+        addresses += found
+        transport.hosts = _placed(hosts)
         if messages is not None:
-            near = [word == host for word in words]
-            inboxes = [inbox for _, inbox, _ in published]
+            near = [other == host for other in hosts]
             messages.introduce(inboxes, near, crowded=sum(near) > usable_cores())
         transport.watch_neighbours()
     except BaseException:
         transport.close()
         raise
     return transport
+
+
+def _transport(
+    store: Store, rank: int, world_size: int, addresses: Sequence[str], kind: str | None
+) -> Transport:
+    """Return a transport that connects to the `addresses`, once they are filled in."""
+    kind = kind or config.get("UNISONO_TRANSPORT")
+    if kind == "auto":
+        kind = "inproc" if isinstance(_innermost(store), HashStore) else "tcp"
+    if kind == "inproc":
+        return InprocTransport(rank, world_size, addresses.__getitem__)
+    if kind == "tcp":
+        return TCPTransport(rank, world_size, addresses.__getitem__, _hosts(store))
+    raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
+
+
+def _published(
+    store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
+) -> tuple[list[str], list[str], list[str]]:
+    """Publish three words, parted by spaces; return all ranks' first, second and third words."""
+    with _claimed(store, rank, world_size) as number:
+        keys = [f"{number}/address/{other}" for other in range(world_size)]
+        store.set(keys[rank], f"{world_size} {mine}")
+        texts = _gather(store, keys, rank, deadline)
+    first, second, third = zip(*(text.split(" ", 3)[1:] for text in texts), strict=True)
+    return list(first), list(second), list(third)
 
 
 def _placed(words: list[str]) -> tuple[str, ...]:
