@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from unisono.elastic.report import (
+    SETTLE_S,
+    Ends,
     Failure,
     exception_line,
     exit_status,
@@ -102,6 +104,21 @@ def test_root_cause_is_the_earliest_original_failure():
     failures = [failure(0, lost, 1.0), failure(1, PLAIN, 3.0), failure(2, "", 2.0, -9)]
     assert [f.rank for f in order(failures)] == [2, 1, 0]
     assert [f.rank for f in order([failures[0], failure(3, lost, 0.5)])] == [3, 0]
+
+
+def test_first_failure_is_known_at_once_unless_it_is_a_consequence():
+    texts = {0: PLAIN.replace("ValueError: first", "PeerLostError: first"), 1: PLAIN}
+    ends = Ends(lambda rank: texts.get(rank, ""))
+    ends.note(2, 102, 0)
+    assert (ends.failures(), list(ends.left_s), ends.known_in_s()) == ([], [2], float("inf"))
+    ends.note(0, 100, 1)
+    assert ends.known_in_s() <= SETTLE_S
+    ends.note(1, 101, -9, "a hint")
+    assert ends.known_in_s() == 0.0
+    texts[0] += " and more"
+    first, second = ends.failures()
+    assert (first.rank, first.exit_code, first.hint, first.text) == (1, -9, "a hint", PLAIN)
+    assert (second.rank, second.pid, second.text) == (0, 100, texts[0])
 
 
 @pytest.mark.parametrize(
