@@ -173,7 +173,7 @@ NB_MODULE(_engine, m) {
 
   nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")
     .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>,
-                  const std::vector<int>&, unisono::Runner*>(),
+                  const std::vector<int>&, unisono::Group*>(),
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("hosts"),
          nb::arg("agreement").none(), nb::keep_alive<1, 6>());
 }

@@ -32,7 +32,8 @@ class Group final : public Runner {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) override;
+  // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
+  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
   // Every rank's program must have the same loops, as far as repeats go.
   Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
              int64_t timeout_ns, Idler* idler = nullptr) override;

@@ -91,9 +91,6 @@ class Runner {
  public:
   virtual ~Runner() = default;
 
-  // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
-  virtual Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) = 0;
-
   // Agree on `words` (fingerprint 0: agreed already), then run a program. No buffer is written
   // before; nor is any if the ranks' `even` differ, which ends with that code.
   virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,

@@ -19,7 +19,7 @@ constexpr size_t kEarlyBytes = 64 * 1024;
 }  // namespace
 
 Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-             const std::vector<int>& hosts, Runner* agreement)
+             const std::vector<int>& hosts, Group* agreement)
     : messages_(std::move(messages)),
       context_(context),
       ranks_(std::move(ranks)),
@@ -44,17 +44,6 @@ char* Steps::place(int64_t buf, int64_t off) const {
   // INPUT is never written: step_fits.
   char* base = buf == kInput ? const_cast<char*>(buffers_.input) : buffers_.output;
   return base + off * itemsize_;
-}
-
-Status Steps::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
-  if (agreement_ != nullptr) return agreement_->agree(fingerprint, even, timeout_ns);
-  begin(timeout_ns, nullptr);
-  ++epoch_;
-  count_ = 0;
-  Status status = pass_around({fingerprint, *even}, even);
-  if (status.is_ok()) status = settle(nullptr, nullptr);
-  end();
-  return status;
 }
 
 Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,

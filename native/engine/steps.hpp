@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "group.hpp"
 #include "messages.hpp"
 #include "runner.hpp"
 
@@ -26,11 +27,10 @@ class Steps final : public Runner {
   // numbers that are equal for ranks of one host. `agreement` agrees in place of messages, unless it
   // is nullptr.
   Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
-        const std::vector<int>& hosts, Runner* agreement);
+        const std::vector<int>& hosts, Group* agreement);
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
-  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) override;
   // Loops are not looked at.
   Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
@@ -101,7 +101,7 @@ class Steps final : public Runner {
   std::shared_ptr<Messages> messages_;
   uint64_t context_;
   std::vector<int> ranks_;
-  Runner* agreement_;
+  Group* agreement_;
   int rank_ = -1;
   std::vector<int> leaders_;    // the first rank of every host
   std::vector<int> followers_;  // the other ranks of this one's host, if it is the leader there

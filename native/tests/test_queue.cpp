@@ -16,7 +16,6 @@ constexpr int64_t kMinute = 60'000'000'000;
 // Counts its runs; the job's fingerprint says how it is to end.
 class Counter final : public Runner {
  public:
-  Status agree(uint64_t, uint64_t*, int64_t) override { return {}; }
   Status run(const Program&, const Buffers&, ReduceFn, Words words, int64_t, Idler*) override {
     // No lock: it is never called by two threads at once, which the thread sanitizer checks.
     ++runs;

@@ -141,10 +141,9 @@ void test_disagreement(int ranks) {
 
 void test_uneven() {
   on_ranks(3, 1, [&](Steps& steps, Messages&, int rank) {
-    uint64_t even = rank == 1 ? 5 : 6;
-    assert(steps.agree(9, &even, kMinute).is_ok() && even == 0);
-    even = 6;
-    assert(steps.agree(9, &even, kMinute).is_ok() && even == 6);
+    const uint64_t even = rank == 1 ? 5 : 6;
+    assert(steps.run({}, {}, nullptr, {9, even}, kMinute).code == Code::uneven);
+    assert(steps.run({}, {}, nullptr, {9, 6}, kMinute).is_ok());
   });
 }
 

@@ -288,5 +288,5 @@ class Steps(Runner):
         context: int,
         ranks: Sequence[int],
         hosts: Sequence[int],
-        agreement: Runner | None,
+        agreement: Group | None,
     ) -> None: ...
