@@ -305,7 +305,9 @@ bool Group::is_on_this_core(int peer) {
 
 uint32_t Group::tell_core() {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
-  segment_->line(rank_).core.store(core, std::memory_order_relaxed);
+  std::atomic<uint32_t>& told = segment_->line(rank_).core;
+  // Others look at this line all the time: each store takes it from them.
+  if (told.load(std::memory_order_relaxed) != core) told.store(core, std::memory_order_relaxed);
   return core;
 }
 

@@ -21,7 +21,7 @@ constexpr uint64_t kMostBytes = 4 * 1024 * 1024;
 bool Messages::should_lend(const Peer& to, const Op& op) {
   const uint64_t nbytes = op.envelope.nbytes;
   if (to.refuses_loans || frame_bytes(nbytes) <= ring_bytes_ || nbytes > kMostBytes) return false;
-  return ignores_pages_ || huge_pages_.count(op.data, nbytes) == 2;
+  return ignores_pages_ || huge_pages_.hold(op.data, nbytes);
 }
 
 // Whether a loan was answered; then there may be something left to send.

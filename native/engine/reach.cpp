@@ -1,6 +1,7 @@
 #include "reach.hpp"
 
 #include <cstring>
+#include <algorithm>
 #include <iterator>
 
 #include <fcntl.h>
@@ -50,17 +51,23 @@ bool is_huge_at(int page_map, uint64_t address) {
 
 }  // namespace
 
-int HugePages::count(const void* data, size_t nbytes) {
+bool HugePages::hold(const void* data, size_t nbytes) {
   for (Known& known : known_) {
-    if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.count;
+    if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.is_huge;
   }
+  // One look for each MiB, for memory often begins and ends with small pages.
+  const auto looks = std::clamp<uint64_t>(nbytes >> 20, 2, 16);
   const auto at = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
   // Opened each time: a descriptor that is kept would be the parent's in the child of a fork.
   const int page_map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-  const int found = is_huge_at(page_map, at + nbytes / 4) + is_huge_at(page_map, at + nbytes / 4 * 3);
+  uint64_t found = 0;
+  for (uint64_t i = 0; i < looks; ++i) {
+    if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * looks))) ++found;
+  }
   if (page_map >= 0) close(page_map);
-  known_[next_++ % std::size(known_)] = {data, nbytes, found, 0};
-  return found;
+  const bool is_huge = found * 8 >= looks * 7;
+  known_[next_++ % std::size(known_)] = {data, nbytes, is_huge, 0};
+  return is_huge;
 }
 
 bool read_from(int pid, const Token& token, void* into, uint64_t from, size_t nbytes) {

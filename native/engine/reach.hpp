@@ -13,18 +13,18 @@ namespace unisono {
 // the speed at which it does out of pages of 4 KiB, each of which it has to find.
 class HugePages {
  public:
-  // How many of two looks at this range find a huge page; none do with a kernel that cannot tell. The
+  // Whether this range is in huge pages, but for an eighth; never with a kernel that cannot tell. The
   // answer may be some calls old.
-  int count(const void* data, size_t nbytes);
+  bool hold(const void* data, size_t nbytes);
 
  private:
   struct Known {
     const void* data = nullptr;
     size_t nbytes = 0;
-    int count = 0;
+    bool is_huge = false;
     int uses = 0;
   };
-  // A look is a system call; but pages become huge, or cease to be, behind our back.
+  // Pages become huge, or cease to be, behind our back.
   static constexpr int kUses = 256;
   Known known_[8];
   size_t next_ = 0;

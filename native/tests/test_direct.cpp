@@ -186,14 +186,18 @@ void test_other_processes() {
 }
 
 void test_huge_pages() {
-  constexpr size_t nbytes = size_t{8} << 20;
-  void* small = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  assert(small != MAP_FAILED);
+  constexpr size_t huge = size_t{2} << 20, nbytes = 4 * huge, half = nbytes / 2;
+  constexpr int protection = PROT_READ | PROT_WRITE;
+  void* memory = mmap(nullptr, nbytes + huge, protection, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  assert(memory != MAP_FAILED);
+  const auto at = reinterpret_cast<uintptr_t>(memory);
+  char* small = static_cast<char*>(memory) + (huge - at % huge) % huge;
   madvise(small, nbytes, MADV_NOHUGEPAGE);
-  std::fill_n(static_cast<char*>(small), nbytes, 'x');
+  madvise(small + half, half, MADV_HUGEPAGE);  // as the kernel likes
+  std::fill_n(small, nbytes, 'x');
   HugePages pages;
-  assert(pages.count(small, nbytes) == 0 && pages.count(small, nbytes) == 0);
-  munmap(small, nbytes);
+  for (int i = 0; i < 2; ++i) assert(!pages.hold(small, half) && !pages.hold(small, nbytes));
+  munmap(memory, nbytes + huge);
 }
 
 }  // namespace
