@@ -129,6 +129,12 @@ Told wait(Messages& messages, uint64_t number, double timeout_s) {
   return told(outcome);
 }
 
+uint64_t number_of(Messages& messages, nb::handle into) {
+  const Bytes bytes(into, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  return messages.number_of(bytes.data());
+}
+
 std::pair<std::vector<Told>, std::vector<int>> serve(Messages& messages) {
   std::vector<Outcome> outcomes;
   std::vector<int> stuck;
@@ -321,6 +327,7 @@ void bind_p2p(nb::module_& m) {
     .def("cancel",
          [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
          nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+    .def("number_of", &number_of, nb::arg("into"), "The last receive into this memory; 0: none.")
     .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))

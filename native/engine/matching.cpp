@@ -37,11 +37,13 @@ std::list<Arrival>::iterator Matching::find_arrival(const Op& op) {
 }
 
 Arrival* Matching::keep(int source, const Envelope& envelope) {
-  // new[] of plain chars leaves them uninitialised, as it should: they are about to be written.
-  std::unique_ptr<char[]> data(new (std::nothrow) char[envelope.nbytes]);
-  if (data == nullptr) return nullptr;
+  try {
+    // new[] of plain chars leaves them uninitialised, as it should: they are about to be written.
+    arrivals_.push_back({source, envelope, std::unique_ptr<char[]>(new char[envelope.nbytes])});
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
   kept_bytes_ += envelope.nbytes;
-  arrivals_.push_back({source, envelope, std::move(data)});
   return &arrivals_.back();
 }
 

@@ -2,6 +2,7 @@
 #include "messages.hpp"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "clock.hpp"
@@ -21,7 +22,9 @@ Messages::Messages(int rank, int ranks)
     : rank_(rank),
       ranks_(ranks),
       addresses_(static_cast<size_t>(ranks)),
-      peers_(static_cast<size_t>(ranks)) {}
+      peers_(static_cast<size_t>(ranks)) {
+  active_.reserve(peers_.size());
+}
 
 void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
   const Lock lock(lock_);
@@ -101,40 +104,56 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
 // ---- those that go on by themselves -------------------------------------------------------
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
-  auto op = std::make_unique<Op>();
-  op->envelope = envelope;
-  op->peer = to;
-  op->data = const_cast<char*>(data);  // only read
-  op->is_send = true;
   Lock lock(lock_);
-  begin_send(*op);
-  const Outcome outcome = started(std::move(op));
+  Op& op = admit(std::make_unique<Op>());
+  op.envelope = envelope;
+  op.peer = to;
+  op.data = const_cast<char*>(data);  // only read
+  op.is_send = true;
+  begin_send(op);
+  const Outcome outcome = started(op);
   tell_of_wires(lock);
   return outcome;
 }
 
 Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
-  auto op = std::make_unique<Op>();
-  op->envelope = envelope;
-  op->peer = from;
-  op->data = data;
-  op->quiet = true;
-  op->among = std::move(among);
   const Lock lock(lock_);
-  begin_recv(*op);
-  return started(std::move(op));
+  Op& op = admit(std::make_unique<Op>());
+  op.envelope = envelope;
+  op.peer = from;
+  op.data = data;
+  op.quiet = true;
+  op.among = std::move(among);
+  begin_recv(op);
+  return started(op);
 }
 
-Outcome Messages::started(std::unique_ptr<Op> op) {
-  Outcome outcome = outcome_of(*op);
-  if (!op->done) {
-    outcome.number = op->number = ++last_number_;
-    if (!op->quiet) ++watched_;
-    open_.emplace(op->number, std::move(op));
+// Keep an operation that is about to begin: once it has, there must be memory for that.
+Op& Messages::admit(std::unique_ptr<Op> op) {
+  ended_.reserve(open_.size() + 1);
+  return *(open_[last_number_ + 1] = std::move(op));
+}
+
+Outcome Messages::started(Op& op) {
+  Outcome outcome = outcome_of(op);
+  if (op.done) {
+    open_.erase(last_number_ + 1);
+  } else {
+    outcome.number = op.number = ++last_number_;
+    if (!op.quiet) ++watched_;
     hand_over();
   }
   settle();
   return outcome;
+}
+
+uint64_t Messages::number_of(const char* data) {
+  const Lock lock(lock_);
+  uint64_t found = 0;
+  for (const auto& [number, op] : open_) {
+    if (!op->is_send && op->data == data) found = std::max(found, number);
+  }
+  return found;
 }
 
 void Messages::watch(uint64_t number) {
@@ -270,22 +289,34 @@ void Messages::withdraw(Op& op, Code code) {
   const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
   if (op.started && to.down == Code::ok) {
     // The receiver has the head of this frame and will have the rest.
-    auto rest = std::make_unique<Op>();
-    rest->rest.reset(new char[op.envelope.nbytes]);
-    rest->data = rest->rest.get();
-    copy_bytes(rest->data, op.data, op.envelope.nbytes);
-    rest->envelope = op.envelope;
-    rest->moved = op.moved;
-    rest->in_parts = op.in_parts;
-    rest->is_send = rest->started = true;
-    rest->peer = op.peer;
-    *place = rest.get();
-    leftovers_.push_back(std::move(rest));
+    try {
+      leftovers_.push_back(copy_of(op));
+      *place = leftovers_.back().get();
+    } catch (const std::bad_alloc&) {
+      // Without it nothing can come behind what there is of the frame.
+      to.down = Code::lost;
+      to.sends.erase(place);
+      --queued_sends_;
+    }
   } else if (place != to.sends.end()) {  // else it has not begun
     to.sends.erase(place);
     --queued_sends_;
   }
   finish(op, code);
+}
+
+// An operation that goes on in place of this one, with a copy of its memory.
+std::unique_ptr<Op> Messages::copy_of(const Op& op) const {
+  auto copy = std::make_unique<Op>();
+  copy->rest.reset(new char[op.envelope.nbytes]);
+  copy->data = copy->rest.get();
+  copy_bytes(copy->data, op.data, op.envelope.nbytes);
+  copy->envelope = op.envelope;
+  copy->moved = op.moved;
+  copy->in_parts = op.in_parts;
+  copy->is_send = copy->started = true;
+  copy->peer = op.peer;
+  return copy;
 }
 
 // End everything for which `code_of` says how.
@@ -346,25 +377,6 @@ void Messages::forget_context(uint64_t context) {
   end_all([&](Op& op) {
     return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
   });
-}
-
-// Drop what has come of the frame that is coming in, if it is kept.
-void Messages::drop_kept(Peer& from) {
-  auto& arrivals = matching_.arrivals();
-  const Arrival* const kept = std::exchange(from.kept, nullptr);
-  const auto is_it = [kept](const Arrival& each) { return &each == kept; };
-  if (kept != nullptr) matching_.drop(std::find_if(arrivals.begin(), arrivals.end(), is_it));
-}
-
-void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwanted) {
-  auto& arrivals = matching_.arrivals();
-  for (auto it = arrivals.begin(); it != arrivals.end();) {
-    const auto each = it++;
-    if (!unwanted(each->envelope)) continue;
-    Peer& from = peer(each->source);
-    if (from.kept == &*each) from.kept = nullptr;
-    matching_.drop(each);
-  }
 }
 
 std::vector<int> Messages::close(int64_t timeout_ns) {

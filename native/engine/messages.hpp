@@ -102,6 +102,9 @@ class Messages {
   // End one that was started, with code `cancelled` unless it has ended already.
   Outcome cancel(uint64_t number);
 
+  // The receive into this memory that was started last; 0: none.
+  uint64_t number_of(const char* data);
+
   // Make progress until operations that were started have ended, and return their outcomes; nothing
   // after `close`. `stuck` gets the ranks that do not make room.
   std::vector<Outcome> serve(std::vector<int>* stuck);
@@ -242,7 +245,9 @@ class Messages {
   bool is_unwanted(const Envelope& envelope) const;
   void drop_kept(Peer& from);
   void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
-  Outcome started(std::unique_ptr<Op> op);
+  Op& admit(std::unique_ptr<Op> op);
+  Outcome started(Op& op);
+  std::unique_ptr<Op> copy_of(const Op& op) const;
   Outcome taken(uint64_t number);
 
   // messages_wait.cpp: waiting, and who makes progress meanwhile

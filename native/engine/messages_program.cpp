@@ -1,4 +1,7 @@
-// The part of messages that programs use (steps.cpp).
+// The part of messages that programs use (steps.cpp), and dropping what nobody wants.
+#include <algorithm>
+#include <utility>
+
 #include "messages.hpp"
 
 namespace unisono {
@@ -52,6 +55,25 @@ void Messages::forget_tags(uint64_t context, int64_t oldest) {
   const Lock lock(lock_);
   forgotten_[context] = oldest;
   drop_messages([&](const Envelope& each) { return is_unwanted(each); });
+}
+
+// Drop what has come of the frame that is coming in, if it is kept.
+void Messages::drop_kept(Peer& from) {
+  auto& arrivals = matching_.arrivals();
+  const Arrival* const kept = std::exchange(from.kept, nullptr);
+  const auto is_it = [kept](const Arrival& each) { return &each == kept; };
+  if (kept != nullptr) matching_.drop(std::find_if(arrivals.begin(), arrivals.end(), is_it));
+}
+
+void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwanted) {
+  auto& arrivals = matching_.arrivals();
+  for (auto it = arrivals.begin(); it != arrivals.end();) {
+    const auto each = it++;
+    if (!unwanted(each->envelope)) continue;
+    Peer& from = peer(each->source);
+    if (from.kept == &*each) from.kept = nullptr;
+    matching_.drop(each);
+  }
 }
 
 }  // namespace unisono

@@ -186,7 +186,7 @@ Op* Messages::advance(Peer& from, size_t at, size_t nbytes) {
 
 bool Messages::push(Peer& to) {
   bool moved = false;
-  while (!to.sends.empty()) {
+  while (!to.sends.empty() && to.down == Code::ok) {
     Op& op = *to.sends.front();
     const size_t before = op.moved;
     const bool was_started = op.started;

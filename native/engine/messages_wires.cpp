@@ -24,12 +24,6 @@ constexpr size_t kPartBytes = 512 * 1024;
 constexpr int64_t kLeftNs = 5'000'000'000;
 constexpr int64_t kLostNs = 300'000'000;
 
-short wanted_events(const Wire& wire) {
-  if (wire.has_ended()) return 0;
-  const int in = wire.is_blocked ? 0 : POLLIN;
-  return static_cast<short>(in | (wire.is_idle() ? 0 : POLLOUT));
-}
-
 }  // namespace
 
 // Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
@@ -268,7 +262,7 @@ void Messages::watch_wires() {
   has_unread_ = false;
   for (int rank : wired_) {
     for (const auto& wire : peer(rank).wires) {
-      wire->watched = wanted_events(*wire);
+      wire->watched = wire->wanted_events();
       wire->wake_for(std::max<size_t>(wire->in.left(), 1));
       if (wire->watched != 0) poll_set_.push_back({wire->fd(), wire->watched, 0});
       has_unread_ |= wire->has_unread();
@@ -289,7 +283,7 @@ void Messages::repoll() {
   if (!polling_) return;
   for (int rank : wired_) {
     for (const auto& wire : peer(rank).wires) {
-      const bool wants = (wanted_events(*wire) & ~wire->watched) != 0;
+      const bool wants = (wire->wanted_events() & ~wire->watched) != 0;
       if (wants || wire->has_unread()) return bell_.ring();
     }
   }

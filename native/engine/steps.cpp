@@ -189,9 +189,16 @@ void Steps::say(int peer, const Verdict& verdict) {
 
 Status Steps::hear(int peer, Verdict* into) {
   Verdict heard{};
-  Op* op = recv_from(peer, agreement_tag(), reinterpret_cast<char*>(&heard), sizeof(heard));
-  const Status status = wait(*op);
-  if (!status.is_ok()) messages_->give_up(*op);
+  Op* op = new_op(peer, agreement_tag(), sizeof(heard));
+  op->data = reinterpret_cast<char*>(&heard);
+  Status status;
+  try {
+    messages_->begin(*op);
+    status = wait(*op);
+  } catch (const std::bad_alloc&) {
+    status = {Code::no_memory, rank_};
+  }
+  if (!status.is_ok()) messages_->give_up(*op);  // `heard` ends here
   free_ops_.push_back(op);
   into->merge(heard);
   return status;

@@ -82,7 +82,6 @@ class Steps final : public Runner {
   void send_to(int peer, int64_t tag, const char* data, size_t nbytes);
   void begin_send(Op& op);
   void let_go();
-  Op* recv_from(int peer, int64_t tag, char* data, size_t nbytes);
   void post_ahead();
   bool post_next();
   bool is_busy(const char* first, size_t nbytes) const;

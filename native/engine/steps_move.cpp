@@ -77,13 +77,6 @@ void Steps::let_go() {
   held_.clear();
 }
 
-Op* Steps::recv_from(int peer, int64_t tag, char* data, size_t nbytes) {
-  Op* op = new_op(peer, tag, nbytes);
-  op->data = data;
-  messages_->begin(*op);
-  return op;
-}
-
 void Steps::send(const Step& step) {
   const char* data = place(step.src_buf, step.src_off);
   if (step.peer >= 0) return send_to(static_cast<int>(step.peer), program_tag(), data, bytes(step));
@@ -117,8 +110,10 @@ bool Steps::post_next() {
   } else if (is_busy(into, nbytes)) {
     return false;
   }
-  Op* op = recv_from(static_cast<int>(step.peer), program_tag(), into, nbytes);
-  receives_.push_back({op, spare, nbytes});
+  // First of all where end() finds it.
+  receives_.push_back({new_op(static_cast<int>(step.peer), program_tag(), nbytes), spare, nbytes});
+  receives_.back().op->data = into;
+  messages_->begin(*receives_.back().op);
   expected_bytes_ += nbytes;
   next_byte_ += nbytes;
   if (next_byte_ == bytes(step)) {

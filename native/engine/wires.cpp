@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -75,6 +76,7 @@ bool Wire::write(const char* payload, bool more, bool* moved) {
     const ssize_t sent = sendmsg(fd_, &message, flags);
     if (sent < 0) {
       // A broken wire may still hold something to read, which also tells of the end.
+      is_mute = !would_block();
       break;
     }
     const size_t of_head = std::min(static_cast<size_t>(sent), head_left);
@@ -127,6 +129,11 @@ size_t Wire::receive(char* into, size_t nbytes) {
   const size_t into_place = std::min(static_cast<size_t>(received), direct);
   end_ += static_cast<size_t>(received) - into_place;
   return into_place;
+}
+
+short Wire::wanted_events() const {
+  if (has_ended()) return 0;
+  return static_cast<short>((is_blocked ? 0 : POLLIN) | (is_idle() || is_mute ? 0 : POLLOUT));
 }
 
 void Wire::wake_for(size_t nbytes) {

@@ -68,6 +68,10 @@ class Wire {
   // Whether a frame waits in here for which there is no room, or whose turn is later; nothing is read
   // meanwhile.
   bool is_blocked = false;
+  // The events to sleep on; 0: there is no use in that.
+  short wanted_events() const;
+  // Whether nothing can be sent any more, though something may still come.
+  bool is_mute = false;
   // The events that somebody sleeps on.
   short watched = 0;
 

@@ -134,10 +134,26 @@ void test_one_of_several_wires_ends() {
   channels = 1;
 }
 
+// Nothing can be sent over it, and what comes has to wait: its end is no reason to wake up again and again.
+void test_a_wire_that_is_broken_one_way() {
+  int fds[2];
+  assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
+  Wire wire(fds[0], 0);
+  wire.is_blocked = true;
+  close(fds[1]);
+  wire.begin({7, 1, 0, 5, kWhole}, {0, 0});
+  bool moved = false;
+  assert(!wire.is_mute && !wire.write(nullptr, false, &moved) && wire.is_mute && !moved);
+  assert(wire.wanted_events() == 0);
+  wire.is_blocked = false;
+  assert(wire.wanted_events() == POLLIN);  // which tells of the end
+}
+
 }  // namespace
 
 int main() {
   ways = kWires;
+  test_a_wire_that_is_broken_one_way();
   test_late_wire();
   test_wire_that_ends();
   test_news_before_the_last_message();

@@ -253,6 +253,9 @@ class Messages:
 
     def wait(self, number: int, timeout_s: float) -> tuple[int, int, int, int, int]: ...
     def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
+    def number_of(self, into: object) -> int:
+        """The last receive into this memory; 0: none."""
+
     def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
         """Return (outcomes, ranks that make no room); nothing after close()."""
 

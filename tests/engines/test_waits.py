@@ -6,10 +6,13 @@ import os
 import signal
 import sys
 
+import numpy as np
 import pytest
 
+import unisono as dist
 from unisono.base.native import extension
 from unisono.engines import is_native_built
+from unisono.testing import run
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -103,3 +106,31 @@ def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatc
     assert pair[1].wait(number, 60.0)[1] == extension.OK
     assert box == data
     assert [str(each) for each in told] == ["spoilt"]
+
+
+def test_a_receive_that_was_interrupted_as_it_began_takes_no_message():
+    def body(rank):
+        messages = dist.group.WORLD.backends["cpu"]._comm.transport.messages
+        dist.barrier()
+        if rank == 0:
+            dist.recv(np.zeros(1), 1)
+            dist.send(np.full(3, 7.0), 1)
+            return
+        dead, box = np.zeros(3), np.zeros(3)
+        begun = messages.begun
+        messages.begun = _raise
+        with pytest.raises(Ended):
+            dist.irecv(dead, 0)
+        messages.begun = begun
+        assert messages.native.number_of(dead) == 0
+        dist.send(np.zeros(1), 0)
+        dist.recv(box, 0)
+        assert (box == 7).all()
+        assert not dead.any()
+        assert not messages._held
+
+    run(body, 2, ranks="threads")
+
+
+def _raise(*_):
+    raise Ended

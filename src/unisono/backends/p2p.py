@@ -214,16 +214,20 @@ class Port:
     ) -> Pending | None:
         """Start receiving; None: not of the plain kind. Arguments as for `isend`."""
         self._messages.hold(array)
-        told = self._native.start_recv(array, peer, tag)
-        if told is None:
+        try:
+            told = self._native.start_recv(array, peer, tag)
+            if told is None:
+                return None
+            data = view(array, write=False)
+            data.owner = owner
+            message = _Message(self._comm, _Said("recv", data, peer, tag), Deadline(timeout_s))
+            message.follow(self._messages.begun(peer, self._comm.context, told, self._among))
+            return message
+        except BaseException:
+            self._messages.abandon(array)
+            raise
+        finally:
             self._messages.release(array)
-            return None
-        data = view(array, write=False)
-        data.owner = owner
-        message = _Message(self._comm, _Said("recv", data, peer, tag), Deadline(timeout_s))
-        message.follow(self._messages.begun(peer, self._comm.context, told, self._among))
-        self._messages.release(array)
-        return message
 
     def failure(
         self, op: str, told: Told, array: Any, peer: int | None, tag: int, timeout_s: float

@@ -195,9 +195,14 @@ class NativeMessages:
         source, sources = (-1, list(among)) if peer is None else (peer, [])
         tag = tag_of(key.kind, key.tag)
         self.hold(transfer)
-        told = self.native.start_recv(source, key.context, tag, info, into, sources)
-        self._begin(transfer, told)
-        self.release(transfer)
+        try:
+            told = self.native.start_recv(source, key.context, tag, info, into, sources)
+            self._begin(transfer, told)
+        except BaseException:
+            self.abandon(into)
+            raise
+        finally:
+            self.release(transfer)
         return transfer
 
     def watch(self, transfer: NativeTransfer) -> None:
@@ -262,6 +267,13 @@ class NativeMessages:
     def release(self, owner: object) -> None:
         """Undo one `hold`: somebody else keeps it now."""
         self._held.pop(id(owner), None)
+
+    def abandon(self, into: Any) -> None:
+        """End the receive into this memory that Ctrl-C interrupted as it began, if there is one."""
+        if number := self.native.number_of(into):
+            told = self.native.cancel(number)
+            if (transfer := self._forget(number)) is not None:
+                self._finish(transfer, told)
 
     def begun(
         self, peer: int | None, context: int, told: Told, among: frozenset[int]
