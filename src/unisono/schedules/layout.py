@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import VECTOR_COLLECTIVES, Buf, IntArray, Schedule
 
-__all__ = ["Layout", "buffer_bounds", "layout_for"]
+__all__ = ["Layout", "buffer_bounds", "buffer_ends", "layout_for"]
 
 # Which of the two split lists a collective takes; the other one follows from it.
 _SPLITS = {
@@ -119,6 +120,25 @@ def buffer_bounds(schedule: Schedule, rank: int, layout: Layout) -> dict[Buf, In
     }
 
 
+def buffer_ends(schedule: Schedule, rank: int, layout: Layout) -> IntArray:
+    """Return the bounds of INPUT, OUTPUT and SCRATCH behind one another, and a -1 for no buffer."""
+    if layout.in_splits is None and layout.out_splits is None:
+        return _even_ends(schedule, layout.count)
+    return _joined(buffer_bounds(schedule, rank, layout))
+
+
+@lru_cache(maxsize=256)
+def _even_ends(schedule: Schedule, count: int) -> IntArray:
+    """Return `buffer_ends` of equal blocks, which are the same on all ranks."""
+    return _joined(buffer_bounds(schedule, 0, Layout(count)))
+
+
+def _joined(bounds: dict[Buf, IntArray]) -> IntArray:
+    joined = np.concatenate([*(bounds[buf] for buf in Buf), [-1]])
+    joined.flags.writeable = False
+    return joined
+
+
 def _block_sizes(schedule: Schedule, rank: int, layout: Layout) -> tuple[IntArray, IntArray]:
     """Return the block sizes of INPUT and of OUTPUT on `rank`."""
     collective, p = schedule.collective, schedule.world_size
@@ -147,5 +167,7 @@ def _chunk_bounds(sizes: IntArray, m: int) -> IntArray:
 
 def _scratch_bounds(work: IntArray, chunks: int) -> IntArray:
     """Lay out scratch chunks; chunk j is as large as work chunk j mod N."""
+    if not chunks:
+        return np.zeros(1, np.int64)
     sizes = np.resize(np.diff(work), chunks)
     return np.append(0, np.cumsum(sizes))

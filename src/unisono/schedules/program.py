@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from unisono.errors import ScheduleError
-from unisono.schedules.ir import Buf, IntArray, Schedule
-from unisono.schedules.layout import Layout, buffer_bounds
+from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule
+from unisono.schedules.layout import Layout, buffer_bounds, buffer_ends, layout_for
 
 __all__ = ["Program", "lower"]
 
@@ -42,55 +43,66 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
         ScheduleError: A local step joins two places of different size.
     """
     rows = _rank_rows(schedule, rank)
-    bounds = buffer_bounds(schedule, rank, layout)
-    src_off, src_count = _place(rows[:, _SRC_BUF], rows[:, _SRC], rows[:, _N], bounds)
-    dst_off, dst_count = _place(rows[:, _DST_BUF], rows[:, _DST], rows[:, _N], bounds)
+    ends = buffer_ends(schedule, rank, layout)
+    src_off, dst_off = ends[rows.src], ends[rows.dst]
+    src_count, dst_count = ends[rows.src_end] - src_off, ends[rows.dst_end] - dst_off
     _require_equal(schedule, rank, rows, src_count, dst_count)
-    count = np.maximum(src_count, dst_count)
-    columns = (rows[:, _OP], rows[:, _PEER], rows[:, _SRC_BUF], src_off)
-    steps = np.stack([*columns, rows[:, _DST_BUF], dst_off, count], axis=1)
+    steps = rows.steps.copy()
+    steps[:, 3], steps[:, 5] = src_off, dst_off
+    steps[:, 6] = count = np.maximum(src_count, dst_count)
+    scratch_ends = np.where(count > 0, ends[rows.scratch], 0)
     if schedule.collective != "barrier":
         steps = steps[count > 0]
     steps.flags.writeable = False
-    return Program(steps, _scratch_count(steps))
+    return Program(steps, int(scratch_ends.max(initial=0)))
+
+
+class _Rows(NamedTuple):
+    """All rows of one rank, with the places of their chunks in `buffer_ends`.
+
+    Attributes:
+        steps: As in `Program`, without offsets and counts.
+        src, dst, src_end, dst_end: Where the chunks begin and end; the place of the -1 if none.
+        scratch: [2, n]: `src_end` and `dst_end` where these are in SCRATCH.
+        local: Whether a row has both.
+    """
+
+    steps: IntArray
+    src: IntArray
+    dst: IntArray
+    src_end: IntArray
+    dst_end: IntArray
+    scratch: IntArray
+    local: BoolArray
 
 
 @lru_cache(maxsize=256)
-def _rank_rows(schedule: Schedule, rank: int) -> IntArray:
+def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
     """Return all rows of one rank; they serve every element count."""
     ranks = np.array([rank])
-    return np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
-
-
-def _place(
-    bufs: IntArray, chunks: IntArray, n: IntArray, bounds: dict[Buf, IntArray]
-) -> tuple[IntArray, IntArray]:
-    """Return offset and count of each row's chunk range; -1 where the row names no buffer."""
-    offset = np.full(len(bufs), -1, np.int64)
-    count = np.full(len(bufs), -1, np.int64)
-    for buf, edges in bounds.items():
-        here = bufs == buf
-        offset[here] = edges[chunks[here]]
-        count[here] = edges[chunks[here] + n[here]] - offset[here]
-    return offset, count
+    rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
+    bounds = buffer_bounds(schedule, rank, layout_for(schedule, 0))
+    *bases, none = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
+    steps = np.full((len(rows), 7), -1, np.int64)
+    steps[:, [0, 1, 2, 4]] = rows[:, [_OP, _PEER, _SRC_BUF, _DST_BUF]]
+    begin, end = np.full((2, 2, len(rows)), none)
+    scratch = end.copy()
+    for side, (buf, chunk) in enumerate(((_SRC_BUF, _SRC), (_DST_BUF, _DST))):
+        named, aside = rows[:, buf] >= 0, rows[:, buf] == Buf.SCRATCH
+        begin[side, named] = (np.array(bases)[rows[:, buf]] + rows[:, chunk])[named]
+        end[side, named] = begin[side, named] + rows[named, _N]
+        scratch[side, aside] = end[side, aside]
+    local = (rows[:, _SRC_BUF] >= 0) & (rows[:, _DST_BUF] >= 0)
+    return _Rows(steps, begin[0], begin[1], end[0], end[1], scratch, local)
 
 
 def _require_equal(
-    schedule: Schedule, rank: int, rows: IntArray, src_count: IntArray, dst_count: IntArray
+    schedule: Schedule, rank: int, rows: _Rows, src_count: IntArray, dst_count: IntArray
 ) -> None:
-    wrong = (src_count >= 0) & (dst_count >= 0) & (src_count != dst_count)
+    wrong = rows.local & (src_count != dst_count)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
         raise ScheduleError(
             f"{schedule.collective} ({schedule.algorithm}), rank {rank}, step {at}: "
-            f"source has {src_count[at]} elements, destination {dst_count[at]}: {rows[at]}"
+            f"source has {src_count[at]} elements, destination {dst_count[at]}: {rows.steps[at]}"
         )
-
-
-def _scratch_count(steps: IntArray) -> int:
-    """Return the end of the last scratch element that any step touches."""
-    used = 0
-    for buf, off in ((2, 3), (4, 5)):
-        ends = (steps[:, off] + steps[:, 6])[steps[:, buf] == Buf.SCRATCH]
-        used = max(used, int(ends.max(initial=0)))
-    return used

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule
-from unisono.schedules.layout import Layout, layout_for
+from unisono.schedules.layout import buffer_bounds, buffer_ends, layout_for
 from unisono.schedules.program import Program, lower
 
 __all__ = ["ALIGN", "PIECE_BYTES", "SharedProgram", "lower_shared"]
@@ -28,6 +29,9 @@ ALIGN = 64
 # cache between writer and reader. Smaller: waking each other dominates. MPICH uses 8 KiB cells,
 # xhc 16 KiB, DeepSpeed 32 MiB; 256 KiB was fastest on a machine with 1-2 MiB of L2.
 PIECE_BYTES = 256 * 1024
+
+_GIVES = frozenset({Op.SEND, Op.POST})
+_TAKES = frozenset({Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE})
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,68 +92,170 @@ def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int)
     limit = min(slot_bytes, PIECE_BYTES) // itemsize
     size = count
     while True:
-        used = max(_posts(schedule, rank, size)[1] for rank in range(schedule.world_size))
+        used = _slots(schedule, size)[1]
         if used <= limit or (size == count and used * itemsize <= slot_bytes):
             break
         if size <= 1:
             return None
         # What a rank posts grows with the piece, up to the rounding of each post.
         size = max(1, min(size - 1, size * limit // used // ALIGN * ALIGN or size // 2))
-    if size < count and not _separable(schedule, size):
+    if size < count and not _outline(schedule, _units(schedule, size)).separable:
         return None
     return size
 
 
-@lru_cache(maxsize=4096)
-def _posts(schedule: Schedule, rank: int, size: int) -> tuple[IntArray, int]:
-    """Return [n, 4]: (row, peer, slot offset, stage) of a rank's posts, and its slot's use."""
-    rows = lower(schedule, rank, layout_for(schedule, size)).steps
-    posts = []
-    used = stage = 0
+def _units(schedule: Schedule, size: int) -> int:
+    """Return the size of the outline that serves a piece of `size` elements.
+
+    An outline is a piece in which each chunk is one element, a unit: offsets are then numbers of
+    chunks. All sizes in which no chunk is empty have these rows; smaller ones have their own.
+    """
+    return min(size, schedule.block_chunks)
+
+
+@dataclass(frozen=True, eq=False)
+class _Outline:
+    """What pieces of all sizes have in common; see `_units`.
+
+    Attributes:
+        posts: Per rank int64 [n, 4]: (row, peer, number of the post, stage).
+        first: int64 [p, n]: the unit with which a rank's n-th post begins, `Buf` by `Buf`.
+        last: int64 [p, n]: the unit behind its last one; equal to `first` where there is no post.
+        separable: Whether no step joins several blocks, which lie apart when only a part of each
+            is taken.
+    """
+
+    posts: tuple[IntArray, ...]
+    first: IntArray
+    last: IntArray
+    separable: bool
+
+
+@lru_cache(maxsize=256)
+def _outline(schedule: Schedule, units: int) -> _Outline:
+    """Return what the ranks post in a piece of so many units."""
+    layout = layout_for(schedule, units)
+    bases = _bases(schedule, units)
+    programs = [lower(schedule, rank, layout).steps for rank in range(schedule.world_size)]
+    posts = tuple(_posts(steps) for steps in programs)
+    first = np.zeros((schedule.world_size, max(map(len, posts))), np.int64)
+    last = first.copy()
+    for rank, (steps, own) in enumerate(zip(programs, posts, strict=True)):
+        posted = steps[own[:, 0]]
+        first[rank, : len(own)] = bases[posted[:, 2]] + posted[:, 3]
+        last[rank, : len(own)] = first[rank, : len(own)] + posted[:, 6]
+    longest = max(int(steps[:, 6].max(initial=0)) for steps in programs)
+    return _Outline(posts, first, last, not schedule.input_chunks or longest <= units)
+
+
+def _posts(steps: IntArray) -> IntArray:
+    """Return [n, 4]: (row, peer, number, stage) of the posts of one rank."""
+    posts: list[tuple[int, int, int, int]] = []
+    stage = 0
     posting = False
-    for at, (op, peer, *_, count) in enumerate(rows.tolist()):
-        sends = op in (Op.SEND, Op.POST)
+    for at, (op, peer, *_) in enumerate(steps.tolist()):
+        sends = op in _GIVES
         if sends:
             stage += not posting
-            posts.append((at, peer, used, stage))
-            used += -(-count // ALIGN) * ALIGN
+            posts.append((at, peer, len(posts), stage))
         posting = sends
-    return np.array(posts, np.int64).reshape(-1, 4), used
+    return np.array(posts, np.int64).reshape(-1, 4)
 
 
-def _separable(schedule: Schedule, size: int) -> bool:
-    """Whether no step joins several blocks, which lie apart when only a part of each is taken."""
-    if not schedule.input_chunks:
-        return True
-    layout = layout_for(schedule, size)
-    return all(
-        int(lower(schedule, rank, layout).steps[:, 6].max(initial=0)) <= size
-        for rank in range(schedule.world_size)
+@lru_cache(maxsize=256)
+def _bases(schedule: Schedule, units: int) -> IntArray:
+    """Return where the ends of each buffer begin in `_ends`, and where its -1 is."""
+    bounds = buffer_bounds(schedule, 0, layout_for(schedule, units))
+    if units == schedule.block_chunks:
+        return np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
+    return np.cumsum([0, *(int(bounds[buf].max(initial=-1)) + 1 for buf in Buf)])
+
+
+def _ends(schedule: Schedule, size: int) -> IntArray:
+    """Return where each unit of INPUT, OUTPUT, SCRATCH begins and the last one ends; then -1."""
+    if size >= schedule.block_chunks:
+        return buffer_ends(schedule, 0, layout_for(schedule, size))
+    *lengths, _ = np.diff(_bases(schedule, size), append=0)
+    return np.concatenate([*(np.arange(length) for length in lengths), [-1]])
+
+
+@lru_cache(maxsize=256)
+def _slots(schedule: Schedule, size: int) -> tuple[IntArray, int]:
+    """Return where the posts lie in their rank's slot, and the most that one rank uses.
+
+    Rank by rank, as many for each; then -1.
+    """
+    outline = _outline(schedule, _units(schedule, size))
+    ends = _ends(schedule, size)
+    room = -(-(ends[outline.last] - ends[outline.first]) // ALIGN) * ALIGN
+    filled = np.cumsum(room, axis=1)
+    return np.append(filled - room, -1), int(filled.max(initial=0))
+
+
+class _UnitPiece(NamedTuple):
+    """One rank's rows of a piece, with what gives them their offsets.
+
+    Attributes:
+        rows: As in `SharedProgram`, without offsets and counts.
+        src, dst: Places in `_ends` where the rows' chunks begin.
+        begin, end: Places between which lies what a row moves.
+        post: Place in `_slots`.
+        scratch: Place where the SCRATCH that is used ends.
+    """
+
+    rows: IntArray
+    src: IntArray
+    dst: IntArray
+    begin: IntArray
+    end: IntArray
+    post: IntArray
+    scratch: int
+
+
+@lru_cache(maxsize=1024)
+def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
+    """Return the rows of one piece of so many units."""
+    outline = _outline(schedule, units)
+    program = lower(schedule, rank, layout_for(schedule, units))
+    rows = np.concatenate([program.steps, np.full((len(program.steps), 2), -1)], axis=1)
+    posts_per_rank = outline.first.shape[1]
+    own = outline.posts[rank]
+    rows[own[:, 0], 7:] = own[:, 2:] + (rank * posts_per_rank, 0)
+    reads: dict[int, int] = {}
+    for row in rows:
+        if row[0] in _TAKES:
+            peer = int(row[1])
+            posts = outline.posts[peer]
+            mine = posts[(posts[:, 1] == rank) | (posts[:, 1] == -1)]
+            row[7:] = mine[reads.get(peer, 0), 2:] + (peer * posts_per_rank, 0)
+            reads[peer] = reads.get(peer, 0) + 1
+    rows = _joined(_posts_first(rows), rank)
+    bases = _bases(schedule, units)
+    src, dst = (
+        np.where(rows[:, buf] < 0, bases[-1], bases[rows[:, buf]] + rows[:, off])
+        for buf, off in ((2, 3), (4, 5))
+    )
+    begin = np.minimum(src, dst)
+    scratch = program.scratch_count if int(Buf.SCRATCH) in rows[:, (2, 4)] else 0
+    return _UnitPiece(
+        rows, src, dst, begin, begin + rows[:, 6], rows[:, 7], int(bases[Buf.SCRATCH]) + scratch
     )
 
 
 def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:
     """Return the rows of one piece of `size` elements per block of `count`, and its SCRATCH."""
-    layout: Layout = layout_for(schedule, size)
-    program = lower(schedule, rank, layout)
-    rows = np.concatenate([program.steps, np.full((len(program.steps), 2), -1)], axis=1)
-    own, _ = _posts(schedule, rank, size)
-    rows[own[:, 0], 7:] = own[:, 2:]
-    reads: dict[int, int] = {}
-    for row in rows:
-        if row[0] in (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE):
-            peer = int(row[1])
-            posts, _ = _posts(schedule, peer, size)
-            mine = posts[(posts[:, 1] == rank) | (posts[:, 1] == -1)]
-            row[7:] = mine[reads.get(peer, 0), 2:]
-            reads[peer] = reads.get(peer, 0) + 1
+    units = _units(schedule, size)
+    piece = _unit_piece(schedule, rank, units)
+    ends = places = _ends(schedule, size)
     if schedule.input_chunks and 0 < size < count:
-        for buf, off in ((2, 3), (4, 5)):
-            blocks = (rows[:, buf] == Buf.INPUT) | (rows[:, buf] == Buf.OUTPUT)
-            rows[blocks, off] = rows[blocks, off] // size * count + rows[blocks, off] % size
-    rows = _joined(_posts_first(rows), rank)
-    scratch = int(Buf.SCRATCH) in rows[:, (2, 4)]
-    return rows, program.scratch_count if scratch else 0
+        blocks = _bases(schedule, units)[Buf.SCRATCH]
+        places = ends.copy()
+        places[:blocks] = ends[:blocks] // size * count + ends[:blocks] % size
+    rows = piece.rows.copy()
+    rows[:, 3], rows[:, 5] = places[piece.src], places[piece.dst]
+    rows[:, 6] = ends[piece.end] - ends[piece.begin]
+    rows[:, 7] = _slots(schedule, size)[0][piece.post]
+    return rows, int(ends[piece.scratch])
 
 
 def _posts_first(rows: IntArray) -> IntArray:
