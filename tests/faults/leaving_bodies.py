@@ -211,8 +211,12 @@ def interrupt_callback(rank):
 
 
 def interrupt_start(rank):
-    """Ctrl-C when C++ has begun a message and Python does not know of it yet."""
-    begin, kept = NativeMessages._begin, []
+    """Ctrl-C when C++ has begun a message and Python does not know of it yet.
+
+    Returns for each message whether it has its memory still, or needs none: a receive that ended.
+    """
+    begin, kept, ended = NativeMessages._begin, [], []
+    native = dist.group.WORLD.backends["cpu"]._comm.transport.messages.native
 
     def press(self, transfer, told):
         raise KeyboardInterrupt
@@ -228,10 +232,11 @@ def interrupt_start(rank):
                     call(memory.view(kind), 0)
                 except KeyboardInterrupt:
                     NativeMessages._begin = begin
+                ended.append(call is dist.irecv and native.number_of(memory) == 0)
                 del memory
     gc.collect()
     dist.barrier()
-    return [ref() is not None for ref in kept]
+    return [ref() is not None or over for ref, over in zip(kept, ended, strict=True)]
 
 
 def _press_when_blocked(pressed):
