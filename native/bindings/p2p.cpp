@@ -120,13 +120,17 @@ Told start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uin
                                std::move(ranks)));
 }
 
-Told wait(Messages& messages, uint64_t number, double timeout_s) {
+// The outcome goes into a list: one that is returned is lost if a signal handler raises just then.
+int wait(Messages& messages, uint64_t number, double timeout_s,
+         nb::typed<nb::list, Told> outcomes) {
   Outcome outcome;
   {
     nb::gil_scoped_release unlocked;
     outcome = messages.wait(number, nanoseconds(timeout_s));
   }
-  return told(outcome);
+  const Told its = told(outcome);
+  if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
+  return static_cast<int>(outcome.code);
 }
 
 uint64_t number_of(Messages& messages, nb::handle into) {
@@ -323,7 +327,8 @@ void bind_p2p(nb::module_& m) {
          nb::arg("info"), nb::arg("into"), nb::arg("among"))
     .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
          nb::call_guard<nb::gil_scoped_release>(), "Have serve() look after a receive.")
-    .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"))
+    .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
+         "Return a code; append the outcome of what has ended.")
     .def("cancel",
          [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
          nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())

@@ -251,7 +251,11 @@ class Messages:
     def watch(self, number: int) -> None:
         """Have serve() look after a receive."""
 
-    def wait(self, number: int, timeout_s: float) -> tuple[int, int, int, int, int]: ...
+    def wait(
+        self, number: int, timeout_s: float, outcomes: list[tuple[int, int, int, int, int]]
+    ) -> int:
+        """Return a code; append the outcome of what has ended."""
+
     def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
     def number_of(self, into: object) -> int:
         """The last receive into this memory; 0: none."""

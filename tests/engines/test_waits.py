@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.base.deadline import Deadline
 from unisono.base.native import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
+from unisono.transports import InprocTransport, Key
+from unisono.transports.api import Kind
+from unisono.transports.native import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -68,7 +72,7 @@ def test_what_ends_programs_ends_a_wait_although_a_callback_raised_it(pair):
     pair[1].set_stuck(stuck)
     number = pair[1].start_recv(0, CONTEXT, TAG, INFO, bytearray(8), [])[0]
     with pytest.raises(Ended):
-        pair[1].wait(number, 60.0)
+        pair[1].wait(number, 60.0, [])
     assert pair[1].cancel(number)[1] == extension.CANCELLED
 
 
@@ -83,7 +87,7 @@ def test_what_ends_programs_is_raised_after_a_wait_that_has_ended(pair):
     number = pair[1].start_recv(0, CONTEXT, TAG, INFO, box, [])[0]
 
     def wait():
-        pair[1].wait(number, 60.0)
+        pair[1].wait(number, 60.0, [])
         for _ in range(1_000_000):  # where the interpreter looks for signals
             pass
 
@@ -103,9 +107,35 @@ def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatc
     pair[1].set_stuck(stuck)
     box = bytearray(8)
     number = pair[1].start_recv(0, CONTEXT, TAG, INFO, box, [])[0]
-    assert pair[1].wait(number, 60.0)[1] == extension.OK
+    assert pair[1].wait(number, 60.0, []) == extension.OK
     assert box == data
     assert [str(each) for each in told] == ["spoilt"]
+
+
+def test_a_message_that_came_as_its_wait_was_interrupted_has_ended():
+    addresses, box = {}, bytearray(8)
+    world = [InprocTransport(rank, 2, addresses.__getitem__) for rank in range(2)]
+    addresses.update(enumerate(transport.address for transport in world))
+    everybody = [NativeMessages.make(transport) for transport in world]
+    for transport, messages in zip(world, everybody, strict=True):
+        messages.introduce([each.word for each in everybody], [True, True], crowded=True)
+        transport.use_messages(messages)
+
+    def stuck(ranks, sends):
+        world[0].send(1, Key(CONTEXT, Kind.P2P, TAG), memoryview(b"12345678"))
+        raise Ended
+
+    try:
+        everybody[1].native.set_stuck(stuck)
+        received = world[1].recv(0, Key(CONTEXT, Kind.P2P, TAG), memoryview(box))
+        with pytest.raises(Ended):
+            received.wait_until(Deadline(60.0))
+        assert received.wait_until(Deadline(0.0))
+        assert received.error is None
+        assert box == b"12345678"
+    finally:
+        for transport in world:
+            transport.close()
 
 
 def test_a_receive_that_was_interrupted_as_it_began_takes_no_message():

@@ -215,12 +215,16 @@ class NativeMessages:
     def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
-        told = self.native.wait(transfer.number, limit_s)
-        if told[1] == _engine.UNKNOWN:
+        outcomes: list[Told] = []
+        try:
+            code = self.native.wait(transfer.number, limit_s, outcomes)
+        finally:
+            # Also if Ctrl-C came with the end of the message, which nobody would tell again.
+            for told in outcomes:
+                self._end(told)
+        if code == _engine.UNKNOWN:
             # Somebody else waits for it, or the server is about to end it.
             return Transfer.wait_until(transfer, deadline)
-        if told[1] != _engine.TIMEOUT:
-            self._end(told)
         return transfer.done()
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
