@@ -5,6 +5,7 @@ python benchmarks/limits.py memory [--ranks 8]
 python benchmarks/limits.py groups
 python benchmarks/limits.py wait
 python benchmarks/limits.py large
+python benchmarks/limits.py sizes [--ranks 2]
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import argparse
 import ctypes
 import functools
 import gc
+import importlib
+import importlib.util
 import mmap
 import multiprocessing
 import os
@@ -22,6 +25,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +214,38 @@ def large(rank: int, nbytes: int) -> float:
     return time.monotonic() - begin
 
 
+def sizes(rank: int, count: int, folder: str) -> dict[str, float]:
+    """Return microseconds per all_reduce, the median: of one size, of sizes never used before.
+
+    Gloo's, if torch is there, takes turns with ours.
+    """
+    x = np.ones(1 << 19, np.float32)
+    calls: dict[str, Callable[[int], object]] = {"unisono": lambda n: dist.all_reduce(x[:n])}
+    if importlib.util.find_spec("torch"):
+        torch: Any = importlib.import_module("torch")
+        gloo: Any = importlib.import_module("torch.distributed")
+        store = gloo.FileStore(f"{folder}/gloo", count)
+        gloo.init_process_group("gloo", store=store, rank=rank, world_size=count)
+        y = torch.from_numpy(x.copy())
+        calls["Gloo"] = lambda n: gloo.all_reduce(y[:n])
+    found: dict[str, list[float]] = {}
+    for turn in range(300):
+        for first in (1000, 300_000):
+            for size, what in ((first, "again"), (first + 1 + turn, "new")):
+                for library, call in calls.items():
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    call(size)
+                    took_us = (time.perf_counter() - begin) * 1e6
+                    name = f"{4 * first} B, {what}, {library}"
+                    found.setdefault(name, []).append(took_us)
+    return {name: statistics.median(took_us) for name, took_us in found.items()}
+
+
 def main() -> None:
     """Run one measurement."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["start", "memory", "groups", "wait", "large"])
+    parser.add_argument("what", choices=["start", "memory", "groups", "wait", "large", "sizes"])
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--on", choices=["threads", "processes"], default="processes")
     asked = parser.parse_args()
@@ -235,6 +267,12 @@ def main() -> None:
         for call, (share, woken_us) in found.items():
             woken = f"{statistics.median(woken_us):.0f} us ({min(woken_us):.0f} at best)"
             print(f"{call}: {100 * share:.2f} % of a core, woken after {woken}")
+    elif asked.what == "sizes":
+        count = asked.ranks or 2
+        with tempfile.TemporaryDirectory() as folder:
+            found = run(sizes, count, ranks="processes", args=(count, folder), timeout=120)[0]
+        for name, took_us in found.items():
+            print(f"{name}: {took_us:.1f} us")
     else:
         print(f"{max(run(large, 2, ranks=asked.on, args=(5 << 30,), timeout=600)):.1f} s")
 
