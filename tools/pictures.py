@@ -142,7 +142,8 @@ def speed(result: dict[str, Any]) -> str:
         rows = [row for row in result["rows"] if row["op"] == op]
         parts += panel(op, rows, gap + index * (wide + gap), 52, wide, high)
     host = result["machine"]
-    title = f"time per call, {result['plan']['nprocs']} ranks on one host: lower is better"
+    ranks = f"{result['plan']['nprocs']} ranks on one host"
+    title = f"time per call in the fastest rounds, {ranks}: lower is better"
     parts.append(label(gap, 20, title, 14, weight="bold"))
     parts.append(label(gap, 288, f"{host['cpu']}, {host['cores']} cores; float32", 10))
     for index, (name, colour, _) in enumerate(LIBRARIES.values()):

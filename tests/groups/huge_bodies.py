@@ -1,5 +1,6 @@
 """Large moves of arrays in huge pages, if the system has any."""
 
+import contextlib
 import mmap
 
 import numpy as np
@@ -93,8 +94,12 @@ def messages(rank, size):
 def in_huge_pages(size):
     """Return an array of numbers in huge pages."""
     huge_bytes = 2 << 20
-    memory = mmap.mmap(-1, 8 * size + huge_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    # Shared memory, which is what Python maps unasked, has huge pages by other rules.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 8 * size + huge_bytes, flags=private)
+    # The kernel may know none.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
     numbers = np.frombuffer(memory, np.int64)
     gap = -numbers.ctypes.data % huge_bytes // 8
     return numbers[gap : gap + size]

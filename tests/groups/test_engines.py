@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.base import config
+from unisono.base import config, log
 from unisono.engines import is_native_built, native
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
@@ -185,7 +185,7 @@ def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
             return getattr(real, name)
 
     monkeypatch.setattr(native, "_engine", Engine())
-    native._warn_once.cache_clear()
+    monkeypatch.setattr(log, "_said", set())
     for first, last, shown in run(sum_and_engine, 3, engine="native"):
         assert (first, last) == (6.0, 6.0)
         assert "engine=native over=messages" in shown

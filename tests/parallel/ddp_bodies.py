@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
+import warnings
 from datetime import timedelta
 
 import torch
@@ -485,6 +487,20 @@ def frozen_for_a_while(rank):
     return came, [float(p.grad) for p in module.parameters()]
 
 
+_compiler = threading.Lock()
+
+
+def scripted(rank):
+    """A module compiled by TorchScript inside another; the gradient of its weight."""
+    # Ranks may be threads; neither the filters of warnings nor the compiler is made for several.
+    with _compiler, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inner = torch.jit.script(torch.nn.Linear(1, 1, bias=False))
+    model = DistributedDataParallel(torch.nn.Sequential(inner))
+    model(torch.tensor([1.0 + rank])).backward()
+    return float(inner.weight.grad)
+
+
 def _fail(gradient):
     raise ArithmeticError("no gradient")
 
@@ -522,6 +538,7 @@ def everything(rank):
             moments,
             refused,
             frozen_for_a_while,
+            scripted,
             hook_in_backward,
         )
     }

@@ -160,6 +160,11 @@ def test_a_frozen_module_passes_gradients_on(results):
     assert found == [([7.0, [None, None]], [(p + 1) / 2] * 2)] * p
 
 
+def test_a_scripted_module_is_averaged(results):
+    p = len(results["scripted"])
+    assert results["scripted"] == [(p + 1) / 2] * p
+
+
 def test_a_hook_in_backward_is_refused(results):
     assert all("during a backward pass" in told for told in results["hook_in_backward"])
 

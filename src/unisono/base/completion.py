@@ -56,16 +56,20 @@ class Completion:
 
     What ends in C++ has a source: nobody is woken there to finish the completion, unless a callback
     waits for that. Whoever asks looks at the source.
+
+    Args:
+        any_process: A child of a fork may end its copy. What a thread of the parent would end
+            never ends there.
     """
 
     __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
 
-    def __init__(self) -> None:
+    def __init__(self, *, any_process: bool = False) -> None:
         self._lock = threading.Lock()
         self._gate = threading.Lock()
         self._gate.acquire()
         self._done = False
-        self._forks = _forks
+        self._forks = None if any_process else _forks
         self._callbacks: list[Callable[[Any], object]] = []
         self._source: Source | None = None
         self.error: BaseException | None = None
@@ -108,7 +112,7 @@ class Completion:
             source = self._source
             if source is not None and not source.wait(deadline):
                 return self._done
-            if self._forks != _forks:
+            if self._forks not in (None, _forks):
                 raise ClosedError(
                     "what the parent of this fork has begun can be waited for there only"
                 )

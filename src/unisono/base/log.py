@@ -10,11 +10,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 
 from unisono.base import config
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["get_logger"]
+__all__ = ["get_logger", "log_once"]
+
+_said: set[tuple[object, ...]] = set()
+_saying = threading.Lock()
 
 
 class _LastResort(logging.Handler):
@@ -50,3 +54,13 @@ _ROOT = _make_root()
 def get_logger(name: str) -> logging.Logger:
     """Return the logger "unisono.<name>"."""
     return _ROOT.getChild(name)
+
+
+def log_once(log: logging.Logger, level: int, text: str, *arguments: object) -> None:
+    """Log what has not been logged before, also if several threads come to it at once."""
+    line = (log.name, level, text, *arguments)
+    with _saying:
+        if line in _said:
+            return
+        _said.add(line)
+    log.log(level, text, *arguments)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 from collections.abc import Sequence
 
 from unisono.base import config
 from unisono.base.host import usable_cores
-from unisono.base.log import get_logger
+from unisono.base.log import get_logger, log_once
 from unisono.base.native import why_absent
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.info import engine_info
@@ -18,6 +18,8 @@ from unisono.errors import InvalidArgumentError, UnsupportedError
 __all__ = ["make_engine"]
 
 _log = get_logger("engines")
+
+_SLOW = "collectives run on the reference engine, in Python, which is slow: %s"
 
 
 def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
@@ -38,7 +40,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     words = [comm.transport.hosts[rank] for rank in comm.ranks]
     if all(words) and (len(set(words)) == 1 or _reach_each_other(comm, words)):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
-        _say_once()
+        log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
     if not is_native_built():
         why = why_absent
@@ -49,7 +51,7 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
             f"group '{comm.name}' on rank {comm.transport.rank} cannot use the native engine: {why}"
         )
     if comm.transport.rank == 0:
-        _warn_once(why)
+        log_once(_log, logging.WARNING, _SLOW, why)
     return ReferenceEngine(comm)
 
 
@@ -58,13 +60,3 @@ def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
     messages = comm.transport.messages
     versions = {word.partition("/")[0] for word in words}
     return messages is not None and messages.reaches_all and len(versions) == 1
-
-
-@functools.cache
-def _warn_once(why: str) -> None:
-    _log.warning("collectives run on the reference engine, in Python, which is slow: %s", why)
-
-
-@functools.cache
-def _say_once() -> None:
-    _log.info("collectives run on the %s", engine_info())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import logging
 import os
 import struct
 import threading
@@ -29,7 +30,7 @@ import numpy as np
 from unisono.base import config
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
-from unisono.base.log import get_logger
+from unisono.base.log import get_logger, log_once
 from unisono.base.native import extension as _engine
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
@@ -54,6 +55,11 @@ from unisono.transports.api import Failure, Question, Status
 __all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
 
 _log = get_logger("engines.native")
+
+_APART = (
+    "cannot share memory with another rank of this host (%s): groups with both use messages, "
+    "which are slower"
+)
 
 Array = np.ndarray[Any, Any]
 
@@ -115,15 +121,6 @@ def host_word() -> str:
         return ""
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
     return f"{_engine.ABI}/{boot}/{container}{alone}"
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    _log.warning(
-        "cannot share memory with another rank of this host (%s): groups with both use messages, "
-        "which are slower",
-        reason,
-    )
 
 
 class _Repeated(NamedTuple):
@@ -490,7 +487,8 @@ class NativeEngine(QueueEngine):
         if error == 0:
             error, segment = _engine.Segment.attach(pid, fd, nonce)
         if error:
-            _warn_once("it is not the same" if error == errno.EXDEV else os.strerror(error))
+            reason = "it is not the same" if error == errno.EXDEV else os.strerror(error)
+            log_once(_log, logging.WARNING, _APART, reason)
         run.send(0, memoryview(bytes([error == 0])))
         verdict = bytearray(1)
         run.wait(run.recv(0, memoryview(verdict)))

@@ -33,7 +33,7 @@ class Future:
 
     def __init__(self, calls: Sequence[Pending] = (), what: str = "") -> None:
         self._what = what
-        self._completion = Completion()
+        self._completion = Completion(any_process=not calls)
         self._value: Any = None
         self._calls = tuple(calls)
         # Taken by the one who sets it, never released.

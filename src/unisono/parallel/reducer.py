@@ -40,14 +40,16 @@ _ALONE_BYTES = 4 * 1024 * 1024
 
 _PARAMETERS = operator.attrgetter("_parameters")
 _MODULES = operator.attrgetter("_modules")
+# Those of scripted modules are no dicts.
+_VALUES = operator.methodcaller("values")
 _KIND = operator.attrgetter("requires_grad", "dtype", "shape")
 
 
 def _held(modules: Sequence[Any]) -> list[Any]:
     """Return the modules and parameters in modules, and the kinds of these."""
     values = itertools.chain.from_iterable
-    inner = values(map(dict.values, map(_MODULES, modules)))
-    parameters = list(values(map(dict.values, map(_PARAMETERS, modules))))
+    inner = values(map(_VALUES, map(_MODULES, modules)))
+    parameters = list(values(map(_VALUES, map(_PARAMETERS, modules))))
     return [*inner, *parameters, [_KIND(p) for p in parameters if p is not None]]
 
 
