@@ -133,10 +133,10 @@ int wait(Messages& messages, uint64_t number, double timeout_s,
   return static_cast<int>(outcome.code);
 }
 
-uint64_t number_of(Messages& messages, nb::handle into) {
+uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
   const Bytes bytes(into, PyBUF_SIMPLE);
   nb::gil_scoped_release unlocked;
-  return messages.number_of(bytes.data());
+  return messages.number_of(bytes.data(), after);
 }
 
 std::pair<std::vector<Told>, std::vector<int>> serve(Messages& messages) {
@@ -332,7 +332,9 @@ void bind_p2p(nb::module_& m) {
     .def("cancel",
          [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
          nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
-    .def("number_of", &number_of, nb::arg("into"), "The last receive into this memory; 0: none.")
+    .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
+         "The last receive into this memory after that number; 0: none.")
+    .def("last_number", &Messages::last_number, "Of all that were started.")
     .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))

@@ -100,7 +100,7 @@ Status Group::run_loops(const Program& program, Words words) {
     repeats_ = loop.repeats;
     for (int64_t k = 0; k < (direct_ ? 1 : loop.repeats); ++k) {
       // A short call has no deadline yet.
-      if (deadline_ns_ != 0) tell_core();
+      if (deadline_ns_ != 0) tell_core(segment_->line(rank_).core);
       Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
       if (!status.is_ok()) return status;
       words.fingerprint = 0;
@@ -299,16 +299,8 @@ void Group::rouse() {
 
 // Whether a peer cannot be running now, because this rank does on the same core; a guess.
 bool Group::is_on_this_core(int peer) {
-  const uint32_t core = tell_core();
+  const uint32_t core = tell_core(segment_->line(rank_).core);
   return core != 0 && segment_->line(peer).core.load(std::memory_order_relaxed) == core;
-}
-
-uint32_t Group::tell_core() {
-  const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
-  std::atomic<uint32_t>& told = segment_->line(rank_).core;
-  // Others look at this line all the time: each store takes it from them.
-  if (told.load(std::memory_order_relaxed) != core) told.store(core, std::memory_order_relaxed);
-  return core;
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {

@@ -87,7 +87,6 @@ class Group final : public Runner {
     return segment_->line(peer).flag.load(std::memory_order_acquire) >= value;
   }
   bool is_on_this_core(int peer);
-  uint32_t tell_core();
   Status wait_for(int peer, uint64_t value, int step);
   bool look(int peer, uint64_t value);
   Status wait_slowly(int peer, uint64_t value, int step);

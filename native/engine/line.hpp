@@ -14,6 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include <sched.h>
+
 namespace unisono {
 
 // Stages per epoch: a stage is one publication. A ring of 1,000 ranks needs 1,998.
@@ -72,5 +74,13 @@ struct alignas(kLineBytes) Header {
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(sizeof(Line) == 2 * kLineBytes && sizeof(Header) == kLineBytes, "layout");
+
+// Say on which core this thread runs, as one more than its number; 0: not known.
+inline uint32_t tell_core(std::atomic<uint32_t>& told) {
+  const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
+  // Others look at this line all the time: each store takes it from them.
+  if (told.load(std::memory_order_relaxed) != core) told.store(core, std::memory_order_relaxed);
+  return core;
+}
 
 }  // namespace unisono

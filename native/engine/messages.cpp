@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "clock.hpp"
+#include "finally.hpp"
 #include "futex.hpp"
 
 namespace unisono {
@@ -81,6 +82,7 @@ Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64
   op.data = const_cast<char*>(data);  // only read
   op.is_send = true;
   Lock lock(lock_);
+  const Finally ended([&] { forsake(op); });
   begin_send(op);
   if (!op.done) await(op, timeout_ns, lock);
   settle();
@@ -95,6 +97,7 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
   op.data = data;
   op.among = std::move(among);
   Lock lock(lock_);
+  const Finally ended([&] { forsake(op); });
   begin_recv(op);
   if (!op.done) await(op, timeout_ns, lock);
   settle();
@@ -110,8 +113,7 @@ Outcome Messages::start_send(int to, const Envelope& envelope, const char* data)
   op.peer = to;
   op.data = const_cast<char*>(data);  // only read
   op.is_send = true;
-  begin_send(op);
-  const Outcome outcome = started(op);
+  const Outcome outcome = start(op);
   tell_of_wires(lock);
   return outcome;
 }
@@ -124,22 +126,31 @@ Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ran
   op.data = data;
   op.quiet = true;
   op.among = std::move(among);
-  begin_recv(op);
-  return started(op);
+  return start(op);
 }
 
 // Keep an operation that is about to begin: once it has, there must be memory for that.
 Op& Messages::admit(std::unique_ptr<Op> op) {
   ended_.reserve(open_.size() + 1);
-  return *(open_[last_number_ + 1] = std::move(op));
+  return *(open_[last_number() + 1] = std::move(op));
 }
 
-Outcome Messages::started(Op& op) {
-  Outcome outcome = outcome_of(op);
+Outcome Messages::start(Op& op) {
+  const uint64_t number = last_number() + 1;
+  Outcome outcome;
+  try {
+    op.is_send ? begin_send(op) : begin_recv(op);
+    outcome = outcome_of(op);
+  } catch (...) {
+    forsake(op);
+    open_.erase(number);
+    throw;
+  }
   if (op.done) {
-    open_.erase(last_number_ + 1);
+    open_.erase(number);
   } else {
-    outcome.number = op.number = ++last_number_;
+    last_number_.store(number, std::memory_order_relaxed);
+    outcome.number = op.number = number;
     if (!op.quiet) ++watched_;
     hand_over();
   }
@@ -147,11 +158,16 @@ Outcome Messages::started(Op& op) {
   return outcome;
 }
 
-uint64_t Messages::number_of(const char* data) {
+// See to it that nothing refers to an operation whose caller gets an exception instead of its end.
+void Messages::forsake(Op& op) {
+  if (!op.done) withdraw(op, Code::no_memory);
+}
+
+uint64_t Messages::number_of(const char* data, uint64_t after) {
   const Lock lock(lock_);
   uint64_t found = 0;
   for (const auto& [number, op] : open_) {
-    if (!op->is_send && op->data == data) found = std::max(found, number);
+    if (!op->is_send && op->data == data && number > after) found = std::max(found, number);
   }
   return found;
 }
@@ -359,24 +375,6 @@ void Messages::end_peer(int rank, Code code) {
   queued_sends_ -= static_cast<int>(gone.sends.size());
   leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
   gone.sends.clear();
-}
-
-void Messages::fail_context(uint64_t context) {
-  const Lock lock(lock_);
-  failed_.push_back(context);
-  drop_messages([&](const Envelope& each) { return each.context == context; });
-  end_all([&](Op& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
-}
-
-// What was sent in it goes on: it may be the last words before leaving.
-void Messages::forget_context(uint64_t context) {
-  const Lock lock(lock_);
-  failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
-  forgotten_.erase(context);
-  drop_messages([&](const Envelope& each) { return each.context == context; });
-  end_all([&](Op& op) {
-    return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
-  });
 }
 
 std::vector<int> Messages::close(int64_t timeout_ns) {

@@ -6,7 +6,8 @@
 // or while taking the interpreter lock.
 //
 // A rank that waits takes in all that arrives, so that two ranks that both send first come to
-// their receives. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
+// their receives; loans, and large messages of programs, only once it is about to sleep, or has waited for
+// long: their receives are mostly posted by then. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
 // the ring or wire, and their sender waits.
 //
 // Wires are made by Python, when the first message wants one, or the first large one several. Python
@@ -102,8 +103,10 @@ class Messages {
   // End one that was started, with code `cancelled` unless it has ended already.
   Outcome cancel(uint64_t number);
 
-  // The receive into this memory that was started last; 0: none.
-  uint64_t number_of(const char* data);
+  // The receive into this memory that was started last, if its number is above `after`; 0: none.
+  uint64_t number_of(const char* data, uint64_t after = 0);
+  // Of all that were started.
+  uint64_t last_number() const { return last_number_.load(std::memory_order_relaxed); }
 
   // Make progress until operations that were started have ended, and return their outcomes; nothing
   // after `close`. `stuck` gets the ranks that do not make room.
@@ -246,7 +249,8 @@ class Messages {
   void drop_kept(Peer& from);
   void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
   Op& admit(std::unique_ptr<Op> op);
-  Outcome started(Op& op);
+  Outcome start(Op& op);
+  void forsake(Op& op);
   std::unique_ptr<Op> copy_of(const Op& op) const;
   Outcome taken(uint64_t number);
 
@@ -290,7 +294,7 @@ class Messages {
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
   std::unordered_map<uint64_t, std::unique_ptr<Op>> open_;
   size_t watched_ = 0;  // those of open_ that are not quiet
-  uint64_t last_number_ = 0;
+  std::atomic<uint64_t> last_number_{0};  // written under the lock
   std::vector<uint64_t> ended_;  // of open_, to be told by serve()
   int waiters_ = 0;
   bool server_sleeps_ = false;

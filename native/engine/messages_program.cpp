@@ -57,6 +57,24 @@ void Messages::forget_tags(uint64_t context, int64_t oldest) {
   drop_messages([&](const Envelope& each) { return is_unwanted(each); });
 }
 
+void Messages::fail_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.push_back(context);
+  drop_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Op& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
+}
+
+// What was sent in it goes on: it may be the last words before leaving.
+void Messages::forget_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
+  forgotten_.erase(context);
+  drop_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Op& op) {
+    return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
+  });
+}
+
 // Drop what has come of the frame that is coming in, if it is kept.
 void Messages::drop_kept(Peer& from) {
   auto& arrivals = matching_.arrivals();

@@ -1,5 +1,6 @@
 // Moving bytes between rings, receives and kept messages. All of this runs under the lock.
 #include <algorithm>
+#include <new>
 
 #include "futex.hpp"
 #include "kernels.hpp"
@@ -43,13 +44,18 @@ bool Messages::push_all() {
   return moved;
 }
 
-// Open a rank's inbox, once.
+// Open a rank's inbox, once; false: it cannot be opened, or not now for want of memory.
 bool Messages::attach(int rank) {
   Peer& to = peer(rank);
   if (to.outbox != nullptr) return true;
   const Address& address = addresses_[static_cast<size_t>(rank)];
   if (to.unreachable || address.pid == 0) return false;
-  auto outbox = std::make_unique<Outbox>();
+  std::unique_ptr<Outbox> outbox;
+  try {
+    outbox = std::make_unique<Outbox>();
+  } catch (const std::bad_alloc&) {
+    return false;  // whoever reads on behalf of others cannot leave off halfway
+  }
   if (outbox->attach(address.pid, address.fd, address.nonce, rank_, ring_bytes_) != 0) {
     to.unreachable = true;
     return false;
@@ -219,8 +225,8 @@ bool Messages::push_some(Peer& to, Op& op) {
       ring.words->joined.store(1, std::memory_order_release);
       to.outbox->head().joined.fetch_add(1, std::memory_order_release);
     }
-    op.started = true;
     op.on_loan = should_lend(to, op);
+    op.started = true;
     const FrameKind kind = op.on_loan ? kOnLoan : kWhole;
     const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kind};
     if (op.on_loan) {

@@ -1,9 +1,11 @@
 // Waiting for sends and receives, and who makes progress meanwhile.
 #include <algorithm>
+#include <utility>
 
 #include <sched.h>
 
 #include "clock.hpp"
+#include "finally.hpp"
 #include "futex.hpp"
 #include "messages.hpp"
 
@@ -55,6 +57,10 @@ bool Messages::is_over(const Op* op) const {
 // Make progress until `op` is done, or nothing is left to send if it is nullptr.
 Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
   ++waiters_;
+  const Finally ended([&] {
+    if (!lock.owns_lock()) lock.lock();
+    --waiters_;
+  });
   attends_ = false;
   if (server_sleeps_) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
   if (server_polls_) bells().polls.store(0, std::memory_order_relaxed);
@@ -69,7 +75,6 @@ Code Messages::wait_for(const Op* op, int64_t timeout_ns, Lock& lock) {
     reason = wait_slowly(op, timeout_ns, core);
     lock.lock();
   }
-  --waiters_;
   if (!wired_.empty()) last_wait_ns_ = now_ns();
   patience_ns_ = came_soon ? kSpinNs : patience_ns_ / 2;
   return reason;
@@ -107,18 +112,18 @@ const Messages::Core* Messages::core_of(const Op* op) {
 
 // Whether that cannot be running now, because this thread does on the same core; a guess.
 bool Messages::is_on_this_core(const Core* core) {
-  const auto here = static_cast<uint32_t>(sched_getcpu() + 1);
-  inbox_.head().core.store(here, std::memory_order_relaxed);
+  const uint32_t here = tell_core(inbox_.head().core);
   return core != nullptr && here != 0 && core->load(std::memory_order_relaxed) == here;
 }
 
 Code Messages::wait_slowly(const Op* op, int64_t timeout_ns, const Core* core) {
   bool polls = false;
-  const Code reason = sleep_until_over(op, timeout_ns, core, &polls);
-  const Lock lock(lock_);
-  is_impatient_ = takes_loans_ = false;
-  if (polls) end_polling();
-  return reason;
+  const Finally ended([&] {
+    const Lock lock(lock_);
+    is_impatient_ = takes_loans_ = false;
+    if (polls) end_polling();
+  });
+  return sleep_until_over(op, timeout_ns, core, &polls);
 }
 
 // `polls` says whether this thread has become the one that sleeps on wires.
@@ -128,6 +133,11 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, const Core* co
   int64_t tell_ns = look_ns;
   while (true) {
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
+    bool is_counted = true;
+    const auto awake = [&] {
+      if (std::exchange(is_counted, false)) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+    };
+    const Finally ended(awake);
     const uint64_t seen = bells().waiters.load(std::memory_order_seq_cst);
     bool goes_on = false;
     {
@@ -143,7 +153,7 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, const Core* co
       tell_of_wires(lock);
       *polls ? watch_wires() : repoll();
     }
-    if (*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (*polls) awake();
     const int64_t limit_ns = std::min(deadline_ns - now_ns(), kSliceNs);
     if (!is_over(op) && limit_ns > 0 && !goes_on) {
       if (*polls) {
@@ -153,7 +163,7 @@ Code Messages::sleep_until_over(const Op* op, int64_t timeout_ns, const Core* co
         goes_on = futex_wait(bells().waiters, seen, limit_ns) && !is_crowded_;
       }
     }
-    if (!*polls) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+    awake();
     Lock kept(lock_, std::defer_lock);
     if (is_over(op) || (goes_on && spin(op, INT64_MAX, core, kept))) return Code::ok;
     const int64_t now = now_ns();
@@ -190,9 +200,12 @@ Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
   const auto found = open_.find(number);
   if (found == open_.end() || found->second->awaited) return {number, Code::unknown};
   Op& op = *found->second;
-  op.awaited = true;
-  const Code reason = op.done ? Code::ok : wait_for(&op, timeout_ns, lock);
-  op.awaited = false;
+  Code reason = Code::ok;
+  {
+    op.awaited = true;
+    const Finally ended([&] { op.awaited = false; });
+    if (!op.done) reason = wait_for(&op, timeout_ns, lock);
+  }
   // A signal ends the wait, not the message, though that may have come just then.
   const bool is_taken = op.done && reason != Code::interrupted;
   if (op.done && !is_taken) {

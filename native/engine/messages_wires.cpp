@@ -1,5 +1,6 @@
 // Messages over wires: moving bytes, the end of a wire, and sleeping until one has something.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "clock.hpp"
@@ -29,9 +30,11 @@ constexpr int64_t kLostNs = 300'000'000;
 // Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
 bool Messages::find_way(int rank, uint64_t nbytes) {
   Peer& to = peer(rank);
-  const int channels = addresses_[static_cast<size_t>(rank)].channels;
+  const Address& address = addresses_[static_cast<size_t>(rank)];
+  const int channels = address.channels;
   const int wanted = nbytes < kPartedBytes ? 1 : std::max(channels, 1);
   if (to.asked_wires >= wanted || attach(rank)) return true;
+  if (address.pid != 0 && !to.unreachable) throw std::bad_alloc();
   if (channels == 0) return false;
   for (; to.asked_wires < wanted; ++to.asked_wires) {
     wire_news_.push_back({rank, to.asked_wires, false});

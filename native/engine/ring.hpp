@@ -6,7 +6,8 @@
 //
 // A sender maps the head and its own ring. Pages that nobody touches take no memory, so a rank pays
 // for those that write to it. In a ring, frames follow one another: a FrameHead, the payload,
-// and padding up to the next multiple of kFrameAlign.
+// and padding up to the next multiple of kFrameAlign. A frame on loan is a FrameHead, a Loan and
+// padding; the payload follows only if its receiver has refused the loan.
 #pragma once
 
 #include <atomic>

@@ -103,12 +103,65 @@ void test_a_rest_that_cannot_be_kept() {
   assert(world[0].send(1, envelope(3, 8), out.data(), kMinute).code == Code::lost);
 }
 
+// A receive that needs memory to wake its sender: the message goes where it should, and nowhere else.
+void test_a_receive_into_memory_that_is_gone() {
+  const auto receive = [](World& world, int grant) {
+    std::vector<char> in(kBytes);
+    granted = grant;
+    try {
+      const Outcome got = world[1].recv(0, envelope(1, kBytes), in.data(), nullptr, kMoment);
+      granted = -1;
+      assert(got.code == Code::timeout || (got.code == Code::ok && in == pattern(kBytes, 1)));
+    } catch (const std::bad_alloc&) {
+      granted = -1;
+    }
+  };
+  for (int grant = 0; grant < 8; ++grant) {
+    World world(2);
+    const std::vector<char> out = pattern(kBytes, 1);
+    const uint64_t number = world[0].start_send(1, envelope(1, kBytes), out.data()).number;
+    world[0].wait(number, 0);  // it wants room
+    receive(world, grant);
+    std::vector<char> in(8);
+    std::thread sender([&] {
+      world[0].wait(number, kMoment);
+      world[0].cancel(number);
+      assert(world[0].send(1, envelope(2, 8), out.data(), kMinute).code == Code::ok);
+    });
+    assert(world[1].recv(0, envelope(2, 8), in.data(), nullptr, kMinute).code == Code::ok);
+    sender.join();
+    assert(std::equal(in.begin(), in.end(), out.begin()));
+  }
+}
+
+// A receive that could not begin is not there.
+void test_a_receive_that_could_not_begin() {
+  World world(2);
+  const std::vector<char> out = pattern(kBytes, 1);
+  std::vector<char> in(kBytes);
+  for (int grant = 0; grant < 4; ++grant) {
+    uint64_t number = 0;
+    granted = grant;
+    try {
+      number = world[1].start_recv(0, envelope(1, kBytes), in.data(), nullptr).number;
+    } catch (const std::bad_alloc&) {
+    }
+    granted = -1;
+    assert(world[1].number_of(in.data()) == number);
+    assert(world[1].number_of(in.data(), world[1].last_number()) == 0);
+    if (number != 0) assert(world[1].cancel(number).code == Code::cancelled);
+  }
+  exchange(world, 2);
+}
+
 }  // namespace
 
 int main() {
   test_beginnings();
   test_a_message_that_cannot_be_kept();
   test_a_rest_that_cannot_be_kept();
+  test_a_receive_into_memory_that_is_gone();
+  test_a_receive_that_could_not_begin();
   std::puts("ok");
   return 0;
 }

@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 4
+ABI: int = 5
 
 BUILD: str = "gcc 12.2.0"
 
@@ -257,8 +257,11 @@ class Messages:
         """Return a code; append the outcome of what has ended."""
 
     def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
-    def number_of(self, into: object) -> int:
-        """The last receive into this memory; 0: none."""
+    def number_of(self, into: object, after: int = 0) -> int:
+        """The last receive into this memory after that number; 0: none."""
+
+    def last_number(self) -> int:
+        """Of all that were started."""
 
     def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
         """Return (outcomes, ranks that make no room); nothing after close()."""

@@ -162,5 +162,57 @@ def test_a_receive_that_was_interrupted_as_it_began_takes_no_message():
     run(body, 2, ranks="threads")
 
 
+class Interrupted:
+    """A port whose receives are interrupted: once they have begun, or before (None)."""
+
+    def __init__(self, port):
+        self.port = port
+
+    def start_recv(self, *args):
+        if self.port is not None:
+            self.port.start_recv(*args)
+        raise Ended
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [np.zeros(6)[::2], np.zeros(3, "O"), "not an array"],
+    ids=["every second", "objects", "no memory"],
+)
+def test_the_interrupt_is_told_whatever_the_receive_was_called_with(memory):
+    def body(rank):
+        port = dist.group.WORLD.plain_port
+        real, port._native = port._native, Interrupted(port._native)
+        with pytest.raises(Ended):
+            port.irecv(memory, 1 - rank, 0, memory, 1.0)
+        port._native = real
+        assert not port._messages._held
+
+    run(body, 2, ranks="threads")
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(count):
+    def body(rank):
+        if rank == 0:
+            dist.recv(np.zeros(1), 1)
+            dist.send(np.full(count, 7.0), 1, tag=1)
+            return
+        port = dist.group.WORLD.plain_port
+        memory = np.zeros(8)
+        first = dist.irecv(memory[:count], 0, tag=1)
+        real = port._native
+        for begun in (None, real):
+            port._native = Interrupted(begun)
+            with pytest.raises(Ended):
+                dist.irecv(memory, 0, tag=2)
+        port._native = real
+        dist.send(np.zeros(1), 0)
+        first.wait()
+        assert (memory[:count] == 7).all()
+
+    run(body, 2, ranks="threads")
+
+
 def _raise(*_):
     raise Ended

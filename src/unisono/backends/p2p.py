@@ -214,6 +214,7 @@ class Port:
     ) -> Pending | None:
         """Start receiving; None: not of the plain kind. Arguments as for `isend`."""
         self._messages.hold(array)
+        before = self._messages.native.last_number()
         try:
             told = self._native.start_recv(array, peer, tag)
             if told is None:
@@ -224,7 +225,7 @@ class Port:
             message.follow(self._messages.begun(peer, self._comm.context, told, self._among))
             return message
         except BaseException:
-            self._messages.abandon(array)
+            self._messages.abandon(array, before)
             raise
         finally:
             self._messages.release(array)

@@ -195,11 +195,12 @@ class NativeMessages:
         source, sources = (-1, list(among)) if peer is None else (peer, [])
         tag = tag_of(key.kind, key.tag)
         self.hold(transfer)
+        before = self.native.last_number()
         try:
             told = self.native.start_recv(source, key.context, tag, info, into, sources)
             self._begin(transfer, told)
         except BaseException:
-            self.abandon(into)
+            self.abandon(into, before)
             raise
         finally:
             self.release(transfer)
@@ -272,9 +273,18 @@ class NativeMessages:
         """Undo one `hold`: somebody else keeps it now."""
         self._held.pop(id(owner), None)
 
-    def abandon(self, into: Any) -> None:
-        """End the receive into this memory that Ctrl-C interrupted as it began, if there is one."""
-        if number := self.native.number_of(into):
+    def abandon(self, into: Any, before: int) -> None:
+        """End the receive into this memory that Ctrl-C interrupted as it began, if there is one.
+
+        Args:
+            into: What it was called with.
+            before: The last number before that call.
+        """
+        try:
+            number = self.native.number_of(into, before)
+        except (TypeError, ValueError, BufferError):
+            return  # C++ takes no such memory
+        if number:
             told = self.native.cancel(number)
             if (transfer := self._forget(number)) is not None:
                 self._finish(transfer, told)

@@ -1,0 +1,18 @@
+// What is done at the end of a scope, however that ends.
+#pragma once
+
+namespace unisono {
+
+template <class End>
+class [[nodiscard]] Finally {
+ public:
+  explicit Finally(End end) : end_(end) {}
+  ~Finally() { end_(); }
+  Finally(const Finally&) = delete;
+  Finally& operator=(const Finally&) = delete;
+
+ private:
+  End end_;
+};
+
+}  // namespace unisono
