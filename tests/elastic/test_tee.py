@@ -226,11 +226,32 @@ def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
     with pipe() as (source, writer):
         tee.add(source, sink)
         writer.write(b"one line\n")
-    tee.close(0.1)
+    assert not tee.close(0.1)
     assert "output is lost: nobody took it for " in caplog.text
     sink.going_on.set()
-    tee.close(LIMIT_S)
+    assert tee.close(LIMIT_S)
     assert sink.getvalue() == b"one line\n"
+
+
+@pytest.mark.parametrize(("timeout_s", "canceled"), [(0.1, False), (60.0, True)])
+def test_source_that_never_runs_dry_is_left_with_a_warning(
+    monkeypatch, caplog, timeout_s, canceled
+):
+    monkeypatch.setattr(unisono.elastic.tee, "_STOP_S", LIMIT_S)
+
+    class Refilling(Sink):
+        def write(self, data):
+            writer.write(data)
+
+    tee = Tee()
+    with pipe() as (source, writer):
+        stream = tee.add(source, Refilling())
+        writer.write(b"one line\n")
+        assert tee.close(timeout_s, lambda: canceled)
+        assert stream.ended.is_set()
+    (record,) = caplog.records
+    assert "output is lost: after " in record.message
+    assert record.message.endswith("there was still more")
 
 
 class Full(io.BytesIO):

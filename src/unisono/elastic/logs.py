@@ -214,8 +214,9 @@ class Output:
 
     def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
         """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
-        self._tee.close(timeout_s, canceled)
-        for console in self._consoles.values():
+        free = self._tee.close(timeout_s, canceled)
+        # One that still waits for its reader would keep this thread waiting as well.
+        for console in self._consoles.values() if free else ():
             with contextlib.suppress(OSError, ValueError):
                 console.close()
         for file in self._files.values():

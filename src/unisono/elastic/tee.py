@@ -31,6 +31,7 @@ _READ_BYTES = 64 * 1024
 _TAIL_BYTES = 64 * 1024
 _IDLE_S = 0.2
 _TRACEBACK_S = 1.0
+_STOP_S = 0.2
 
 
 class Sink(Protocol):
@@ -124,6 +125,13 @@ class Stream:
         self._traceback_since_s = None
         return None
 
+    def drop(self) -> bool:
+        """Take a little of what can be read, and forget it; False at the end of file."""
+        try:
+            return bool(os.read(self.source.fileno(), 1))
+        except OSError:
+            return False
+
     def finish(self) -> None:
         """Pass on what is left and close the pipe and the stream's own files."""
         if TRACEBACK in self._partial and not self._partial.endswith(b"\n"):
@@ -165,6 +173,7 @@ class Tee:
         self._woken, self._waker = os.pipe()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._give_up: Deadline | None = None
+        self._dropped = False
         self._told: set[int | None] = set()
         self._thread = threading.Thread(target=self._run, name="unisono-tee", daemon=True)
 
@@ -185,7 +194,7 @@ class Tee:
             self._thread.start()
         return stream
 
-    def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> None:
+    def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> bool:
         """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
 
         Does not wait for the end of file: a process that left its worker's group may hold
@@ -194,6 +203,9 @@ class Tee:
         Args:
             timeout_s: How long.
             canceled: Asked again and again whether to give up before that.
+
+        Returns:
+            Whether the sinks are free; False if one still keeps the thread waiting.
         """
         self._give_up = begun = Deadline(timeout_s)
         if self._thread.ident is None:
@@ -203,14 +215,23 @@ class Tee:
             self._thread.join(_IDLE_S)
             while self._thread.is_alive() and not (begun.expired() or canceled()):
                 self._thread.join(min(_IDLE_S, begun.remaining()))
+            waited_s = timeout_s - begun.remaining()
+            # A source that never runs dry keeps the thread at work until it is told to stop.
+            self._give_up = Deadline(0.0)
+            self._thread.join(_STOP_S)
             if self._thread.is_alive():
                 _log.warning(
-                    "the rest of the workers' output is lost: nobody took it for %.1f s",
-                    timeout_s - begun.remaining(),
+                    "the rest of the workers' output is lost: nobody took it for %.1f s", waited_s
                 )
-        if not self._thread.is_alive():
-            os.close(self._woken)
-            os.close(self._waker)
+                return False
+            if self._dropped:
+                _log.warning(
+                    "the rest of the workers' output is lost: after %.1f s there was still more",
+                    waited_s,
+                )
+        os.close(self._woken)
+        os.close(self._waker)
+        return True
 
     def _output_is_lost(self, error: OSError) -> None:
         if error.errno not in self._told:
@@ -222,6 +243,7 @@ class Tee:
             closing = self._give_up
             ready = self._wait(0.0 if closing is not None else self._timeout())
             if closing is not None and (not ready or closing.expired()):
+                self._dropped = any(stream.drop() for stream in ready)
                 break
             for stream in ready:
                 if not stream.pump():
