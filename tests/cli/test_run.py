@@ -382,13 +382,14 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.parametrize("fold", ["never", "always"])
 @pytest.mark.parametrize("lines", [600, 6000], ids=["all-ended", "all-wait"])
-def test_signal_while_nobody_reads_ends_the_launch(launch, lines, tmp_path):
+def test_signal_while_nobody_reads_ends_the_launch(launch, lines, fold, tmp_path):
     # More than a pipe holds. The launcher would pass it on for a minute.
     script = f"open('fifo', 'w').write('x')\nfor _ in range({lines}): print('y' * 79)"
     fifo = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     try:
-        launcher = launch(script, "--grace", 0.1)
+        launcher = launch(script, "--grace", 0.1, "--fold", fold)
         assert select.select([fifo], [], [], LIMIT_S)[0]
         launcher.popen.send_signal(signal.SIGTERM)
         assert launcher.popen.wait(LIMIT_S / 2) in (0, 128 + signal.SIGTERM)

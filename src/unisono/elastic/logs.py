@@ -179,7 +179,7 @@ class Output:
         self._files: dict[str, IO[bytes]] = {}
         self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
-        self._tee = Tee(self._tick)
+        self._tee = Tee(self._tick, self._release)
         self.stdout = options.stdout(nprocs, sys.stdout.isatty())
 
     def error_file(self, name: WorkerName) -> str:
@@ -214,11 +214,7 @@ class Output:
 
     def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
         """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
-        free = self._tee.close(timeout_s, canceled)
-        # One that still waits for its reader would keep this thread waiting as well.
-        for console in self._consoles.values() if free else ():
-            with contextlib.suppress(OSError, ValueError):
-                console.close()
+        self._tee.close(timeout_s, canceled)
         for file in self._files.values():
             file.close()
         if self._scratch:
@@ -235,6 +231,12 @@ class Output:
     def _tick(self) -> float | None:
         waits = [console.tick() for console in self._consoles.values()]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
+
+    def _release(self) -> None:
+        # In the tee's thread: it alone may wait for a reader.
+        for console in self._consoles.values():
+            with contextlib.suppress(OSError, ValueError):
+                console.close()
 
     def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> Stream:
         options, local_rank = self._options, name.local_rank

@@ -162,10 +162,16 @@ class Tee:
     Args:
         tick: Called in the thread after each round; returns when it wants to be called again,
             in seconds, or None.
+        last: Called in the thread when all streams have ended.
     """
 
-    def __init__(self, tick: Callable[[], float | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        tick: Callable[[], float | None] = lambda: None,
+        last: Callable[[], None] = lambda: None,
+    ) -> None:
         self._tick = tick
+        self._last = last
         self._selector = selectors.DefaultSelector()
         self._streams: set[Stream] = set()
         # Only the thread touches the selector; others leave new streams here and wake it.
@@ -194,7 +200,7 @@ class Tee:
             self._thread.start()
         return stream
 
-    def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> bool:
+    def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> None:
         """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
 
         Does not wait for the end of file: a process that left its worker's group may hold
@@ -203,9 +209,6 @@ class Tee:
         Args:
             timeout_s: How long.
             canceled: Asked again and again whether to give up before that.
-
-        Returns:
-            Whether the sinks are free; False if one still keeps the thread waiting.
         """
         self._give_up = begun = Deadline(timeout_s)
         if self._thread.ident is None:
@@ -223,7 +226,7 @@ class Tee:
                 _log.warning(
                     "the rest of the workers' output is lost: nobody took it for %.1f s", waited_s
                 )
-                return False
+                return
             if self._dropped:
                 _log.warning(
                     "the rest of the workers' output is lost: after %.1f s there was still more",
@@ -231,7 +234,6 @@ class Tee:
                 )
         os.close(self._woken)
         os.close(self._waker)
-        return True
 
     def _output_is_lost(self, error: OSError) -> None:
         if error.errno not in self._told:
@@ -250,6 +252,7 @@ class Tee:
                     self._end(stream)
         for stream in list(self._streams):
             self._end(stream)
+        self._last()
         self._selector.close()
 
     def _timeout(self) -> float | None:
