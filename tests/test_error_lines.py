@@ -30,7 +30,8 @@ from unisono.elastic.bind import Binding, Machine
 from unisono.elastic.logs import StdChoice, _create
 from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
-from unisono.schedules import build, layout_for, program
+from unisono.schedules import Buf, Schedule, build, layout_for, lower
+from unisono.schedules.ir import copy
 from unisono.stores import (
     FileStore,
     HashStore,
@@ -565,9 +566,11 @@ def half_floats(monkeypatch):
 
 
 def unequal_step():
-    schedule = build("all_reduce", "ring", 2)
-    rows = np.zeros((1, 7), np.int64)
-    program._require_equal(schedule, 1, rows, np.array([2]), np.array([3]))
+    def exchange(k, ranks):
+        yield copy(ranks, (Buf.OUTPUT, 0), (Buf.OUTPUT, 1))
+
+    schedule = Schedule("all_reduce", "ring", 2, 1, exchange, output_chunks=2)
+    lower(schedule, 1, layout_for(schedule, 5))
 
 
 def sparse_maximum():

@@ -61,12 +61,14 @@ class _Rows(NamedTuple):
     """All rows of one rank, with the places of their chunks in `buffer_ends`.
 
     Attributes:
+        chunks: As the schedule gives them.
         steps: As in `Program`, without offsets and counts.
         src, dst, src_end, dst_end: Where the chunks begin and end; the place of the -1 if none.
         scratch: [2, n]: `src_end` and `dst_end` where these are in SCRATCH.
         local: Whether a row has both.
     """
 
+    chunks: IntArray
     steps: IntArray
     src: IntArray
     dst: IntArray
@@ -93,7 +95,7 @@ def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
         end[side, named] = begin[side, named] + rows[named, _N]
         scratch[side, aside] = end[side, aside]
     local = (rows[:, _SRC_BUF] >= 0) & (rows[:, _DST_BUF] >= 0)
-    return _Rows(steps, begin[0], begin[1], end[0], end[1], scratch, local)
+    return _Rows(rows, steps, begin[0], begin[1], end[0], end[1], scratch, local)
 
 
 def _require_equal(
@@ -104,5 +106,5 @@ def _require_equal(
         at = int(np.flatnonzero(wrong)[0])
         raise ScheduleError(
             f"{schedule.collective} ({schedule.algorithm}), rank {rank}, step {at}: "
-            f"source has {src_count[at]} elements, destination {dst_count[at]}: {rows.steps[at]}"
+            f"source has {src_count[at]} elements, destination {dst_count[at]}: {rows.chunks[at]}"
         )
