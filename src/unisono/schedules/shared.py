@@ -175,8 +175,8 @@ def _ends(schedule: Schedule, size: int) -> IntArray:
     """Return where each unit of INPUT, OUTPUT, SCRATCH begins and the last one ends; then -1."""
     if size >= schedule.block_chunks:
         return buffer_ends(schedule, 0, layout_for(schedule, size))
-    *lengths, _ = np.diff(_bases(schedule, size), append=0)
-    return np.concatenate([*(np.arange(length) for length in lengths), [-1]])
+    lengths = np.diff(_bases(schedule, size))
+    return np.concatenate([*map(np.arange, lengths), [-1]])
 
 
 @lru_cache(maxsize=256)
