@@ -21,6 +21,11 @@ namespace {
 
 constexpr std::size_t kShownBytes = 64;
 
+const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here lets everybody in";
+const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
+const std::string kMakeToken =
+  "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
+
 std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
 }
@@ -64,17 +69,14 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     } else if (client.peer.is_local(client.fd)) {
       // Processes of this user could read the token anyway.
       if (!options_.token.empty() && client.peer.is_foreign(client.fd)) {
-        refuse(client, kTokenNeeded, "it is another user's and has no token"
-               "; UNISONO_INSECURE=1 here would let it in");
+        refuse(client, kTokenNeeded, "it is another user's and has no token; " + kGiveToken);
       } else {
         client.phase = Connection::Phase::validating;
       }
     } else if (options_.token.empty()) {
-      refuse(client, kLocalOnly, "it is on another machine, and there is no token"
-             "; UNISONO_INSECURE=1 here would let it in");
+      refuse(client, kLocalOnly, "it is on another machine, and there is no token; " + kMakeToken);
     } else {
-      refuse(client, kTokenNeeded, "it is on another machine and has no token"
-             "; UNISONO_INSECURE=1 here would let it in");
+      refuse(client, kTokenNeeded, "it is on another machine and has no token; " + kGiveToken);
     }
     return 0;
   }
@@ -114,7 +116,7 @@ void Server::admit(Connection& client, std::string_view client_nonce) {
   client.phase = Connection::Phase::proving;
 }
 
-void Server::refuse(Connection& client, Answer answer, const char* why) {
+void Server::refuse(Connection& client, Answer answer, const std::string& why) {
   client.out.append_number(static_cast<char>(answer));
   // Not with flush: if the client has gone, it shall be logged all the same.
   const ssize_t sent = send(client.fd, client.out.data(), client.out.size(), MSG_NOSIGNAL);

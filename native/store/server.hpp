@@ -67,7 +67,7 @@ class Server {
   std::size_t take(Connection& client, const char* data, std::size_t size);
   std::size_t greet(Connection& client, std::string_view data);
   void admit(Connection& client, std::string_view client_nonce);
-  void refuse(Connection& client, Answer answer, const char* why);
+  void refuse(Connection& client, Answer answer, const std::string& why);
   void flush(Connection& client);
   void handle(Connection& client);
   void answer_more(Connection& client);

@@ -429,6 +429,9 @@ def test_static_nodes_restart_on_the_same_port(job):
     second = job.start(*flags, "--node-rank=1")
     [up], [other] = first.next_ups(1), second.next_ups(1)
     assert (up.rank, other.rank) == (0, 1)
+    third = job.start(*flags, "--node-rank=1")
+    assert third.finish() == 1
+    assert "is taken by host" in third.err
     kill(up.pid)
     [up], [other] = first.next_ups(1), second.next_ups(1)
     assert (up.rank, up.restart, other.rank, other.restart) == (0, 1, 1, 1)
@@ -460,7 +463,8 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
     # Nobody is to be lost, however slowly torch is loaded.
     conf = f"{PATIENT},keep_alive_max_attempt=200"
     first, _ = (job.node(conf=f"{conf},is_host={serves}") for serves in (1, 0))
-    first.told("it is on another machine and has no token; UNISONO_INSECURE=1 here would let it in")
+    first.told("it is on another machine and has no token; give it the job's token, UNISONO_TOKEN;")
+    first.told("or UNISONO_INSECURE=1 here lets everybody in")
 
 
 def test_torch_script_restarts_on_several_nodes(job_of):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unisono.rendezvous.member import (
     End,
@@ -57,8 +57,9 @@ class Cluster:
         self.original_failures: set[int] = set()
         self.reported_failures: set[int] = set()
 
-    def add(self) -> Agent:
-        member = Member(node=node(len(self.agents)), limits=self.limits, timing=TIMING)
+    def add(self, wish: int | None = None) -> Agent:
+        new = replace(node(len(self.agents)), wish=wish)
+        member = Member(node=new, limits=self.limits, timing=TIMING)
         agent = Agent(member)
         self.agents.append(agent)
         return agent

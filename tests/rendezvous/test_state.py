@@ -205,6 +205,33 @@ def test_same_node_rank_twice_is_refused():
         apply(state, Join(second, limits(2)))
 
 
+def test_node_rank_of_a_node_that_lives_is_taken():
+    cluster = Cluster(limits(2, restarts=1))
+    cluster.add(wish=0), cluster.add(wish=1)
+    cluster.pass_time(5)
+    late = cluster.add(wish=1)
+    cluster.pass_time(15)
+    assert late.end == End(
+        False,
+        "--node-rank 1 of host h2 is taken by host h1 "
+        "(give each node a different --node-rank, 0 to nnodes - 1)",
+    )
+    assert "n2" not in cluster.state.present
+    assert (cluster.state.phase, cluster.state.epoch) == (Phase.RUNNING, 1)
+
+
+def test_node_rank_of_a_lost_node_is_free():
+    cluster = Cluster(limits(2, restarts=1))
+    cluster.add(wish=0)
+    lost = cluster.add(wish=1)
+    cluster.pass_time(5)
+    cluster.crash(lost)
+    late = cluster.add(wish=1)
+    cluster.pass_time(TIMING.dead_after_s + 5)
+    assert (late.end, late.started) == (None, [2])
+    assert ids(cluster.state) == ["n0", "n2"]
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_node_rank_decides_the_group_rank(order):
     state = State()

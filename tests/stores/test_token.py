@@ -118,7 +118,7 @@ def test_another_users_client_without_token(server, caplog):
         assert as_another_user(lambda: knock(server.port) == needed) == 0
     lines = log_of(caplog, server)
     assert len(lines) == 2
-    assert "it is another user's and has no token" in lines[0]
+    assert "it is another user's and has no token; give it the job's token" in lines[0]
 
 
 @needs_another_user

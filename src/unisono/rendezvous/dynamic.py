@@ -264,7 +264,8 @@ class DynamicRendezvous:
 
     def _lost_store(self, error: UnisonoError) -> str:
         if isinstance(error, StoreError) and self._base is not None:
-            return f"the rendezvous store is gone: {error.what}"
+            text = f"the rendezvous store is gone: {error.what}"
+            return text if self._member.running else f"{text}; before that, {self.progress()}"
         return f"{error.what} ({error.hint})" if error.hint else error.what
 
     def _pause_s(self) -> float | None:

@@ -112,7 +112,8 @@ def open_endpoint(
             if hosting:
                 raise RendezvousError(
                     f"cannot host the rendezvous: {error.what}",
-                    hint="choose another port (--master-port, --rdzv-endpoint) on all nodes",
+                    hint="another agent here may have --node-rank 0, too; beside another job, "
+                    "choose another port (--master-port, --rdzv-endpoint) on all nodes",
                 ) from error
     deadline, quiet, told = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:

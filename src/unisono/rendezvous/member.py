@@ -23,6 +23,8 @@ from unisono.rendezvous.state import (
     Node,
     Phase,
     State,
+    rank_taken,
+    rival_of,
 )
 
 __all__ = ["Action", "End", "Member", "Start", "Stop", "Timing", "decide", "observe", "stopped"]
@@ -182,15 +184,20 @@ def _while_idle(
             return replace(member, joining_since_s=None), [], []
         member = replace(member, epoch=state.epoch, running=True, joining_since_s=None)
         return member, [], [Start(state.epoch)]
-    if member.joining_since_s is None:
-        member = replace(member, joining_since_s=now)
-    assert member.joining_since_s is not None
-    if now - member.joining_since_s >= member.timing.join_timeout_s:
+    since_s = now if member.joining_since_s is None else member.joining_since_s
+    member = replace(member, joining_since_s=since_s)
+    if now - since_s >= member.timing.join_timeout_s:
         reason = _nobody_came(member, state)
         member, _, actions = _end(member, False, reason)
         return member, [Left(me, reason)], actions
     if me not in (node.id for node in (*state.members, *state.waiting)):
         return member, [Join(member.node, member.limits)], []
+    rival = rival_of(member.node, state)
+    if rival is not None and member.beats.get(rival.id, (0, 0.0))[1] > since_s:
+        # It lives, so this node is not there to replace it.
+        error = rank_taken(member.node, rival)
+        member, _, actions = _end(member, False, f"{error.what} ({error.hint})")
+        return member, [Left(me, error.what)], actions
     enough = state.phase is Phase.JOINING and len(state.members) >= member.limits.min_nodes
     if enough and now - member.changed_s >= member.timing.last_call_s:
         return member, [LastCall(state.epoch)], []

@@ -28,6 +28,8 @@ __all__ = [
     "Succeeded",
     "dumps",
     "loads",
+    "rank_taken",
+    "rival_of",
 ]
 
 
@@ -177,6 +179,20 @@ class Lost:
 
 
 Event = Join | LastCall | Failed | Succeeded | Left | Lost
+
+
+def rival_of(node: Node, state: State) -> Node | None:
+    """Return the other node of the world that has the group rank which a node must get."""
+    others = (n for n in state.members if n.id != node.id and n.wish == node.wish)
+    return None if node.wish is None else next(others, None)
+
+
+def rank_taken(node: Node, rival: Node) -> RendezvousError:
+    """Return the error of a node whose rank belongs to another one."""
+    return RendezvousError(
+        f"--node-rank {node.wish} of host {node.host} is taken by host {rival.host}",
+        hint="give each node a different --node-rank, 0 to nnodes - 1",
+    )
 
 
 def dumps(state: State) -> bytes:

@@ -38,6 +38,8 @@ from unisono.rendezvous.state import (
     Phase,
     State,
     Succeeded,
+    rank_taken,
+    rival_of,
 )
 
 __all__ = ["apply"]
@@ -81,12 +83,9 @@ def _join(state: State, event: Join) -> State:
         )
     if node.id in (n.id for n in (*state.members, *state.waiting)) or state.over:
         return state
-    rival = next((n for n in state.members if n.wish == node.wish), None)
-    if node.wish is not None and rival is not None and state.epoch == 0:
-        raise RendezvousError(
-            f"--node-rank {node.wish} of host {node.host} is taken by host {rival.host}",
-            hint="give each node a different --node-rank, 0 to nnodes - 1",
-        )
+    # Later it may be there to replace one that was lost.
+    if state.epoch == 0 and (rival := rival_of(node, state)) is not None:
+        raise rank_taken(node, rival)
     if state.phase is Phase.RUNNING and _has_room(state, node) and not state.succeeded:
         reason = f"node {node.host} joined"
         state = _end_world(state, Cause.MEMBERSHIP, node.id, reason)
@@ -102,7 +101,7 @@ def _words(limits: Limits) -> str:
 def _has_room(state: State, node: Node) -> bool:
     """Whether a node can be admitted without taking a place that is kept for another."""
     assert state.limits is not None
-    if node.wish is not None and any(n.wish == node.wish for n in state.members):
+    if rival_of(node, state) is not None:
         return False
     if node.id in state.expected:
         return True

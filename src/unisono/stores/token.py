@@ -126,13 +126,15 @@ class Gate:
     def _check_stranger(self) -> None:
         if self._serves_strangers:
             return
-        why, remedy = "it is on another machine", "UNISONO_INSECURE=1 here would let it in"
+        why, everybody = "it is on another machine", "or UNISONO_INSECURE=1 here lets everybody in"
         if self._is_local():
             if not self._token or not self._is_foreign():
                 return
             why = "it is another user's"
         if self._token:
+            remedy = f"give it the job's token, UNISONO_TOKEN; {everybody}"
             raise Refused(_said(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
+        remedy = f"set UNISONO_TOKEN to the same secret here and there; {everybody}"
         raise Refused(_said(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
 
     def _challenge(self) -> bytes:
