@@ -5,12 +5,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
+import numpy as np
 import pytest
 
 import unisono
+from tests.overloads import calls, overloads
 from unisono.errors import UnsupportedError
+from unisono.groups.checks import CHECKS
+from unisono.groups.dispatch import OPS
 from unisono.refused import INCIDENTAL, REFUSED
 from unisono.testing import run
 
@@ -46,6 +53,19 @@ def test_no_name_is_refused_that_is_there():
 
 def test_notes_are_about_names_of_torch(tool):
     assert set(tool.NOTES) | set(tool.LACKING) <= set(ROWS)
+
+
+def test_every_module_of_torch_has_a_row(tool):
+    import torch.distributed
+
+    modules = {module.name for module in iter_modules(torch.distributed.__path__)}
+    assert set(tool.PACKAGES) == {name for name in modules if not name.startswith("_")}
+
+
+def test_every_name_of_torchs_launcher_has_a_row(tool):
+    for module, (names, _here) in tool.LAUNCHER.items():
+        theirs = import_module(f"torch.distributed.{module}")
+        assert names.split() == list(theirs.__all__), module
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -118,3 +138,97 @@ def test_every_function_of_a_group_takes_one():
         parameters = inspect.signature(getattr(unisono, name)).parameters
         assert {"group"} <= set(parameters), name
         assert {"timeout", "how"} & set(parameters), name
+
+
+# ---- methods -------------------------------------------------------------------------------
+
+# Constructors that differ: a group needs its store, a work comes from a call.
+MADE_OTHERWISE = {"ProcessGroup", "Work"}
+
+
+def test_methods_take_what_those_of_torch_do(tool):
+    """In their places, by name, and without what is optional; groups' data calls see below."""
+    compared, wrong = 0, []
+    forms = {name for schema in OPS.values() for name in schema.c10d_methods}
+    for name, theirs in tool.names_of_torch().items():
+        # Not inspect.isclass, which looks at an attribute: torch's deprecated names warn of that.
+        if not issubclass(type(theirs), type) or name in REFUSED:
+            continue
+        ours = getattr(unisono, name)
+        skipped = forms if name == "ProcessGroup" else set()
+        for method in own_methods(theirs) - tool.LACKING.get(name, {}).keys() - skipped:
+            if method == "__init__" and name in MADE_OTHERWISE:
+                continue
+            signature = inspect.signature(getattr(ours, method))
+            kind = type(inspect.getattr_static(ours, method))
+            bound = [] if kind in (staticmethod, classmethod) else [None]
+            for overload in overloads(getattr(theirs, method)):
+                for arguments, keywords in calls(overload, lambda _: None):
+                    compared += 1
+                    try:
+                        signature.bind(*bound, *arguments, **keywords)
+                    except TypeError as error:
+                        wrong.append(f"{name}.{method}{signature}: {error}")
+    assert wrong == []
+    assert compared > 200
+
+
+def own_methods(theirs) -> set[str]:
+    """Return the names of public methods that a class has not from Python's own ones."""
+    python = [base for base in theirs.__mro__ if base.__module__ == "builtins"]
+    names = {name for name in dir(theirs) if not name.startswith("_")} | {"__init__"}
+    return {
+        name
+        for name in names
+        if callable(value := getattr(theirs, name))
+        and not inspect.isclass(value)
+        and not any(getattr(base, name, None) is value for base in python)
+    }
+
+
+class Recorder(unisono.ProcessGroup):
+    """A group that writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def _start(self, op, arguments, how):
+        CHECKS[op](self, *arguments)
+        self._options(op, **how)
+        self.asked.append(op)
+
+    _call = _start
+    _timeout_s = 60.0
+    _rank = 0
+    ranks = (0,)
+
+
+DATA = [(s.name, method) for s in OPS.values() for method in s.c10d_methods]
+
+
+@pytest.mark.parametrize(("op", "method"), DATA, ids=[method for _, method in DATA])
+def test_a_groups_method_takes_every_form_of_torchs(op, method):
+    c10d = pytest.importorskip("torch.distributed")
+    group, made = Recorder(), 0
+    for overload in overloads(getattr(c10d.ProcessGroup, method)):
+        for arguments, keywords in calls(overload, argument):
+            getattr(group, method)(*arguments, **keywords)
+            made += 1
+    assert group.asked == [op] * made
+    assert made >= 3
+
+
+def argument(parameter):
+    """Return something of a parameter's type."""
+    if parameter.name == "timeout":
+        return timedelta(seconds=5)
+    if parameter.type.endswith("Options"):
+        return getattr(unisono, parameter.type.rpartition(".")[2])()
+    if parameter.type.endswith("ReduceOp"):
+        return unisono.ReduceOp.MAX
+    if "Tensor" not in parameter.type:
+        return [] if "Sequence" in parameter.type else 0
+    value = np.zeros(2)
+    for _ in range(parameter.type.count("Sequence")):
+        value = [value]
+    return value

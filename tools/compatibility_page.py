@@ -54,6 +54,24 @@ TAIL = f"""
 Left out above are names that torch only imports for itself: {", ".join(sorted(INCIDENTAL))}.
 """
 
+PACKAGES_HEAD = """
+## Its packages
+
+| package | here |
+| --- | --- |
+"""
+
+LAUNCHER_HEAD = """
+## Its launcher
+
+`unisono run` takes torchrun's command line ([running scripts](../howto/run.md)), and
+`unisono.launch` is what `elastic_launch` is for. The classes behind them have no twins here: a
+launch is configured by flags.
+
+| module of `torch.distributed` | names | here |
+| --- | --- | --- |
+"""
+
 # Private names that are in use outside of torch.
 PRIVATE = (
     "_all_gather_base",
@@ -92,6 +110,68 @@ NOTES = {
     "shrink_group": "on the CPU; after a rank was lost, too",
     "split_group": "on the CPU; no bound device needed",
     "supports_complex": "PRODUCT is defined, too",
+}
+
+# What became of the modules of torch.distributed.
+_ON_US = 'built on torch.distributed: runs on `init_process_group("unisono")`'
+PACKAGES = {
+    "algorithms": f"hooks, `Join`, averagers: {_ON_US}; hooks without it in `unisono.parallel`",
+    "argparse_util": "no counterpart: flags of `unisono run` are read from variables by itself",
+    "autograd": "no counterpart: the gradients of RPC",
+    "c10d_logger": "no counterpart: logs of torch's own calls",
+    "checkpoint": _ON_US,
+    "collective_utils": _ON_US,
+    "config": "no counterpart: switches of torch's own implementation",
+    "constants": "`default_pg_timeout` is in `unisono`",
+    "debug": "no counterpart: a server that shows torch's state",
+    "device_mesh": "`DeviceMesh` and `init_device_mesh` are in `unisono`",
+    "distributed_c10d": "all its public names are in `unisono`, see above",
+    "elastic": "`unisono run`, see below",
+    "flight_recorder": "no counterpart: reads NCCL's traces",
+    "fsdp": _ON_US,
+    "launch": "`unisono run`; the variables are always set",
+    "launcher": "`unisono.launch`, see below",
+    "logging_handlers": "no counterpart: logs of torch's own calls",
+    "nn": f"collectives that autograd knows: {_ON_US}; `unisono.parallel.DistributedDataParallel`",
+    "optim": f"{_ON_US}, but for `DistributedOptimizer`, which needs RPC",
+    "pipelining": _ON_US,
+    "remote_device": "no counterpart: an address for RPC",
+    "rendezvous": "`rendezvous` and `register_rendezvous_handler` are in `unisono`",
+    "rpc": "no counterpart: remote procedure calls are another library's business",
+    "run": "`unisono run`, `python -m unisono run`",
+    "tensor": f"DTensor: {_ON_US}",
+    "utils": "no counterpart: helpers of torch's own sharding and DistributedDataParallel",
+}
+
+# Public names of torch's launcher: module -> (names, what is here).
+LAUNCHER = {
+    "launcher.api": (
+        "LaunchConfig elastic_launch launch_agent",
+        "`unisono.launch(fn, nprocs, args)` on one host; `unisono run` on several",
+    ),
+    "elastic.agent.server.api": (
+        "WorkerSpec Worker WorkerState WorkerGroup RunResult ElasticAgent SimpleElasticAgent",
+        "no counterpart: the agent is the command's own",
+    ),
+    "elastic.multiprocessing": (
+        "start_processes MultiprocessContext PContext ProcessFailure RunProcsResult "
+        "SignalException Std LogsDest LogsSpecs DefaultLogsSpecs SubprocessContext to_map",
+        "`unisono.spawn(..., join=False)` returns a context; logs by `--log-dir`, `--tee`, "
+        "`--redirects`",
+    ),
+    "elastic.multiprocessing.errors": (
+        "ProcessFailure ChildFailedError record ErrorHandler get_error_handler",
+        "not needed: the launcher reads tracebacks from standard error, and what `record` writes",
+    ),
+    "elastic.rendezvous": (
+        "RendezvousClosedError RendezvousConnectionError RendezvousError "
+        "RendezvousGracefulExitError RendezvousHandler RendezvousHandlerCreator "
+        "RendezvousHandlerRegistry RendezvousInfo RendezvousParameters RendezvousStateError "
+        "RendezvousStoreInfo RendezvousTimeoutError rendezvous_handler_registry",
+        "`--rdzv-backend static`, `c10d`, `etcd`, `redis`; no plug-ins; `unisono.errors` has "
+        "`RendezvousError`",
+    ),
+    "elastic.control_plane": ("worker_main", "no counterpart: a server in each worker"),
 }
 
 # Members of torch's classes that ours lack, with the reason.
@@ -139,7 +219,15 @@ def page() -> str:
     rows += [(f"`{name}`", status, text) for name, status, text in entries()]
     table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
     beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
-    return f"{HEAD}{table.replace('|  |', '| |')}{BEYOND}{beyond}{TAIL}"
+    packages = "".join(f"| `{name}` | {text} |\n" for name, text in PACKAGES.items())
+    launcher = "".join(
+        f"| `{module}` | {', '.join(names.split())} | {text} |\n"
+        for module, (names, text) in LAUNCHER.items()
+    )
+    return (
+        f"{HEAD}{table.replace('|  |', '| |')}{BEYOND}{beyond}"
+        f"{PACKAGES_HEAD}{packages}{LAUNCHER_HEAD}{launcher}{TAIL}"
+    )
 
 
 def names_beyond_torch() -> Iterator[tuple[str, str]]:

@@ -238,6 +238,13 @@ def test_usage_errors(tmp_path, arguments, message):
     assert message in err.splitlines()[-1]
 
 
+def test_the_command_says_its_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"unisono {unisono.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
+from unisono import __version__
 from unisono.cli import bench, run
 from unisono.errors import UnisonoError
 
@@ -30,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
-        prog="unisono", description="c10d-style collectives for NumPy, torch and friends."
+        prog="unisono",
+        description="Collective communication between processes: start them, measure it.",
     )
+    parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     commands = parser.add_subparsers(required=True)
     run.add_command(commands)
     bench.add_command(commands)

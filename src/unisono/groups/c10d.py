@@ -9,7 +9,8 @@ one call of our own method, by the table in `groups/dispatch.py`:
     pg.gather([outs], [x], opts)     pg.gather(x, outs, opts.rootRank, async_op=opts.asyncOp)
 
 A method that has one name in both worlds (`broadcast`, `gather`, ...) takes c10d's form if its
-first argument is a list, its last one an options object, or a keyword one of c10d's.
+first argument is a list, its last one an options object, a keyword one of c10d's, or if there are
+more arguments than ours has: then the last one is a time-out.
 
 Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
 """
@@ -228,13 +229,14 @@ def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
     names = [name.strip("[]") for name in schema.data.split()]
     in_lists = schema.data.startswith("[")
     known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}
+    most = own.__code__.co_argcount - 1
 
     @functools.wraps(own)
     def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
         foreign = how and not known.isdisjoint(how)
         if arguments and not foreign:
             listed = in_lists and type(arguments[0]) is list
-            foreign = listed or hasattr(arguments[-1], "asyncOp")
+            foreign = listed or len(arguments) > most or hasattr(arguments[-1], "asyncOp")
         if foreign:
             return call_c10d_form(self, schema.name, arguments, how)
         return own(self, *arguments, **how)

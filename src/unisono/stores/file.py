@@ -45,7 +45,7 @@ class FileStore(TableStore):
     on: a new world of the same size waits for its end and then says whose it is.
 
     Args:
-        path: The file; created if missing. Its directory must exist.
+        file_name: The file; created if missing. Its directory must exist.
         world_size: Number of ranks. The last of them to close the store deletes the file.
             -1: the file is kept, and so are its keys.
         timeout: Default for every blocking call, this one included; seconds or timedelta.
@@ -62,7 +62,7 @@ class FileStore(TableStore):
 
     def __init__(
         self,
-        path: str,
+        file_name: str,
         world_size: int = -1,
         *,
         timeout: Timeout = DEFAULT_TIMEOUT,
@@ -71,7 +71,7 @@ class FileStore(TableStore):
         super().__init__(timeout)
         if world_size == 0 or world_size < -1:
             raise InvalidArgumentError(f"world_size of a FileStore cannot be {world_size}")
-        self.path = os.fspath(path)
+        self.path = os.fspath(file_name)
         self.world_size = world_size
         self._run_id = run_id.replace("\n", " ")
         self._state = _FileState(self.path, world_size, self._run_id, Deadline(timeout))
