@@ -7,7 +7,7 @@ STUB := src/unisono/_engine.pyi
 BUILT := .venv/.unisono-built
 TORCH := torch==2.13.0
 
-.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz docs clean
+.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -19,7 +19,8 @@ help:
 	@echo "make check   format, lint, types, layers, sizes (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
-	@echo "make fuzz    ten minutes of nonsense for store servers and clients"
+	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
+	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write what is generated under docs"
 	@echo "make clean   remove .venv, caches and build output"
 
@@ -105,7 +106,12 @@ build/native-asan build/native-tsan: FORCE
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
 
+SEED ?= 1
+ROUNDS ?= 300
 fuzz: $(BUILT)
+	@$(BIN)/python tests/fuzz/fuzzer.py $(SEED) $(ROUNDS)
+
+fuzz-stores: $(BUILT)
 	@$(BIN)/python tests/stores/fuzz.py 600
 
 clean:

@@ -43,6 +43,17 @@ def test_the_root_of_a_broadcast_may_be_read_only(engine):
         assert f"engine={engine}" in shown
 
 
+def sub_group_shown(rank):
+    return repr(dist.new_group([1, 0], sort_ranks=False))
+
+
+def test_a_sub_group_has_the_engine_that_was_asked_for(engine, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_said", set())
+    for shown in run(sub_group_shown, 2, engine=engine):
+        assert f"engine={engine}" in shown
+    assert "slow" not in caplog.text
+
+
 def all_kinds_in_a_row(rank):
     """Calls that take the fast way and calls that do not, mixed; each must see the one before."""
     total = 0

@@ -1,4 +1,4 @@
-"""Thirty seconds of nonsense; `make fuzz` takes ten minutes."""
+"""Thirty seconds of nonsense; `make fuzz-stores` takes ten minutes."""
 
 from __future__ import annotations
 

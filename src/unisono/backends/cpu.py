@@ -8,6 +8,7 @@ concatenation, so that a schedule needs to know one input and one output only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -282,6 +283,8 @@ class CPUBackend(DeviceBackend):
     def split(self, spec: GroupSpec) -> CPUBackend:
         """Return the backend of a sub-group over the same links; sends nothing."""
         transport = self._comm.transport
+        if spec.options is None:
+            spec = replace(spec, options=self.spec.options)
         # The transport's ranks are ours at the time it was made; a sub-group of a sub-group
         # must go through the transport's numbering, which is the global one.
         part = CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
