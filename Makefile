@@ -65,6 +65,7 @@ docs: $(BUILT)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
+	@$(BIN)/python tools/stub.py
 
 setup: $(BUILT)
 

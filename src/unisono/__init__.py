@@ -5,147 +5,16 @@ three public tiers: what scripts call. `unisono.lowlevel` is for authors of back
 and schedules, `unisono.testing` for tests. Everything else is private.
 
 Names are loaded when first used, so that the launcher, which needs none of them, starts without
-NumPy.
+NumPy. Type checkers read `__init__.pyi`, which `make docs` writes.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from unisono.backends import Backend as Backend
-    from unisono.backends import BackendConfig as BackendConfig
-    from unisono.backends import register_backend as register_backend
-    from unisono.base.streams import Event as Event
-    from unisono.base.streams import Stream as Stream
-    from unisono.base.streams import current_stream as current_stream
-    from unisono.base.streams import default_stream as default_stream
-    from unisono.base.streams import stream as stream
-    from unisono.base.types import RedOpType as RedOpType
-    from unisono.base.types import ReduceOp as ReduceOp
-    from unisono.elastic import launch as launch
-    from unisono.elastic import spawn as spawn
-    from unisono.engines.info import EngineInfo as EngineInfo
-    from unisono.engines.info import engine_info as engine_info
-    from unisono.errors import QueueEmptyError as QueueEmptyError
-    from unisono.groups.availability import (
-        get_default_backend_for_device as get_default_backend_for_device,
-    )
-    from unisono.groups.availability import is_available as is_available
-    from unisono.groups.availability import is_backend_available as is_backend_available
-    from unisono.groups.availability import is_gloo_available as is_gloo_available
-    from unisono.groups.availability import is_mpi_available as is_mpi_available
-    from unisono.groups.availability import is_nccl_available as is_nccl_available
-    from unisono.groups.availability import is_torchelastic_launched as is_torchelastic_launched
-    from unisono.groups.availability import is_ucc_available as is_ucc_available
-    from unisono.groups.availability import is_xccl_available as is_xccl_available
-    from unisono.groups.availability import supports_complex as supports_complex
-    from unisono.groups.c10d import AllgatherOptions as AllgatherOptions
-    from unisono.groups.c10d import AllreduceCoalescedOptions as AllreduceCoalescedOptions
-    from unisono.groups.c10d import AllreduceOptions as AllreduceOptions
-    from unisono.groups.c10d import AllToAllOptions as AllToAllOptions
-    from unisono.groups.c10d import BarrierOptions as BarrierOptions
-    from unisono.groups.c10d import BroadcastOptions as BroadcastOptions
-    from unisono.groups.c10d import GatherOptions as GatherOptions
-    from unisono.groups.c10d import ReduceOptions as ReduceOptions
-    from unisono.groups.c10d import ReduceScatterOptions as ReduceScatterOptions
-    from unisono.groups.c10d import ScatterOptions as ScatterOptions
-    from unisono.groups.collectives import all_gather as all_gather
-    from unisono.groups.collectives import all_gather_coalesced as all_gather_coalesced
-    from unisono.groups.collectives import all_gather_into_tensor as all_gather_into_tensor
-    from unisono.groups.collectives import all_reduce as all_reduce
-    from unisono.groups.collectives import all_reduce_coalesced as all_reduce_coalesced
-    from unisono.groups.collectives import all_to_all as all_to_all
-    from unisono.groups.collectives import all_to_all_single as all_to_all_single
-    from unisono.groups.collectives import barrier as barrier
-    from unisono.groups.collectives import broadcast as broadcast
-    from unisono.groups.collectives import gather as gather
-    from unisono.groups.collectives import reduce as reduce
-    from unisono.groups.collectives import reduce_scatter as reduce_scatter
-    from unisono.groups.collectives import reduce_scatter_tensor as reduce_scatter_tensor
-    from unisono.groups.collectives import scatter as scatter
-    from unisono.groups.debug import DebugLevel as DebugLevel
-    from unisono.groups.debug import breakpoint as breakpoint
-    from unisono.groups.debug import get_debug_level as get_debug_level
-    from unisono.groups.debug import record_comm as record_comm
-    from unisono.groups.debug import set_debug_level as set_debug_level
-    from unisono.groups.debug import set_debug_level_from_env as set_debug_level_from_env
-    from unisono.groups.device_mesh import DeviceMesh as DeviceMesh
-    from unisono.groups.device_mesh import init_device_mesh as init_device_mesh
-    from unisono.groups.future import Future as Future
-    from unisono.groups.future import collect_all as collect_all
-    from unisono.groups.lifecycle import destroy_process_group as destroy_process_group
-    from unisono.groups.lifecycle import init_process_group as init_process_group
-    from unisono.groups.monitored import monitored_barrier as monitored_barrier
-    from unisono.groups.names import DistBackendError as DistBackendError
-    from unisono.groups.names import DistError as DistError
-    from unisono.groups.names import DistNetworkError as DistNetworkError
-    from unisono.groups.names import DistStoreError as DistStoreError
-    from unisono.groups.names import GroupName as GroupName
-    from unisono.groups.names import RankType as RankType
-    from unisono.groups.names import _all_gather_base as _all_gather_base
-    from unisono.groups.names import _coalescing_manager as _coalescing_manager
-    from unisono.groups.names import _reduce_scatter_base as _reduce_scatter_base
-    from unisono.groups.names import all_gather_single as all_gather_single
-    from unisono.groups.names import default_pg_timeout as default_pg_timeout
-    from unisono.groups.names import reduce_op as reduce_op
-    from unisono.groups.names import reduce_scatter_single as reduce_scatter_single
-    from unisono.groups.object_reductions import all_reduce_object as all_reduce_object
-    from unisono.groups.object_reductions import reduce_object as reduce_object
-    from unisono.groups.objects import all_gather_object as all_gather_object
-    from unisono.groups.objects import broadcast_object_list as broadcast_object_list
-    from unisono.groups.objects import gather_object as gather_object
-    from unisono.groups.objects import recv_object_list as recv_object_list
-    from unisono.groups.objects import scatter_object_list as scatter_object_list
-    from unisono.groups.objects import send_object_list as send_object_list
-    from unisono.groups.p2p import P2POp as P2POp
-    from unisono.groups.p2p import batch_isend_irecv as batch_isend_irecv
-    from unisono.groups.p2p import irecv as irecv
-    from unisono.groups.p2p import isend as isend
-    from unisono.groups.p2p import recv as recv
-    from unisono.groups.p2p import send as send
-    from unisono.groups.prefix import exscan as exscan
-    from unisono.groups.prefix import scan as scan
-    from unisono.groups.process_group import ProcessGroup as ProcessGroup
-    from unisono.groups.queries import get_backend as get_backend
-    from unisono.groups.queries import get_backend_config as get_backend_config
-    from unisono.groups.queries import get_global_rank as get_global_rank
-    from unisono.groups.queries import get_group_rank as get_group_rank
-    from unisono.groups.queries import get_node_local_rank as get_node_local_rank
-    from unisono.groups.queries import get_pg_count as get_pg_count
-    from unisono.groups.queries import get_process_group_ranks as get_process_group_ranks
-    from unisono.groups.queries import get_rank as get_rank
-    from unisono.groups.queries import get_world_size as get_world_size
-    from unisono.groups.queries import is_initialized as is_initialized
-    from unisono.groups.serializer import PickleSerializer as PickleSerializer
-    from unisono.groups.serializer import Serializer as Serializer
-    from unisono.groups.stop import should_stop as should_stop
-    from unisono.groups.subgroups import SHRINK_ABORT as SHRINK_ABORT
-    from unisono.groups.subgroups import SHRINK_DEFAULT as SHRINK_DEFAULT
-    from unisono.groups.subgroups import new_group as new_group
-    from unisono.groups.subgroups import new_subgroups as new_subgroups
-    from unisono.groups.subgroups import (
-        new_subgroups_by_enumeration as new_subgroups_by_enumeration,
-    )
-    from unisono.groups.subgroups import shrink_group as shrink_group
-    from unisono.groups.subgroups import split_group as split_group
-    from unisono.groups.waiting import wait_all as wait_all
-    from unisono.groups.waiting import wait_any as wait_any
-    from unisono.groups.work import Work as Work
-    from unisono.groups.world import GroupMember as GroupMember
-    from unisono.groups.world import group as group
-    from unisono.rendezvous import register_rendezvous_handler as register_rendezvous_handler
-    from unisono.rendezvous import rendezvous as rendezvous
-    from unisono.stores import FileStore as FileStore
-    from unisono.stores import HashStore as HashStore
-    from unisono.stores import PrefixStore as PrefixStore
-    from unisono.stores import Store as Store
-    from unisono.stores import TCPStore as TCPStore
 
 __version__ = "0.1.0"
 
-# module -> names; the block above says the same to type checkers, and a test compares the two.
+# module -> names.
 _HOMES = {
     "backends": "Backend BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
@@ -209,7 +78,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 __all__ = sorted(name for name in _HOME_OF if not name.startswith("_"))
 
 
-def _loaded(name: str) -> object:
+def __getattr__(name: str) -> object:
     module = _HOME_OF.get(name)
     if module is None:
         refused = import_module("unisono.refused")
@@ -219,10 +88,6 @@ def _loaded(name: str) -> object:
     home = import_module(f"unisono.{module}")
     value = globals()[name] = getattr(home, name)
     return value
-
-
-if not TYPE_CHECKING:  # to type checkers, a name that is not declared above is a mistake
-    __getattr__ = _loaded
 
 
 def __dir__() -> list[str]:
