@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import termios
@@ -15,6 +16,7 @@ import unisono.elastic
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
 LIMIT_S = 90.0
+CTRL_S, CTRL_Q = b"\x13", b"\x11"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")
 
@@ -180,8 +182,12 @@ def test_folded_lines(run):
     assert equal in ({"[rank 0-1] equal ×2"}, {"[rank 0] equal", "[rank 1] equal"})  # noqa: RUF001
 
 
-def on_a_terminal(*arguments, cwd, **env):
-    """Run `unisono run` on a terminal of its own; returns exit code and what was shown."""
+def on_a_terminal(*arguments, cwd, once=("", lambda terminal: None), **env):
+    """Run `unisono run` on a terminal of its own; returns exit code and what was shown.
+
+    Args:
+        once: A text, and what to call when it has been shown.
+    """
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(cwd)
@@ -193,6 +199,9 @@ def on_a_terminal(*arguments, cwd, **env):
         try:
             while data := screen.read(65536):
                 shown += data
+                if once[0] and once[0] in shown.decode(errors="replace"):
+                    once[1](terminal)
+                    once = ("", None)
         except OSError:
             pass
     _, status = os.waitpid(pid, 0)
@@ -210,6 +219,79 @@ def test_terminal_shows_a_status_line_and_each_line_once(tmp_path):
         parts = [part.split("-") for part in ranks.split(",")]
         total += sum(int(part[-1]) - int(part[0]) + 1 for part in parts)
     assert total == 9
+
+
+ONE_DIES = """
+import os, signal
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    with open("again", "w") as again:
+        again.write(os.environ["RANK"])
+elif os.environ["RANK"] == "0":
+    print("here", flush=True)
+    open("die").read(1)
+    os._exit(3)
+else:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_that_stands_still_does_not_hold_the_launcher(tmp_path, term):
+    (tmp_path / "s.py").write_text(ONE_DIES)
+    fifos = {}
+    for name in ("die", "again"):
+        os.mkfifo(tmp_path / name)
+        fifos[name] = os.open(tmp_path / name, os.O_RDWR)
+
+    def stand_still(terminal):
+        os.write(terminal, CTRL_S)
+        os.write(fifos["die"], b"x")
+        ready, _, _ = select.select([fifos["again"]], [], [], LIMIT_S)
+        os.write(terminal, CTRL_Q)
+        assert ready, "the other worker was not ended, and none was restarted"
+
+    flags = ("-n", 2, "--max-restarts=1", "--prefix=")
+    try:
+        code, shown = on_a_terminal(
+            *flags, "s.py", cwd=tmp_path, once=("here", stand_still), TERM=term
+        )
+    finally:
+        for fd in fifos.values():
+            os.close(fd)
+    assert code == 0, shown
+    assert "restart 1 of 1" in shown
+
+
+FLOOD = """
+import os, select, sys
+if os.environ["RANK"] == "0":
+    os.set_blocking(1, False)
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    while poll.poll(300):
+        os.write(1, b"x" * 1023 + b"\\n")
+    print("nobody takes more", file=sys.stderr, flush=True)
+"""
+
+
+def test_standard_error_does_not_wait_for_a_reader_of_standard_output(tmp_path):
+    (tmp_path / "s.py").write_text(FLOOD)
+    with subprocess.Popen(
+        command("-n", 2, "s.py"),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            ready, _, _ = select.select([process.stderr], [], [], LIMIT_S)
+            assert ready, "standard error stands still, too"
+            assert process.stderr.readline() == b"nobody takes more\n"
+            out, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (0, b"")
+    assert set(out.splitlines()) == {b"x" * 1023}
 
 
 PROGRESS = """

@@ -228,9 +228,30 @@ def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
         writer.write(b"one line\n")
     tee.close(0.1)
     assert "output is lost: nobody took it for " in caplog.text
+    # Who has a line of his own to show does not wait, either.
+    tee.do(lambda: sink.write(b"another\n"))
     sink.going_on.set()
     tee.close(LIMIT_S)
-    assert sink.getvalue() == b"one line\n"
+    assert sink.getvalue() == b"one line\nanother\n"
+    tee.do(lambda: sink.write(b"late\n"))
+    assert sink.writes[2:] == [b"late\n"]
+
+
+def test_orders_come_between_the_lines_and_may_fail():
+    sink, tee = Sink(), Tee()
+
+    def fail():
+        raise OSError(errno.EIO, "the terminal is gone")
+
+    tee.do(fail)
+    tee.do(lambda: sink.write(b"first\n"))
+    with pipe() as (source, writer):
+        stream = tee.add(source, sink)
+        writer.write(b"second\n")
+    assert stream.ended.wait(LIMIT_S)
+    tee.do(lambda: sink.write(b"third\n"))
+    tee.close(LIMIT_S)
+    assert sink.writes == [b"first\n", b"second\n", b"third\n"]
 
 
 @pytest.mark.parametrize(("timeout_s", "canceled"), [(0.1, False), (60.0, True)])

@@ -133,8 +133,9 @@ def _run(options: argparse.Namespace) -> int:
     _warn_of_absent_workers(logs, len(commands))
     family = go_on_guarded(spec.signals)
     tell = _say if status is None else partial(_say, show=status.say)
-    with _telling_warnings(tell):
-        result = Agent(spec, notify=tell, family=family).run()
+    agent = Agent(spec, notify=tell, family=family)
+    with _telling_warnings(agent.tell):
+        result = agent.run()
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
     # This launcher may be the worker of another one.

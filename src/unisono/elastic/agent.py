@@ -70,6 +70,7 @@ class Agent:
         self._signals = Signals(spec.signals)
         self._warm = WarmWorkers(spec.commands, spec.warm)
         self._family = Family() if family is None else family
+        self._output: Output | None = None
         self._end: End | None = None
         self._stop: Stop | None = None
         self._stop_at = Deadline(0.0)
@@ -86,7 +87,7 @@ class Agent:
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._signals)
-            output = Output(
+            output = self._output = Output(
                 self._spec.logs,
                 run_id=self._run_id,
                 nprocs=self._spec.nprocs,
@@ -94,11 +95,15 @@ class Agent:
             )
             stack.callback(self._drain, output)
             if self._binding.report:
-                self._notify(self._binding.report)
+                self.tell(self._binding.report)
             self._rendezvous = self._join()
             stack.callback(self._leave)
             stack.callback(self._warm.close)
             return self._run_worlds(output)
+
+    def tell(self, line: str) -> None:
+        """Show a line of text; while the launch runs, without waiting for a reader."""
+        (self._notify if self._output is None else self._output.tell)(line)
 
     def _join(self) -> DynamicRendezvous:
         spec, meeting = self._spec, self._spec.meeting
@@ -145,7 +150,7 @@ class Agent:
             if (world := self._take_orders()) is not None or self._end is not None:
                 return world
             if not select.select([self._signals.fd], [], [], patience_s)[0]:
-                self._notify(f"waiting for other nodes: {self._rendezvous.progress()}")
+                self.tell(f"waiting for other nodes: {self._rendezvous.progress()}")
                 patience_s = None
             for signum in self._signals.read():
                 if self._signals.ends(signum):
@@ -184,7 +189,7 @@ class Agent:
                 reason=failure.line_with_reason(),
             )
             if world.restarts < self._spec.limits.max_restarts:
-                self._notify(
+                self.tell(
                     f"{failure.line_with_reason()}; "
                     f"restart {world.restarts + 1} of {self._spec.limits.max_restarts}"
                 )
@@ -217,7 +222,7 @@ class Agent:
         if outcome.succeeded:
             self._rendezvous.succeeded(world.epoch)
         elif self._stop is not None and not self._failed and outcome.signum is None:
-            self._notify(f"workers were stopped: {self._stop.reason}")
+            self.tell(f"workers were stopped: {self._stop.reason}")
         if outcome.signum is None:
             # Else this node leaves now. Were it back for a moment, all would be, and a worker of
             # another node that lost its peer to the signal would count as one that failed.
@@ -275,7 +280,7 @@ class Agent:
             others = self._rendezvous.hosted_for()
             if self._signum is not None and others and not told:
                 told = True
-                self._notify(
+                self.tell(
                     f"serving the rendezvous for {', '.join(sorted(set(others)))}; "
                     "a second signal ends that"
                 )

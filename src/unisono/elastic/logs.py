@@ -16,9 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, Protocol, TextIO
 
 from unisono.base.config import environ
+from unisono.base.deadline import Deadline
 from unisono.elastic.console import Console, WorkerName, check_prefix
 from unisono.elastic.process import Stdout, Worker
 from unisono.elastic.tee import Sink, Stream, Tee
@@ -164,7 +166,7 @@ class Output:
         options: What the user asked for.
         run_id: Name of the job; part of the folder's name.
         nprocs: Workers on this host.
-        notify: Called with a line of text when the folder is made.
+        notify: Shows a line of text; called where nobody waits for it.
     """
 
     def __init__(
@@ -177,9 +179,12 @@ class Output:
         self._folder = ""
         self._scratch = ""
         self._files: dict[str, IO[bytes]] = {}
+        # What lies in wait for a reader of one shall not hold the other up.
+        self._is_one = _are_one(sys.stdout, sys.stderr)
         self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
-        self._tee = Tee(self._tick, self._release)
+        tees = [Tee(partial(self._tick, std), partial(self._release, std)) for std in _NAMES]
+        self._tees = dict(zip(_NAMES, [tees[-1]] * 2 if self._is_one else tees, strict=True))
         self.stdout = options.stdout(nprocs, sys.stdout.isatty())
 
     def error_file(self, name: WorkerName) -> str:
@@ -210,33 +215,47 @@ class Output:
     def status(self, up: int, restarts: int) -> None:
         """Show how many workers are up and how often they were restarted, on a terminal."""
         if self._options.screen is not None:
-            self._options.screen.status(up, restarts)
+            self._tees[Std.ERR].do(partial(self._options.screen.status, up, restarts))
+
+    def tell(self, line: str) -> None:
+        """Show a line of the launcher's own, without waiting for a reader."""
+        self._tees[Std.ERR].do(partial(self._notify, line))
 
     def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
         """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
-        self._tee.close(timeout_s, canceled)
+        begun = Deadline(timeout_s)
+        for tee in (tees := set(self._tees.values())):
+            tee.end(timeout_s)
+        for tee in tees:
+            tee.close(begun.remaining(), canceled)
         for file in self._files.values():
             file.close()
         if self._scratch:
             import shutil  # slow to load, and needed when all workers have ended
 
             shutil.rmtree(self._scratch, ignore_errors=True)
-        if self._options.screen is not None:
-            self._options.screen.close()
 
     def _sink(self, std: TextIO) -> Sink:
         screen = self._options.screen
-        return screen if screen is not None and std.isatty() else std.buffer
+        shown = screen is not None and (std is sys.stderr or self._is_one)
+        return screen if screen is not None and shown else std.buffer
 
-    def _tick(self) -> float | None:
-        waits = [console.tick() for console in self._consoles.values()]
+    def _consoles_of(self, std: Std) -> list[Console]:
+        every = list(self._consoles.items())  # at once: other threads add to them
+        return [console for (of, _), console in every if self._is_one or of is std]
+
+    # In a tee's thread: it alone may wait for a reader.
+
+    def _tick(self, std: Std) -> float | None:
+        waits = [console.tick() for console in self._consoles_of(std)]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
-    def _release(self) -> None:
-        # In the tee's thread: it alone may wait for a reader.
-        for console in self._consoles.values():
-            with contextlib.suppress(OSError, ValueError):
+    def _release(self, std: Std) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for console in self._consoles_of(std):
                 console.close()
+            if std is Std.ERR and self._options.screen is not None:
+                self._options.screen.close()
 
     def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> Stream:
         options, local_rank = self._options, name.local_rank
@@ -251,7 +270,7 @@ class Output:
         if options.to_file(std, local_rank):
             folder = os.path.join(self._attempt_folder(name), str(local_rank))
             files.append(_create(os.path.join(folder, f"{_NAMES[std]}.log")))
-        return self._tee.add(source, *sinks, files=files, keep_tail=std is Std.ERR)
+        return self._tees[std].add(source, *sinks, files=files, keep_tail=std is Std.ERR)
 
     def _console(self, std: Std, name: WorkerName) -> Sink:
         terminal = sys.stdout.isatty() if std is Std.OUT else sys.stderr.isatty()
@@ -294,7 +313,7 @@ class Output:
                 raise LaunchError(
                     f"cannot make a folder for logs in {self._options.log_dir!r}: {error.strerror}"
                 ) from error
-            self._notify(f"logs in {self._folder}")
+            self.tell(f"logs in {self._folder}")
         return os.path.join(self._folder, f"attempt_{name.attempt}")
 
 
@@ -311,6 +330,14 @@ class _Filter:
 
     def flush(self) -> None:
         self._sink.flush()
+
+
+def _are_one(first: TextIO, second: TextIO) -> bool:
+    """Whether two streams lead to the same terminal, pipe or file."""
+    try:
+        return os.path.sameopenfile(first.fileno(), second.fileno())
+    except OSError:
+        return False
 
 
 def _create(path: str) -> IO[bytes]:

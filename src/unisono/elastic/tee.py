@@ -174,13 +174,17 @@ class Tee:
         self._last = last
         self._selector = selectors.DefaultSelector()
         self._streams: set[Stream] = set()
-        # Only the thread touches the selector; others leave new streams here and wake it.
+        # Only the thread touches the selector; others leave streams and orders, and wake it.
         self._new: deque[Stream] = deque()
         self._woken, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
         self._selector.register(self._woken, selectors.EVENT_READ)
+        self._orders: deque[Callable[[], object]] = deque()
         self._give_up: Deadline | None = None
         self._dropped = False
         self._told: set[int | None] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
         self._thread = threading.Thread(target=self._run, name="unisono-tee", daemon=True)
 
     def add(
@@ -195,10 +199,26 @@ class Tee:
             source, sinks, files=files, keep_tail=keep_tail, complain=self._output_is_lost
         )
         self._new.append(stream)
-        os.write(self._waker, b"+")
-        if self._thread.ident is None:
-            self._thread.start()
+        with self._lock:
+            self._wake()
         return stream
+
+    def do(self, order: Callable[[], object]) -> None:
+        """Call a function in the thread, or here if the tee is closed: it may wait for a reader."""
+        with self._lock:
+            if not self._is_over:
+                self._orders.append(order)
+                self._wake()
+                return
+        order()
+
+    def end(self, timeout_s: float) -> None:
+        """Begin to `close`."""
+        with self._lock:
+            self._give_up = Deadline(timeout_s)
+            self._is_over = self._is_over or self._thread.ident is None
+            if not self._is_over:
+                self._wake()
 
     def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> None:
         """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
@@ -210,11 +230,11 @@ class Tee:
             timeout_s: How long.
             canceled: Asked again and again whether to give up before that.
         """
-        self._give_up = begun = Deadline(timeout_s)
+        self.end(timeout_s)
+        begun = Deadline(timeout_s)
         if self._thread.ident is None:
             self._selector.close()
         else:
-            os.write(self._waker, b"-")
             self._thread.join(_IDLE_S)
             while self._thread.is_alive() and not (begun.expired() or canceled()):
                 self._thread.join(min(_IDLE_S, begun.remaining()))
@@ -235,6 +255,13 @@ class Tee:
         os.close(self._woken)
         os.close(self._waker)
 
+    def _wake(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        # Full: then it is readable anyway.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waker, b"+")
+
     def _output_is_lost(self, error: OSError) -> None:
         if error.errno not in self._told:
             self._told.add(error.errno)
@@ -254,6 +281,9 @@ class Tee:
             self._end(stream)
         self._last()
         self._selector.close()
+        with self._lock:
+            self._is_over = True
+        self._obey()
 
     def _timeout(self) -> float | None:
         waits = [stream.flush_partial(_IDLE_S) for stream in self._streams]
@@ -276,6 +306,13 @@ class Tee:
             stream = self._new.popleft()
             self._streams.add(stream)
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
+        self._obey()
+
+    def _obey(self) -> None:
+        while self._orders:
+            # Nobody reads any more: as with the workers' lines.
+            with contextlib.suppress(OSError, ValueError):
+                self._orders.popleft()()
 
     def _end(self, stream: Stream) -> None:
         self._selector.unregister(stream.source)
