@@ -159,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         world = world_of(seed, native=is_native_built(), **fixed)
         if (error := failure_of(world, options["steps"])) is not None:
+            print(told(world, options["steps"], error, fixed), "\nwith fewer steps:", flush=True)
             print(told(world, *shortest(world, options["steps"], error), fixed), flush=True)
             return 1
         played += 1

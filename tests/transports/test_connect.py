@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import re
@@ -15,7 +16,7 @@ from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.stores.users import new_user
-from unisono.transports import Key, address, connect
+from unisono.transports import InprocTransport, Key, address, connect
 from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Kind
 
@@ -242,3 +243,14 @@ def test_ranks_that_disagree_about_the_size_of_the_world():
         "rank 0 was told world_size=2, rank 1 world_size=3",
         "rank 1 was told world_size=3, rank 0 world_size=2",
     ]
+
+
+def test_a_thread_is_answered_by_one_that_does_not_know_its_address_yet():
+    known = []
+    first = InprocTransport(0, 2, lambda rank: known[rank])
+    second = InprocTransport(1, 2, [].__getitem__)
+    known += [first.address, second.address]
+    with contextlib.closing(first), contextlib.closing(second):
+        second.enter(7, 3, "all_reduce")
+        answers = first.ask(7, 3, [1], Deadline(5))
+        assert [(rank, status.seq) for rank, status in answers.items()] == [(1, 3)]

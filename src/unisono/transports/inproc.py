@@ -32,8 +32,8 @@ class InprocTransport(Transport):
         super().__init__(rank, world_size)
         self.address = f"inproc:{uuid.uuid4().hex}"
         self._find = find
+        # Who has sent to us or waited for us is in it, too: it may wait again.
         self._peers: dict[int, InprocTransport] = {}
-        self._watchers: set[int] = set()
         InprocTransport._by_address[self.address] = self
 
     @property
@@ -52,18 +52,14 @@ class InprocTransport(Transport):
         transfer.finish()
 
     def _watch(self, peer: int) -> None:
-        link = self._link(peer)
-        if link is not None:
-            link._watchers.add(self.rank)
+        self._link(peer)
 
     def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Nothing is ever under way: a message is delivered in one step."""
 
     def _shut(self) -> None:
-        # Whoever has ever sent to us or waited for us may wait again.
-        for peer in set(self._peers) | self._watchers:
-            link = self._peers.get(peer) or self._lookup(peer)
-            if link is not None and not link.closed:
+        for link in list(self._peers.values()):
+            if not link.closed:
                 link.mark_down(LinkDown(self.rank, LEFT, left=True))
         self._peers.clear()
 
@@ -87,7 +83,8 @@ class InprocTransport(Transport):
                 self.mark_down(LinkDown(peer, LEFT, left=True))
                 return None
             self._peers[peer] = link
-            link._watchers.add(self.rank)
+            # It can answer at once, although it may not know any address yet.
+            link._peers[self.rank] = self
         if link.closed:
             self.mark_down(LinkDown(peer, LEFT, left=True))
             return None
