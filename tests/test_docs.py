@@ -103,6 +103,15 @@ def test_source_files_that_a_page_names_exist(page):
     assert [name for name in names if not any((p / name).exists() for p in places)] == []
 
 
+def test_texts_of_errors_that_the_page_on_trouble_quotes_exist():
+    page = (ROOT / "docs/howto/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [q for line in page.splitlines() for q in re.findall(r"^\| `([^`]+)`", line)]
+    assert len(quoted) > 10
+    source = " ".join(path.read_text("utf-8") for path in ROOT.glob("src/unisono/**/*.py"))
+    said = re.sub(r'"\s*f?"', "", source)
+    assert [text for text in quoted if text not in said] == []
+
+
 # ---- the README's commands -----------------------------------------------------------------
 
 
@@ -114,6 +123,11 @@ def test_commands_exist():
     assert {c.split()[1] for c in commands if c.startswith("make ")} <= targets
     scripts = [word for c in commands for word in c.split() if word.endswith(".py")]
     assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def test_pages_whose_commands_are_run_are_those_that_have_some():
+    marked = [page for page in PAGES if blocks("bash", page.read_text(encoding="utf-8"))]
+    assert {page.relative_to(ROOT).as_posix() for page in marked} == {*tool("readme").PAGES}
 
 
 def test_first_example_prints_what_the_readme_says(tmp_path):

@@ -1,4 +1,4 @@
-"""Run what the README tells readers to type: every ```bash block, from the repository root.
+"""Run what documents tell readers to type: every ```bash block, from the repository root.
 
 `make test` is left out, because the one who calls this has just run it.
 """
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/howto/install.md")
 
 
 def blocks(language: str, text: str) -> list[str]:
@@ -22,14 +23,15 @@ def blocks(language: str, text: str) -> list[str]:
 def main() -> int:
     """Run the blocks one after another; stop at the first that fails."""
     path = f"{ROOT / '.venv/bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    for block in blocks("bash", (ROOT / "README.md").read_text(encoding="utf-8")):
-        script = "\n".join(line for line in block.splitlines() if line != "make test")
-        print(f"--- README:\n{script}", flush=True)
-        command = ["bash", "-euo", "pipefail", "-c", script]
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode
-        if code != 0:
-            print(f"README: exit code {code} of:\n{script}", file=sys.stderr)
-            return 1
+    for page in PAGES:
+        for block in blocks("bash", (ROOT / page).read_text(encoding="utf-8")):
+            script = "\n".join(line for line in block.splitlines() if line != "make test")
+            print(f"--- {page}:\n{script}", flush=True)
+            command = ["bash", "-euo", "pipefail", "-c", script]
+            code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode
+            if code != 0:
+                print(f"{page}: exit code {code} of:\n{script}", file=sys.stderr)
+                return 1
     return 0
 
 
