@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_world import torch_world
 
 DTYPES = [
@@ -140,8 +141,38 @@ def calls(rank, size, group):
         dist.all_reduce(t, group=group)
         note(name, t)
     results["any"] = any_source(rank, size, group)
+    results |= rare_types(rank, size, group)
     results |= functionals(rank, size, group)
     dist.barrier(group=group)
+    return results
+
+
+def rare_types(rank, size, group):
+    """Tensors that NumPy has no type for, or whose numbers are still to come, or that have none."""
+    results = {}
+    x = torch.complex(torch.arange(4.0), torch.arange(4.0) - rank).to(torch.complex32)
+    part, block = torch.zeros_like(x), [x + r for r in range(size)]
+    dist.reduce_scatter(part, block, group=group)
+    dist.reduce(x, 1, group=group)
+    summed = functional.all_reduce(torch.view_as_complex(torch.ones(2, 2).half()), "sum", group)
+    for name, t in (("part", part), ("reduced", x[: 4 * (rank == 1)]), ("functional", summed)):
+        results[f"complex32 {name}"] = shown(torch.view_as_real(functional.wait_tensor(t)))
+    scales = torch.full((4,), 2.0**rank).to(torch.float8_e8m0fnu)
+    if rank == 0:
+        dist.send(scales, 1, group=group)
+    elif rank == 1:
+        dist.recv(scales, 0, group=group)
+    results["float8_e8m0fnu"] = scales.float().tolist()
+    late = functional.all_reduce(torch.full((3,), 1.0 + rank), "sum", group)
+    outs = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(outs, late, group=group)
+    dist.all_reduce(late, group=group)
+    results["result of a functional"] = [shown(t) for t in (*outs, late + 0)]
+    with FakeTensorMode():
+        fake, whole = torch.ones(4), torch.empty(4 * size)
+        dist.all_reduce(fake, group=group)
+        dist.all_gather_single(whole, fake, group=group, async_op=True).wait()
+        results["fake"] = list(whole.shape)
     return results
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from unisono.base.types import ReduceOp
 from unisono.errors import UnisonoError
 from unisono.groups.c10d import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
@@ -29,6 +30,7 @@ from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
 from unisono.torch.plain import PLAIN, begin_all_reduce, recv, send
 from unisono.torch.sparse import all_reduce_sparse
+from unisono.torch.values import are_fake, dense, done
 from unisono.torch.work import TorchWork
 
 __all__ = ["Operations"]
@@ -61,6 +63,8 @@ def operation(method: Method) -> Method:
                     return method(self, *args, **kwargs)
             if plain is not None and plain(self._group, args, kwargs):
                 return None
+            if are_fake(args):
+                return done(args[0])
             return method(self, *args, **kwargs)
         except UnisonoError as error:
             raise for_torch(error) from error.__cause__
@@ -106,7 +110,7 @@ class Operations:
             work = all_reduce_sparse(self._group, tensor, op, **how)
         else:
             begun = begin_all_reduce(self._group, tensor, op) if how == _ASYNCHRONOUS else None
-            work = self._group.all_reduce(tensor, op, **how) if begun is None else begun
+            work = self._group.all_reduce(dense(tensor, op), op, **how) if begun is None else begun
         if not how["async_op"]:
             return None
         return self._as_torch(work, tensors, typed=tensor.dtype is torch.float16)
@@ -115,7 +119,9 @@ class Operations:
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; done when the tensor may be changed."""
         data, group = _single(tensors), self._group
-        work = send(group, data, dstRank, tag) or group.send(data, dstRank, tag, async_op=True)
+        work = send(group, data, dstRank, tag) or group.send(
+            dense(data), dstRank, tag, async_op=True
+        )
         return self._as_torch(work, tensors)
 
     @operation
@@ -136,12 +142,14 @@ class Operations:
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
+        op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
+        arguments = dense(arguments, op)
         work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
         return self._as_torch(work, work.result()) if how["async_op"] else None
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
         data, group = _single(tensors), self._group
-        work = recv(group, data, source, tag) or group.recv(data, source, tag, async_op=True)
+        work = recv(group, data, source, tag) or group.recv(dense(data), source, tag, async_op=True)
         return self._as_torch(work, tensors)
 
     def _as_torch(self, work: Work, outputs: list[Tensor], *, typed: bool = False) -> TorchWork:
