@@ -124,6 +124,17 @@ def test_c10d_names_of_a_groups_properties():
     run(body, 2)
 
 
+def test_private_names_that_libraries_use():
+    def body(rank):
+        pair = unisono.new_group([0])
+        name = unisono._get_process_group_name(unisono.group.WORLD)
+        data = np.ones(2)
+        unisono.all_reduce(data, unisono._make_nccl_premul_sum(0.5))
+        return unisono._rank_not_in_group(pair), unisono._rank_not_in_group(None), name, data[0]
+
+    assert run(body, 2) == [(False, False, "0", 1.0), (True, False, "0", 1.0)]
+
+
 def test_every_function_of_a_group_takes_one():
     """What talks to other ranks does so in any group, for as long as one says."""
     talking = [

@@ -546,8 +546,8 @@ def bad_reply():
 
 
 def mpiexec_failed():
-    ranks = bench_launch._Mpiexec.__new__(bench_launch._Mpiexec)
-    ranks._popen = SimpleNamespace(returncode=3)
+    ranks = bench_launch._Processes({"mpiexec": ["sh", "-c", "exit 3"]})
+    assert ranks.ended(60)
     ranks.check()
 
 

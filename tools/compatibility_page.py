@@ -76,6 +76,9 @@ launch is configured by flags.
 PRIVATE = (
     "_all_gather_base",
     "_coalescing_manager",
+    "_get_process_group_name",
+    "_make_nccl_premul_sum",
+    "_rank_not_in_group",
     "_reduce_scatter_base",
     "_StoreCollectives",
     "_time_estimator",
@@ -90,6 +93,7 @@ NOTES = {
     "ProcessGroup": "can be made directly, without a default group",
     "ReduceOp": "members are ReduceOp objects, equal and hashed by value",
     "Work": "may be dropped; can be awaited; `wait(timeout)` leaves the group usable",
+    "_make_nccl_premul_sum": "for every backend",
     "all_gather_object": "arrays are not copied into the message",
     "all_reduce": "the same bits on every rank",
     "barrier": "`device_ids` is ignored",

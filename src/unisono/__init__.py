@@ -51,8 +51,9 @@ _HOMES = {
     ),
     "groups.names": (
         "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
-        "_all_gather_base _coalescing_manager _reduce_scatter_base all_gather_single "
-        "default_pg_timeout reduce_op reduce_scatter_single"
+        "_all_gather_base _coalescing_manager _get_process_group_name _make_nccl_premul_sum "
+        "_rank_not_in_group _reduce_scatter_base all_gather_single default_pg_timeout reduce_op "
+        "reduce_scatter_single"
     ),
     "groups.device_mesh": "DeviceMesh init_device_mesh",
     "groups.future": "Future collect_all",

@@ -70,6 +70,9 @@ from unisono.groups.names import GroupName as GroupName
 from unisono.groups.names import RankType as RankType
 from unisono.groups.names import _all_gather_base as _all_gather_base
 from unisono.groups.names import _coalescing_manager as _coalescing_manager
+from unisono.groups.names import _get_process_group_name as _get_process_group_name
+from unisono.groups.names import _make_nccl_premul_sum as _make_nccl_premul_sum
+from unisono.groups.names import _rank_not_in_group as _rank_not_in_group
 from unisono.groups.names import _reduce_scatter_base as _reduce_scatter_base
 from unisono.groups.names import all_gather_single as all_gather_single
 from unisono.groups.names import default_pg_timeout as default_pg_timeout

@@ -79,9 +79,9 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
         store = stack.enter_context(TCPStore(address, 0, is_master=True, wait_for_workers=False))
         ranks: _RankSet
         if hosts:
-            ranks = _OnHosts(plan, hosts, store.port)
+            ranks = _on_hosts(plan, hosts, store.port)
         else:
-            ranks = (_Mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
+            ranks = (_under_mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
         stack.callback(ranks.kill)
         ended = False
         while not ended:
@@ -166,28 +166,33 @@ class _Spawned:
                 process.close()
 
 
-class _OnHosts:
-    """Ranks on hosts that are network namespaces, the same number on each."""
+class _Processes:
+    """Ranks as programs; on hosts one each, under mpiexec one for all.
 
-    def __init__(self, plan: Plan, hosts: list[Host], port: int) -> None:
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **environ()}
-        self._processes = [
-            subprocess.Popen(
-                hosts[rank * plan.hosts // plan.nprocs].inside(
-                    *worker_command(plan, port, hosts[0].v4, rank)
-                ),
+    Args:
+        commands: By what an error calls the program.
+        variables: Of its environment, unless the user has set them.
+    """
+
+    def __init__(self, commands: dict[str, list[str]], **variables: str) -> None:
+        env = {"OMP_NUM_THREADS": "1", **variables, **environ()}
+        self._processes = {
+            name: subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
+                # The ranks print nothing there; mpiexec says how one died.
                 stdout=2,
                 env=env,
+                # A Ctrl-C comes to this process alone, which ends the others.
                 start_new_session=True,
                 preexec_fn=parent_death_hook(),
             )
-            for rank in range(plan.nprocs)
-        ]
+            for name, command in commands.items()
+        }
 
     def ended(self, limit_s: float) -> bool:
         deadline = Deadline(limit_s)
-        for process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(deadline.remaining())
             except subprocess.TimeoutExpired:
@@ -195,50 +200,31 @@ class _OnHosts:
         return True
 
     def check(self) -> None:
-        for rank, process in enumerate(self._processes):
+        for name, process in self._processes.items():
             if code := process.returncode:
-                raise LaunchError(
-                    f"rank {rank} ended with exit code {code}; see its standard error"
-                )
+                raise LaunchError(f"{name} ended with exit code {code}; see its standard error")
 
     def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+        for process in self._processes.values():
+            process.terminate()
+        if not self.ended(_END_S):
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
 
 
-class _Mpiexec:
-    """Ranks under mpiexec, as an MPI library needs them."""
+def _on_hosts(plan: Plan, hosts: list[Host], port: int) -> _Processes:
+    """Start the ranks on hosts that are network namespaces, the same number on each."""
+    commands = {}
+    for rank in range(plan.nprocs):
+        words = worker_command(plan, port, hosts[0].v4, rank)
+        commands[f"rank {rank}"] = hosts[rank * plan.hosts // plan.nprocs].inside(*words)
+    return _Processes(commands, GLOO_SOCKET_IFNAME="eth0")
 
-    def __init__(self, plan: Plan, port: int) -> None:
-        program = _mpiexec()
-        assert program is not None
-        self._popen = subprocess.Popen(
-            [program, "-n", str(plan.nprocs), *worker_command(plan, port, LOOPBACK)],
-            stdin=subprocess.DEVNULL,
-            # The ranks print nothing there; mpiexec says how one died.
-            stdout=2,
-            env={"OMP_NUM_THREADS": "1", **environ()},
-            # A Ctrl-C comes to this process alone, which ends mpiexec.
-            start_new_session=True,
-            preexec_fn=parent_death_hook(),
-        )
 
-    def ended(self, limit_s: float) -> bool:
-        try:
-            self._popen.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def check(self) -> None:
-        if code := self._popen.returncode:
-            raise LaunchError(f"mpiexec ended with exit code {code}; see its standard error")
-
-    def kill(self) -> None:
-        self._popen.terminate()
-        try:
-            self._popen.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+def _under_mpiexec(plan: Plan, port: int) -> _Processes:
+    """Start the ranks as an MPI library needs them."""
+    program = _mpiexec()
+    assert program is not None
+    words = worker_command(plan, port, LOOPBACK)
+    return _Processes({"mpiexec": [program, "-n", str(plan.nprocs), *words]})

@@ -8,12 +8,14 @@ Source: torch.distributed (2.13).
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import NewType
+from typing import Any, NewType
 
 from unisono.base.types import ReduceOp
 from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
 from unisono.groups.coalescing import coalescing_manager
 from unisono.groups.collectives import all_gather_into_tensor, reduce_scatter_tensor
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.world import resolve
 
 __all__ = [
     "DistBackendError",
@@ -24,6 +26,9 @@ __all__ = [
     "RankType",
     "_all_gather_base",
     "_coalescing_manager",
+    "_get_process_group_name",
+    "_make_nccl_premul_sum",
+    "_rank_not_in_group",
     "_reduce_scatter_base",
     "all_gather_single",
     "default_pg_timeout",
@@ -47,3 +52,18 @@ default_pg_timeout = timedelta(minutes=30)
 
 GroupName = NewType("GroupName", str)
 RankType = int
+
+
+def _get_process_group_name(pg: ProcessGroup) -> str:
+    """Return what no other group of the same world is called."""
+    return pg.group_name
+
+
+def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
+    """Return the reduce op that multiplies by a factor first; for every backend here."""
+    return ReduceOp.PREMUL_SUM(factor)
+
+
+def _rank_not_in_group(group: Any) -> bool:
+    """Whether this process is no member of a group."""
+    return group is not None and resolve(group) is None
