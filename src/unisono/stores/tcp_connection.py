@@ -101,7 +101,7 @@ class Connection:
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
                 f"{operation} timed out: the store server at {self._address} is connected but "
-                f"did not answer within {timeout_s:g} s",
+                f"did not answer within {timeout_s:.3g} s",
                 hint="the process that runs the server is stopped or overloaded",
             )
         if isinstance(error, OSError):
