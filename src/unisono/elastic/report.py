@@ -6,6 +6,7 @@ error; the last part of that stream is all this module needs.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -47,6 +48,7 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
 )
 _FATAL = "Fatal Python error: "
+_IGNORED = "Exception ignored"
 _LAST_LINES = 20
 
 _CONSEQUENCES = re.compile(
@@ -111,7 +113,7 @@ def exit_status(exit_code: int) -> str:
 
 def _is_noise(lines: Sequence[str], header: int) -> bool:
     """Whether the traceback at `header` is one that Python only mentions, and ignores."""
-    return header > 0 and "Exception ignored" in lines[header - 1]
+    return header > 0 and _IGNORED in lines[header - 1]
 
 
 def _start_of_traceback(lines: Sequence[str]) -> int | None:
@@ -140,12 +142,8 @@ def extract_traceback(stderr: str) -> str:
     start = _start_of_traceback(lines)
     if start is None:
         return "\n".join(lines[-_LAST_LINES:])
-    end = len(lines)
-    for i in range(start, end):
-        if "Exception ignored" in lines[i] and lines[i].startswith("Exception ignored"):
-            end = i
-            break
-    return "\n".join(lines[start:end])
+    of_it = itertools.takewhile(lambda line: not line.startswith(_IGNORED), lines[start:])
+    return "\n".join(of_it)
 
 
 def error_text(stderr: str, error_file: str) -> str:

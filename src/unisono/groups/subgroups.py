@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.backends import BackendConfig
 from unisono.base import config
@@ -76,12 +76,13 @@ def new_group(
         CollectiveTimeoutError: A rank did not call.
     """
     default = require_group(None)
+    wishes = _Wishes(timeout, backend, pg_options, group_desc)
     if not use_local_synchronization:
         with _told(default, "new_group"):
             members = _check_members(ranks, default, sort_ranks)
             kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
         default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
-        return _next(default, members, timeout, backend, pg_options, group_desc)
+        return _next(default, members, wishes)
     members = _check_members(ranks, default, sort_ranks)
     if default.rank() not in members:
         return None
@@ -91,7 +92,16 @@ def new_group(
     count = world.made_local[members]
     world.made_local[members] += 1
     key = f"local/{'-'.join(map(str, members))}/{count}"
-    return _make(default, members, key, timeout, backend, pg_options, group_desc)
+    return _make(default, members, key, wishes)
+
+
+class _Wishes(NamedTuple):
+    """What a new group gets; None leaves it to the parent."""
+
+    timeout: Timeout | None
+    backend: str | None
+    pg_options: Any
+    group_desc: str | None
 
 
 @contextlib.contextmanager
@@ -104,31 +114,18 @@ def _told(group: ProcessGroup, call: str) -> Iterator[None]:
         raise
 
 
-def _next(
-    default: ProcessGroup,
-    members: tuple[int, ...],
-    timeout: Timeout | None,
-    backend: str | None,
-    pg_options: Any,
-    group_desc: str | None,
-) -> Any:
+def _next(default: ProcessGroup, members: tuple[int, ...], wishes: _Wishes) -> Any:
     """Return the next group that all ranks of the world count."""
     world = current()
     key = str(world.made)
     world.made += 1
     if default.rank() not in members:
         return GroupMember.NON_GROUP_MEMBER
-    return _make(default, members, key, timeout, backend, pg_options, group_desc)
+    return _make(default, members, key, wishes)
 
 
 def _make(
-    parent: ProcessGroup,
-    members: tuple[int, ...],
-    key: str,
-    timeout: Timeout | None,
-    backend: str | None,
-    pg_options: Any,
-    group_desc: str | None,
+    parent: ProcessGroup, members: tuple[int, ...], key: str, wishes: _Wishes
 ) -> ProcessGroup:
     """Return this rank's group of some global ranks, over the links of `parent`."""
     world = current()
@@ -136,10 +133,10 @@ def _make(
         PrefixStore(key, parent.store),
         members.index(parent.ranks[parent.rank()]),
         len(members),
-        backend or str(parent.config),
-        parent.timeout_s if timeout is None else timeout,
-        group_desc or key,
-        options=pg_options,
+        wishes.backend or str(parent.config),
+        parent.timeout_s if wishes.timeout is None else wishes.timeout,
+        wishes.group_desc or key,
+        options=wishes.pg_options,
         _ranks=members,
         _parent=parent,
         _key=key,
@@ -252,7 +249,8 @@ def new_subgroups_by_enumeration(
     with _told(default, call):
         lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
     default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
-    groups = [_next(default, part, timeout, backend, pg_options, group_desc) for part in lists]
+    wishes = _Wishes(timeout, backend, pg_options, group_desc)
+    groups = [_next(default, part, wishes) for part in lists]
     mine = (made for made, part in zip(groups, lists, strict=True) if default.rank() in part)
     return next(mine, None), groups
 
@@ -316,7 +314,8 @@ def split_group(
         if parent.rank() in part:
             key = f"{parent.key}/split/{number}/{at}"
             members = tuple(parent.ranks[rank] for rank in part)
-            return _make(parent, members, key, timeout, backend, pg_options, group_desc)
+            wishes = _Wishes(timeout, backend, pg_options, group_desc)
+            return _make(parent, members, key, wishes)
     return None
 
 
@@ -381,7 +380,8 @@ def shrink_group(
     if old is current().default:
         return _shrink_default(old, left, key, pg_options, timeout)
     members = tuple(old.ranks[rank] for rank in left)
-    made = _make(old, members, key, timeout, None, pg_options, f"{old.name}:shrunk")
+    wishes = _Wishes(timeout, None, pg_options, f"{old.name}:shrunk")
+    made = _make(old, members, key, wishes)
     current().close(only=old)
     return made
 
