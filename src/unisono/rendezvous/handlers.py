@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
-from unisono.rendezvous.launchers import LAUNCHERS, Place, find_place, job_of
+from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, Place, find_place, job_of
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -26,7 +26,6 @@ from unisono.stores.addresses import format_address
 
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RANKS = {"rank", "world_size"}
 _Met = Iterator[tuple[Store, int, int]]
 _WORLD = "unisono/world"
@@ -204,8 +203,8 @@ def _variable(name: str) -> str:
     environment = config.environ()
     if text := environment.get(name, ""):
         return text
-    present = [f"{each}={environment[each]}" for each in _VARIABLES if environment.get(each)]
-    missing = [each for each in _VARIABLES if not environment.get(each)]
+    present = [f"{each}={environment[each]}" for each in GIVEN if environment.get(each)]
+    missing = [each for each in GIVEN if not environment.get(each)]
     raise RendezvousError(
         f"env:// rendezvous: environment variable {name} expected, but not set "
         f"(set: {', '.join(present) or 'none'}; not set: {', '.join(missing)})",
