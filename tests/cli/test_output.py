@@ -15,7 +15,7 @@ import pytest
 import unisono.elastic
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")

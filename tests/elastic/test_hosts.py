@@ -11,7 +11,7 @@ from tests import netns
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from nodes import PATIENT, Job, gone, kill
+from nodes import LOSING, PATIENT, Job, gone, kill
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -29,14 +29,14 @@ def job(tmp_path, network):
     job.close()
 
 
-def on_both(job, *flags, nnodes="2"):
+def on_both(job, *flags, nnodes="2", conf=PATIENT):
     """An agent on each host; the first host is the endpoint, by name alone."""
-    nodes = {"nnodes": nnodes, "nproc": 2, "endpoint": "host1", "conf": PATIENT}
+    nodes = {"nnodes": nnodes, "nproc": 2, "endpoint": "host1", "conf": conf}
     return [job.node(*flags, **nodes) for _ in range(2)]
 
 
 def test_nodes_meet_by_name_and_restart(job):
-    agents = on_both(job, "--max-restarts=1", f"--rdzv-conf={PATIENT}")
+    agents = on_both(job, "--max-restarts=1")
     ups = [up for agent in agents for up in agent.next_ups(2)]
     assert sorted((up.rank, up.world_size, up.total) for up in ups) == [
         (rank, 4, 4) for rank in range(4)
@@ -50,7 +50,7 @@ def test_nodes_meet_by_name_and_restart(job):
 
 
 def test_host_that_is_cut_off_is_done_without(job, network):
-    first, second = on_both(job, nnodes="1:2")
+    first, second = on_both(job, nnodes="1:2", conf=f"{PATIENT},{LOSING}")
     ups, others = first.next_ups(2), second.next_ups(2)
     network.cut(network.hosts[1])
     alone = first.next_ups(2)

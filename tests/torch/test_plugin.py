@@ -37,7 +37,7 @@ def alone():
 def run_script(script: str, **settings: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=90, check=True, env=os.environ | settings,
+        capture_output=True, text=True, timeout=300, check=True, env=os.environ | settings,
     )  # fmt: skip
     return done.stdout.strip()
 
