@@ -144,16 +144,31 @@ def test_first_example_prints_what_the_readme_says(tmp_path):
     assert len(example.splitlines()) <= 14
 
 
-def test_program_of_the_page_for_users_of_mpi4py(tmp_path):
-    page = (ROOT / "docs/howto/from-mpi4py.md").read_text(encoding="utf-8")
-    checks = """
+# What holds after the first program of a page, on each of two ranks.
+AFTERWARDS = {
+    "howto/from-mpi4py.md": """
 assert x.tolist() == [3.0, 3.0] and rows.tolist() == [[3.0, 3.0]] * 2
 assert objects == [{"rank": 0}, {"rank": 1}] and most == (3.0, 1)
-"""
-    script = tmp_path / "moved.py"
-    script.write_text(blocks("python", page)[0] + checks, encoding="utf-8")
+""",
+    "howto/data-parallel.md": """
+weight = next(model.parameters()).detach()
+assert torch.allclose(weight, torch.ones(1, 10), atol=0.05), weight
+""",
+    "explanation/streams.md": """
+assert x.tolist() == [3.0] * 4 and y.tolist() == [30.0] * 4
+""",
+}
+
+
+@pytest.mark.parametrize("page", AFTERWARDS)
+def test_program_of_a_page_runs(page, tmp_path):
+    program = blocks("python", (ROOT / "docs" / page).read_text(encoding="utf-8"))[0]
+    if "import torch" in program:
+        pytest.importorskip("torch")
+    script = tmp_path / "program.py"
+    script.write_text(program + AFTERWARDS[page], encoding="utf-8")
     command = [sys.executable, "-W", "error", "-m", "unisono", "run", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

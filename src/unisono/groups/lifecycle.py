@@ -9,13 +9,10 @@ from typing import Any
 
 from unisono.backends import BackendConfig
 from unisono.base import config
-from unisono.base.deadline import Timeout, to_seconds
-from unisono.errors import (
-    AlreadyInitializedError,
-    InvalidArgumentError,
-)
+from unisono.base.deadline import Timeout
+from unisono.errors import AlreadyInitializedError, InvalidArgumentError
 from unisono.groups.exits import at_exit
-from unisono.groups.process_group import ProcessGroup
+from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import World, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import is_alone
@@ -68,7 +65,7 @@ def init_process_group(
     if store is not None and init_method is not None:
         raise InvalidArgumentError("cannot specify both init_method and store")
     BackendConfig(backend)
-    timeout_s = config.get_float("UNISONO_TIMEOUT") if timeout is None else to_seconds(timeout)
+    timeout_s = group_timeout_s(timeout)
     owned = store is None
     store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
     if owned:

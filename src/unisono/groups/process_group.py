@@ -32,7 +32,7 @@ from unisono.groups.dispatch import dispatcher
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
-__all__ = ["ProcessGroup"]
+__all__ = ["ProcessGroup", "group_timeout_s"]
 
 # A call that has not become one: the other ranks wait in theirs.
 _REFUSED = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
@@ -90,7 +90,7 @@ class ProcessGroup:
         self.key = _key
         self.ranks = tuple(range(size)) if _ranks is None else _ranks
         self._rank = rank
-        self._timeout_s = _group_timeout(timeout)
+        self._timeout_s = group_timeout_s(timeout)
         self.config = BackendConfig(backend)
         self.backends: dict[str, DeviceBackend] = {}
         self._closed = False
@@ -487,7 +487,8 @@ def _leaf(argument: Any) -> Any:
     return argument
 
 
-def _group_timeout(timeout: Timeout | None) -> float:
+def group_timeout_s(timeout: Timeout | None) -> float:
+    """Return the default time-out of a group's calls, in seconds."""
     return config.get_float("UNISONO_TIMEOUT") if timeout is None else to_seconds(timeout)
 
 
