@@ -78,7 +78,7 @@ constexpr const char* kBuild = "gcc " __VERSION__;
 #endif
 
 // Shared words laid out otherwise must not meet; bump with line.hpp and ring.hpp.
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
   if (nonce.size() != sizeof(unisono::Header::nonce)) throw nb::value_error("nonce: 16 bytes");

@@ -141,7 +141,7 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
 bool Group::fits_slot(const Step& step, int64_t itemsize) const {
   if (step.op == kCopy || step.op == kReduce) return true;
   const int64_t slot_end = (step.slot_off + step.count) * itemsize;
-  return step.slot_off >= 0 && slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
+  return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 && slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
          step.stage > 0 && step.stage < static_cast<int64_t>(kStages);
 }
 
@@ -215,7 +215,7 @@ Status Group::run_piece(const Step* first, const Step* end, Words words) {
 }
 
 void Group::post(const Step& step) {
-  direct_ ? refer(step, own_slot(step)) : apply(step, own_slot(step));
+  direct_ ? refer(step, slot_of(step)) : apply(step, slot_of(step));
 }
 
 Status Group::run_step(const Step& step, int index) {
@@ -231,7 +231,7 @@ Status Group::run_step(const Step& step, int index) {
       Status status = wait_for(peer, posted, index);
       if (!status.is_ok()) return status;
     }
-    slot = segment_->slot(peer, epoch_) + step.slot_off * itemsize_;
+    slot = slot_of(step);
     if (direct_) {
       fetch(step, slot);
       return {};
@@ -279,8 +279,8 @@ char* Group::place(int64_t buf, int64_t off, int64_t* together) const {
   return parts.at[off / parts.count] + inside * itemsize_;
 }
 
-char* Group::own_slot(const Step& step) const {
-  return segment_->slot(rank_, epoch_) + step.slot_off * itemsize_;
+char* Group::slot_of(const Step& step) const {
+  return segment_->slot(static_cast<int>(step.slot), epoch_) + step.slot_off * itemsize_;
 }
 
 // Say that this rank has come to `stage` of the epoch, and wake whoever sleeps for that.

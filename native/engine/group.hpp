@@ -65,7 +65,7 @@ class Group final : public Runner {
   void move_on(const Loop& loop, int64_t times);
   void post(const Step& step);
   Status run_step(const Step& step, int index);
-  char* own_slot(const Step& step) const;
+  char* slot_of(const Step& step) const;
   char* place(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
 

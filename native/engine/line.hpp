@@ -7,7 +7,8 @@
 // Every rank executes the same sequence of epochs (one per piece of a call, or per loop and one
 // more where posts are read where they lie). In epoch e it may
 // write its slot e % 2, tell the others by raising its flag to e * kStages + stage, and read
-// theirs. Entering epoch e+1 says that it is done reading the slots of epoch e.
+// theirs. What only it reads there it may overwrite with what it posts next. Entering epoch e+1
+// says that it is done with the others' slots of epoch e.
 #pragma once
 
 #include <atomic>

@@ -26,7 +26,8 @@ struct Step {
   int64_t dst_buf;
   int64_t dst_off;
   int64_t count;
-  int64_t slot_off;  // where in the poster's slot
+  int64_t slot;      // whose slot the post lies in
+  int64_t slot_off;  // where there
   int64_t stage;     // which publication of the poster
 };
 

@@ -60,12 +60,12 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
 void add_all_to_all(std::vector<Step>& steps, int ranks, int rank, int64_t count) {
   for (int i = 1; i < ranks; ++i) {
     const int to = (rank + i) % ranks;
-    steps.push_back({kPost, to, kInput, to * kBlock, -1, -1, count, to * 512, 1});
+    steps.push_back({kPost, to, kInput, to * kBlock, -1, -1, count, rank, to * 512, 1});
   }
-  steps.push_back({kCopy, -1, kInput, rank * kBlock, kOutput, rank * kBlock, count, -1, -1});
+  steps.push_back({kCopy, -1, kInput, rank * kBlock, kOutput, rank * kBlock, count, -1, -1, -1});
   for (int i = 1; i < ranks; ++i) {
     const int from = (rank + i) % ranks;
-    steps.push_back({kRead, from, -1, -1, kOutput, from * kBlock, count, rank * 512, 1});
+    steps.push_back({kRead, from, -1, -1, kOutput, from * kBlock, count, from, rank * 512, 1});
   }
 }
 
@@ -105,8 +105,9 @@ void test_who_gives_up_spoils_nothing(int ranks) {
     on_ranks(ranks, [&](Group& group, int rank) {
       if (!meet(group).is_ok()) return;
       const bool is_root = rank == 0;
-      const std::vector<Step> steps{is_root ? Step{kSend, -1, kOutput, 0, -1, -1, kPiece, 0, 1}
-                                            : Step{kRead, 0, -1, -1, kOutput, 0, kPiece, 0, 1}};
+      const std::vector<Step> steps{is_root
+                                      ? Step{kSend, -1, kOutput, 0, -1, -1, kPiece, rank, 0, 1}
+                                      : Step{kRead, 0, -1, -1, kOutput, 0, kPiece, 0, 0, 1}};
       std::vector<int64_t> values(kPiece * kPieces, is_root ? round : -1);
       const std::vector<Loop> loops{{0, 1, kPieces, 0, kPiece}};
       const Status status = run(group, steps, loops, {}, values.data(), values.size(),
@@ -134,8 +135,8 @@ void test_who_gives_up_while_another_reads() {
       std::vector<Step> steps;
       for (int64_t block = 0; block < 2; ++block) {
         const int64_t at = block * kNumbers, slot = block * 256;
-        steps.push_back(is_root ? Step{kPost, 1, kInput, at, -1, -1, kCount, slot, 1}
-                                : Step{kRead, 0, -1, -1, kOutput, at, kCount, slot, 1});
+        steps.push_back(is_root ? Step{kPost, 1, kInput, at, -1, -1, kCount, rank, slot, 1}
+                                : Step{kRead, 0, -1, -1, kOutput, at, kCount, 0, slot, 1});
       }
       const std::vector<Loop> loops{{0, 2, kLong, is_root ? kCount : 0, is_root ? 0 : kCount}};
       std::vector<int64_t> values(2 * kNumbers, is_root ? round : -1);

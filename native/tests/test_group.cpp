@@ -36,9 +36,10 @@ void on_ranks(int ranks, bool is_crowded, const std::function<void(Group&, int)>
 
 // Post the vector, read everybody else's: one-shot all_reduce for sums of integers.
 std::vector<Step> one_shot(int ranks, int rank, int64_t count) {
-  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, 0, 1}};
+  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, rank, 0, 1}};
   for (int i = 1; i < ranks; ++i) {
-    steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, 0, 1});
+    const int peer = (rank + i) % ranks;
+    steps.push_back({kReadReduce, peer, -1, -1, kOutput, 0, count, peer, 0, 1});
   }
   return steps;
 }
@@ -82,10 +83,11 @@ void test_lists(int ranks, int64_t piece) {
       inputs[i] = reinterpret_cast<char*>(in.data() + i * part);
       outputs[i] = reinterpret_cast<char*>(apart[i].data());
     }
-    std::vector<Step> steps{{kPost, -1, kInput, 0, -1, -1, piece, 0, 1},
-                            {kCopy, -1, kInput, 0, kOutput, 0, piece, -1, -1}};
+    std::vector<Step> steps{{kPost, -1, kInput, 0, -1, -1, piece, rank, 0, 1},
+                            {kCopy, -1, kInput, 0, kOutput, 0, piece, -1, -1, -1}};
     for (int i = 1; i < ranks; ++i) {
-      steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, piece, 0, 1});
+      const int peer = (rank + i) % ranks;
+      steps.push_back({kReadReduce, peer, -1, -1, kOutput, 0, piece, peer, 0, 1});
     }
     const Loop loop{0, ranks + 1, 3 * part / piece, piece, piece};
     const Program program{steps.data(), steps.size(), &loop, 1};
@@ -100,11 +102,32 @@ void test_lists(int ranks, int64_t piece) {
   });
 }
 
+// Two ranks reduce a half each; a result goes where the other's operand was read, in the other's slot.
+void test_results_are_handed_back(bool is_crowded) {
+  on_ranks(2, is_crowded, [&](Group& group, int rank) {
+    const int64_t half = 50, pieces = 7;
+    const int64_t mine = rank * half, other = (1 - rank) * half;
+    const std::vector<Step> steps{
+      {kPost, 1 - rank, kOutput, other, -1, -1, half, rank, 0, 1},
+      {kReadReduce, 1 - rank, -1, -1, kOutput, mine, half, 1 - rank, 0, 1},
+      {kPost, 1 - rank, kOutput, mine, -1, -1, half, 1 - rank, 0, 2},
+      {kRead, 1 - rank, -1, -1, kOutput, other, half, rank, 0, 2},
+    };
+    for (int round = 0; round < 200; ++round) {
+      std::vector<int64_t> values(2 * half * pieces);
+      std::iota(values.begin(), values.end(), rank + round);
+      const std::vector<Loop> loops{{0, 4, pieces, 0, 2 * half}};
+      assert(run(group, steps, loops, values, uint64_t(round) + 1).is_ok());
+      for (size_t i = 0; i < values.size(); ++i) assert(values[i] == 2 * (int64_t(i) + round) + 1);
+    }
+  });
+}
+
 // The root never waits for data, so only the flow control keeps it from overwriting its slots.
 void test_broadcast_does_not_overrun(int ranks) {
   on_ranks(ranks, 10, [&](Group& group, int rank) {
-    std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, 0, 1}
-                                      : Step{kRead, 0, -1, -1, kOutput, 0, 8, 0, 1}};
+    std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, rank, 0, 1}
+                                      : Step{kRead, 0, -1, -1, kOutput, 0, 8, 0, 0, 1}};
     for (int64_t round = 0; round < 500; ++round) {
       std::vector<int64_t> values(8 * 3, rank == 0 ? round : -1);
       assert(run(group, steps, {{0, 1, 3, 0, 8}}, values, 7).is_ok());
@@ -220,17 +243,19 @@ void test_bad_programs_are_refused() {
   on_ranks(1, 10, [&](Group& group, int) {
     std::vector<int64_t> values(10, 1);
     const std::vector<Step> bad{
-      {kCopy, -1, kOutput, 5, kOutput, 0, 6, -1, -1},   // reads past the end
-      {kCopy, -1, kOutput, 0, kInput, 0, 1, -1, -1},    // writes the input
-      {kPost, -1, kOutput, 0, -1, -1, 10, 510, 1},      // leaves the slot
-      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 1},          // reads its own post
-      {99, 0, -1, -1, kOutput, 0, 1, 0, 1},
+      {kCopy, -1, kOutput, 5, kOutput, 0, 6, -1, -1, -1},  // reads past the end
+      {kCopy, -1, kOutput, 0, kInput, 0, 1, -1, -1, -1},   // writes the input
+      {kPost, -1, kOutput, 0, -1, -1, 10, 0, 510, 1},      // leaves the slot
+      {kPost, -1, kOutput, 0, -1, -1, 1, 1, 0, 1},         // into the slot of nobody
+      {kPost, -1, kOutput, 0, -1, -1, 1, -1, 0, 1},
+      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},          // reads its own post
+      {99, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},
     };
     for (const Step& step : bad) {
       assert(run(group, {step}, {{0, 1, 1, 0, 0}}, values, 6).code == Code::bad_program);
     }
     assert(run(group, {bad[0]}, {{0, 0, 1, 0, 0}}, values, 6).is_ok());
-    const Step copy{kCopy, -1, kOutput, 0, kOutput, 1, 1, -1, -1};
+    const Step copy{kCopy, -1, kOutput, 0, kOutput, 1, 1, -1, -1, -1};
     assert(run(group, {copy}, {{0, 1, 9, 0, 1}}, values, 6).is_ok());
     assert(run(group, {copy}, {{0, 1, 10, 0, 1}}, values, 6).code == Code::bad_program);
   });
@@ -262,6 +287,7 @@ int main() {
       test_agreements_in_a_row(ranks);
     }
   }
+  for (bool is_crowded : {true, false}) test_results_are_handed_back(is_crowded);
   test_absent_rank_times_out();
   test_a_roused_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();

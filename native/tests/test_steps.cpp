@@ -65,11 +65,11 @@ void on_ranks(int ranks, int per_host, const std::function<void(Steps&, Messages
 
 // Everybody sends the vector to everybody and adds what comes; OUTPUT's second half is a copy.
 std::vector<Step> all_reduce(int ranks, int rank, int64_t count) {
-  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, -1, -1}};
+  std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, -1, -1, -1}};
   for (int i = 1; i < ranks; ++i) {
-    steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1});
+    steps.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1, -1});
   }
-  steps.push_back({kCopy, -1, kOutput, 0, kOutput, count, count, -1, -1});
+  steps.push_back({kCopy, -1, kOutput, 0, kOutput, count, count, -1, -1, -1});
   return steps;
 }
 
@@ -109,10 +109,10 @@ void test_lists(int ranks) {
       inputs[i] = reinterpret_cast<char*>(in.data() + i * part);
       outputs[i] = reinterpret_cast<char*>(out.data() + (2 - i) * part);
     }
-    std::vector<Step> program{{kPost, -1, kInput, 0, -1, -1, count, -1, -1},
-                              {kCopy, -1, kInput, 0, kOutput, 0, count, -1, -1}};
+    std::vector<Step> program{{kPost, -1, kInput, 0, -1, -1, count, -1, -1, -1},
+                              {kCopy, -1, kInput, 0, kOutput, 0, count, -1, -1, -1}};
     for (int i = 1; i < ranks; ++i) {
-      program.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1});
+      program.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1, -1});
     }
     const Buffers buffers{nullptr, count, nullptr, count, false, nullptr, 0, 8,
                           {inputs, part}, {outputs, part}};
@@ -168,14 +168,14 @@ void test_no_memory() {
     const int64_t count = 300'000;
     auto values = std::make_unique<std::vector<int64_t>>(size_t(count), 1);
     if (rank == 0) {
-      const Step send{kSend, 1, kOutput, 0, -1, -1, count, -1, -1};
+      const Step send{kSend, 1, kOutput, 0, -1, -1, count, -1, -1, -1};
       const Status status = run(steps, {send, send}, *values, 3, 3 * kMoment);
       assert(status.code == Code::timeout && status.peer == 1);
       is_over = true;
       return;
     }
-    const std::vector<Step> receives{{kRecv, 0, -1, -1, kOutput, 0, count, -1, -1},
-                                     {kReadReduce, 0, -1, -1, kOutput, 0, count, -1, -1}};
+    const std::vector<Step> receives{{kRecv, 0, -1, -1, kOutput, 0, count, -1, -1, -1},
+                                     {kReadReduce, 0, -1, -1, kOutput, 0, count, -1, -1, -1}};
     is_short = true;
     const Status status = run(steps, receives, *values, 3);
     is_short = false;
@@ -189,8 +189,10 @@ void test_bad_programs_are_refused() {
   on_ranks(2, 1, [&](Steps& steps, Messages&, int rank) {
     std::vector<int64_t> values(8, 1);
     const std::vector<Step> bad{
-      {kSend, 2, kOutput, 0, -1, -1, 8, -1, -1},   {kSend, rank, kOutput, 0, -1, -1, 8, -1, -1},
-      {kRecv, 1 - rank, -1, -1, kOutput, 1, 8, -1, -1}, {kRecv, 1 - rank, -1, -1, kInput, 0, 1, -1, -1},
+      {kSend, 2, kOutput, 0, -1, -1, 8, -1, -1, -1},
+      {kSend, rank, kOutput, 0, -1, -1, 8, -1, -1, -1},
+      {kRecv, 1 - rank, -1, -1, kOutput, 1, 8, -1, -1, -1},
+      {kRecv, 1 - rank, -1, -1, kInput, 0, 1, -1, -1, -1},
       {9, -1, kOutput, 0, kOutput, 0, 1, -1, -1},
     };
     for (const Step& step : bad) assert(run(steps, {step}, values, 1).code == Code::bad_program);

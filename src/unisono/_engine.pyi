@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 5
+ABI: int = 6
 
 BUILD: str = "gcc 12.2.0"
 

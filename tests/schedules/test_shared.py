@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.schedules.test_program import PAIRS, expected, make_inputs, schedules
-from unisono.schedules.ir import Buf, Op
+from unisono.schedules.ir import Buf, Op, Schedule, post, read_reduce
 from unisono.schedules.layout import layout_for
 from unisono.schedules.registry import build
 from unisono.schedules.shared import lower_shared
@@ -21,6 +21,8 @@ class Rank:
         self.scratch = np.full(program.pieces_scratch, 55, target.dtype)
         self.source, self.target = source, target
         self.slot = np.full(slot_count, -7, target.dtype)
+        self.posters = {}
+        self.readers = {}
         self.stage = 0
 
     def span(self, buf, offset, count):
@@ -49,12 +51,17 @@ def run_piece(ranks, rows_of):
         for number, rank in enumerate(ranks):
             rows = rows_of[number]
             while at[number] < len(rows):
-                op, peer, src, src_off, dst, dst_off, count, slot_off, stage = rows[at[number]]
+                op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage = rows[at[number]]
+                holder = ranks[whose]
                 if op in POSTS:
                     end = slot_off + count
-                    assert end <= len(rank.slot), "the slot is too small"
-                    assert (rank.slot[slot_off:end] == -7).all(), "two posts share a place"
-                    rank.slot[slot_off:end] = rank.span(src, src_off, count)
+                    assert end <= len(holder.slot), "the slot is too small"
+                    if whose == number:
+                        assert (rank.slot[slot_off:end] == -7).all(), "two posts share a place"
+                    else:
+                        assert holder.readers[slot_off] == {number}, "others want what is there"
+                    holder.slot[slot_off:end] = rank.span(src, src_off, count)
+                    holder.posters[slot_off] = number
                     following = rows[at[number] + 1 : at[number] + 2]
                     if not following or following[0][0] not in POSTS:
                         rank.stage = stage
@@ -64,7 +71,9 @@ def run_piece(ranks, rows_of):
                     elif ranks[peer].stage < stage:
                         break
                     else:
-                        data = ranks[peer].slot[slot_off : slot_off + count]
+                        assert holder.posters[slot_off] == peer, "it has been overwritten"
+                        holder.readers.setdefault(slot_off, set()).add(number)
+                        data = holder.slot[slot_off : slot_off + count]
                     into = rank.span(dst, dst_off, count)
                     left = (
                         rank.span(src, src_off, count)
@@ -77,6 +86,8 @@ def run_piece(ranks, rows_of):
     assert at == [len(rows) for rows in rows_of], "some ranks wait for ever"
     for rank in ranks:
         rank.slot[:] = -7
+        rank.posters.clear()
+        rank.readers.clear()
 
 
 def execute_shared(schedule, count, inputs, outputs, itemsize, slot_bytes):
@@ -125,7 +136,7 @@ def test_any_amount_fits_with_one_shot(collective, p):
         covered = int((program.loops[:, 2] * program.loops[:, 4]).sum())
         assert covered == count
         rows = program.pieces[np.isin(program.pieces[:, 0], POSTS)]
-        assert int((rows[:, 7] + rows[:, 6]).max()) * 4 <= 512 * 1024
+        assert int((rows[:, 8] + rows[:, 6]).max()) * 4 <= 512 * 1024
 
 
 def test_small_data_is_one_piece():
@@ -136,7 +147,36 @@ def test_small_data_is_one_piece():
 def test_barrier_keeps_its_steps():
     program = lower_shared(build("barrier", "one_shot", 3), 1, 0, 1, 4096)
     assert program.pieces[:, 0].tolist() == [Op.POST, Op.READ, Op.READ]
-    assert program.pieces[:, 8].tolist() == [1, 1, 1]
+    assert program.pieces[:, 9].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_a_result_goes_where_its_last_operand_was_read(p):
+    """Of two_shot's posts the last is the result: it needs no room of its own."""
+    for rank in range(p):
+        rows = lower_shared(build("all_reduce", "two_shot", p), rank, 640 * p, 4, 1 << 19).pieces
+        *operands, result = rows[rows[:, 0] == Op.POST]
+        last = rows[rows[:, 0] == Op.READ_REDUCE][-1]
+        assert [row[7] for row in operands] == [rank] * (p - 1)
+        assert result[7] == last[1] == (rank - 1) % p
+        assert result[8] == last[8]
+        assert result[9] > last[9]
+        for row in rows[rows[:, 0] == Op.READ]:
+            assert row[7] == (row[1] - 1) % p
+
+
+def test_what_others_still_read_stays_where_it_is():
+    """All ranks read the same operand; who is first must not put a result there."""
+
+    def exchange(k, r):
+        yield post(r, -1, Buf.OUTPUT, 0)
+        for i in (1, 2):
+            yield read_reduce(r, (r + i) % 3, Buf.OUTPUT, 0)
+
+    schedule = Schedule("all_reduce", "twice", 3, 2, exchange)
+    for rank in range(3):
+        rows = lower_shared(schedule, rank, 90, 4, 1 << 19).pieces
+        assert rows[rows[:, 0] == Op.POST, 7].tolist() == [rank, rank]
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])

@@ -31,7 +31,8 @@ ALIGN = 64
 PIECE_BYTES = 256 * 1024
 
 _GIVES = frozenset({Op.SEND, Op.POST})
-_TAKES = frozenset({Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE})
+_REDUCES = frozenset({Op.RECV_REDUCE, Op.READ_REDUCE})
+_TAKES = frozenset({Op.RECV, Op.READ}) | _REDUCES
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +42,9 @@ class SharedProgram(Program):
     As a `Program` it is the same call with messages, for ranks that turn out to share no memory.
 
     Attributes:
-        pieces: int64 [n, 9]: the columns of `Program.steps`, then the offset in the poster's slot
-            (elements) and the poster's stage, which its readers wait for. A READ_REDUCE with a
-            source is dst = src (op) the post.
+        pieces: int64 [n, 10]: the columns of `Program.steps`, then whose slot the post lies in, its
+            offset there (elements) and the poster's stage, which its readers wait for. A READ_REDUCE
+            with a source is dst = src (op) the post.
         loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): rows [first, end) of
             `pieces` run `repeats` times; INPUT and OUTPUT move on by the shifts after each.
         pieces_scratch: Elements of SCRATCH that one piece needs.
@@ -119,13 +120,18 @@ class _Outline:
 
     Attributes:
         posts: Per rank int64 [n, 4]: (row, peer, number of the post, stage).
+        reads: Per rank int64 [n, 4]: (row, peer, number of the peer's post, its stage).
+        places: See `_places`.
         first: int64 [p, n]: the unit with which a rank's n-th post begins, `Buf` by `Buf`.
-        last: int64 [p, n]: the unit behind its last one; equal to `first` where there is no post.
+        last: int64 [p, n]: the unit behind its last one; equal to `first` where there is no post,
+            or one that has another's place.
         separable: Whether no step joins several blocks, which lie apart when only a part of each
             is taken.
     """
 
     posts: tuple[IntArray, ...]
+    reads: tuple[IntArray, ...]
+    places: IntArray
     first: IntArray
     last: IntArray
     separable: bool
@@ -144,8 +150,14 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
         posted = steps[own[:, 0]]
         first[rank, : len(own)] = bases[posted[:, 2]] + posted[:, 3]
         last[rank, : len(own)] = first[rank, : len(own)] + posted[:, 6]
+    reads = tuple(_reads(steps, rank, posts) for rank, steps in enumerate(programs))
+    places = _places(programs, posts, reads)
+    elsewhere = places.ravel() != np.arange(places.size)
+    last.ravel()[elsewhere] = first.ravel()[elsewhere]
     longest = max(int(steps[:, 6].max(initial=0)) for steps in programs)
-    return _Outline(posts, first, last, not schedule.input_chunks or longest <= units)
+    return _Outline(
+        posts, reads, places, first, last, not schedule.input_chunks or longest <= units
+    )
 
 
 def _posts(steps: IntArray) -> IntArray:
@@ -160,6 +172,47 @@ def _posts(steps: IntArray) -> IntArray:
             posts.append((at, peer, len(posts), stage))
         posting = sends
     return np.array(posts, np.int64).reshape(-1, 4)
+
+
+def _reads(steps: IntArray, rank: int, posts: tuple[IntArray, ...]) -> IntArray:
+    """Return [n, 4]: (row, peer, number, stage) of the posts that one rank reads."""
+    reads: list[tuple[int, ...]] = []
+    count: dict[int, int] = {}
+    for at, (op, peer, *_) in enumerate(steps.tolist()):
+        if op in _TAKES:
+            theirs = posts[peer]
+            mine = theirs[(theirs[:, 1] == rank) | (theirs[:, 1] == -1)]
+            reads.append((at, peer, *mine[count.get(peer, 0), 2:].tolist()))
+            count[peer] = count.get(peer, 0) + 1
+    return np.array(reads, np.int64).reshape(-1, 4)
+
+
+def _places(
+    programs: list[IntArray], posts: tuple[IntArray, ...], reads: tuple[IntArray, ...]
+) -> IntArray:
+    """Return [p, n]: whose place each post has; posts are numbered rank by rank, n for each.
+
+    A result goes where its last operand was read, if that was for this rank only. Those cache lines
+    are here; a place of its own is where its readers of last time have it, and to take it back from
+    them costs a fifth of a large all_reduce. See docs/decisions/0027.
+    """
+    width = max(map(len, posts))
+    own = np.arange(len(posts) * width).reshape(len(posts), width)
+    places = own.copy()
+    for rank, steps in enumerate(programs):
+        read = {row: (peer, number) for row, peer, number, _ in reads[rank].tolist()}
+        numbers = {row: number for row, _, number, _ in posts[rank].tolist()}
+        free: dict[tuple[int, ...], int] = {}
+        for row, (op, _, *source, dst, dst_off, count) in enumerate(steps.tolist()):
+            if op in _REDUCES:
+                poster, number = read[row]
+                if len(programs) == 2 or posts[poster][number, 1] == rank:
+                    free[dst, dst_off, count] = int(own[poster, number])
+            elif op in _GIVES:
+                places[rank, numbers[row]] = free.pop((*source, count), own[rank, numbers[row]])
+    # A post that has gone elsewhere itself has left no place.
+    is_at_home = (places == own).ravel()
+    return np.where(is_at_home[places], places, own)
 
 
 @lru_cache(maxsize=256)
@@ -217,18 +270,12 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
     """Return the rows of one piece of so many units."""
     outline = _outline(schedule, units)
     program = lower(schedule, rank, layout_for(schedule, units))
-    rows = np.concatenate([program.steps, np.full((len(program.steps), 2), -1)], axis=1)
-    posts_per_rank = outline.first.shape[1]
-    own = outline.posts[rank]
-    rows[own[:, 0], 7:] = own[:, 2:] + (rank * posts_per_rank, 0)
-    reads: dict[int, int] = {}
-    for row in rows:
-        if row[0] in _TAKES:
-            peer = int(row[1])
-            posts = outline.posts[peer]
-            mine = posts[(posts[:, 1] == rank) | (posts[:, 1] == -1)]
-            row[7:] = mine[reads.get(peer, 0), 2:] + (peer * posts_per_rank, 0)
-            reads[peer] = reads.get(peer, 0) + 1
+    rows = np.concatenate([program.steps, np.full((len(program.steps), 3), -1)], axis=1)
+    own, places = outline.posts[rank].copy(), outline.places
+    own[:, 1] = rank
+    for at, peer, number, stage in (*own.tolist(), *outline.reads[rank].tolist()):
+        place = places[peer, number]
+        rows[at, 7:] = place // places.shape[1], place, stage
     rows = _joined(_posts_first(rows), rank)
     bases = _bases(schedule, units)
     src, dst = (
@@ -238,7 +285,7 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
     begin = np.minimum(src, dst)
     scratch = program.scratch_count if int(Buf.SCRATCH) in rows[:, (2, 4)] else 0
     return _UnitPiece(
-        rows, src, dst, begin, begin + rows[:, 6], rows[:, 7], int(bases[Buf.SCRATCH]) + scratch
+        rows, src, dst, begin, begin + rows[:, 6], rows[:, 8], int(bases[Buf.SCRATCH]) + scratch
     )
 
 
@@ -254,7 +301,7 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
     rows = piece.rows.copy()
     rows[:, 3], rows[:, 5] = places[piece.src], places[piece.dst]
     rows[:, 6] = ends[piece.end] - ends[piece.begin]
-    rows[:, 7] = _slots(schedule, size)[0][piece.post]
+    rows[:, 8] = _slots(schedule, size)[0][piece.post]
     return rows, int(ends[piece.scratch])
 
 
@@ -296,4 +343,4 @@ def _joined(rows: IntArray, rank: int) -> IntArray:
                 del joined[-2:]
                 row = [Op.RECV_REDUCE, *taken[1:]]
         joined.append(row)
-    return np.array(joined, np.int64).reshape(-1, 9)
+    return np.array(joined, np.int64).reshape(-1, 10)
