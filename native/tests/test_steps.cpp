@@ -193,7 +193,7 @@ void test_bad_programs_are_refused() {
       {kSend, rank, kOutput, 0, -1, -1, 8, -1, -1, -1},
       {kRecv, 1 - rank, -1, -1, kOutput, 1, 8, -1, -1, -1},
       {kRecv, 1 - rank, -1, -1, kInput, 0, 1, -1, -1, -1},
-      {9, -1, kOutput, 0, kOutput, 0, 1, -1, -1},
+      {9, -1, kOutput, 0, kOutput, 0, 1, -1, -1, -1},
     };
     for (const Step& step : bad) assert(run(steps, {step}, values, 1).code == Code::bad_program);
   });

@@ -51,7 +51,9 @@ def run_piece(ranks, rows_of):
         for number, rank in enumerate(ranks):
             rows = rows_of[number]
             while at[number] < len(rows):
-                op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage = rows[at[number]]
+                op, peer, src, src_off, dst, dst_off, count, whose, slot_off, stage = rows[
+                    at[number]
+                ]
                 holder = ranks[whose]
                 if op in POSTS:
                     end = slot_off + count

@@ -43,8 +43,8 @@ class SharedProgram(Program):
 
     Attributes:
         pieces: int64 [n, 10]: the columns of `Program.steps`, then whose slot the post lies in, its
-            offset there (elements) and the poster's stage, which its readers wait for. A READ_REDUCE
-            with a source is dst = src (op) the post.
+            offset there (elements) and the poster's stage, which its readers wait for. A
+            READ_REDUCE with a source is dst = src (op) the post.
         loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): rows [first, end) of
             `pieces` run `repeats` times; INPUT and OUTPUT move on by the shifts after each.
         pieces_scratch: Elements of SCRATCH that one piece needs.
