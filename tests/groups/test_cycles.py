@@ -1,12 +1,14 @@
 """Groups come and go: no descriptor, thread or memory stays (the leak guard sees the first two)."""
 
 import sys
+import weakref
 
 import cycle_bodies
 import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.groups.exits import at_exit
 from unisono.testing import run
 
 # Bytes that may stay per cycle: far below any object that a group consists of. What stays for
@@ -46,6 +48,31 @@ def test_threads_as_ranks_leave_the_hook_for_uncaught_exceptions_alone():
     before = sys.excepthook
     assert run(hook, 3) == [before] * 3
     assert sys.excepthook is before
+
+
+def test_a_hook_that_another_one_has_kept_keeps_no_group(monkeypatch):
+    # torch puts a hook of its own before ours, and leaves it there.
+    heard = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: heard.append(error[1]))
+
+    class Group:
+        def tell(self, text):
+            heard.append(text)
+
+        def leave(self):
+            pass
+
+    group = Group()
+    alive = weakref.ref(group)
+    take_back = at_exit(group.tell, group.leave)
+    ours, error = sys.excepthook, KeyError("x")
+    monkeypatch.setattr(sys, "excepthook", lambda *error: ours(*error))
+    sys.excepthook(KeyError, error, None)
+    take_back()
+    del group, take_back
+    assert alive() is None
+    sys.excepthook(KeyError, error, None)
+    assert heard == [error, "KeyError: 'x'", error]
 
 
 def hook(rank):

@@ -70,9 +70,9 @@ def train(model, rank, steps=3):
     return history, [t.clone() for t in model.state_dict().values()]
 
 
-def against_torch(rank, path):
-    """The same training with both; return the largest differences of gradients and states."""
-    ours = train(DistributedDataParallel(make_model(rank, wide=True), bucket_cap_mb=0.5), rank)
+@contextlib.contextmanager
+def gloo(rank, path):
+    """Make torch's default group of all ranks, on Gloo, and destroy it."""
     torch_dist.init_process_group(
         "gloo",
         init_method=f"file://{path}",
@@ -81,10 +81,17 @@ def against_torch(rank, path):
         timeout=timedelta(seconds=60),
     )
     try:
-        other = torch.nn.parallel.DistributedDataParallel(make_model(rank, wide=True))
-        theirs = train(other, rank)
+        yield
     finally:
         torch_dist.destroy_process_group()
+
+
+def against_torch(rank, path):
+    """The same training with both; return the largest differences of gradients and states."""
+    ours = train(DistributedDataParallel(make_model(rank, wide=True), bucket_cap_mb=0.5), rank)
+    with gloo(rank, path):
+        other = torch.nn.parallel.DistributedDataParallel(make_model(rank, wide=True))
+        theirs = train(other, rank)
     pairs = [
         *zip(itertools.chain(*ours[0]), itertools.chain(*theirs[0]), strict=True),
         *zip(ours[1], theirs[1], strict=True),

@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import ddp_bodies as bodies  # noqa: E402  needs torch
 import numpy as np  # noqa: E402
+import shape_bodies  # noqa: E402
 
 import unisono as dist  # noqa: E402
 from unisono.errors import ArgumentTypeError, InvalidArgumentError  # noqa: E402
@@ -19,6 +20,14 @@ from unisono.testing import run  # noqa: E402
 def test_two_ranks_have_the_bits_of_torch_on_gloo(tmp_path):
     results = run(bodies.against_torch, 2, ranks="processes", args=(str(tmp_path / "gloo"),))
     assert results == [(0.0, 43)] * 2
+
+
+def test_models_of_many_shapes_have_the_bits_of_torch_on_gloo(tmp_path):
+    path = str(tmp_path / "gloo")
+    for found in run(shape_bodies.shapes, 2, ranks="processes", args=(path,), timeout=120):
+        assert found.keys() == shape_bodies.SHAPES.keys()
+        for name, (different, compared) in found.items():
+            assert (different, compared > 6) == (0, True), name
 
 
 def test_three_ranks_differ_from_torch_by_rounding(tmp_path):

@@ -24,11 +24,15 @@ def at_exit(tell: Callable[[str], object], leave: Callable[[], object]) -> Calla
         A function that takes all this back.
     """
     previous = sys.excepthook
+    # What came after us may keep `hook` for ever, as torch's own hook does; it must not keep a
+    # group that is closed.
+    told = [tell]
 
     def say(error: BaseException | None) -> None:
         # A rank that failed because another one did has nothing new to tell.
         if error is not None and not isinstance(error, (UnisonoError, SystemExit)):
-            tell("".join(traceback.format_exception_only(error)).strip())
+            for listener in told:
+                listener("".join(traceback.format_exception_only(error)).strip())
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
@@ -46,6 +50,7 @@ def at_exit(tell: Callable[[str], object], leave: Callable[[], object]) -> Calla
     finalizer = None if util is None else util.Finalize(None, end_child, exitpriority=0)
 
     def uninstall() -> None:
+        told.clear()
         if sys.excepthook is hook:
             sys.excepthook = previous
         atexit.unregister(leave)
