@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextvars
+import faulthandler
 import multiprocessing
 import sys
 import threading
@@ -24,7 +25,7 @@ from steps import Step, World, steps_of, world_of
 
 import unisono as dist
 from unisono.engines import is_native_built
-from unisono.errors import PeerError
+from unisono.errors import LaunchError, PeerError
 from unisono.testing import run
 
 STEPS = 40
@@ -113,6 +114,9 @@ def failure_of(world: World, count: int) -> BaseException | None:
     try:
         run(play, world.size, args=(world, count), timeout=TIMEOUT_S, **how)
     except Exception as error:
+        if isinstance(error, LaunchError):
+            # Ranks that are threads and hang are still there.
+            faulthandler.dump_traceback()
         return error
     return None
 

@@ -1,6 +1,8 @@
 """ProcessGroup without a default group, and c10d's names of its methods."""
 
 import re
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -98,3 +100,34 @@ def test_what_it_refuses(arguments, error, text):
     with pytest.raises(error) as caught:
         ProcessGroup(HashStore(), *arguments)
     assert caught.value.what == text
+
+
+FEW_DESCRIPTORS = """
+import gc, os, resource
+import unisono as dist
+from unisono.errors import UnisonoError
+
+dist.init_process_group()  # imports what it needs
+dist.destroy_process_group()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+open_now = len(os.listdir("/proc/self/fd"))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in range(30):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + free, most))
+    try:
+        dist.init_process_group(timeout=0.5)
+        dist.destroy_process_group()
+        print("joined", free)
+        break
+    except UnisonoError as error:
+        first_line = str(error).partition("\\n")[0]
+        assert f"may have {open_now + free} (ulimit -n)" in first_line, first_line
+    gc.collect()
+"""
+
+
+def test_a_process_without_descriptors_says_so():
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout[:6]) == (0, "joined"), done.stderr

@@ -5,12 +5,21 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
+import contextlib
+import platform
+from collections.abc import Iterator
 from typing import Any
 
 from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.errors import AlreadyInitializedError, InvalidArgumentError
+from unisono.base.host import reason_of
+from unisono.errors import (
+    AlreadyInitializedError,
+    InvalidArgumentError,
+    RendezvousError,
+    UnisonoError,
+)
 from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import World, current, process_world, resolve
@@ -67,19 +76,21 @@ def init_process_group(
     BackendConfig(backend)
     timeout_s = group_timeout_s(timeout)
     owned = store is None
-    store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
+    with _told():
+        store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
     if owned:
         world.on_close.append(store.close)
     try:
-        group = ProcessGroup(
-            PrefixStore("default_pg/0", store),
-            rank,
-            world_size,
-            backend,
-            timeout_s,
-            "default",
-            options=pg_options,
-        )
+        with _told(rank, world_size):
+            group = ProcessGroup(
+                PrefixStore("default_pg/0", store),
+                rank,
+                world_size,
+                backend,
+                timeout_s,
+                "default",
+                options=pg_options,
+            )
     except BaseException:
         world.close()
         raise
@@ -87,6 +98,19 @@ def init_process_group(
     world.groups[group.key] = group
     world.made = 1
     _install_hooks(world)
+
+
+@contextlib.contextmanager
+def _told(rank: int = -1, world_size: int = -1) -> Iterator[None]:
+    """Say what the operating system refused to whom: descriptors, mostly."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, UnisonoError):
+            raise
+        me = f"rank {rank} of {world_size}" if rank >= 0 else "this process"
+        told = f"{me} on {platform.node()} cannot join a group: {reason_of(error)}"
+        raise RendezvousError(told) from error
 
 
 def _meet(
