@@ -772,7 +772,7 @@ MATCHED = {
     r"none of 1 works was done after 0\.01 s of waiting; they go on": (
         "CollectiveTimeout", lambda: alone(never_done),
     ),
-    r"outputs hold \[3\] elements and inputs \[2\]; expected 1 times as many in outputs": (
+    r".*: outputs hold \[3\] elements and inputs \[2\]; expected 1 times as many in outputs": (
         "InvalidArgument", lambda: alone(unequal_stripes),
     ),
     r"all_reduce takes 3 arguments in c10d's form \(.*\), got 4": (
@@ -781,7 +781,7 @@ MATCHED = {
     r"tensor must be an array, or in c10d's form a list of one such; got a list of 2": (
         "ArgumentType", lambda: alone(two_in_a_list),
     ),
-    r"backend 'cpu:gloo': the parent group 'default' has 'cpu:unisono'": (
+    r"split_group: backend 'cpu:gloo': the parent group 'default' has 'cpu:unisono'": (
         "InvalidArgument",
         lambda: alone(lambda group: dist.split_group(group, [[0]], backend="cpu:gloo")),
     ),

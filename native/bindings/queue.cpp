@@ -116,5 +116,6 @@ void bind_queue(nb::module_& m) {
     .def("wait_until_still", &unisono::wait_until_still, nb::arg("timeout_s"),
          "Wait until no call runs.")
     .def("close", &Turn::close, "Drop what has not begun; return the first number of those, or 0.")
+    .def_prop_ro("last", &Turn::last, "Number of the last call, queued or not.")
     .def_prop_ro("begun", &Turn::begun, "Number of the last queued call that began.");
 }

@@ -88,6 +88,8 @@ class Turn {
   bool wait(uint64_t seq, int64_t timeout_ns);
   // Wait until no call runs; to be called after close().
   bool wait_until_still(int64_t timeout_ns);
+  // Number of the last call that took the turn or was queued.
+  uint64_t last() const { return seq_; }
   // Number of the last job that began.
   uint64_t begun() const { return begun_.load(std::memory_order_relaxed); }
 

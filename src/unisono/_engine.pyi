@@ -179,6 +179,10 @@ class Turn:
         """Drop what has not begun; return the first number of those, or 0."""
 
     @property
+    def last(self) -> int:
+        """Number of the last call, queued or not."""
+
+    @property
     def begun(self) -> int:
         """Number of the last queued call that began."""
 

@@ -42,6 +42,7 @@ Every error survives pickling with its context, so that it can travel between ra
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 __all__ = [
@@ -154,10 +155,20 @@ class UsageError(UnisonoError):
     """This process asked for something impossible; the group is untouched.
 
     Attributes:
+        called: What was called with these arguments; "" if that is not known yet.
         told: Whether the other ranks of a collective call have heard of it.
     """
 
+    called = ""
     told = False
+
+    def name_call(self, call: str) -> None:
+        """Let the text begin with what was called, unless it names it already."""
+        if not self.called:
+            self.called = call
+            if not re.search(rf"(?<!\w){re.escape(call)}(?!\w)", self.what):
+                self.what = f"{call}: {self.what}"
+                self.args = (self.what,)
 
 
 class InvalidArgumentError(UsageError, ValueError):

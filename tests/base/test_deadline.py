@@ -60,3 +60,18 @@ def test_earlier_is_before_the_deadline_but_not_at_once(monkeypatch):
     deadline = Deadline(10)
     assert (deadline.remaining(), deadline.earlier(0.5).remaining()) == (10, 9.5)
     assert deadline.earlier(60).remaining() == 2
+
+
+@pytest.mark.parametrize(
+    ("timeout", "told"),
+    [
+        (30, "30.0 s"),
+        (0.5, "0.5 s"),
+        (0.1, "0.1 s"),
+        (0.02, "20 ms"),
+        (0.0005, "0.5 ms"),
+        (0, "0 ms"),
+    ],
+)
+def test_a_short_time_out_is_told_in_milliseconds(timeout, told):
+    assert str(Deadline(timeout)) == told

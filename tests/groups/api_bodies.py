@@ -249,3 +249,20 @@ def timeouts(rank):
         with pytest.raises(TimeoutError, match=r"timed out after 0\.5 s"):
             dist.barrier(group)
     return repr(groups[0])
+
+
+def numbers(rank):
+    """As Gloo: 0 before the first collective call, one more after each; messages do not count."""
+    group, x = dist.new_group(range(dist.get_world_size())), np.ones(1000)
+    seen = [group._get_sequence_number_for_group()]
+    for _ in range(10):  # the last of these are repeated in C++
+        group.all_reduce(x)
+    seen.append(group._get_sequence_number_for_group())
+    group.all_reduce(x, async_op=True).wait()
+    group.barrier()
+    seen.append(group._get_sequence_number_for_group())
+    group.send(x, rank, async_op=True)
+    group.recv(x, rank)
+    group._set_sequence_number_for_group()
+    seen.append(group._get_sequence_number_for_group())
+    assert seen == [0, 10, 12, 12], seen

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.errors import InvalidArgumentError
+from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
 from unisono.lowlevel import dispatcher
 
 
@@ -88,7 +88,7 @@ def gathers_and_scatters(rank):
     with dist._coalescing_manager(async_ops=True) as manager:
         for n, part in zip((2, 4), parts, strict=True):
             dist.reduce_scatter_single(part, np.arange(p * n, dtype=float))
-    manager.wait()
+    manager.wait(timeout=60)
     for n, part in zip((2, 4), parts, strict=True):
         assert part.tolist() == [p * (rank * n + i) for i in range(n)]
 
@@ -137,3 +137,19 @@ def rules(rank):
         dist.barrier()
     dist.all_reduce(x)
     assert (x == p * p).all()
+
+
+def waits_no_longer_than_told(rank):
+    x, other = np.ones(3), (rank + 1) % dist.get_world_size()
+    if rank == 0:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(x)
+        with pytest.raises(CollectiveTimeoutError, match="1 of 1 works were not done after 0"):
+            manager.wait(timeout=0.01)
+        dist.send(np.ones(1), other)
+        manager.wait(timeout=60)
+    else:
+        dist.recv(np.ones(1), 0)
+        with dist._coalescing_manager():
+            dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()

@@ -142,7 +142,8 @@ def test_shared_memory_gives_the_same_result(body, size):
 
 def test_overlapping_outputs_are_refused():
     assert set(run(overlaps, 3)) == {
-        "tensor_list[0] and tensor_list[1] share memory, so one result would overwrite the other"
+        "all_gather: tensor_list[0] and tensor_list[1] share memory, so one result would overwrite "
+        "the other"
     }
 
 

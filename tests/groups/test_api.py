@@ -36,6 +36,11 @@ def test_rendezvous_is_a_function_although_a_package_has_its_name(tmp_path):
         assert isinstance(store, dist.FileStore)
 
 
+@pytest.mark.parametrize("engine", [None, "reference"])
+def test_calls_are_counted(engine):
+    run(api_bodies.numbers, 2, engine=engine)
+
+
 def test_before_init():
     assert dist.is_available()
     assert not dist.is_initialized()

@@ -23,3 +23,7 @@ def test_on_threads(body, size):
 def test_on_processes():
     # `reduces` counts calls by a wrapper, of which a process has one set for all its threads.
     run(several.run_all, 2, ranks="processes", args=([bodies.reduces, *BODIES],))
+
+
+def test_a_wait_has_a_time_out(world):
+    world(bodies.waits_no_longer_than_told, 2)

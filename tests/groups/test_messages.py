@@ -26,37 +26,39 @@ WORLD_OF_ONE = {
     ),
     "both ranks": (
         lambda: dist.broadcast(x(), 0, group_src=0), InvalidArgumentError,
-        "can't specify both a group rank and a global rank",
+        "broadcast: can't specify both a group rank and a global rank",
     ),
     "no rank": (
         lambda: dist.broadcast(x()), InvalidArgumentError,
-        "must specify a global rank or a group rank",
+        "broadcast: must specify a global rank or a group rank",
     ),
     "global rank": (
         lambda: dist.broadcast(x(), 3), InvalidArgumentError,
-        "global rank 3 is not in group 'default' (ranks [0])",
+        "broadcast: global rank 3 is not in group 'default' (ranks [0])",
     ),
     "text as rank": (
         lambda: dist.broadcast(x(), "0"), ArgumentTypeError,
-        "a global rank must be an integer, got '0'",
+        "broadcast: a global rank must be an integer, got '0'",
     ),
     "group rank": (
         lambda: dist.reduce(x(), group_dst=1), InvalidArgumentError,
-        "root=1 is not a rank of group 'default' (0..0)",
+        "reduce: root=1 is not a rank of group 'default' (0..0)",
     ),
     "float rank": (
         lambda: dist.broadcast(x(), group_src=0.0), ArgumentTypeError,
-        "root must be an integer, got 0.0",
+        "broadcast: root must be an integer, got 0.0",
     ),
     "peer": (
         lambda: dist.isend(x(), group_dst=-1), InvalidArgumentError,
-        "dst=-1 is not a rank of group 'default' (0..0)",
+        "send: dst=-1 is not a rank of group 'default' (0..0)",
     ),
     "tag": (
-        lambda: dist.isend(x(), 0, tag=-1), InvalidArgumentError, "tag=-1 is outside 0..2**63-1",
+        lambda: dist.isend(x(), 0, tag=-1), InvalidArgumentError,
+        "send: tag=-1 is outside 0..2**63-1",
     ),
     "tag type": (
-        lambda: dist.irecv(x(), 0, tag="a"), ArgumentTypeError, "tag must be an integer, got 'a'",
+        lambda: dist.irecv(x(), 0, tag="a"), ArgumentTypeError,
+        "recv: tag must be an integer, got 'a'",
     ),
     "self": (
         lambda: dist.send(x(), 0), InvalidArgumentError,
@@ -64,34 +66,34 @@ WORLD_OF_ONE = {
     ),
     "array": (
         lambda: dist.all_reduce([1, 2]), ArgumentTypeError,
-        "tensor must be an array (NumPy, torch, DLPack, buffer), got list",
+        "all_reduce: tensor must be an array (NumPy, torch, DLPack, buffer), got list",
     ),
     "op": (
         lambda: dist.all_reduce(x(), "sum"), ArgumentTypeError,
-        "op must be a ReduceOp such as ReduceOp.SUM, got 'sum'",
+        "all_reduce: op must be a ReduceOp such as ReduceOp.SUM, got 'sum'",
     ),
     "op and dtype": (
         lambda: dist.all_reduce(x(), dist.ReduceOp.BAND), UnsupportedError,
-        "reduce op BAND is not defined on float64 "
+        "all_reduce: reduce op BAND is not defined on float64 "
         "(defined: AVG, MAX, MIN, PREMUL_SUM, PRODUCT, SUM)",
     ),
     "factor": (
         lambda: dist.all_reduce(x(), dist.ReduceOp.PREMUL_SUM), InvalidArgumentError,
-        "PREMUL_SUM needs its factor",
+        "all_reduce: PREMUL_SUM needs its factor",
     ),
     "read-only": (
         lambda: dist.all_reduce(frozen()), InvalidArgumentError,
-        "tensor is read-only but the operation writes into it",
+        "all_reduce: tensor is read-only but the operation writes into it",
     ),
     "read-only output": (
         lambda: dist.all_gather([frozen()], x()), InvalidArgumentError,
-        "tensor_list[0] is read-only but the operation writes into it",
+        "all_gather: tensor_list[0] is read-only but the operation writes into it",
     ),
     "dtype": (
         lambda: dist.all_reduce(np.array(["a"])), UnsupportedError,
-        "dtype 'str32' is not supported (supported: bool, int8, int16, int32, int64, uint8, "
-        "uint16, uint32, uint64, float16, float32, float64, complex64, complex128, bfloat16, "
-        "float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz)",
+        "all_reduce: dtype 'str32' is not supported (supported: bool, int8, int16, int32, int64, "
+        "uint8, uint16, uint32, uint64, float16, float32, float64, complex64, complex128, "
+        "bfloat16, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz)",
     ),
     "keyword": (
         lambda: dist.all_reduce(x(), tiemout=3), ArgumentTypeError,
@@ -100,71 +102,73 @@ WORLD_OF_ONE = {
     ),
     "timeout": (
         lambda: dist.barrier(timeout="3"), ArgumentTypeError,
-        "timeout must be seconds (float) or datetime.timedelta, got str",
+        "barrier: timeout must be seconds (float) or datetime.timedelta, got str",
     ),
     "timeout value": (
         lambda: dist.all_reduce(x(), timeout=-1), InvalidArgumentError,
-        "timeout must not be negative, got -1",
+        "all_reduce: timeout must not be negative, got -1",
     ),
     "list": (
         lambda: dist.all_gather(x(), x()), ArgumentTypeError,
-        "tensor_list must be a list, got ndarray",
+        "all_gather: tensor_list must be a list, got ndarray",
     ),
     "list length": (
         lambda: dist.all_gather([x(), x()], x()), InvalidArgumentError,
-        "tensor_list has 2 entries, expected one for each of 1 ranks",
+        "all_gather: tensor_list has 2 entries, expected one for each of 1 ranks",
     ),
     "empty list": (
         lambda: dist.all_reduce_coalesced([]), InvalidArgumentError,
-        "tensors is empty; expected at least one array",
+        "all_reduce_coalesced: tensors is empty; expected at least one array",
     ),
     "no list": (
         lambda: dist.all_reduce_coalesced(x()), ArgumentTypeError,
-        "tensors must be a list, got ndarray",
+        "all_reduce_coalesced: tensors must be a list, got ndarray",
     ),
     "no rows": (
         lambda: dist.all_gather_coalesced([[]], [x()]), InvalidArgumentError,
-        "output_tensor_lists is empty; expected at least one array",
+        "all_gather_coalesced: output_tensor_lists is empty; expected at least one array",
     ),
     "gather_list": (
         lambda: dist.gather(x()), InvalidArgumentError,
-        "gather_list is required on the root, which is this rank",
+        "gather: gather_list is required on the root, which is this rank",
     ),
     "block size": (
         lambda: dist.reduce_scatter(x(), [x(3)]), InvalidArgumentError,
-        "input_list[0] has 3 elements, this rank's own array 2",
+        "reduce_scatter: input_list[0] has 3 elements, this rank's own array 2",
     ),
     "total size": (
         lambda: dist.all_gather_into_tensor(x(3), x()), InvalidArgumentError,
-        "output_tensor has 3 elements, expected 2: 1 ranks x 2 of input_tensor",
+        "all_gather_into_tensor: output_tensor has 3 elements, expected 2: 1 ranks x 2 of "
+        "input_tensor",
     ),
     "total size of the input": (
         lambda: dist.reduce_scatter_tensor(x(3), x()), InvalidArgumentError,
-        "input has 2 elements, expected 3: 1 ranks x 3 of output",
+        "reduce_scatter_tensor: input has 2 elements, expected 3: 1 ranks x 3 of output",
     ),
     "coalesced size": (
         lambda: dist.all_gather_coalesced([[x(), x()]], [x(), x(3)]), InvalidArgumentError,
-        "output_tensor_lists hold (2, 2) elements, expected (2, 3) for each of 1 ranks",
+        "all_gather_coalesced: output_tensor_lists hold (2, 2) elements, expected (2, 3) for each "
+        "of 1 ranks",
     ),
     "two dtypes": (
         lambda: dist.all_gather_into_tensor(np.zeros(2, "f4"), x()), InvalidArgumentError,
-        "output_tensor has dtype float32, the input has float64",
+        "all_gather_into_tensor: output_tensor has dtype float32, the input has float64",
     ),
     "dtypes in a list": (
         lambda: dist.all_reduce_coalesced([x(), np.zeros(2, "i4")]), InvalidArgumentError,
-        "tensors[1] has dtype int32, expected float64",
+        "all_reduce_coalesced: tensors[1] has dtype int32, expected float64",
     ),
     "splits": (
         lambda: dist.all_to_all_single(x(4), x(4), [4], [3]), InvalidArgumentError,
-        "input: split sizes [3] add up to 3, but dimension 0 has 4 rows",
+        "all_to_all_single: input: split sizes [3] add up to 3, but dimension 0 has 4 rows",
     ),
     "number of splits": (
         lambda: dist.all_to_all_single(x(4), x(4), [1, 3]), InvalidArgumentError,
-        "output: split sizes [1, 3]; expected 1 numbers, none negative",
+        "all_to_all_single: output: split sizes [1, 3]; expected 1 numbers, none negative",
     ),
     "negative split": (
         lambda: dist.all_to_all_single(x(4), x(4), [-4]), InvalidArgumentError,
-        "output: split sizes [-4]; expected 1 numbers, none negative",
+        "all_to_all_single: output: split sizes [-4]; expected 1 numbers, none negative",
     ),
     "to oneself": (
         lambda: dist.all_to_all_single(x(4), x(3)), InvalidArgumentError,
@@ -183,23 +187,23 @@ WORLD_OF_ONE = {
     ),
     "outside": (
         lambda: dist.new_group([0, 5, -2]), InvalidArgumentError,
-        "ranks [-2, 5] are outside the world (0..0)",
+        "new_group: ranks [-2, 5] are outside the world (0..0)",
     ),
     "duplicates": (
         lambda: dist.new_group([0, 0]), InvalidArgumentError,
-        "ranks [0, 0] must be distinct, and at least one",
+        "new_group: ranks [0, 0] must be distinct, and at least one",
     ),
     "no ranks": (
         lambda: dist.new_group([]), InvalidArgumentError,
-        "ranks [] must be distinct, and at least one",
+        "new_group: ranks [] must be distinct, and at least one",
     ),
     "rank types": (
         lambda: dist.new_group(["0", 1]), ArgumentTypeError,
-        "each of ranks must be an integer, got '0'",
+        "new_group: each of ranks must be an integer, got '0'",
     ),
     "one rank": (
         lambda: dist.new_group(0), ArgumentTypeError,
-        "ranks must be a list of integers, got 0",
+        "new_group: ranks must be a list of integers, got 0",
     ),
     "not a member": (
         lambda: dist.get_backend(dist.GroupMember.NON_GROUP_MEMBER), InvalidArgumentError,
@@ -223,7 +227,7 @@ WORLD_OF_ONE = {
     ),
     "backend of a group": (
         lambda: dist.new_group(backend="gluon"), InvalidArgumentError,
-        "unknown backend 'gluon' (known: gloo, unisono)",
+        "new_group: unknown backend 'gluon' (known: gloo, unisono)",
     ),
     "options": (
         lambda: dist.new_group(pg_options={}), ArgumentTypeError,
@@ -378,13 +382,13 @@ def two_ranks(rank):
 
 def test_on_two_ranks():
     first, second = run(two_ranks, 2)
-    assert second["list elsewhere"] == "gather_list is for the root only, which is rank 0"
+    assert second["list elsewhere"] == "gather: gather_list is for the root only, which is rank 0"
     assert first["list elsewhere"] == (
         "gather #1 in group 'default' does not match on rank 0 of 2: rank 0 called "
         "gather(float64[2], dst=0); rank 1 called gather, but refused it: gather_list is for the "
         "root only, which is rank 0"
     )
-    text = "input: dimension 0 has 3 rows, which 2 ranks cannot share equally"
+    text = "all_to_all_single: input: dimension 0 has 3 rows, which 2 ranks cannot share equally"
     assert first["rows"] == second["rows"] == text
     for rank, told in enumerate((first, second)):
         assert told["splits"] == (

@@ -35,7 +35,7 @@ def test_on_processes(size):
 def test_mistakes(world):
     told = world(p2p_bodies.mistakes, 2)[1]
     on = "in group 'default' does not match on rank 1 of 2: rank 0 sent"
-    late = "in group 'default' timed out after 0.1 s on rank 1 of 2:"
+    late = "in group 'default' timed out after 50 ms on rank 1 of 2:"
     assert told == [
         f"recv(float64[3], src=0, tag=0) {on} float64[4]",
         f"recv(int32[2], src=0, tag=0) {on} float32[2]",
@@ -49,7 +49,7 @@ def test_mistakes(world):
 def test_plain_mistakes(world):
     told = world(p2p_bodies.plain_mistakes, 2)[1]
     on = "in group 'default' does not match on rank 1 of 2: rank 0 sent"
-    late = "in group 'default' timed out after 0.1 s on rank 1 of 2:"
+    late = "in group 'default' timed out after 50 ms on rank 1 of 2:"
     assert told == [
         f"recv(float64[3], src=0, tag=0) {on} float64[4]",
         f"recv(float64[1], src=0, tag=0) {on} float32[2]",

@@ -140,7 +140,7 @@ def awaited(rank):
         return await work
 
     async def too_late():
-        with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.1 s"):
+        with pytest.raises(CollectiveTimeoutError, match="timed out after 50 ms"):
             await dist.irecv(np.zeros(1), 0, tag=77, timeout=0.05)
 
     async def given_up():

@@ -18,6 +18,7 @@ __all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
 # What a backend has besides operations.
 _NO_OPERATIONS = (
     "name", "device", "agree", "refuse", "split", "abort", "close", "broken", "info", "runs_here",
+    "last_number",
 )  # fmt: skip
 
 
@@ -317,6 +318,10 @@ class DeviceBackend(ABC):
     def runs_here(self) -> bool:
         """Whether the calling thread is the one that runs queued calls; it must not wait."""
         return False
+
+    def last_number(self) -> int:
+        """Return how many collective calls were made; 0 if the backend does not count them."""
+        return 0
 
     def info(self) -> dict[str, str]:
         """Return what to show in the group's repr: engine, transport, ..."""

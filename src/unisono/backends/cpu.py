@@ -313,6 +313,9 @@ class CPUBackend(DeviceBackend):
     def runs_here(self) -> bool:
         return self._engine.runs_here()
 
+    def last_number(self) -> int:
+        return self._engine.last_number()
+
     def info(self) -> dict[str, str]:
         engine = self._engine
         return {

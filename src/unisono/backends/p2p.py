@@ -126,7 +126,7 @@ class _Message(Pending):
             whom = f"rank {peer} did not match it"
         return CollectiveTimeoutError(
             f"{self._said} in group '{comm.name}' timed out after "
-            f"{self.deadline.timeout_s:.1f} s on {comm.here}: {whom}",
+            f"{self.deadline} on {comm.here}: {whom}",
             context=comm.where(
                 op=self._said.op,
                 peers=() if peer is None else (peer,),

@@ -63,5 +63,10 @@ class Deadline:
         """Whether no time is left."""
         return time.monotonic() >= self._at
 
+    def __str__(self) -> str:
+        """Return the whole time-out in words: "30.0 s", "20 ms"."""
+        timeout_s = self.timeout_s
+        return f"{timeout_s * 1e3:.3g} ms" if timeout_s < 0.1 else f"{timeout_s:.1f} s"
+
     def __repr__(self) -> str:
         return f"<Deadline {self.remaining():.3f} s of {self.timeout_s:g} s left>"

@@ -230,6 +230,10 @@ class Engine(ABC):
         return False
 
     @abstractmethod
+    def last_number(self) -> int:
+        """Return the number of the last call, which counts those of this rank from 1."""
+
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """End everything that runs or waits, here and on the other ranks."""
 

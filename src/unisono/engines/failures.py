@@ -124,7 +124,7 @@ def _who_is_late(
     ]
     reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in said if ranks]
     told = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
-    reason = f"timed out after {deadline.timeout_s:.1f} s: {told}"
+    reason = f"timed out after {deadline}: {told}"
     blamed = sorted(behind + missed + came + gone + silent)
     table = _table(transport.rank, transport.unreached(), before | now) if quiet else []
     return Failure("timeout", reason, blamed, transport.rank, table)

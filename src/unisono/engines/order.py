@@ -41,12 +41,12 @@ class Turn:
     def __init__(self) -> None:
         self.busy = False
         self.wanted = False
-        self._seq = 0
+        self.last = 0
 
     def count(self) -> int:
         """Return the next number."""
-        self._seq += 1
-        return self._seq
+        self.last += 1
+        return self.last
 
     def take(self) -> int:
         """Take the turn and return the next number; 0 if it is not free, or wanted."""
@@ -112,6 +112,9 @@ class OrderedEngine(Engine):
 
     def runs_here(self) -> bool:
         return self._worker.is_here() or not self.comm.transport.may_wait()
+
+    def last_number(self) -> int:
+        return int(self._turn.last)
 
     def abort(self, reason: str) -> None:
         me = self.comm.transport.rank

@@ -28,8 +28,10 @@ from unisono.errors import ArgumentTypeError
 from unisono.groups.dispatch import OPS, OpSchema
 
 if TYPE_CHECKING:
+    from unisono.backends import DeviceBackend
     from unisono.groups.process_group import ProcessGroup
     from unisono.groups.work import Work
+    from unisono.stores import Store
 
 __all__ = [
     "AllToAllOptions",
@@ -38,6 +40,7 @@ __all__ = [
     "AllreduceOptions",
     "BarrierOptions",
     "BroadcastOptions",
+    "C10dNames",
     "GatherOptions",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -125,6 +128,46 @@ class BarrierOptions(_Options):
 
     device_ids: list[int] = field(default_factory=list)
     device: Any = None
+
+
+class C10dNames:
+    """What c10d's ProcessGroup has besides operations, under its names there."""
+
+    key: str
+    name: str
+    store: Store
+    backends: dict[str, DeviceBackend]
+    close: Callable[[], None]
+
+    @property
+    def group_name(self) -> str:
+        """c10d's name of `key`: no other group of the same world has it."""
+        return self.key
+
+    @property
+    def group_desc(self) -> str:
+        """c10d's name of `name`: for people."""
+        return self.name
+
+    @property
+    def bound_device_id(self) -> None:
+        """The device that c10d binds a group to; here none is."""
+        return None
+
+    def get_group_store(self) -> Store:
+        """Return the store that the members share."""
+        return self.store
+
+    def shutdown(self) -> None:
+        """c10d's name of `close`."""
+        self.close()
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return how many collective calls of the group this rank has made; tools of torch ask."""
+        return max((backend.last_number() for backend in self.backends.values()), default=0)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the numbers of all ranks start at 0."""
 
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp"}

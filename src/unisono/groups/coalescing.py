@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 from unisono.backends import Pending
 from unisono.base.buffers import view
+from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.errors import InvalidArgumentError
 from unisono.groups.queries import require_group
+from unisono.groups.waiting import wait_all
 from unisono.groups.work import Work
 
 __all__ = ["CoalescingManager", "coalescing_manager"]
@@ -35,12 +37,20 @@ class CoalescingManager:
         if work is not None:
             self.works.append(work)
 
-    def wait(self) -> None:
+    def wait(self, timeout: Timeout | None = None) -> None:
         """Wait for all of them.
 
+        Args:
+            timeout: Of the whole wait; None for no limit but the works' own.
+
         Raises:
+            CollectiveTimeoutError: `timeout` passed first. The works go on.
             UnisonoError: What the first one raises that fails.
         """
+        if timeout is not None:
+            # On the host, also in a stream: as Work.wait.
+            wait_all(self.works, timeout)
+            return
         for work in self.works:
             work.wait()
 

@@ -42,7 +42,11 @@ __all__ = [
 
 
 def group_rank_of(
-    group: ProcessGroup, global_rank: int | None, group_rank: int | None, default: int | None = None
+    group: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
 ) -> int:
     """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
 
@@ -50,14 +54,18 @@ def group_rank_of(
         InvalidArgumentError: Both or neither given, or not a member.
     """
     if global_rank is not None and group_rank is not None:
-        raise InvalidArgumentError("can't specify both a group rank and a global rank")
+        raise InvalidArgumentError(f"{call}: can't specify both a group rank and a global rank")
     if group_rank is not None:
         return group_rank
     if global_rank is None:
         global_rank = default
     if global_rank is None:
-        raise InvalidArgumentError("must specify a global rank or a group rank")
-    return group.group_rank(global_rank)
+        raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
+    try:
+        return group.group_rank(global_rank)
+    except UsageError as error:
+        error.name_call(call)
+        raise
 
 
 def root_of(
@@ -69,7 +77,7 @@ def root_of(
 ) -> int:
     """As `group_rank_of`, for a collective, in which the other ranks wait meanwhile."""
     try:
-        return group_rank_of(pg, global_rank, group_rank, default)
+        return group_rank_of(pg, call, global_rank, group_rank, default)
     except UsageError as error:
         pg.refuse(call, error)
         raise

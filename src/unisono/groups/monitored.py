@@ -129,6 +129,6 @@ def _error(
         usable=not lost,
     )
     if missing:
-        what = f"{head} timed out after {deadline.timeout_s:.1f} s on rank {me}"
+        what = f"{head} timed out after {deadline} on rank {me}"
         return CollectiveTimeoutError(f"{what}: {', '.join(said)}", context=context)
     return PeerLostError(f"{head} failed on rank {me}: {', '.join(said)}", context=context)

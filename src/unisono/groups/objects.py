@@ -201,7 +201,7 @@ def send_object_list(
     """
     if (pg := member_group(group, "send_object_list")) is None:
         return
-    peer = group_rank_of(pg, dst, group_dst)
+    peer = group_rank_of(pg, "send_object_list", dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError("send_object_list to this rank itself would wait for ever")
     _require_list(object_list)
@@ -234,7 +234,11 @@ def recv_object_list(
     """
     if (pg := member_group(group, "recv_object_list")) is None:
         return -1
-    wanted = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
+    wanted = (
+        None
+        if src is None and group_src is None
+        else group_rank_of(pg, "recv_object_list", src, group_src)
+    )
     if wanted == pg.rank():
         raise InvalidArgumentError("recv_object_list from this rank itself would wait for ever")
     _require_list(object_list)

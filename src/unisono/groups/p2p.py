@@ -43,7 +43,7 @@ def isend(
         sent = port.isend(tensor, dst, tag, tensor)
         if sent is not None:
             return Work(sent, "send")
-    return pg.send(tensor, group_rank_of(pg, dst, group_dst), tag, async_op=True, **how)
+    return pg.send(tensor, group_rank_of(pg, "isend", dst, group_dst), tag, async_op=True, **how)
 
 
 def irecv(
@@ -62,7 +62,7 @@ def irecv(
         started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
         if started is not None:
             return Work(started, "recv")
-    peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
+    peer = None if src is None and group_src is None else group_rank_of(pg, "irecv", src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, **how)
 
 
@@ -82,7 +82,7 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
-    peer = group_rank_of(pg, dst, group_dst)
+    peer = group_rank_of(pg, "send", dst, group_dst)
     if peer == pg.rank():
         raise InvalidArgumentError(
             f"send to this rank itself ({pg.ranks[peer]}) would wait for its own receive",
@@ -109,7 +109,7 @@ def recv(
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
-    peer = None if src is None and group_src is None else group_rank_of(pg, src, group_src)
+    peer = None if src is None and group_src is None else group_rank_of(pg, "recv", src, group_src)
     return pg.recv(tensor, peer, tag, **how).source_rank()
 
 
@@ -143,7 +143,7 @@ class P2POp:
         self.tensor = tensor
         self.group = pg
         self.tag = tag
-        self.group_peer = group_rank_of(pg, peer, group_peer)
+        self.group_peer = group_rank_of(pg, "P2POp", peer, group_peer)
         self.peer = pg.ranks[self.group_peer]
 
     def __repr__(self) -> str:

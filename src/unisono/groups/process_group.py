@@ -24,7 +24,7 @@ from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
-from unisono.groups.c10d import add_c10d_methods
+from unisono.groups.c10d import C10dNames, add_c10d_methods
 from unisono.groups.callers import concurrent_call_error
 from unisono.groups.checks import CHECKS, as_integer
 from unisono.groups.communication import Communication
@@ -38,7 +38,7 @@ __all__ = ["ProcessGroup", "group_timeout_s"]
 _REFUSED = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
 
 
-class ProcessGroup:
+class ProcessGroup(C10dNames):
     """Ranks that communicate; has every operation as a method.
 
     Each method returns a `Work`, which is done already unless `async_op` is set; an error of
@@ -142,25 +142,6 @@ class ProcessGroup:
     def size(self) -> int:
         """Return the number of ranks."""
         return len(self.ranks)
-
-    @property
-    def group_name(self) -> str:
-        """c10d's name of `key`: no other group of the same world has it."""
-        return self.key
-
-    @property
-    def group_desc(self) -> str:
-        """c10d's name of `name`: for people."""
-        return self.name
-
-    @property
-    def bound_device_id(self) -> None:
-        """The device that c10d binds a group to; here none is."""
-        return None
-
-    def get_group_store(self) -> Store:
-        """Return the store that the members share."""
-        return self.store
 
     @property
     def timeout_s(self) -> float:
@@ -344,10 +325,6 @@ class ProcessGroup:
         for backend in self.backends.values():
             backend.abort(f"{reason} on rank {self.ranks[self._rank]}")
 
-    def shutdown(self) -> None:
-        """c10d's name of `close`."""
-        self.close()
-
     def report_failure(self, text: str) -> None:
         """Tell the other ranks that this one goes down with an error of its own."""
         for backend in self.backends.values():
@@ -375,12 +352,15 @@ class ProcessGroup:
             arguments: What it was called with; decides which backend is meant.
             **how: As in any call.
         """
-        if self._closed or self.size() == 1 or not isinstance(error, _REFUSED) or error.told:
+        if not isinstance(error, _REFUSED):
+            return
+        error.name_call(op)
+        why = error.what.removeprefix(f"{op}: ")
+        if self._closed or self.size() == 1 or error.told:
             return
         error.told = True
         devices = [device_of(_leaf(argument)) for argument in arguments]
         device = next((d for d in devices if d in self.backends), next(iter(self.backends)))
-        why = str(error).partition("\n")[0]
         self.backends[device].refuse(
             op, why, Deadline(self._timeout_s), wait=not how.get("async_op")
         )
@@ -419,14 +399,19 @@ class ProcessGroup:
     def _start(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
         if self._closed:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
-        subject, arguments = CHECKS[op](self, *arguments)
-        options = self._options(op, **how)
-        device = next(iter(self.backends)) if subject is None else device_of(subject)
-        kernel = dispatcher.kernel(op, device)
-        queue = self._communication
-        if explicit_stream() is not None or (queue is not None and queue.waiting()):
-            return self._in_stream(op, device, partial(kernel, self, device, *arguments), options)
-        pending = kernel(self, device, *arguments, options)
+        try:
+            subject, arguments = CHECKS[op](self, *arguments)
+            options = self._options(op, **how)
+            device = next(iter(self.backends)) if subject is None else device_of(subject)
+            kernel = dispatcher.kernel(op, device)
+            queue = self._communication
+            if explicit_stream() is not None or (queue is not None and queue.waiting()):
+                begin = partial(kernel, self, device, *arguments)
+                return self._in_stream(op, device, begin, options)
+            pending = kernel(self, device, *arguments, options)
+        except _REFUSED as error:
+            error.name_call(how.get("_label") or op)
+            raise
         if not options.async_op and pending.error is not None:
             raise pending.error
         return Work(pending, op)
