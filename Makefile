@@ -21,7 +21,7 @@ help:
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
-	@echo "make docs    write what is generated under docs"
+	@echo "make docs    write the generated pages of docs, and the stub of unisono"
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(BUILT)
