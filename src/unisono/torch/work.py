@@ -128,7 +128,13 @@ class TorchWork(torch_dist.Work):
 
 
 def _is_asked_by_ddp() -> bool:
-    """Whether the caller's caller is C++ in a backward pass: Python code has a frame of its own."""
+    """Whether C++ asks in a backward pass; nobody can chain Python code to that future.
+
+    No argument says who asks. But Python code that asks has a frame of its own between ours and
+    that of backward, and C++ has none. If torch begins backward elsewhere some day, the answer is
+    no, which costs one thread's wake-up. Compiled Python (Cython) has no frames either: what it
+    chains to a future in a hook must not wait for the same group.
+    """
     frame: Any = inspect.currentframe()
     for _ in range(2):
         frame = frame and frame.f_back
