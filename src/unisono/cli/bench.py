@@ -42,9 +42,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "ops",
         nargs="+",
-        choices=[*OPS, "all"],
+        choices=[*OPS, "all", "store"],
         metavar="OP",
-        help=", ".join([*OPS, "all"]),
+        help=", ".join([*OPS, "all"]) + "; or store: TCPStore beside torch's and Redis",
     )
     parser.add_argument(
         "--nproc-per-node", type=positive, default=2, metavar="N", help="ranks per host (2)"
@@ -131,6 +131,8 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    if "store" in options.ops:
+        return _bench_store(options)
     # `unisono run` shares this parser and must not load NumPy, which these modules need.
     from unisono.cli.bench_launch import check_installed, run_ranks
     from unisono.cli.bench_report import Table, document
@@ -156,6 +158,16 @@ def _bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
+
+
+def _bench_store(options: argparse.Namespace) -> int:
+    from unisono.cli.bench_store import bench_store
+
+    if options.ops != ["store"]:
+        raise InvalidArgumentError("bench store compares stores; it goes with no other operation")
+    if options.json:
+        _check_writable(options.json)
+    return bench_store(options.rounds, options.json)
 
 
 def _as_text(result: dict[str, Any]) -> str:

@@ -1,42 +1,27 @@
-"""TCPStore servers and clients beside torch's, and beside Redis.
-
-    python benchmarks/store.py [--rounds 5] [--json FILE]
-
-Each server runs in a process of its own, which is this program with --serve: its rank-0 thread
-waits for a line on stdin, and then computes in Python for ever.
-"""
+"""`unisono bench store`: TCPStore servers and clients beside torch's, and beside Redis."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import glob
 import json
-import os
 import resource
-import shutil
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from importlib import import_module, util
+from importlib import import_module
 from typing import Any
 
-from unisono.base.deadline import Deadline
 from unisono.cli.bench_report import machine
-from unisono.elastic.process import opened, parent_death_hook
+from unisono.cli.bench_store_servers import KINDS, Server, why_not
 from unisono.errors import StoreConnectionError
 from unisono.stores import TCPStore
 from unisono.stores.native_server import engine
 from unisono.stores.wire import MAGIC, Op, encode_request
 
-KINDS = ("torch", "unisono", "redis")
-
-_START_S = 60.0
+__all__ = ["bench_store"]
 
 _CALLS = 300
 _RAW_OPS = 10_000
@@ -63,52 +48,6 @@ _CALLED: dict[str, tuple[Callable[[Any], object], int]] = {
 """Calls of a store, and how many operations each is."""
 
 Samples = dict[str, list[float]]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, write it to a file if one is given; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.serve:
-        _serve(options.serve)
-        return 0
-    _allow_descriptors()
-    results = _Results()
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for kind in KINDS:
-            if reason := why_not(kind):
-                print(f"without {kind}: {reason}")
-            else:
-                servers[kind] = stack.enter_context(Server(kind))
-        _memory(servers, results)
-        busy = {kind: stack.enter_context(Server(kind)) for kind in servers if kind != "redis"}
-        for server in busy.values():
-            server.keep_python_busy()
-            server.pause()
-        if engine() is None:
-            print("without throughput and barriers: they need the C++ engine, which is not built")
-        for number in range(1, options.rounds + 1):
-            print(f"round {number} of {options.rounds}", flush=True)
-            for part in (_one_client, _connections, _crowd):
-                part(servers, results)
-            _latency(busy, servers, results)
-            # Who comes first shall not always be the same one.
-            servers = dict(reversed(servers.items()))
-    print("\n".join(results.lines()))
-    if options.json:
-        document = {
-            "argv": sys.argv,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "rows": results.document(),
-        }
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-    return 0
 
 
 class _Results:
@@ -166,6 +105,44 @@ def _shown(values: list[float] | None) -> str:
         return "-"
     median = statistics.median(values)
     return f"{median:.2f}" if median < 100 else f"{median:.0f}"
+
+
+def bench_store(rounds: int, path: str | None) -> int:
+    """Measure, print the table, write it to a file if one is given; return the exit code."""
+    _allow_descriptors()
+    results = _Results()
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for kind in KINDS:
+            if reason := why_not(kind):
+                print(f"without {kind}: {reason}")
+            else:
+                servers[kind] = stack.enter_context(Server(kind))
+        _memory(servers, results)
+        busy = {kind: stack.enter_context(Server(kind)) for kind in servers if kind != "redis"}
+        for server in busy.values():
+            server.keep_python_busy()
+            server.pause()
+        if engine() is None:
+            print("without throughput and barriers: they need the C++ engine, which is not built")
+        for number in range(1, rounds + 1):
+            print(f"round {number} of {rounds}", flush=True)
+            for part in (_one_client, _connections, _crowd):
+                part(servers, results)
+            _latency(busy, servers, results)
+            # Who comes first shall not always be the same one.
+            servers = dict(reversed(servers.items()))
+    print("\n".join(results.lines()))
+    if path:
+        document = {
+            "argv": sys.argv[1:],
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            "rows": results.document(),
+        }
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+    return 0
 
 
 def _allow_descriptors() -> None:
@@ -318,118 +295,3 @@ def _latency(busy: dict[str, Server], servers: dict[str, Server], results: _Resu
             p99 = statistics.quantiles(latencies, n=100)[98]
             results.add(f"99 % of adds within, rank 0 {state}", "us", kind, p99)
             del store
-
-
-def why_not(kind: str) -> str:
-    """Return why a server cannot be had here; empty if it can."""
-    if kind == "torch" and util.find_spec("torch") is None:
-        return "torch is not installed"
-    if kind == "redis" and shutil.which("redis-server") is None:
-        return "redis-server is not installed (Debian's package redis-server has it)"
-    return ""
-
-
-class Server:
-    """One running server; a context manager that ends it.
-
-    Args:
-        kind: One of `KINDS`.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        command = (
-            _redis_command() if kind == "redis" else [sys.executable, __file__, "--serve", kind]
-        )
-        self._process: subprocess.Popen[str] = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # Also a stopped one, and Redis: whatever ends the benchmark ends its servers.
-            preexec_fn=parent_death_hook(),
-        )
-        try:
-            told = command[-1] if kind == "redis" else opened(self._process.stdout).readline()
-            self.port = int(told)
-            _wait_for(self.port)
-        except BaseException:
-            self.close()
-            raise
-
-    def cpu_us(self) -> float:
-        """Return the processor time that the server has taken so far."""
-        return sum(map(_ran_ns, glob.glob(f"/proc/{self._process.pid}/task/*/schedstat"))) / 1e3
-
-    def resident_bytes(self) -> int:
-        """Return the memory that the server has."""
-        with open(f"/proc/{self._process.pid}/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    def keep_python_busy(self) -> None:
-        """Make the main thread of the server's process compute in Python, until `close`."""
-        stdin = opened(self._process.stdin)
-        stdin.write("busy\n")
-        stdin.flush()
-
-    def pause(self) -> None:
-        """Stop the process, so that it takes nothing from those that are measured."""
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """Let a stopped process run."""
-        self._process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _ran_ns(path: str) -> int:
-    try:
-        with open(path) as file:
-            return int(file.read().split()[0])
-    except OSError:  # that thread has just ended
-        return 0
-
-
-def _redis_command() -> list[str]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    words = ["--bind", "127.0.0.1", "--appendonly", "no", "--loglevel", "warning", "--save"]
-    return ["redis-server", *words, "", "--port", str(port)]
-
-
-def _wait_for(port: int) -> None:
-    deadline = Deadline(_START_S)
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError as error:
-            if deadline.expired():
-                raise StoreConnectionError(f"the server did not start: {error}") from error
-            time.sleep(0.02)
-
-
-def _serve(kind: str) -> None:
-    if kind == "torch":
-        dist: Any = import_module("torch.distributed")
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=300))
-    else:
-        store = TCPStore("127.0.0.1", 0, is_master=True, token="")
-    print(store.port, flush=True)
-    if sys.stdin.readline():
-        while True:
-            pass
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The benchmark of stores on small numbers, without the servers of others."""
+"""`unisono bench store` on small numbers, without the servers of others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import os
 import select
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import store
+from unisono.cli import bench_store, bench_store_servers
+from unisono.cli.main import main
 
-ROOT = Path(store.__file__).parents[1]
 ROWS = {
     "1 client: add",
     "2 connections: add",
@@ -28,14 +27,14 @@ ROWS = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     for name, value in {"_CALLS": 5, "_RAW_OPS": 50, "_MANY": 16, "_LATENCIES": 100}.items():
-        monkeypatch.setattr(store, name, value)
-    monkeypatch.setattr(store, "_CONNECTIONS", (2,))
+        monkeypatch.setattr(bench_store, name, value)
+    monkeypatch.setattr(bench_store, "_CONNECTIONS", (2,))
 
 
 def test_table_and_file(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(store, "why_not", lambda kind: "" if kind == "unisono" else "no")
+    monkeypatch.setattr(bench_store, "why_not", lambda kind: "" if kind == "unisono" else "no")
     path = tmp_path / "out.json"
-    assert store.main(["--rounds", "2", "--json", str(path)]) == 0
+    assert main(["bench", "store", "--rounds", "2", "--json", str(path)]) == 0
     printed = capsys.readouterr().out
     rows = {row["row"]: row for row in json.loads(path.read_text())["rows"]}
     assert set(rows) >= ROWS
@@ -48,7 +47,7 @@ def test_table_and_file(tmp_path, capsys, monkeypatch):
 
 
 def test_ratio_compares_round_by_round():
-    results = store._Results()
+    results = bench_store._Results()
     for torch, own in ((10.0, 5.0), (100.0, 80.0), (10.0, 9.0)):
         results.add("row", "us", "torch", torch)
         results.add("row", "us", "unisono", own)
@@ -57,17 +56,22 @@ def test_ratio_compares_round_by_round():
     assert row["results"]["unisono"] == {"median": 9.0, "best": 5.0, "rounds": [5.0, 80.0, 9.0]}
 
 
+def test_other_operations_do_not_go_with_it(capsys):
+    assert main(["bench", "store", "all_reduce"]) == 1
+    assert "no other operation" in capsys.readouterr().err
+
+
 def test_missing_programs_are_said(monkeypatch):
-    monkeypatch.setattr(store.shutil, "which", lambda name: None)
-    assert "redis-server is not installed" in store.why_not("redis")
-    assert store.why_not("unisono") == ""
+    monkeypatch.setattr(bench_store_servers.shutil, "which", lambda name: None)
+    assert "redis-server is not installed" in bench_store_servers.why_not("redis")
+    assert bench_store_servers.why_not("unisono") == ""
 
 
 def test_slow_connections_are_said_and_left_out(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(store, "why_not", lambda kind: "" if kind == "unisono" else "no")
-    monkeypatch.setattr(store, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(bench_store, "why_not", lambda kind: "" if kind == "unisono" else "no")
+    monkeypatch.setattr(bench_store, "_PATIENCE_S", 0.0)
     path = tmp_path / "out.json"
-    assert store.main(["--rounds", "1", "--json", str(path)]) == 0
+    assert main(["bench", "store", "--rounds", "1", "--json", str(path)]) == 0
     rows = {row["row"] for row in json.loads(path.read_text())["rows"]}
     assert "16 clients connect" not in rows
     assert "16 clients pass a barrier" in rows
@@ -76,12 +80,12 @@ def test_slow_connections_are_said_and_left_out(tmp_path, capsys, monkeypatch):
 
 def test_servers_end_with_a_killed_benchmark():
     script = (
-        "from benchmarks.store import Server\n"
+        "from unisono.cli.bench_store_servers import Server\n"
         "server = Server('unisono'); server.pause()\n"
         "print(server._process.pid, flush=True); input()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         pidfd = os.pidfd_open(int(process.stdout.readline()))
         process.kill()
