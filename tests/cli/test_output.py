@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -260,6 +261,39 @@ def test_a_terminal_that_stands_still_does_not_hold_the_launcher(tmp_path, term)
             os.close(fd)
     assert code == 0, shown
     assert "restart 1 of 1" in shown
+
+
+STUCK = """
+import os, select, signal
+os.set_blocking(2, False)
+poll = select.poll()
+poll.register(2, select.POLLOUT)
+while poll.poll(300):
+    os.write(2, b"x" * 1023 + b"\\n")
+with open("stuck", "w") as stuck:
+    stuck.write("x")
+signal.pause()
+"""
+
+
+def test_a_signal_ends_a_launch_whose_output_nobody_reads(tmp_path):
+    (tmp_path / "s.py").write_text(STUCK)
+    os.mkfifo(tmp_path / "stuck")
+    stuck = os.open(tmp_path / "stuck", os.O_RDWR)
+    with subprocess.Popen(
+        command("--grace=0.2", "s.py"),
+        cwd=tmp_path,
+        env=environment(PYTHONUNBUFFERED=""),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            assert select.select([stuck], [], [], LIMIT_S)[0]
+            process.terminate()
+            assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        finally:
+            os.close(stuck)
+            process.kill()
 
 
 FLOOD = """

@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -141,7 +143,12 @@ def _run(options: argparse.Namespace) -> int:
     # This launcher may be the worker of another one.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
         _write_json(path, error_document(result.failures[0]))
-    _print_report(result)
+    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
+    report.start()
+    report.join(None if agent.may_wait else options.grace)
+    if report.is_alive() or not agent.may_wait:
+        # At its end Python would wait for the same reader.
+        os._exit(result.exit_code)
     return result.exit_code
 
 

@@ -105,6 +105,12 @@ class Agent:
         """Show a line of text; while the launch runs, without waiting for a reader."""
         (self._notify if self._output is None else self._output.tell)(line)
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether what is still to be said waits for a reader: no signal came, somebody reads."""
+        hurried = self._signum is not None or self._hurried
+        return not (hurried or (self._output is not None and self._output.is_stuck))
+
     def _join(self) -> DynamicRendezvous:
         spec, meeting = self._spec, self._spec.meeting
         host = os.uname().nodename

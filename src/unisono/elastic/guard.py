@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
@@ -101,7 +102,9 @@ def _guard(launcher: int, family: Family, awaited: Collection[signal.Signals]) -
         f"unisono run: the launcher was killed by {signal_name(-code)}, and all workers with it\n"
     )
     with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+        # Whoever ends the launch does not wait for a reader.
+        if select.select([], [2], [], 0.0)[1]:
+            os.write(2, text.encode())
     return 128 - code
 
 

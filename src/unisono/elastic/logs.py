@@ -221,6 +221,11 @@ class Output:
         """Show a line of the launcher's own, without waiting for a reader."""
         self._tees[Std.ERR].do(partial(self._notify, line))
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a reader was waited for in vain; after `close`."""
+        return any(tee.is_running for tee in self._tees.values())
+
     def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
         """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
         begun = Deadline(timeout_s)

@@ -212,6 +212,11 @@ class Tee:
                 return
         order()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the thread runs; after `close`, it waits for a reader."""
+        return self._thread.is_alive()
+
     def end(self, timeout_s: float) -> None:
         """Begin to `close`."""
         with self._lock:
