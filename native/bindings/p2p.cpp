@@ -120,17 +120,32 @@ Told start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uin
                                std::move(ranks)));
 }
 
-// The outcome goes into a list: one that is returned is lost if a signal handler raises just then.
-int wait(Messages& messages, uint64_t number, double timeout_s,
-         nb::typed<nb::list, Told> outcomes) {
+// The outcome of what has ended goes into a list: one that is returned is lost if a signal handler raises
+// just then.
+using Outcomes = nb::typed<nb::list, Told>;
+
+int note(const Outcome& outcome, Outcomes& outcomes) {
+  const Told its = told(outcome);
+  if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
+  return static_cast<int>(outcome.code);
+}
+
+int wait(Messages& messages, uint64_t number, double timeout_s, Outcomes outcomes) {
   Outcome outcome;
   {
     nb::gil_scoped_release unlocked;
     outcome = messages.wait(number, nanoseconds(timeout_s));
   }
-  const Told its = told(outcome);
-  if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
-  return static_cast<int>(outcome.code);
+  return note(outcome, outcomes);
+}
+
+int cancel(Messages& messages, uint64_t number, Outcomes outcomes) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = messages.cancel(number);
+  }
+  return note(outcome, outcomes);
 }
 
 uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
@@ -329,9 +344,7 @@ void bind_p2p(nb::module_& m) {
          nb::call_guard<nb::gil_scoped_release>(), "Have serve() look after a receive.")
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
          "Return a code; append the outcome of what has ended.")
-    .def("cancel",
-         [](Messages& messages, uint64_t number) { return told(messages.cancel(number)); },
-         nb::arg("number"), nb::call_guard<nb::gil_scoped_release>())
+    .def("cancel", &cancel, nb::arg("number"), nb::arg("outcomes"), "As wait().")
     .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
          "The last receive into this memory after that number; 0: none.")
     .def("last_number", &Messages::last_number, "Of all that were started.")

@@ -18,7 +18,8 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       reach_(*segment_, rank, pids),
       rank_(rank),
       ranks_(segment_->ranks()),
-      is_crowded_(is_crowded) {
+      is_crowded_(is_crowded),
+      epoch_(segment_->line(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
   for (int peer = 0; peer < ranks_; ++peer) {
     // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
     long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);

@@ -101,7 +101,7 @@ class Group final : public Runner {
   int rank_;
   int ranks_;
   bool is_crowded_;
-  uint64_t epoch_ = 1;
+  uint64_t epoch_;  // 1 at first, unless a test has raised this rank's flag before
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not worked out yet, because no wait was long
   Idler* idler_ = nullptr;

@@ -26,6 +26,9 @@ constexpr uint64_t kStages = 4096;
 // this disturb each other even when they lie in different lines.
 constexpr size_t kLineBytes = 128;
 
+// Of the random numbers by which a process, or its memory, is known.
+constexpr size_t kNonceBytes = 16;
+
 // What a rank says about the call it is in; valid for two epochs, hence one per parity.
 struct Words {
   uint64_t fingerprint;
@@ -57,8 +60,8 @@ struct alignas(kLineBytes) Line {
   // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
   alignas(kLineBytes) std::atomic<uint32_t> sleepers;
 
-  // A number in the owner's memory and where it is there, for Reach. Written before the first epoch.
-  uint64_t nonce;
+  // A random number in the owner's memory and where it is there, for Reach. Written before the first epoch.
+  unsigned char nonce[kNonceBytes];
   uint64_t nonce_at;
 
   // Whether the owner has left a call before all had read its posts where they lie; see Group::run.
@@ -69,7 +72,7 @@ struct alignas(kLineBytes) Header {
   uint64_t magic;
   uint64_t ranks;
   uint64_t slot_bytes;
-  unsigned char nonce[16];
+  unsigned char nonce[kNonceBytes];
 };
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");

@@ -52,17 +52,16 @@ void Matching::drop(std::list<Arrival>::iterator arrival) {
   arrivals_.erase(arrival);
 }
 
-void Matching::post(Op* op) {
+void Matching::enroll(Op* op) {
+  const size_t most = posted_.size() + sources_ + 1;
+  if (posted_.capacity() < most) posted_.reserve(2 * most);
   op->turn = ++turns_;
-  posted_.push_back(op);
 }
 
-void Matching::repost(Op* op) {
-  op->started = false;
-  op->source = -1;
-  const auto later = std::find_if(posted_.begin(), posted_.end(),
-                                  [op](const Op* other) { return other->turn > op->turn; });
-  posted_.insert(later, op);
+void Matching::post(Op* op) {
+  if (op->turn == 0) enroll(op);
+  const auto is_before = [](const Op* a, const Op* b) { return a->turn < b->turn; };
+  posted_.insert(std::upper_bound(posted_.begin(), posted_.end(), op, is_before), op);
 }
 
 bool Matching::unpost(const Op* op) {

@@ -62,6 +62,9 @@ struct Arrival {
 
 class Matching {
  public:
+  // `sources`: as many receives may be taken out and not be done.
+  explicit Matching(size_t sources) : sources_(sources) {}
+
   // The receive that the next message of this kind goes to, taken out; nullptr: none.
   Op* take_posted(int source, const Envelope& envelope);
 
@@ -73,8 +76,9 @@ class Matching {
   void drop(std::list<Arrival>::iterator arrival);
   bool has_room(uint64_t nbytes) const { return kept_bytes_ + nbytes <= kKeptBytes; }
 
-  void post(Op* op);
-  void repost(Op* op);  // what was taken out, where it was
+  // Give a receive its place in the order, and have memory for that.
+  void enroll(Op* op);
+  void post(Op* op);  // what was taken out: where it was
   bool unpost(const Op* op);  // whether it was there
   bool anybody_wants(int source) const;
 
@@ -86,7 +90,8 @@ class Matching {
   // senders wait, unless a receive waits for something behind them.
   static constexpr uint64_t kKeptBytes = uint64_t{256} << 20;
 
-  std::vector<Op*> posted_;
+  const size_t sources_;
+  std::vector<Op*> posted_;  // by `turn`
   uint64_t turns_ = 0;
   std::list<Arrival> arrivals_;
   uint64_t kept_bytes_ = 0;

@@ -2,7 +2,6 @@
 #include "messages.hpp"
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "clock.hpp"
@@ -23,7 +22,8 @@ Messages::Messages(int rank, int ranks)
     : rank_(rank),
       ranks_(ranks),
       addresses_(static_cast<size_t>(ranks)),
-      peers_(static_cast<size_t>(ranks)) {
+      peers_(static_cast<size_t>(ranks)),
+      matching_(static_cast<size_t>(ranks)) {
   active_.reserve(peers_.size());
 }
 
@@ -244,6 +244,7 @@ void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
   const Envelope& got = arrival->envelope;
   Peer& from = peer(arrival->source);
   const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
+  if (op.turn == 0) matching_.enroll(&op);
   op.source = arrival->source;
   op.got_nbytes = got.nbytes;
   op.got_info = got.info;
@@ -291,50 +292,6 @@ Code Messages::down_for(Op& op) {
   return left;
 }
 
-// End an operation that is not done; its memory is not touched any more.
-void Messages::withdraw(Op& op, Code code) {
-  if (!op.is_send) {
-    matching_.unpost(&op);
-    for (Peer& from : peers_) {
-      if (from.into == &op) from.into = nullptr;  // the rest of the message is dropped
-    }
-    return finish(op, code);
-  }
-  Peer& to = peer(op.peer);
-  if (op.on_loan && !take_back(op)) code = Code::ok;
-  const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
-  if (op.started && to.down == Code::ok) {
-    // The receiver has the head of this frame and will have the rest.
-    try {
-      leftovers_.push_back(copy_of(op));
-      *place = leftovers_.back().get();
-    } catch (const std::bad_alloc&) {
-      // Without it nothing can come behind what there is of the frame.
-      to.down = Code::lost;
-      to.sends.erase(place);
-      --queued_sends_;
-    }
-  } else if (place != to.sends.end()) {  // else it has not begun
-    to.sends.erase(place);
-    --queued_sends_;
-  }
-  finish(op, code);
-}
-
-// An operation that goes on in place of this one, with a copy of its memory.
-std::unique_ptr<Op> Messages::copy_of(const Op& op) const {
-  auto copy = std::make_unique<Op>();
-  copy->rest.reset(new char[op.envelope.nbytes]);
-  copy->data = copy->rest.get();
-  copy_bytes(copy->data, op.data, op.envelope.nbytes);
-  copy->envelope = op.envelope;
-  copy->moved = op.moved;
-  copy->in_parts = op.in_parts;
-  copy->is_send = copy->started = true;
-  copy->peer = op.peer;
-  return copy;
-}
-
 // End everything for which `code_of` says how.
 void Messages::end_all(const std::function<Code(Op&)>& code_of) {
   std::vector<Op*> candidates(matching_.posted());
@@ -361,6 +318,8 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
 void Messages::end_peer(int rank, Code code) {
   Peer& gone = peer(rank);
   drop_kept(gone);  // what it has sent half of, it never will
+  // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
+  for (const auto& wire : gone.wires) wire->close_fd();
   gone.down = code;
   Op* const half_received = gone.into;
   end_all([&](Op& op) {

@@ -52,7 +52,7 @@ struct Outcome {
 struct Address {
   int pid = 0;
   int fd = -1;
-  unsigned char nonce[16] = {};
+  unsigned char nonce[kNonceBytes] = {};
   int channels = 0;
 };
 
@@ -205,6 +205,7 @@ class Messages {
   char* place(const Peer& from, size_t at) const;
   Op* advance(Peer& from, size_t at, size_t nbytes);
   size_t read_some(Peer& from);
+  void unmake_frame(Peer& from);
   bool push(Peer& to);
   bool push_some(Peer& to, Op& op);
   void ring_bell(Outbox& outbox, bool ring_is_full);
@@ -238,21 +239,25 @@ class Messages {
   bool find_way(int rank, uint64_t nbytes = 0);
   void begin_send(Op& op);
   void begin_recv(Op& op);
+  void enlist(Op& op);
   void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
   void finish(Op& op, Code code);
   void note_end(const Op& op);
-  void withdraw(Op& op, Code code);
   void end_all(const std::function<Code(Op&)>& code_of);
   Code down_for(Op& op);
   bool is_failed(uint64_t context) const;
-  bool is_unwanted(const Envelope& envelope) const;
-  void drop_kept(Peer& from);
-  void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
   Op& admit(std::unique_ptr<Op> op);
   Outcome start(Op& op);
   void forsake(Op& op);
-  std::unique_ptr<Op> copy_of(const Op& op) const;
   Outcome taken(uint64_t number);
+
+  // messages_program.cpp: giving up and dropping
+  void withdraw(Op& op, Code code);
+  bool bequeath(const Op& op, Op** place);
+  std::unique_ptr<Op> copy_of(const Op& op) const;
+  bool is_unwanted(const Envelope& envelope) const;
+  void drop_kept(Peer& from);
+  void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
 
   // messages_wait.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);

@@ -50,11 +50,7 @@ void Messages::fetch(Peer& from, int source, const Loan& loan) {
   const bool is_read = into == nullptr || read_loan(from, source, loan, into);
   const auto state = is_read ? LoanState::read : LoanState::refused;
   if (!from.ring.answer(loan, state)) {
-    // It was taken back: there was no such message.
-    if (from.into != nullptr) matching_.repost(from.into);
-    drop_kept(from);
-    from.into = nullptr;
-    from.in_frame = false;
+    unmake_frame(from);  // it was taken back
   } else if (is_read) {
     if (Op* const done = advance(from, 0, nbytes)) finish(*done, Code::ok);
   }
@@ -65,9 +61,9 @@ bool Messages::read_loan(Peer& from, int source, const Loan& loan, char* into) c
   const Address& address = addresses_[static_cast<size_t>(source)];
   const Token token{address.nonce, from.ring.words->nonce_at.load(std::memory_order_relaxed)};
   // Not into the caller's memory before it is known whose this is.
-  from.is_proved = from.is_proved || read_from(address.pid, token, nullptr, token.at, 0);
+  from.is_proved = from.is_proved || read_from(address.pid, &token, nullptr, 0, 0);
   return from.is_proved &&
-         read_from(address.pid, token, into, loan.address, static_cast<size_t>(from.frame.nbytes));
+         read_from(address.pid, &token, into, loan.address, static_cast<size_t>(from.frame.nbytes));
 }
 
 }  // namespace unisono

@@ -1,5 +1,6 @@
-// The part of messages that programs use (steps.cpp), and dropping what nobody wants.
+// The part of messages that programs use (steps.cpp), giving up, and dropping what nobody wants.
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "messages.hpp"
@@ -8,8 +9,11 @@ namespace unisono {
 
 void Messages::begin(Op& op) {
   const Lock lock(lock_);
-  if (op.is_send) return begin_send(op);
-  // As begin_recv, without looking for what comes: a program posts several, and then waits.
+  op.is_send ? begin_send(op) : enlist(op);
+}
+
+// As begin_recv, without looking for what comes: a program posts several, and then waits.
+void Messages::enlist(Op& op) {
   if (closed_) return finish(op, Code::closed);
   const auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
@@ -42,6 +46,62 @@ void Messages::rest() {
   const Lock lock(lock_);
   hand_over();
   settle();
+}
+
+// ---- giving up and dropping ---------------------------------------------------------------
+
+// End an operation that is not done; its memory is not touched any more.
+void Messages::withdraw(Op& op, Code code) {
+  if (!op.is_send) {
+    matching_.unpost(&op);
+    for (Peer& from : peers_) {
+      if (from.into == &op) from.into = nullptr;  // the rest of the message is dropped
+    }
+    return finish(op, code);
+  }
+  Peer& to = peer(op.peer);
+  if (op.on_loan && !take_back(op)) code = Code::ok;
+  const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
+  if (op.started && to.down == Code::ok && bequeath(op, &*place)) return finish(op, code);
+  if (place != to.sends.end()) {  // else it has not begun
+    to.sends.erase(place);
+    --queued_sends_;
+  }
+  finish(op, code);
+}
+
+// The receiver has the head of this send's frame: give it the rest from a copy, in place of the send; false:
+// there is no memory for that.
+bool Messages::bequeath(const Op& op, Op** place) {
+  try {
+    leftovers_.push_back(copy_of(op));
+    *place = leftovers_.back().get();
+    return true;
+  } catch (const std::bad_alloc&) {
+    Peer& to = peer(op.peer);
+    if (to.outbox != nullptr) {
+      to.outbox->ring.cut();
+      ring_bell(*to.outbox, false);
+    } else {
+      // In a wire nothing can come behind what there is of the frame.
+      for (const auto& wire : to.wires) wire->cut();
+    }
+    return false;
+  }
+}
+
+// An operation that goes on in place of this one, with a copy of its memory.
+std::unique_ptr<Op> Messages::copy_of(const Op& op) const {
+  auto copy = std::make_unique<Op>();
+  copy->rest.reset(new char[op.envelope.nbytes]);
+  copy->data = copy->rest.get();
+  copy_bytes(copy->data, op.data, op.envelope.nbytes);
+  copy->envelope = op.envelope;
+  copy->moved = op.moved;
+  copy->in_parts = op.in_parts;
+  copy->is_send = copy->started = true;
+  copy->peer = op.peer;
+  return copy;
 }
 
 bool Messages::is_unwanted(const Envelope& envelope) const {

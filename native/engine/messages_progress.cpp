@@ -1,6 +1,7 @@
 // Moving bytes between rings, receives and kept messages. All of this runs under the lock.
 #include <algorithm>
 #include <new>
+#include <utility>
 
 #include "futex.hpp"
 #include "kernels.hpp"
@@ -122,7 +123,15 @@ size_t Messages::open_next(Peer& from, int source) {
 // Take some of the frame's payload out of the ring; how much.
 size_t Messages::read_some(Peer& from) {
   const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
-  const size_t nbytes = std::min({from.ring.available(), left, step_of(from.frame)});
+  if (left != 0 && from.ring.before_cut(1) == 0) {
+    unmake_frame(from);
+    from.ring.skip(1);
+    from.ring.pad();
+    from.ring.release();
+    return kFrameAlign;
+  }
+  const size_t nbytes =
+    from.ring.before_cut(std::min({from.ring.available(), left, step_of(from.frame)}));
   if (char* into = place(from, from.filled)) {
     from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
   } else {
@@ -133,6 +142,17 @@ size_t Messages::read_some(Peer& from) {
   from.ring.release();
   if (done != nullptr) finish(*done, Code::ok);
   return nbytes;
+}
+
+// The sender has thought better of the frame that is coming in: there is no such message.
+void Messages::unmake_frame(Peer& from) {
+  drop_kept(from);
+  from.in_frame = false;
+  Op* const op = std::exchange(from.into, nullptr);
+  if (op == nullptr) return;
+  op->started = false;
+  op->source = -1;
+  enlist(*op);
 }
 
 // Find the place of the frame that begins with this head; false: there is none now.

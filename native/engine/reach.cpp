@@ -70,52 +70,46 @@ bool HugePages::hold(const void* data, size_t nbytes) {
   return is_huge;
 }
 
-bool read_from(int pid, const Token& token, void* into, uint64_t from, size_t nbytes) {
-  unsigned char found[Token::kBytes];
-  const iovec here[] = {{found, sizeof(found)}, {into, nbytes}};
-  const iovec there[] = {{reinterpret_cast<void*>(static_cast<uintptr_t>(token.at)), sizeof(found)},
-                         {reinterpret_cast<void*>(static_cast<uintptr_t>(from)), nbytes}};
-  // In one call, so that there is one process that both are of.
-  const ssize_t got = process_vm_readv(pid, here, 2, there, 2, 0);
-  return got == static_cast<ssize_t>(sizeof(found) + nbytes) &&
-         std::memcmp(found, token.bytes, sizeof(found)) == 0;
+bool read_from(int pid, const Token* token, void* into, uint64_t from, size_t nbytes) {
+  // One call moves 2 GiB at most.
+  constexpr size_t kPartBytes = size_t{1} << 30;
+  const auto address = [](uint64_t at) { return reinterpret_cast<void*>(static_cast<uintptr_t>(at)); };
+  const Token nothing{nullptr, 0};
+  const size_t token_bytes = token == nullptr ? 0 : kNonceBytes;
+  const Token& its = token == nullptr ? nothing : *token;
+  do {
+    const size_t part = std::min(nbytes, kPartBytes);
+    unsigned char found[kNonceBytes];
+    const iovec here[] = {{found, token_bytes}, {into, part}};
+    const iovec there[] = {{address(its.at), token_bytes}, {address(from), part}};
+    // In one call, so that there is one process that both are of.
+    const ssize_t got = process_vm_readv(pid, here, 2, there, 2, 0);
+    if (got != static_cast<ssize_t>(token_bytes + part)) return false;
+    if (token_bytes != 0 && std::memcmp(found, its.bytes, token_bytes) != 0) return false;
+    into = static_cast<char*>(into) + part;
+    from += part;
+    nbytes -= part;
+  } while (nbytes != 0);
+  return true;
 }
 
 Reach::Reach(Segment& segment, int rank, std::vector<int> pids)
     : segment_(segment), rank_(rank), pids_(std::move(pids)) {
-  if (getrandom(&nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) has_all_ = kNo;
+  if (getrandom(nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) has_all_ = kNo;
   Line& line = segment_.line(rank_);
-  line.nonce = nonce_;
-  line.nonce_at = reinterpret_cast<uintptr_t>(&nonce_);
+  std::memcpy(line.nonce, nonce_, sizeof(nonce_));
+  line.nonce_at = reinterpret_cast<uintptr_t>(nonce_);
 }
 
 bool Reach::has_all() {
   if (has_all_ != kUnknown) return has_all_ == kYes;
   has_all_ = kYes;
   for (int peer = 0; peer < segment_.ranks(); ++peer) {
-    if (!is_proved(peer)) has_all_ = kNo;
+    const Line& line = segment_.line(peer);
+    const Token token{line.nonce, line.nonce_at};
+    if (!read_from(pids_[static_cast<size_t>(peer)], &token, nullptr, 0, 0)) has_all_ = kNo;
   }
   return has_all_ == kYes;
-}
-
-bool Reach::is_proved(int peer) const {
-  const Line& line = segment_.line(peer);
-  uint64_t found = 0;
-  return read(peer, &found, line.nonce_at, sizeof(found)) && found == line.nonce;
-}
-
-bool Reach::read(int peer, void* into, uint64_t from, size_t nbytes) const {
-  auto* out = static_cast<char*>(into);
-  while (nbytes != 0) {
-    const iovec here{out, nbytes};
-    const iovec there{reinterpret_cast<void*>(static_cast<uintptr_t>(from)), nbytes};
-    const ssize_t got = process_vm_readv(pids_[static_cast<size_t>(peer)], &here, 1, &there, 1, 0);
-    if (got <= 0) return false;
-    out += got;
-    from += static_cast<uint64_t>(got);
-    nbytes -= static_cast<size_t>(got);
-  }
-  return true;
 }
 
 }  // namespace unisono

@@ -30,16 +30,16 @@ class HugePages {
   size_t next_ = 0;
 };
 
-// Something in a process by which others can tell that it is the one they mean.
+// A random number in a process by which others can tell that it is the one they mean.
 struct Token {
   const unsigned char* bytes;
   uint64_t at;  // where that process has these
-  static constexpr size_t kBytes = 16;
 };
 
-// Copy what the process that has this token has at an address; false: it cannot be read. `into` may have been
-// written to then. A system call also where the process is this one: of memory that has been given back it says so.
-bool read_from(int pid, const Token& token, void* into, uint64_t from, size_t nbytes);
+// Copy what a process has at an address; false: it cannot be read, or has not that token, unless this is
+// nullptr. `into` may have been written to then. With a token 128 KiB take a twentieth longer. A system call
+// also where the process is this one: of memory that has been given back it says so.
+bool read_from(int pid, const Token* token, void* into, uint64_t from, size_t nbytes);
 
 class Reach {
  public:
@@ -55,19 +55,17 @@ class Reach {
   void fail() { has_all_ = kNo; }
   bool has_failed() const { return has_all_ == kNo; }
 
-  // Copy what a rank has at that address; false: it cannot be read, mostly because it is gone. A system
-  // call also where ranks are threads of one process: of memory that its owner has given back it
-  // says so.
-  bool read(int peer, void* into, uint64_t from, size_t nbytes) const;
+  // As read_from. Without a token: a call in which a rank has gone does not end well.
+  bool read(int peer, void* into, uint64_t from, size_t nbytes) const {
+    return read_from(pids_[static_cast<size_t>(peer)], nullptr, into, from, nbytes);
+  }
 
  private:
-  bool is_proved(int peer) const;
-
   Segment& segment_;
   const int rank_;
   const std::vector<int> pids_;
   enum { kUnknown, kYes, kNo } has_all_ = kUnknown;
-  uint64_t nonce_ = 0;
+  unsigned char nonce_[kNonceBytes] = {};
 };
 
 }  // namespace unisono

@@ -36,9 +36,10 @@ void Ring::choose_bytes(size_t bytes) {
 }
 
 size_t Ring::room() {
-  if (at_ - other_ > bytes_ - kStepBytes) {
+  if (at_ - other_ > bytes_ - kStepBytes || other_ < cut_end_) {
     other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
   }
+  if (other_ < cut_end_) return 0;
   // The padding of a frame is not written, and may reach beyond what the receiver has released.
   const uint64_t used = at_ - other_;
   return used < bytes_ ? bytes_ - used : 0;
@@ -50,6 +51,20 @@ void Ring::write(const void* from, size_t nbytes) {
   copy_bytes(data_ + at, from, first);
   if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
   at_ += nbytes;
+}
+
+void Ring::cut() {
+  words->cut.store(at_, std::memory_order_relaxed);  // with `tail`
+  // At least a byte, so that there is something to be read.
+  ++at_;
+  pad();
+  cut_end_ = at_;
+  publish();
+}
+
+size_t Ring::before_cut(size_t nbytes) const {
+  const uint64_t cut = words->cut.load(std::memory_order_relaxed);  // seen with `tail`
+  return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
 }
 
 size_t Ring::available() {

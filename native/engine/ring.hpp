@@ -85,6 +85,8 @@ inline void copy_bytes(void* into, const void* from, size_t nbytes) {
 struct RingWords {
   // Bytes ever written. Written by the sender (release), read by the receiver (acquire).
   alignas(kLineBytes) std::atomic<uint64_t> tail;
+  // At this byte the sender has left off a frame before its end. Written by it before `tail`.
+  std::atomic<uint64_t> cut;
   // Bytes ever read. Written by the receiver (release), read by the sender (acquire).
   alignas(kLineBytes) std::atomic<uint64_t> head;
   // Set by a sender that waits for room, taken back by the receiver that rings its bell.
@@ -120,7 +122,7 @@ enum Wants : uint32_t { kNothing, kFullRings, kEverything };
 struct InboxHead {
   uint64_t magic;
   uint64_t ranks;
-  unsigned char nonce[16];
+  unsigned char nonce[kNonceBytes];
   // How many senders have joined; the owner then looks which.
   alignas(kLineBytes) std::atomic<uint32_t> joined;
   // One more than the number of the core on which the owner last waited; 0: not known.
@@ -147,6 +149,9 @@ class Ring {
   // Also of the receiver: go on to where the next frame begins.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
   void publish() { words->tail.store(at_, std::memory_order_release); }
+  // Leave off the frame that has begun, without its rest: there is no such message. What follows has room
+  // once the receiver is past it, so that there is one cut at a time.
+  void cut();
   void lend(const FrameHead& head, const char* data);
   LoanState loan_state() const;
   // Returns what had become of it.
@@ -156,6 +161,8 @@ class Ring {
   void learn_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
   size_t available();  // bytes that may be read
   void read(void* into, size_t nbytes, bool past_cache = false);
+  // How many of the next bytes are before the cut.
+  size_t before_cut(size_t nbytes) const;
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
@@ -170,6 +177,7 @@ class Ring {
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;     // this end's position
   uint64_t other_ = 0;  // the other end's, as last seen
+  uint64_t cut_end_ = 0;  // where the frame after the last cut begins
   uint64_t loans_ = 0;  // the number of the last one
 };
 

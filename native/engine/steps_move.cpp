@@ -30,6 +30,7 @@ bool receives(int64_t op) {
 
 Op* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
   if (free_ops_.empty()) {
+    free_ops_.reserve(ops_.size() + 1);  // end() must not need memory
     ops_.emplace_back();
     free_ops_.push_back(&ops_.back());
   }
@@ -102,16 +103,18 @@ bool Steps::post_next() {
   if (step.op == kRecvReduce || step.op == kReadReduce) {
     if (free_spares_.empty()) {
       if (spares_.size() == kSpares) return false;
+      spares_.reserve(kSpares);
+      free_spares_.reserve(kSpares);
       spares_.emplace_back(new char[kChunkBytes]);
       free_spares_.push_back(spares_.back().get());
     }
     into = spare = free_spares_.back();
-    free_spares_.pop_back();
   } else if (is_busy(into, nbytes)) {
     return false;
   }
   // First of all where end() finds it.
   receives_.push_back({new_op(static_cast<int>(step.peer), program_tag(), nbytes), spare, nbytes});
+  if (spare != nullptr) free_spares_.pop_back();
   receives_.back().op->data = into;
   messages_->begin(*receives_.back().op);
   expected_bytes_ += nbytes;
@@ -188,8 +191,8 @@ Status Steps::wait(Op& op) {
 }
 
 Status Steps::status_of(const Op& op) const {
-  const int blamed = op.source >= 0 ? op.source : op.peer;
-  const auto found = std::find(ranks_.begin(), ranks_.end(), blamed);
+  // Not its `source`, which another thread may be writing until it is done.
+  const auto found = std::find(ranks_.begin(), ranks_.end(), op.peer);
   const int peer = found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
   // A size that both ends have agreed on differs: not the same program.
   return {op.code == Code::mismatch ? Code::bad_program : op.code, peer};

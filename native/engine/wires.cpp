@@ -49,6 +49,12 @@ void Wire::close_fd() {
   fd_ = -1;
 }
 
+void Wire::cut() {
+  if (has_ended()) return;
+  shutdown(fd_, SHUT_RDWR);
+  is_mute = true;
+}
+
 void Wire::part(std::vector<int>* fds) {
   if (has_ended()) return;
   shutdown(fd_, SHUT_WR);
@@ -64,7 +70,7 @@ void Wire::begin(const FrameHead& head, Part part) {
 
 bool Wire::write(const char* payload, bool more, bool* moved) {
   const int flags = MSG_NOSIGNAL | MSG_DONTWAIT | (more ? MSG_MORE : 0);
-  while (!has_ended() && !is_idle()) {
+  while (!has_ended() && !is_mute && !is_idle()) {
     const size_t head_left = sizeof(head_) - head_at_;
     iovec parts[2] = {
       {reinterpret_cast<char*>(&head_) + head_at_, head_left},

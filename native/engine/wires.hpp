@@ -36,6 +36,8 @@ class Wire {
   int fd() const { return fd_; }
   bool has_ended() const { return fd_ < 0; }
   void close_fd();
+  // Break it, for both ends: what has begun to go out cannot go on.
+  void cut();
   // Tell the other end that nothing follows, and leave the socket to the caller unless it has ended.
   void part(std::vector<int>* fds);
 

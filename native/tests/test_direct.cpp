@@ -175,7 +175,7 @@ void test_other_processes() {
     Reach right(segment, 0, {parent, child});
     assert(right.has_all());
     // Somebody else's process, as its number in another container may be.
-    segment.line(1).nonce += 1;
+    segment.line(1).nonce[0] ^= 1;
     Reach wrong(segment, 0, {parent, child});
     assert(!wrong.has_all());
   }

@@ -94,7 +94,7 @@ void test_who_gives_up_spoils_nothing() {
 // A receive that is not served after all is where it was among the others.
 void test_receives_keep_their_order() {
   World world(3);
-  Matching matching;
+  Matching matching(3);
   Op ops[3];
   for (Op& op : ops) {
     op.envelope = envelope(1, 8);
@@ -102,8 +102,8 @@ void test_receives_keep_their_order() {
   }
   assert(matching.take_posted(0, envelope(1, 8)) == &ops[0]);
   assert(matching.take_posted(0, envelope(1, 8)) == &ops[1]);
-  matching.repost(&ops[1]);
-  matching.repost(&ops[0]);
+  matching.post(&ops[1]);
+  matching.post(&ops[0]);
   for (Op& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
 }
 

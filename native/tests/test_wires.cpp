@@ -1,6 +1,8 @@
 // What wires add to messages: they come late, and end.
 #include "world.hpp"
 
+#include <ctime>
+
 namespace {
 
 // What is sent before a wire stands, goes over it in order; and who waits is told to make one.
@@ -149,6 +151,29 @@ void test_a_wire_that_is_broken_one_way() {
   assert(wire.wanted_events() == POLLIN);  // which tells of the end
 }
 
+// What was to go to a rank that is gone is no reason to stay awake.
+void test_who_waits_beside_a_lost_rank_sleeps() {
+  World world(3);
+  const std::vector<char> out = pattern(1'000'000, 1);
+  std::vector<char> in(out.size());
+  const uint64_t number = world[0].start_send(1, envelope(1, out.size()), out.data()).number;
+  assert(world[0].peer_down(1, Code::lost));
+  char small[8];
+  // Until nothing is expected of it any more.
+  while (world[0].recv(1, envelope(2, 8), small, nullptr, kMoment).code == Code::timeout) continue;
+  assert(world[0].wait(number, kMinute).code == Code::lost);
+  // Its end has room again.
+  assert(world[1].recv(0, envelope(1, in.size()), in.data(), nullptr, kMoment).code != Code::ok);
+  const auto used_ns = [] {
+    timespec time;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return time.tv_sec * int64_t{1'000'000'000} + time.tv_nsec;
+  };
+  const int64_t before_ns = used_ns();
+  assert(world[0].recv(2, envelope(1, 8), small, nullptr, 10 * kMoment).code == Code::timeout);
+  assert(used_ns() - before_ns < 2 * kMoment);
+}
+
 }  // namespace
 
 int main() {
@@ -159,6 +184,7 @@ int main() {
   test_news_before_the_last_message();
   test_wires_that_come_one_by_one();
   test_one_of_several_wires_ends();
+  test_who_waits_beside_a_lost_rank_sleeps();
   std::puts("ok");
   return 0;
 }

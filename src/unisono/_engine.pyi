@@ -260,7 +260,9 @@ class Messages:
     ) -> int:
         """Return a code; append the outcome of what has ended."""
 
-    def cancel(self, number: int) -> tuple[int, int, int, int, int]: ...
+    def cancel(self, number: int, outcomes: list[tuple[int, int, int, int, int]]) -> int:
+        """As wait()."""
+
     def number_of(self, into: object, after: int = 0) -> int:
         """The last receive into this memory after that number; 0: none."""
 

@@ -16,6 +16,7 @@ its own messages.
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import threading
@@ -50,6 +51,9 @@ _LINGER_S = 2.0
 # How long cancel() waits for another thread that has ended the transfer.
 _COPY_S = 5.0
 
+# How often who waits for that looks himself.
+_LOOK_S = 1.0
+
 _NONCE_BYTES = 16
 
 # Each costs a descriptor and a look at it; beyond this many a network has no more to give.
@@ -69,13 +73,20 @@ def tag_of(kind: Kind, tag: int) -> int:
 class NativeTransfer(Transfer):
     """A send or receive in C++; whoever waits for it does the work."""
 
-    __slots__ = ("_cause", "_messages", "_quiet", "number", "receives")
+    __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
 
     _messages: NativeMessages
     _quiet: bool
     _cause: BaseException | None
     number: int
+    outcomes: list[Told]
     receives: bool
+
+    def done(self) -> bool:
+        # Whoever took its outcome may have been interrupted before he could say so.
+        if not self._done and self.outcomes:
+            self._messages.settle(self)
+        return self._done
 
     def wait_until(self, deadline: Deadline | None) -> bool:
         return self.done() or self._messages.wait(self, deadline)
@@ -216,28 +227,30 @@ class NativeMessages:
     def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
-        outcomes: list[Told] = []
         try:
-            code = self.native.wait(transfer.number, limit_s, outcomes)
+            code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
         finally:
-            # Also if Ctrl-C came with the end of the message, which nobody would tell again.
-            for told in outcomes:
-                self._end(told)
+            # Also if Ctrl-C came with the end of the message: others may wait for that.
+            transfer.done()
         if code == _engine.UNKNOWN:
             # Somebody else waits for it, or the server is about to end it.
-            return Transfer.wait_until(transfer, deadline)
+            return self._wait_for_other(transfer, deadline)
         return transfer.done()
+
+    def settle(self, transfer: NativeTransfer) -> None:
+        """Finish a transfer whose outcome is known; any number of times, by any thread."""
+        told = transfer.outcomes[0]
+        self._forget(told[0])
+        self._finish(transfer, told)
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
         # Whoever waits for it right now takes its end, and says why.
         transfer._cause = error
-        told = self.native.cancel(transfer.number)
-        if told[1] != _engine.UNKNOWN:
-            self._end(told)
-        elif not self.is_server():
+        code = self.native.cancel(transfer.number, transfer.outcomes)
+        if not transfer.done() and code == _engine.UNKNOWN and not self.is_server():
             # Another thread has just ended it, and will say so.
-            Transfer.wait_until(transfer, Deadline(_COPY_S))
+            self._wait_for_other(transfer, Deadline(_COPY_S))
 
     def error(self, told: Told, context: int) -> BaseException | None:
         """Return what an outcome means."""
@@ -285,9 +298,10 @@ class NativeMessages:
         except (TypeError, ValueError, BufferError):
             return  # C++ takes no such memory
         if number:
-            told = self.native.cancel(number)
-            if (transfer := self._forget(number)) is not None:
-                self._finish(transfer, told)
+            transfer = self._open.get(number)
+            self.native.cancel(number, [] if transfer is None else transfer.outcomes)
+            if transfer is not None:
+                transfer.done()
 
     def begun(
         self, peer: int | None, context: int, told: Told, among: frozenset[int]
@@ -366,8 +380,17 @@ class NativeMessages:
         transfer = NativeTransfer(peer, key.context, key[1:], data, info, among)
         transfer._messages, transfer._cause = self, None
         transfer._quiet = transfer.receives = receives
-        transfer.number = 0
+        transfer.number, transfer.outcomes = 0, []
         return transfer
+
+    def _wait_for_other(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
+        """Wait until another thread has said that it has ended, or Ctrl-C has kept it from that."""
+        while not transfer.done():
+            left_s = math.inf if deadline is None else deadline.remaining()
+            if not left_s:
+                return False
+            Transfer.wait_until(transfer, Deadline(min(left_s, _LOOK_S)))
+        return True
 
     def _of_context(self, context: int) -> list[NativeTransfer]:
         with self._lock:
