@@ -74,14 +74,11 @@ _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
 if _engine is not None:
     _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
 
-# A rank that raised says why over its link, and then goes. The shared memory tells of its going
-# at once; for this long its reason may be still on the way.
-_LAST_WORDS_S = 0.3
+# How long a rank that takes no part any more may be silent before nothing more is expected of it.
+# Only one that is stopped is, or whose connections outlive it because a child of it has them.
+_SILENCE_S = 1.0
 
-# One that has not even left, as Python does at its end, was killed: hardly with words on the way.
-_KILLED_WORDS_S = 0.05
-
-# A rank that has aborted lives, so its reason will come, unless it ends before that.
+# A rank that was told to abort, and ended then, was told by another one, which tells all.
 _ABORT_WORDS_S = 5.0
 
 _GONE: dict[int, str] = {}
@@ -401,7 +398,11 @@ class NativeEngine(QueueEngine):
             code = _engine.ABORTED
         if code in _GONE:
             rank, left = comm.ranks[peer], code == _engine.LEFT
-            raise comm.transport.mailbox.down(rank) or LinkDown(rank, _GONE[code], left=left)
+            down = comm.transport.mailbox.down(rank)
+            if down is not None and down.left and code == _engine.LOST and self._group is not None:
+                # To who was never linked to it, a rank that was killed looks like one that left.
+                down = None
+            raise down or LinkDown(rank, _GONE[code], left=left)
         if code == _engine.TIMEOUT:
             raise Expired(self._asked)
         failure = comm.transport.failure(comm.context)
@@ -413,14 +414,15 @@ class NativeEngine(QueueEngine):
         raise InternalError(f"the native engine ended with status {code}, peer {peer}")
 
     def _is_told(self, peer: int, code: int) -> bool:
-        """Wait for the reason of a rank that takes no part any more; whether it came."""
-        if code == _engine.ABORTED:
-            transport, deadline = self.comm.transport, Deadline(_ABORT_WORDS_S)
-            transport.notice_end(peer)
-            while not deadline.expired() and transport.mailbox.down(peer) is None:
-                if self._told.wait(_LAST_WORDS_S):
-                    return True
-        return self._told.wait(_KILLED_WORDS_S if code == _engine.LOST else _LAST_WORDS_S)
+        """Return whether a rank that takes no part any more, or another one, has said why.
+
+        The shared memory tells of its end at once, its reason comes over its link: before its
+        answer to any question, and before the end of the link, which ends the question as well.
+        """
+        if not self._told.is_set():
+            transport = self.comm.transport
+            transport.ask(self.comm.context, 0, [peer], Deadline(_SILENCE_S))
+        return self._told.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
 
     # ---- setting up -----------------------------------------------------------------------
 

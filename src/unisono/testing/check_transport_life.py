@@ -91,6 +91,12 @@ def _check_fail(make: Make) -> None:
             fails("later send", transport.send(1, key(), pattern(8)), Failure)
             fails("later receive", transport.recv(1, key(), room_for(8)), Failure)
         equal("another context", c.failure(1), None)
+        untold = Failure("lost", "rank 2 was lost", [2], 0, ["rank 0 -> rank 2 at ::1:7: refused"])
+        a.fail(2, untold, [])
+        equal("one of which nobody was told", b.failure(2), None)
+        b.ask(2, 0, [0], Deadline(PATIENCE_S))
+        heard_of = b.failure(2)
+        equal("what an answer tells", heard_of and heard_of.words, untold.words)
         wait(a.send(2, key(context=1), pattern(8)), elsewhere)
 
 

@@ -218,7 +218,8 @@ class Transport(ABC):
         """Ask peers how far they are; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
-        A peer that is stopped, gone or unreachable is missing from the result.
+        A peer that is stopped, gone or unreachable is missing from the result. If the context is
+        broken there, it is so here before the answer counts.
         """
         question = self.inquire(context, seq, peers)
         question.wait_until(deadline)
@@ -250,16 +251,9 @@ class Transport(ABC):
     def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
         """Break a context here and on every peer that can be reached."""
         if self._break(context, failure):
-            told = {
-                "kind": failure.kind,
-                "reason": failure.reason,
-                "peers": failure.peers,
-                "by": failure.by,
-                "table": failure.table,
-            }
             for peer in peers:
                 if peer != self.rank and self.mailbox.down(peer) is None:
-                    self._control(peer, context, Kind.FAIL, told)
+                    self._control(peer, context, Kind.FAIL, {"failure": failure.words})
 
     def failure(self, context: int) -> Failure | None:
         """Return why a context is broken, or None."""
@@ -295,14 +289,15 @@ class Transport(ABC):
         if kind is Kind.ASK:
             self._control(peer, context, Kind.ANSWER, self._answer(context, words))
         elif kind is Kind.ANSWER:
+            if words["failure"] is not None:
+                self._break(context, Failure(*words["failure"]))
             # Under the lock, so that nothing is added to the answers once `ask` returned them.
             with self._lock:
                 if (question := self._questions.get(words["number"])) is not None:
                     unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
                     question.answer(peer, Status(words["at"], words["text"], unreached))
         elif kind is Kind.FAIL:
-            told = Failure(*(words[name] for name in ("kind", "reason", "peers", "by", "table")))
-            self._break(context, told)
+            self._break(context, Failure(*words["failure"]))
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
         elif kind is Kind.KNOCK and self.messages is not None:
@@ -442,7 +437,9 @@ class Transport(ABC):
         asked = [status for status in calls if status.seq == words["seq"]]
         last_one = max(calls, key=lambda status: status.seq, default=Status(0, ""))
         status = asked[-1] if asked else last_one
+        failure = self._failures.get(context)
         return {
+            "failure": None if failure is None else failure.words,
             "number": words["number"],
             "at": status.seq,
             "text": status.text,

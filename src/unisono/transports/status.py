@@ -38,3 +38,8 @@ class Failure(Exception):
         self.peers = tuple(peers)
         self.by = by
         self.table = tuple(table)
+
+    @property
+    def words(self) -> list[object]:
+        """What to make the same failure of elsewhere."""
+        return list(self.args)
