@@ -231,8 +231,8 @@ bool swaps_with_memory(int grant) {
   const auto run = [&](int rank, std::vector<int64_t>* values, int memory) {
     const std::shared_ptr<Messages> here(&world[rank], [](Messages*) {});
     Steps steps(here, 7, {0, 1}, {0, 1}, nullptr);
-    const Step both[] = {{kSend, 1 - rank, kOutput, 0, -1, -1, count, -1, -1},
-                         {kRecvReduce, 1 - rank, -1, -1, kOutput, count, count, -1, -1}};
+    const Step both[] = {{kSend, 1 - rank, kOutput, 0, -1, -1, count, -1, -1, -1},
+                         {kRecvReduce, 1 - rank, -1, -1, kOutput, count, count, -1, -1, -1}};
     const Buffers buffers{nullptr, 0, reinterpret_cast<char*>(values->data()), 2 * count, false,
                           nullptr, 0, 8};
     granted = memory;
