@@ -296,6 +296,22 @@ def test_a_signal_ends_a_launch_whose_output_nobody_reads(tmp_path):
             process.kill()
 
 
+def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    with open(sender, "wb") as nobody:
+        done = subprocess.run(
+            command("-n", 2, "talk.py"),
+            cwd=tmp_path,
+            env=environment(PYTHONUNBUFFERED=""),
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT_S,
+        )
+    assert (done.returncode, sorted(done.stderr.splitlines())) == (0, [b"err 0", b"err 1"])
+
+
 FLOOD = """
 import os, select, sys
 if os.environ["RANK"] == "0":

@@ -146,10 +146,20 @@ def _run(options: argparse.Namespace) -> int:
     report = threading.Thread(target=_print_report, args=(result,), daemon=True)
     report.start()
     report.join(None if agent.may_wait else options.grace)
-    if report.is_alive() or not agent.may_wait:
-        # At its end Python would wait for the same reader.
+    if report.is_alive() or not agent.may_wait or not _are_flushed():
+        # At its end Python would try again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
+
+
+def _are_flushed() -> bool:
+    """Pass on what the standard streams hold; return False if whoever read them has left."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
