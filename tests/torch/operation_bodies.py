@@ -93,6 +93,11 @@ def calls(rank, size, group):
     def new(n=4, shift=0):
         return torch.arange(n, dtype=torch.float32) + 10 * rank + shift
 
+    before = group._get_sequence_number_for_group()
+    dist.all_reduce(new(), group=group)
+    dist.all_reduce(new(), group=group, async_op=True).wait()
+    dist.barrier(group=group)
+    results["calls counted"] = group._get_sequence_number_for_group() - before
     with dist._coalescing_manager(group=group):
         pair = [new(), new(3)]
         for x in pair:

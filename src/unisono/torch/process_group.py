@@ -274,8 +274,11 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._callbacks.close()
         self._forget_exit()
 
+    def _get_sequence_number_for_group(self) -> int:
+        return self._group._get_sequence_number_for_group()
+
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the numbers of all ranks start at 0."""
+        self._group._set_sequence_number_for_group()
 
     def __repr__(self) -> str:
         return f"<unisono.torch.ProcessGroup {self._group!r}>"
