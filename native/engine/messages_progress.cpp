@@ -106,9 +106,12 @@ size_t Messages::open_next(Peer& from, int source) {
   Loan loan{};
   from.ring.read(&head, sizeof(head));
   if (head.kind == kOnLoan) from.ring.read(&loan, sizeof(loan));
+  // Of a frame that is not all there, the rest never comes from a rank that is gone.
+  const bool is_cut_off =
+    from.down != Code::ok && (head.kind == kOnLoan || head.nbytes > from.ring.available());
   // What was taken back is passed over.
   if (head.kind != kOnLoan || from.ring.is_lent(loan)) {
-    if (!open_frame(from, source, head)) {
+    if (is_cut_off || !open_frame(from, source, head)) {
       from.ring.unread(sizeof(head) + (head.kind == kOnLoan ? sizeof(loan) : 0));
       return 0;
     }

@@ -90,6 +90,7 @@ bool Messages::progress_wires(const Op* awaited) {
 // Take in what has come from a rank. Unless `all`, wires for parts are left alone while there are none.
 bool Messages::pull_wires(int source, bool all) {
   Peer& from = peer(source);
+  if (from.down != Code::ok) return false;  // what wires still hold has no end
   bool moved = false;
   bool again = true;
   for (bool is_first = true; again; is_first = false) {
@@ -198,7 +199,8 @@ bool Messages::peer_down(int rank, Code code) {
   while (gone.active && pull(rank)) continue;
   while (pull_wires(rank, true)) continue;
   if (closed_ || has_come(gone)) {
-    gone.parting = known;
+    if (known != Code::ok) --parting_;
+    gone.parting = Code::ok;
     end_peer(rank, code);
     return false;
   }

@@ -3,6 +3,8 @@
 #include "kernels.hpp"
 #include "world.hpp"
 
+#include <sys/mman.h>
+
 namespace {
 
 void test_ping_pong() {
@@ -268,6 +270,27 @@ void test_a_rank_that_goes_in_the_middle_of_a_message() {
   assert(world[0].cancel(begun.number).code == Code::unknown);
 }
 
+// A message that is too large to be kept stays where it is. Its sender is gone: the rest never comes, and
+// who asks for it then is told at once, as is who would take it from any rank.
+void test_half_a_message_of_a_rank_that_is_gone() {
+  const size_t nbytes = size_t{300} << 20;
+  const int protection = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  auto* memory = static_cast<char*>(mmap(nullptr, nbytes, protection, kind, -1, 0));
+  {
+    World world(3);
+    char small[8];
+    assert(world[0].start_send(1, envelope(1, nbytes), memory).number != 0);
+    world[1].peer_down(0, Code::lost);
+    assert(world[1].recv(0, envelope(2, 8), small, nullptr, kMinute).code == Code::lost);
+    const Outcome got = world[1].recv(0, envelope(1, nbytes), memory, nullptr, kMinute);
+    assert(got.code == Code::lost && got.source == 0);
+    const auto all = std::make_shared<const std::vector<int>>(std::vector<int>{0, 2});
+    const Outcome any = world[1].recv(-1, envelope(1, nbytes), memory, all, kMinute);
+    assert(any.code == Code::lost && any.source == 0);
+  }
+  munmap(memory, nbytes);
+}
+
 void test_cancelled_and_forgotten() {
   World world(2);
   const std::vector<char> out = pattern(8, 1);
@@ -357,6 +380,7 @@ int main() {
     test_ends();
     test_any_source_of_ranks_that_go();
     if (!lends) test_a_rank_that_goes_in_the_middle_of_a_message();
+    test_half_a_message_of_a_rank_that_is_gone();
     test_cancelled_and_forgotten();
     test_a_signal_that_comes_with_the_message();
   }

@@ -1,15 +1,16 @@
-"""Lowering for memory that all ranks of a host can read: posts get a place in their rank's slot.
+"""Lowering for memory that all ranks of a host can read: posts get a place in a slot.
 
-A rank posts by copying into its slot; the others read there. So that slots of fixed size serve any
-amount of data, a call is cut into *pieces*: each is the same schedule on a part of every chunk,
-and the engine runs them one after another (two slots per rank let it write the next piece while
-the previous one is read).
+A rank posts by copying into its slot, or a result to where it read the last operand (`_places`);
+the others read there. So that slots of fixed size serve any amount of data, a call is cut into
+*pieces*: each is the same schedule on a part of every chunk, and the engine runs them one after
+another (two slots per rank let it write the next piece while the previous one is read).
 
 SEND and POST mean the same here, and so do RECV and READ: a message is a post with one reader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -176,14 +177,15 @@ def _posts(steps: IntArray) -> IntArray:
 
 def _reads(steps: IntArray, rank: int, posts: tuple[IntArray, ...]) -> IntArray:
     """Return [n, 4]: (row, peer, number, stage) of the posts that one rank reads."""
-    reads: list[tuple[int, ...]] = []
-    count: dict[int, int] = {}
+    reads: list[list[int]] = []
+    coming: dict[int, Iterator[list[int]]] = {}
     for at, (op, peer, *_) in enumerate(steps.tolist()):
         if op in _TAKES:
-            theirs = posts[peer]
-            mine = theirs[(theirs[:, 1] == rank) | (theirs[:, 1] == -1)]
-            reads.append((at, peer, *mine[count.get(peer, 0), 2:].tolist()))
-            count[peer] = count.get(peer, 0) + 1
+            if peer not in coming:
+                theirs = posts[peer]
+                mine = (theirs[:, 1] == rank) | (theirs[:, 1] == -1)
+                coming[peer] = iter(theirs[mine, 2:].tolist())
+            reads.append([at, peer, *next(coming[peer])])
     return np.array(reads, np.int64).reshape(-1, 4)
 
 
@@ -234,9 +236,9 @@ def _ends(schedule: Schedule, size: int) -> IntArray:
 
 @lru_cache(maxsize=256)
 def _slots(schedule: Schedule, size: int) -> tuple[IntArray, int]:
-    """Return where the posts lie in their rank's slot, and the most that one rank uses.
+    """Return where in its slot each place is, and the most that one rank uses of its slot.
 
-    Rank by rank, as many for each; then -1.
+    Rank by rank, as many for each; then -1. Which place a post has: `_places`.
     """
     outline = _outline(schedule, _units(schedule, size))
     ends = _ends(schedule, size)
