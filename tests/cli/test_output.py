@@ -16,7 +16,7 @@ import pytest
 import unisono.elastic
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")
@@ -310,6 +310,46 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path):
             timeout=LIMIT_S,
         )
     assert (done.returncode, sorted(done.stderr.splitlines())) == (0, [b"err 0", b"err 1"])
+
+
+ALONE = """
+import os, select
+if os.environ["RANK"] == "1":
+    open("end").read()
+else:
+    again = os.open("again", os.O_RDWR)
+    print("only one", flush=True)
+    select.select([again], [], [], 200)
+    print("only one again", flush=True)
+    # Long enough that the launcher no longer waits for the other rank to say the same.
+    select.select([], [], [], 1.0)
+    for _ in range(5000):
+        print("y" * 100)
+    open("end", "w").close()
+"""
+
+
+def test_a_reader_that_leaves_does_not_end_the_copying_of_folded_lines(tmp_path):
+    (tmp_path / "s.py").write_text(ALONE)
+    os.mkfifo(tmp_path / "end")
+    os.mkfifo(tmp_path / "again")
+    again = os.open(tmp_path / "again", os.O_RDWR)
+    with subprocess.Popen(
+        command("-n", 2, "--fold", "always", "s.py"),
+        cwd=tmp_path,
+        env=environment(PYTHONUNBUFFERED=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout.readline().endswith(b"only one\n")
+            process.stdout.close()
+            os.write(again, b"x")
+            _, err = process.communicate(timeout=LIMIT_S)
+        finally:
+            process.kill()
+            os.close(again)
+    assert (process.returncode, err) == (0, b"")
 
 
 FLOOD = """

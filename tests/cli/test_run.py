@@ -17,7 +17,7 @@ import unisono.elastic
 from unisono.cli.main import main
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -682,6 +682,25 @@ def test_several_launchers_that_do_not_know_of_each_other_say_so(run, flags, siz
     )
     assert (expected in err) == warned
     assert warned or err == ""
+
+
+def test_the_report_needs_no_thread(tmp_path):
+    (tmp_path / "s.py").write_text("raise ValueError('the cause')")
+    program = """
+import sys, types
+from unisono.cli import run
+from unisono.cli.main import main
+def refuse(*arguments, **how):
+    raise RuntimeError("can't start new thread")
+run.threading = types.SimpleNamespace(Thread=lambda **how: types.SimpleNamespace(
+    start=refuse, is_alive=lambda: False))
+sys.exit(main(["run", "-n", "2", "s.py"]))
+"""
+    launcher = Launcher(program=[sys.executable, "-c", program], cwd=tmp_path, env=environment())
+    code, _, err = launcher.finish()
+    assert code == 1
+    assert err.endswith("ValueError: the cause\n")
+    assert "unisono run: first failure: rank " in err
 
 
 def test_launcher_stays_light(tmp_path):

@@ -14,7 +14,7 @@ import unisono.elastic
 from unisono.cli import run as run_command
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 OURS = [sys.executable, "-m", "unisono", "run"]
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]
 

@@ -11,7 +11,7 @@ import pytest
 from unisono.elastic import launch
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import unisono
 
 SRC = str(Path(unisono.__file__).parents[1])
 PROGRAM = str(Path(__file__).with_name("notebook_run.py"))
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("ipykernel", "nbclient")),

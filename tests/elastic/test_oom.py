@@ -13,7 +13,7 @@ import unisono.elastic
 from unisono.elastic import oom
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

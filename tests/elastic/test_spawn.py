@@ -20,7 +20,7 @@ from unisono.elastic import spawn
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 
 SRC = str(Path(unisono.elastic.__file__).parents[2])
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 METHODS = ["spawn", "fork", "forkserver"]
 
 

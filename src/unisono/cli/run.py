@@ -144,8 +144,11 @@ def _run(options: argparse.Namespace) -> int:
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
         _write_json(path, error_document(result.failures[0]))
     report = threading.Thread(target=_print_report, args=(result,), daemon=True)
-    report.start()
-    report.join(None if agent.may_wait else options.grace)
+    try:
+        report.start()
+        report.join(None if agent.may_wait else options.grace)
+    except RuntimeError:  # as many threads as the system allows
+        _print_report(result)
     if report.is_alive() or not agent.may_wait or not _are_flushed():
         # At its end Python would try again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)

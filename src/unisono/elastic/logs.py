@@ -252,15 +252,20 @@ class Output:
     # In a tee's thread: it alone may wait for a reader.
 
     def _tick(self, std: Std) -> float | None:
-        waits = [console.tick() for console in self._consoles_of(std)]
+        waits = []
+        for console in self._consoles_of(std):
+            # Whoever read has left; the workers go on, and this thread must, too.
+            with contextlib.suppress(OSError, ValueError):
+                waits.append(console.tick())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def _release(self, std: Std) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            for console in self._consoles_of(std):
-                console.close()
-            if std is Std.ERR and self._options.screen is not None:
-                self._options.screen.close()
+        ends = [console.close for console in self._consoles_of(std)]
+        if std is Std.ERR and self._options.screen is not None:
+            ends.append(self._options.screen.close)
+        for end in ends:
+            with contextlib.suppress(OSError, ValueError):
+                end()
 
     def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> Stream:
         options, local_rank = self._options, name.local_rank
