@@ -76,17 +76,20 @@ def digest(module: nn.Module) -> str:
 
 def hand_over(
     store: dist.Store, ticket: int, rank: int, module: nn.Module, timeout_s: float
-) -> None:
-    """Copy rank 0's parameters to all ranks of the ticket's group."""
+) -> str:
+    """Copy rank 0's parameters to all ranks of the ticket's group; return its digest of them."""
+    # In the group and not by the store, where a trainer that starts again would replace it.
+    sent = torch.frombuffer(bytearray(digest(module).encode()), dtype=torch.uint8)
     meeting = dist.PrefixStore(f"handover {ticket}", store)
     name = f"handover {ticket}"
     group = dist.ProcessGroup(meeting, rank, 1 + RANKS, timeout=timeout_s, name=name)
     try:
-        for parameter in module.parameters():
-            group.broadcast(parameter, 0)
+        for tensor in (*module.parameters(), sent):
+            group.broadcast(tensor, 0)
         group.barrier()
     finally:
         group.close()
+    return sent.numpy().tobytes().decode()
 
 
 def crash_once(folder: str, job: str) -> None:
@@ -131,7 +134,6 @@ def serve(store: dist.Store, folder: str, module: nn.Module) -> None:
     if not store.check([f"ticket {ticket}"]):
         return
     try:
-        store.set(f"digest {ticket}", digest(module))
         hand_over(store, ticket, 0, module, ASKERS_S)
     except UnisonoError as error:
         print(f"training: ticket {ticket} failed: {error.what}", flush=True)
@@ -154,13 +156,13 @@ def infer(store: dist.Store, folder: str) -> None:
             # In the middle: the trainer waits for a group that will never be complete.
             crash_once(folder, "inference")
         try:
-            hand_over(store, ticket, 1 + rank, module, TRAINER_S)
+            sent = hand_over(store, ticket, 1 + rank, module, TRAINER_S)
         except UnisonoError as error:
             # Should the other rank have got them, its next call is a mismatch, and the job ends and
             # starts again.
             print(f"inference: ticket {ticket} failed: {error.what}", flush=True)
             continue
-        if digest(module) != store.get(f"digest {ticket}").decode():
+        if digest(module) != sent:
             sys.exit(f"WRONG: the weights of ticket {ticket} are not the trainer's")
         if rank == 0:
             store.add("handovers", 1)

@@ -50,15 +50,15 @@ WORLD_OF_ONE = {
     ),
     "peer": (
         lambda: dist.isend(x(), group_dst=-1), InvalidArgumentError,
-        "send: dst=-1 is not a rank of group 'default' (0..0)",
+        "isend: dst=-1 is not a rank of group 'default' (0..0)",
     ),
     "tag": (
         lambda: dist.isend(x(), 0, tag=-1), InvalidArgumentError,
-        "send: tag=-1 is outside 0..2**63-1",
+        "isend: tag=-1 is outside 0..2**63-1",
     ),
     "tag type": (
         lambda: dist.irecv(x(), 0, tag="a"), ArgumentTypeError,
-        "recv: tag must be an integer, got 'a'",
+        "irecv: tag must be an integer, got 'a'",
     ),
     "self": (
         lambda: dist.send(x(), 0), InvalidArgumentError,

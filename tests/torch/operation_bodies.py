@@ -177,6 +177,9 @@ def rare_types(rank, size, group):
         fake, whole = torch.ones(4), torch.empty(4 * size)
         dist.all_reduce(fake, group=group)
         dist.all_gather_single(whole, fake, group=group, async_op=True).wait()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            dist.all_reduce(fake, group=group)
+            dist.reduce_scatter_tensor(fake, whole, group=group)
         results["fake"] = list(whole.shape)
     return results
 

@@ -43,7 +43,8 @@ def isend(
         sent = port.isend(tensor, dst, tag, tensor)
         if sent is not None:
             return Work(sent, "send")
-    return pg.send(tensor, group_rank_of(pg, "isend", dst, group_dst), tag, async_op=True, **how)
+    peer = group_rank_of(pg, "isend", dst, group_dst)
+    return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
 
 def irecv(
@@ -63,7 +64,7 @@ def irecv(
         if started is not None:
             return Work(started, "recv")
     peer = None if src is None and group_src is None else group_rank_of(pg, "irecv", src, group_src)
-    return pg.recv(tensor, peer, tag, async_op=True, **how)
+    return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
 @quick(tensor="sent", dst="peer", group="group", tag="tag")

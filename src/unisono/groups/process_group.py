@@ -446,8 +446,9 @@ class ProcessGroup(C10dNames):
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
+            call = _label or op
             raise ArgumentTypeError(
-                f"{op}() got an unexpected keyword argument {next(iter(unknown))!r} "
+                f"{call}() got an unexpected keyword argument {next(iter(unknown))!r} "
                 f"(known besides its own: async_op, timeout, algorithm, deterministic)"
             )
         deadline = Deadline(self._timeout_s if timeout is None else timeout)

@@ -63,7 +63,7 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
             raise
         raise StoreTimeoutError(
             f"connecting timed out: the store server at {address} accepted the connection but "
-            f"did not answer within {deadline.timeout_s:g} s",
+            f"did not answer within {deadline}",
             hint="the process that runs the server is stopped or overloaded",
         ) from error
     except OSError as error:

@@ -99,9 +99,10 @@ class Connection:
                 encode_request(*request)
             return error
         if isinstance(error, TimeoutError):
+            waited = Deadline(timeout_s)
             return StoreTimeoutError(
                 f"{operation} timed out: the store server at {self._address} is connected but "
-                f"did not answer within {timeout_s:.3g} s",
+                f"did not answer within {waited}",
                 hint="the process that runs the server is stopped or overloaded",
             )
         if isinstance(error, OSError):

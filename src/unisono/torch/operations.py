@@ -55,10 +55,10 @@ def operation(method: Method) -> Method:
     @functools.wraps(method)
     def call(self: Operations, *args: Any, **kwargs: Any) -> Any:
         keep_out()
-        if self.has_devices() and (device := device_of(args)) != "cpu":
+        if self.has_devices() and (device := device_of(args)) != "cpu" and not are_fake(args):
             return getattr(self.on_device(device), name)(*args, **kwargs)
         try:
-            if _profiled():
+            if _profiled() and not are_fake(args):
                 with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
             if plain is not None and plain(self._group, args, kwargs):
