@@ -29,7 +29,8 @@ def text() -> str:
         for module, names in unisono._HOMES.items()
         for name in names.split()
     )
-    return f"{HEAD}{''.join(lines)}\n__version__: str\n"
+    names = "".join(f'    "{name}",\n' for name in unisono.__all__)
+    return f"{HEAD}{''.join(lines)}\n__all__ = [\n{names}]\n__version__: str\n"
 
 
 if __name__ == "__main__":
