@@ -689,7 +689,7 @@ MATCHED = {
         "StoreConnection", lambda: TCPStore("nowhere.invalid", 0, is_master=True),
     ),
     r"connecting timed out: the store server at 127\.0\.0\.1:\d+ accepted the connection "
-    r"but did not answer within \S+ s": ("StoreTimeout", silent_server),
+    r"but did not answer within \S+ m?s": ("StoreTimeout", silent_server),
     r"cannot connect from \S+ to the store at 127\.0\.0\.1:\d+ within 0\.05 s \(.*refused\)": (
         "StoreConnection", lambda: TCPStore("127.0.0.1", free_port(), timeout=0.05),
     ),
