@@ -65,7 +65,7 @@ WRONG = [
     ("send", lambda x: dist.send(x, 7), "global rank 7 is not in group"),
     ("irecv", lambda x: dist.irecv(x, 7), "global rank 7 is not in group"),
     ("P2POp", lambda x: dist.P2POp(dist.isend, x, 7), "global rank 7 is not in group"),
-    ("send", lambda x: dist.isend(x, 0, tag=-1), "tag=-1 is outside"),
+    ("isend", lambda x: dist.isend(x, 0, tag=-1), "tag=-1 is outside"),
     ("new_group", lambda x: dist.new_group([7]), "ranks [7] are outside the world"),
 ]
 
