@@ -100,6 +100,7 @@ test-native: build/native-asan build/native-tsan
 build/native-asan: SANITIZE = address,undefined
 build/native-tsan: SANITIZE = thread
 build/native-asan build/native-tsan: FORCE
+	@mkdir -p $(@D)
 	@cmake -S . -B $@ -DUNISONO_TESTS=ON -DUNISONO_STRICT=ON -DUNISONO_SANITIZE=$(SANITIZE) \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo >$@.log 2>&1 || { cat $@.log; exit 1; }
 	@cmake --build $@ --parallel >$@.log 2>&1 || { cat $@.log; exit 1; }
