@@ -142,7 +142,8 @@ bool Group::fits(const Program& program, const Buffers& buffers) const {
 bool Group::fits_slot(const Step& step, int64_t itemsize) const {
   if (step.op == kCopy || step.op == kReduce) return true;
   const int64_t slot_end = (step.slot_off + step.count) * itemsize;
-  return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 && slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
+  return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 &&
+         slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
          step.stage > 0 && step.stage < static_cast<int64_t>(kStages);
 }
 

@@ -153,8 +153,8 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
         last[rank, : len(own)] = first[rank, : len(own)] + posted[:, 6]
     reads = tuple(_reads(steps, rank, posts) for rank, steps in enumerate(programs))
     places = _places(programs, posts, reads)
-    elsewhere = places.ravel() != np.arange(places.size)
-    last.ravel()[elsewhere] = first.ravel()[elsewhere]
+    elsewhere = places != np.arange(places.size).reshape(places.shape)
+    last[elsewhere] = first[elsewhere]
     longest = max(int(steps[:, 6].max(initial=0)) for steps in programs)
     return _Outline(
         posts, reads, places, first, last, not schedule.input_chunks or longest <= units
