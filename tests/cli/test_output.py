@@ -276,17 +276,22 @@ signal.pause()
 """
 
 
+def started(folder, *arguments, stdout=subprocess.PIPE):
+    """Return a launch whose workers write when their buffers are full."""
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=folder,
+        env=environment(PYTHONUNBUFFERED=""),
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+    )
+
+
 def test_a_signal_ends_a_launch_whose_output_nobody_reads(tmp_path):
     (tmp_path / "s.py").write_text(STUCK)
     os.mkfifo(tmp_path / "stuck")
     stuck = os.open(tmp_path / "stuck", os.O_RDWR)
-    with subprocess.Popen(
-        command("--grace=0.2", "s.py"),
-        cwd=tmp_path,
-        env=environment(PYTHONUNBUFFERED=""),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(tmp_path, "--grace=0.2", "s.py", stdout=subprocess.DEVNULL) as process:
         try:
             assert select.select([stuck], [], [], LIMIT_S)[0]
             process.terminate()
@@ -334,13 +339,7 @@ def test_a_reader_that_leaves_does_not_end_the_copying_of_folded_lines(tmp_path)
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "again")
     again = os.open(tmp_path / "again", os.O_RDWR)
-    with subprocess.Popen(
-        command("-n", 2, "--fold", "always", "s.py"),
-        cwd=tmp_path,
-        env=environment(PYTHONUNBUFFERED=""),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
+    with started(tmp_path, "-n", 2, "--fold", "always", "s.py") as process:
         try:
             assert process.stdout.readline().endswith(b"only one\n")
             process.stdout.close()
