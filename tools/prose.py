@@ -188,7 +188,8 @@ def python(source: str) -> Iterator[Text]:
             expression = node.body[0]
             assert isinstance(expression, ast.Expr)
             constant = expression.value
-            assert isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+            assert isinstance(constant, ast.Constant)
+            assert isinstance(constant.value, str)
             docstrings.add(constant)
             yield from docstring(inspect.cleandoc(constant.value), constant.lineno)
     for node in ast.walk(tree):
