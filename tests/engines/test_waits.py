@@ -14,7 +14,7 @@ import pytest
 
 import unisono as dist
 from unisono.base.deadline import Deadline
-from unisono.base.native import extension
+from unisono.base.extension import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key, native

@@ -159,7 +159,7 @@ def test_open_mpi_on_one_node(script, tmp_path):
 
 
 def test_indexed_job_with_an_address(script):
-    from unisono.stores.addresses import listen
+    from unisono.base.sockets import listen
 
     (listener,) = listen("127.0.0.1", 0)
     with listener:

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 
+from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -21,7 +22,6 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import FileStore, users
-from unisono.stores.users import Life, describe, life_of, new_user
 
 ADD = """
 import sys

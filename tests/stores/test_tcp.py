@@ -21,6 +21,7 @@ import pytest
 
 from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
+from unisono.base.sockets import is_loopback, listen
 from unisono.errors import (
     ClosedError,
     HandshakeError,
@@ -29,7 +30,6 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import TCPStore, addresses, start_server, tcp_client, tcp_server, wire
-from unisono.stores.addresses import is_loopback, listen
 from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import netns
+from unisono.base.sockets import listen
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
-from unisono.stores.addresses import listen
 from unisono.stores.owner import is_foreign
 from unisono.stores.tcp_server import ServerOptions
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
@@ -304,7 +304,7 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 SERVE = """
 import sys, unisono.stores as s
 from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.addresses import listen
+from unisono.base.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
 print(*[server.port for server in servers], flush=True)

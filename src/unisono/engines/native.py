@@ -30,8 +30,8 @@ import numpy as np
 from unisono.base import config
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger, log_once
-from unisono.base.native import extension as _engine
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.failures import LATE_S, Expired

@@ -18,7 +18,7 @@ from typing import Any
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.native import extension as _engine
+from unisono.base.extension import extension as _engine
 from unisono.engines.api import Call, Communicator, Task
 from unisono.engines.order import OrderedEngine
 from unisono.errors import ClosedError

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar, cast
 
-from unisono.base.native import extension as native
+from unisono.base.extension import extension as native
 
 __all__ = ["quick", "resume", "set_default", "set_world", "suspend"]
 

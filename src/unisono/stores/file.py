@@ -12,12 +12,12 @@ from typing import Any
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.log import get_logger
+from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import ClosedError, InvalidArgumentError, StoreError, StoreTimeoutError
 from unisono.stores.api import DEFAULT_TIMEOUT
 from unisono.stores.file_log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
-from unisono.stores.users import Life, describe, life_of, new_user
 
 __all__ = ["FileStore"]
 

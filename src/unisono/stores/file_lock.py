@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from unisono.base.deadline import Deadline
+from unisono.base.process_identity import describe, is_dead, new_user
 from unisono.errors import StoreError, StoreTimeoutError
-from unisono.stores.users import describe, is_dead, new_user
 
 __all__ = ["FileLock"]
 

@@ -8,8 +8,8 @@ import socket
 from typing import NoReturn
 
 from unisono.base.deadline import Deadline
+from unisono.base.sockets import is_local
 from unisono.errors import HandshakeError, StoreConnectionError, StoreTimeoutError
-from unisono.stores.addresses import is_local
 from unisono.stores.owner import is_foreign
 from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.stores.wire import MAGIC, Op, encode_request

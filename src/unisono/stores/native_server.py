@@ -13,8 +13,8 @@ import threading
 from typing import Any
 
 from unisono.base import config
+from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.base.native import extension as _engine
 from unisono.stores.tcp_server import ServerOptions
 
 __all__ = ["NativeServer", "engine"]

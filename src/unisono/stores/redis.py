@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
+from unisono.base.sockets import format_address
 from unisono.errors import StoreError, UnsupportedError
-from unisono.stores.addresses import format_address
 from unisono.stores.api import DEFAULT_TIMEOUT
 from unisono.stores.service import Entry, ServiceStore, Swap, Unreachable
 

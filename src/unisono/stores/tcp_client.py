@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.sockets import format_address, listen, listen_on_fd
 from unisono.errors import (
     InvalidArgumentError,
     QueueEmptyError,
@@ -18,7 +19,6 @@ from unisono.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from unisono.stores.addresses import format_address, listen, listen_on_fd
 from unisono.stores.api import (
     DEFAULT_TIMEOUT,
     Store,

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from unisono.base.deadline import Deadline
+from unisono.base.sockets import connect, format_address
 from unisono.errors import (
     ClosedError,
     InvalidArgumentError,
     StoreConnectionError,
     StoreTimeoutError,
 )
-from unisono.stores.addresses import connect, format_address
 from unisono.stores.handshake import shake_hands
 from unisono.stores.link import Request, open_link
 from unisono.stores.wire import STOP_WAITING, Op, encode_request

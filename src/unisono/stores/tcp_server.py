@@ -20,8 +20,8 @@ from typing import Any
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
+from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.addresses import format_address, is_local
 from unisono.stores.owner import is_foreign
 from unisono.stores.table import Table, Watch
 from unisono.stores.token import Gate, Refused

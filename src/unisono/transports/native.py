@@ -28,8 +28,8 @@ import numpy as np
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.base.native import extension as _engine
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
 from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
+from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.errors import HandshakeError
-from unisono.stores.addresses import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.transports.address import TCPAddress
 from unisono.transports.io_loop import READ, WRITE, Loop
 from unisono.transports.wire import ACCEPT, HELLO, Hello
