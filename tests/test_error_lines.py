@@ -41,12 +41,12 @@ from unisono.stores import (
     tcp_server,
     wire,
 )
-from unisono.stores.file_lock import FileLock
-from unisono.stores.service import ServiceStore, Unreachable
+from unisono.stores.files.lock import FileLock
+from unisono.stores.services.store import ServiceStore, Unreachable
 from unisono.stores.table import Table
-from unisono.stores.tcp_connection import Connection, ConnectionPool
-from unisono.stores.tcp_server import PythonServer, ServerOptions
-from unisono.stores.wire import Op, encode_request
+from unisono.stores.tcp.connection import Connection, ConnectionPool
+from unisono.stores.tcp.python_server import PythonServer, ServerOptions
+from unisono.stores.tcp.wire import Op, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
 from unisono.transports.address import listen
@@ -70,7 +70,7 @@ class Service(ServiceStore):
     def _fetch(self, names):
         if not self._answer:
             raise Unreachable("no")
-        from unisono.stores.service import Entry
+        from unisono.stores.services.store import Entry
 
         return [Entry(self._values.get(name), None) for name in names]
 
@@ -254,7 +254,7 @@ def met(url, *args):
 
 
 def replies():
-    from unisono.stores.wire import ReplyDecoder
+    from unisono.stores.tcp.wire import ReplyDecoder
 
     return ReplyDecoder()
 

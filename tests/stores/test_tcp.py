@@ -30,8 +30,8 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import TCPStore, addresses, start_server, tcp_client, tcp_server, wire
-from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 

@@ -18,8 +18,8 @@ from unisono.cli.bench_report import machine
 from unisono.cli.bench_store_servers import KINDS, Server, why_not
 from unisono.errors import StoreConnectionError
 from unisono.stores import TCPStore
-from unisono.stores.native_server import engine
-from unisono.stores.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.native_server import engine
+from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 __all__ = ["bench_store"]
 

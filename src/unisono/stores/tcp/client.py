@@ -31,11 +31,11 @@ from unisono.stores.api import (
     check_world_size,
     keys_timeout,
 )
-from unisono.stores.server import StoreServer, start_server
 from unisono.stores.table import checked_sum
-from unisono.stores.tcp_connection import ConnectionPool
-from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.wire import MAX_VALUE_BYTES, READY, Op
+from unisono.stores.tcp.connection import ConnectionPool
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.start import StoreServer, start_server
+from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 
 __all__ = ["TCPStore"]
 

@@ -22,10 +22,10 @@ from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.base.sockets import format_address, is_local
 from unisono.errors import InvalidArgumentError, StoreKeyError
-from unisono.stores.owner import is_foreign
 from unisono.stores.table import Table, Watch
-from unisono.stores.token import Gate, Refused
-from unisono.stores.wire import (
+from unisono.stores.tcp.peer_uid import is_foreign
+from unisono.stores.tcp.token import Gate, Refused
+from unisono.stores.tcp.wire import (
     MAX_REPLY_BYTES,
     MAX_VALUE_BYTES,
     NOT_READY,

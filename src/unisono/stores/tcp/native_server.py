@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base import config
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.stores.tcp_server import ServerOptions
+from unisono.stores.tcp.python_server import ServerOptions
 
 __all__ = ["NativeServer", "engine"]
 

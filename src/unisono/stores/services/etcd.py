@@ -11,7 +11,7 @@ from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import InvalidArgumentError, StoreError, UnsupportedError
 from unisono.stores.api import DEFAULT_TIMEOUT
-from unisono.stores.service import Entry, ServiceStore, Swap, Unreachable
+from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable
 
 __all__ = ["EtcdStore"]
 

@@ -18,9 +18,9 @@ from unisono.errors import (
     StoreConnectionError,
     StoreTimeoutError,
 )
-from unisono.stores.handshake import shake_hands
-from unisono.stores.link import Request, open_link
-from unisono.stores.wire import STOP_WAITING, Op, encode_request
+from unisono.stores.tcp.handshake import shake_hands
+from unisono.stores.tcp.link import Request, open_link
+from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
 
 __all__ = ["Connection", "ConnectionPool"]
 

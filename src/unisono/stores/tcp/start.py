@@ -6,8 +6,8 @@ import socket
 from typing import Protocol
 
 from unisono.errors import InvalidArgumentError
-from unisono.stores.native_server import NativeServer, engine
-from unisono.stores.tcp_server import PythonServer, ServerOptions
+from unisono.stores.tcp.native_server import NativeServer, engine
+from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 
 __all__ = ["StoreServer", "start_server"]
 

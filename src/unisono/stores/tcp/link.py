@@ -6,8 +6,15 @@ import socket
 from typing import Any, Protocol
 
 from unisono.base.deadline import Deadline
-from unisono.stores.native_server import engine
-from unisono.stores.wire import NO_REPLY, WAIT_CANCELED, Op, ReplyDecoder, WireError, encode_request
+from unisono.stores.tcp.native_server import engine
+from unisono.stores.tcp.wire import (
+    NO_REPLY,
+    WAIT_CANCELED,
+    Op,
+    ReplyDecoder,
+    WireError,
+    encode_request,
+)
 
 __all__ = ["Link", "PythonLink", "Request", "open_link"]
 

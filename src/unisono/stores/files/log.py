@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 
 from unisono.base.deadline import Deadline
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
-from unisono.stores.file_lock import FileLock
+from unisono.stores.files.lock import FileLock
 from unisono.stores.table import Change, ChangeKind
 
 __all__ = ["RecordLog"]

@@ -15,7 +15,7 @@ from unisono.base.log import get_logger
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import ClosedError, InvalidArgumentError, StoreError, StoreTimeoutError
 from unisono.stores.api import DEFAULT_TIMEOUT
-from unisono.stores.file_log import RecordLog
+from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
 
