@@ -19,8 +19,8 @@ from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key, native
 from unisono.transports.api import Kind
-from unisono.transports.matching import Cancelled
-from unisono.transports.native import NativeMessages
+from unisono.transports.mailbox import Cancelled
+from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -149,7 +149,7 @@ def test_a_message_that_came_as_its_wait_was_interrupted_has_ended(world):
 
 
 class Interruption:
-    """Raises `Ended` at the n-th line of transports/native.py that this thread comes to.
+    """Raises `Ended` at the n-th line of transports/native_messages.py that this thread comes to.
 
     Not as a lock is taken or given back, where the interpreter looks for no signals.
     """

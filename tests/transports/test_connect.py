@@ -17,8 +17,8 @@ from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.transports import InprocTransport, Key, address, connect
-from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Kind
+from unisono.transports.tcp.address import TCPAddress, listen
 
 KEY = Key(1, Kind.P2P, 0)
 

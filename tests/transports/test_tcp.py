@@ -15,9 +15,9 @@ from worlds import KEY, SOON, tcp_world, works
 from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport, tcp, tcp_call
-from unisono.transports.address import TCPAddress
 from unisono.transports.api import Kind
-from unisono.transports.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
 
 def dial(transport):

@@ -28,7 +28,7 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
 from unisono.transports.api import Failure, Kind
-from unisono.transports.native import NativeMessages, Told
+from unisono.transports.native_messages import NativeMessages, Told
 
 __all__ = ["Port", "recv", "send"]
 

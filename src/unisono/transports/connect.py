@@ -18,11 +18,11 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
-from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
-from unisono.transports.native import NativeMessages
-from unisono.transports.tcp import TCPTransport
+from unisono.transports.native_messages import NativeMessages
+from unisono.transports.tcp.address import local_hosts
+from unisono.transports.tcp.transport import TCPTransport
 
 __all__ = ["connect"]
 

@@ -32,7 +32,7 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
-from unisono.transports.matching import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
+from unisono.transports.mailbox import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
 from unisono.transports.message import Key, Kind
 
 if TYPE_CHECKING:

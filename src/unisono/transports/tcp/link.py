@@ -16,8 +16,8 @@ from collections.abc import Callable
 import numpy as np
 
 from unisono.transports.api import Key, Kind, LinkDown, MessageMismatch, Transfer
-from unisono.transports.matching import Arrival, Mailbox
-from unisono.transports.wire import FRAME, Frame
+from unisono.transports.mailbox import Arrival, Mailbox
+from unisono.transports.tcp.wire import FRAME, Frame
 
 __all__ = ["CHUNK_BYTES", "Link"]
 

@@ -27,12 +27,12 @@ from collections.abc import Callable
 
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
-from unisono.transports.address import TCPAddress, listen
 from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
-from unisono.transports.io_loop import READ, WRITE, Loop
-from unisono.transports.tcp_call import Call, Greeting
-from unisono.transports.tcp_link import CHUNK_BYTES, Link
-from unisono.transports.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.tcp.address import TCPAddress, listen
+from unisono.transports.tcp.handshake import Call, Greeting
+from unisono.transports.tcp.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp.link import CHUNK_BYTES, Link
+from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
 
 __all__ = ["TCPTransport"]
 
@@ -65,7 +65,7 @@ class TCPTransport(Transport):
         rank: This rank.
         world_size: Number of ranks.
         find: Returns the `address` that another rank published.
-        hosts: Addresses to publish; see `unisono.transports.address.listen`.
+        hosts: Addresses to publish; see `unisono.transports.tcp.address.listen`.
     """
 
     def __init__(

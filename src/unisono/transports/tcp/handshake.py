@@ -13,9 +13,9 @@ from unisono.base.host import reason_of
 from unisono.base.log import get_logger
 from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
 from unisono.errors import HandshakeError
-from unisono.transports.address import TCPAddress
-from unisono.transports.io_loop import READ, WRITE, Loop
-from unisono.transports.wire import ACCEPT, HELLO, Hello
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
 
 __all__ = ["Call", "Greeting"]
 
