@@ -426,7 +426,7 @@ def unknown_level(monkeypatch):
 
 
 def unknown_isa(monkeypatch):
-    from unisono.engines import native
+    from unisono.engines import native_engine as native
 
     if native._engine is None:
         pytest.skip("the C++ engine is not built")

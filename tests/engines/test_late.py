@@ -6,7 +6,7 @@ import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
-from unisono.engines.failures import Expired, to_failure
+from unisono.engines.errors import Expired, to_failure
 from unisono.transports import LinkDown
 from unisono.transports.mailbox import LEFT
 from unisono.transports.status import Status

@@ -100,7 +100,7 @@ def test_an_unknown_engine_is_refused():
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
-    monkeypatch.setattr("unisono.engines.native._engine", None)
+    monkeypatch.setattr("unisono.engines.native_engine._engine", None)
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
         run(broadcast_from_readonly, 2, engine="native")

@@ -28,7 +28,7 @@ from unisono.engines import (
     host_word,
     make_engine,
 )
-from unisono.engines.failures import already_broken_error
+from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect

@@ -18,7 +18,7 @@ import numpy as np
 
 from unisono.base.buffers import BufferView, view
 from unisono.base.types import DType
-from unisono.engines.parts import adjacent, spread
+from unisono.engines.array_lists import adjacent, spread
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["Flat", "apart", "listed", "many", "one", "striped"]

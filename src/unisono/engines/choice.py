@@ -11,7 +11,7 @@ from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.info import engine_info
-from unisono.engines.native import NativeEngine, is_native_built
+from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.errors import InvalidArgumentError, UnsupportedError
 

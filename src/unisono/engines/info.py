@@ -9,7 +9,7 @@ from unisono.base import config
 from unisono.base.extension import extension as native
 from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
-from unisono.engines.native import host_word
+from unisono.engines.native_engine import host_word
 
 __all__ = ["EngineInfo", "engine_info"]
 

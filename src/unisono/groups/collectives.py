@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
-from unisono.engines.quick import quick
+from unisono.engines.repeat import quick
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup

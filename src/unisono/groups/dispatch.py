@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from unisono.backends import Pending
-from unisono.engines import quick
+from unisono.engines import repeat as quick
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:

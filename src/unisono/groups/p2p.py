@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
-from unisono.engines.quick import quick
+from unisono.engines.repeat import quick
 from unisono.errors import InvalidArgumentError
 from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work

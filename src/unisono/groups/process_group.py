@@ -98,7 +98,7 @@ class ProcessGroup(C10dNames):
         self.counts: Counter[str] = Counter()
         # Made by the first call in a stream.
         self._communication: Communication | None = None
-        # Read by the C++ engine, see engines/quick.py.
+        # Read by the C++ engine, see engines/repeat.py.
         self.calls: Any = None
         # Its `caller` is the thread that is in a collective call, 0 if none is.
         self._guard: Any = SimpleNamespace(caller=0)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from unisono.base.streams import stream_variable
-from unisono.engines import quick
+from unisono.engines import repeat as quick
 from unisono.errors import ArgumentTypeError, NotInitializedError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work

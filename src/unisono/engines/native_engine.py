@@ -34,9 +34,9 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger, log_once
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
-from unisono.engines.failures import LATE_S, Expired
-from unisono.engines.parts import Memory, are_even, joined, spread
-from unisono.engines.progress import QueueEngine
+from unisono.engines.array_lists import Memory, are_even, joined, spread
+from unisono.engines.errors import LATE_S, Expired
+from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (

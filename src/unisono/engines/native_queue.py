@@ -20,7 +20,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.engines.api import Call, Communicator, Task
-from unisono.engines.order import OrderedEngine
+from unisono.engines.queue import OrderedEngine
 from unisono.errors import ClosedError
 from unisono.transports.api import Status
 

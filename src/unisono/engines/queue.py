@@ -15,7 +15,7 @@ from typing import Any
 from unisono.base.completion import Completion
 from unisono.base.worker import Worker
 from unisono.engines.api import Call, Communicator, Engine, Task
-from unisono.engines.failures import (
+from unisono.engines.errors import (
     Expired,
     break_group,
     broken_group_error,
