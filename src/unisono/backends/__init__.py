@@ -5,13 +5,13 @@ May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
 
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.cpu import CPUBackend
-from unisono.backends.names import Backend
 from unisono.backends.registry import (
     BackendConfig,
     known_backends,
     make_backend,
     register_backend,
 )
+from unisono.c10d.backend_names import Backend
 
 __all__ = [
     "Backend",

@@ -17,7 +17,7 @@ import torch._C._distributed_c10d as c10d
 
 from unisono.base.buffers import alias_torch
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.groups import collectives
+from unisono.c10d import collectives
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work

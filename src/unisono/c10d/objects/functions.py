@@ -18,6 +18,9 @@ import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.streams import on_host
+from unisono.c10d.collectives import group_rank_of, root_of
+from unisono.c10d.objects.packet import FIRST_BYTES, Packet
+from unisono.c10d.objects.serializer import PickleSerializer, Serializer
 from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
@@ -27,10 +30,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.groups.checks import list_on_root, one_each
-from unisono.groups.collectives import group_rank_of, root_of
-from unisono.groups.packet import FIRST_BYTES, Packet
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.serializer import PickleSerializer, Serializer
 from unisono.groups.work import Work
 from unisono.groups.world import member_group
 

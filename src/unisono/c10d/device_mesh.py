@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from unisono.errors import InvalidArgumentError, UnknownNameError
-from unisono.groups.lifecycle import init_process_group
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.queries import (
+from unisono.c10d.lifecycle import init_process_group
+from unisono.c10d.new_groups import new_group
+from unisono.c10d.queries import (
     get_process_group_ranks,
     get_rank,
     get_world_size,
     is_initialized,
 )
-from unisono.groups.subgroups import new_group
+from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
 
 __all__ = ["DeviceMesh", "init_device_mesh"]

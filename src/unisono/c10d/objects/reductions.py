@@ -15,9 +15,9 @@ from functools import reduce
 from typing import Any
 
 from unisono.base.deadline import Timeout
-from unisono.groups.collectives import root_of
-from unisono.groups.objects import ObjectCall
-from unisono.groups.serializer import Serializer
+from unisono.c10d.collectives import root_of
+from unisono.c10d.objects.functions import ObjectCall
+from unisono.c10d.objects.serializer import Serializer
 from unisono.groups.world import member_group
 
 __all__ = ["all_reduce_object", "reduce_object"]

@@ -11,9 +11,9 @@ from datetime import timedelta
 from typing import Any, NewType
 
 from unisono.base.types import ReduceOp
+from unisono.c10d.coalescing import coalescing_manager
+from unisono.c10d.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
-from unisono.groups.coalescing import coalescing_manager
-from unisono.groups.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.groups.serializer import Serializer
+from unisono.c10d.objects.serializer import Serializer
 
 __all__ = ["FIRST_BYTES", "Packet"]
 

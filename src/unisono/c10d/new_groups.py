@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Timeout
+from unisono.c10d.queries import get_process_group_ranks, require_group
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
 from unisono.groups.checks import as_integer
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.queries import get_process_group_ranks, require_group
 from unisono.groups.world import GroupMember, current
 from unisono.stores import PrefixStore
 

@@ -18,8 +18,8 @@ from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
+from unisono.c10d.queries import require_group
 from unisono.errors import InvalidArgumentError
-from unisono.groups.queries import require_group
 from unisono.groups.waiting import wait_all
 from unisono.groups.work import Work
 

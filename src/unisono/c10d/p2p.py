@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
+from unisono.c10d.collectives import group_rank_of
 from unisono.engines.repeat import quick
 from unisono.errors import InvalidArgumentError
-from unisono.groups.collectives import group_rank_of
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from unisono.base import config
 from unisono.base.deadline import Timeout, to_seconds
 from unisono.base.log import get_logger
+from unisono.c10d.collectives import barrier
+from unisono.c10d.queries import get_rank
 from unisono.errors import InvalidArgumentError, UnisonoError
-from unisono.groups.collectives import barrier
-from unisono.groups.queries import get_rank
 from unisono.groups.world import current
 
 __all__ = [
