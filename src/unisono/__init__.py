@@ -21,7 +21,7 @@ _HOMES = {
     "base.types": "RedOpType ReduceOp",
     "elastic": "launch spawn",
     "engines.info": "EngineInfo engine_info",
-    "groups.c10d": (
+    "groups.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
         "ScatterOptions"

@@ -20,7 +20,7 @@ from torch import Tensor
 from unisono.base.types import ReduceOp
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
-from unisono.groups.c10d import call_c10d_form
+from unisono.groups.c10d_methods import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
