@@ -26,8 +26,8 @@ from unisono.cli import (
     bench_store_servers,
     nodes,
 )
-from unisono.elastic.bind import Binding, Machine
-from unisono.elastic.logs import StdChoice, _create
+from unisono.launcher.output.files import StdChoice, _create
+from unisono.launcher.workers.cpu_binding import Binding, Machine
 from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import Buf, Schedule, build, layout_for, lower
@@ -246,7 +246,7 @@ PLAIN = {
 KEY = Key(1, Kind.P2P, 0)
 
 # The package has a function of that name.
-LAUNCH = importlib.import_module("unisono.elastic.launch")
+LAUNCH = importlib.import_module("unisono.launcher.launch")
 
 
 def met(url, *args):
@@ -463,7 +463,7 @@ def never_done(group):
 
 
 def no_more_processes(monkeypatch):
-    from unisono.elastic import guard
+    from unisono.launcher import guard
 
     def fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")

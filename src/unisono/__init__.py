@@ -19,7 +19,7 @@ _HOMES = {
     "backends": "Backend BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
-    "elastic": "launch spawn",
+    "launcher": "launch spawn",
     "engines.info": "EngineInfo engine_info",
     "groups.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "

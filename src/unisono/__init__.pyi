@@ -10,8 +10,8 @@ from unisono.base.streams import default_stream as default_stream
 from unisono.base.streams import stream as stream
 from unisono.base.types import RedOpType as RedOpType
 from unisono.base.types import ReduceOp as ReduceOp
-from unisono.elastic import launch as launch
-from unisono.elastic import spawn as spawn
+from unisono.launcher import launch as launch
+from unisono.launcher import spawn as spawn
 from unisono.engines.info import EngineInfo as EngineInfo
 from unisono.engines.info import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError

@@ -17,7 +17,7 @@ from fault_calls import attempt, store
 from killed_bodies import wait_for_count
 
 import unisono as dist
-from unisono.elastic import spawn
+from unisono.launcher import spawn
 from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.transport import TCPTransport
 

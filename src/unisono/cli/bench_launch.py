@@ -16,9 +16,6 @@ from unisono.base.config import environ
 from unisono.base.deadline import Deadline
 from unisono.cli.bench_plan import Plan
 from unisono.cli.bench_worker import QUEUE, work, worker_command
-from unisono.elastic.environment import LOOPBACK
-from unisono.elastic.process import parent_death_hook
-from unisono.elastic.spawn import SpawnContext
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -26,6 +23,9 @@ from unisono.errors import (
     StoreTimeoutError,
     WorkerFailedError,
 )
+from unisono.launcher.environment import LOOPBACK
+from unisono.launcher.spawn import SpawnContext
+from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 

@@ -19,8 +19,8 @@ from importlib import import_module, util
 from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.elastic.process import opened, parent_death_hook
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.workers.worker import opened, parent_death_hook
 from unisono.stores import TCPStore
 
 __all__ = ["KINDS", "Server", "why_not"]

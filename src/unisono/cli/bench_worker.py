@@ -26,8 +26,8 @@ import unisono
 from unisono.cli.bench_data import Data
 from unisono.cli.bench_peers import Call, Library, mpi_rank, open_library
 from unisono.cli.bench_plan import OPS, Case, Plan, cases
-from unisono.elastic.environment import LOOPBACK
-from unisono.elastic.process import parent_death_hook
+from unisono.launcher.environment import LOOPBACK
+from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 
 __all__ = ["MAX_ITERS", "QUEUE", "ROUND_S", "calibrated", "work", "worker_command"]

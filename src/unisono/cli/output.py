@@ -8,9 +8,9 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, checked
-from unisono.elastic.console import check_prefix
-from unisono.elastic.logs import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
-from unisono.elastic.ranges import parse_ranges
+from unisono.launcher.output.console import check_prefix
+from unisono.launcher.output.files import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
+from unisono.launcher.output.ranges import parse_ranges
 
 __all__ = ["add_output_flags", "log_options"]
 

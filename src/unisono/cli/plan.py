@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterator
 
 from unisono.base.config import environ
-from unisono.elastic.bind import Binding
-from unisono.elastic.environment import Place, worker_environment
-from unisono.elastic.ranges import format_ranges
-from unisono.elastic.spec import LaunchSpec
+from unisono.launcher.environment import Place, worker_environment
+from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.spec import LaunchSpec
+from unisono.launcher.workers.cpu_binding import Binding
 from unisono.rendezvous.dynamic import World
 from unisono.rendezvous.state import Node
 

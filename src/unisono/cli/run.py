@@ -22,15 +22,15 @@ from unisono.cli.plan import describe
 from unisono.cli.programs import add_program_flags, worker_commands
 from unisono.cli.status import make_status_line
 from unisono.cli.torchrun import NUMA_BINDINGS, add_torchrun_flags
-from unisono.elastic.agent import Agent
-from unisono.elastic.bind import MODES
-from unisono.elastic.environment import ERROR_FILE_VARIABLE
-from unisono.elastic.guard import go_on_guarded
-from unisono.elastic.logs import LogOptions
-from unisono.elastic.ranges import format_ranges
-from unisono.elastic.report import error_document, render, signal_name
-from unisono.elastic.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.errors import RendezvousError
+from unisono.launcher.agent import Agent
+from unisono.launcher.environment import ERROR_FILE_VARIABLE
+from unisono.launcher.guard import go_on_guarded
+from unisono.launcher.output.files import LogOptions
+from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.report import error_document, render, signal_name
+from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
+from unisono.launcher.workers.cpu_binding import MODES
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
 __all__ = ["add_command"]

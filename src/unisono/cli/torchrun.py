@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from unisono.cli.flags import add_flag
-from unisono.elastic.signals import ENDING
+from unisono.launcher.signals import ENDING
 
 __all__ = ["NUMA_BINDINGS", "add_torchrun_flags"]
 

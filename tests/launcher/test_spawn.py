@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
-from unisono.elastic import spawn
+import unisono.launcher
 from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher import spawn
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 METHODS = ["spawn", "fork", "forkserver"]
 
@@ -204,7 +204,7 @@ PARENT = """
 import os, sys, threading
 sys.path.insert(0, {folder!r})
 from spawn_targets import announce_and_wait
-from unisono.elastic import spawn
+from unisono.launcher import spawn
 if __name__ == "__main__":
     options = dict(nprocs=2, start_method={method!r})
     if {in_thread}:

@@ -2,7 +2,7 @@
 
     agent ─┬─ rendezvous   thread; talks with the agents of the other nodes through a store
            ├─ output       thread; the workers' output, line by line
-           └─ attempt      the workers of the present world (see `unisono.elastic.attempt`)
+           └─ attempt      the workers of the present world (see `unisono.launcher.attempt`)
 
 With one node the rendezvous has a store in memory and no heartbeats; all else is the same. A
 signal to the agent is passed on to its workers (not to their children), with SIGKILL after the
@@ -20,16 +20,16 @@ from dataclasses import asdict, replace
 
 from unisono.base.config import get
 from unisono.base.deadline import Deadline
-from unisono.elastic.attempt import Attempt, Outcome
-from unisono.elastic.bind import Binding
-from unisono.elastic.environment import LOOPBACK, Place, new_launch_id
-from unisono.elastic.family import Family
-from unisono.elastic.logs import Output
-from unisono.elastic.report import SETTLE_S, Failure, is_consequence, order, signal_name
-from unisono.elastic.signals import Signals
-from unisono.elastic.spec import LaunchResult, LaunchSpec, Meeting
-from unisono.elastic.warm import WarmWorkers
 from unisono.errors import LaunchError
+from unisono.launcher.attempt import Attempt, Outcome
+from unisono.launcher.environment import LOOPBACK, Place, new_launch_id
+from unisono.launcher.output.files import Output
+from unisono.launcher.report import SETTLE_S, Failure, is_consequence, order, signal_name
+from unisono.launcher.signals import Signals
+from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
+from unisono.launcher.workers.cpu_binding import Binding
+from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.warm import WarmWorkers
 from unisono.rendezvous.dynamic import DynamicRendezvous, World
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop

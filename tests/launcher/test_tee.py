@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-import unisono.elastic.tee
-from unisono.elastic.tee import TRACEBACK, Stream, Tee
+import unisono.launcher.output.reader
+from unisono.launcher.output.reader import TRACEBACK, Stream, Tee
 
 LIMIT_S = 10.0
 
@@ -148,7 +148,7 @@ def test_tick_is_called_when_it_asks_for_it():
 
 
 def test_tracebacks_of_several_workers_do_not_mix(monkeypatch):
-    monkeypatch.setattr(unisono.elastic.tee, "_IDLE_S", LIMIT_S)
+    monkeypatch.setattr(unisono.launcher.output.reader, "_IDLE_S", LIMIT_S)
     sink, tee = Sink(), Tee()
     head = b"Traceback (most recent call last):\n"
     with contextlib.ExitStack() as stack:
@@ -185,7 +185,7 @@ def test_traceback_is_passed_on_after_a_pause():
 
 
 def test_lines_after_a_traceback_do_not_wait_for_a_pause(monkeypatch):
-    monkeypatch.setattr(unisono.elastic.tee, "_TRACEBACK_S", 1e-9)
+    monkeypatch.setattr(unisono.launcher.output.reader, "_TRACEBACK_S", 1e-9)
     sink = Sink()
     with pipe() as (source, writer):
         stream = Stream(source, [sink])
@@ -258,7 +258,7 @@ def test_orders_come_between_the_lines_and_may_fail():
 def test_source_that_never_runs_dry_is_left_with_a_warning(
     monkeypatch, caplog, timeout_s, canceled
 ):
-    monkeypatch.setattr(unisono.elastic.tee, "_STOP_S", LIMIT_S)
+    monkeypatch.setattr(unisono.launcher.output.reader, "_STOP_S", LIMIT_S)
 
     class Refilling(Sink):
         def write(self, data):

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
-from unisono.elastic.sources import is_untouched
-from unisono.elastic.warm import WarmWorkers
+import unisono.launcher
+from unisono.launcher.workers.script_scan import is_untouched
+from unisono.launcher.workers.warm import WarmWorkers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 90.0
 
 # `unisono run`, in more of a hurry.
 RUN = """
 import sys
 from unisono.cli.main import main
-from unisono.elastic import warm
+from unisono.launcher.workers import warm
 warm.FIRST_LOOK_S = warm._BETWEEN_S = 0.05
 sys.exit(main(["run", *sys.argv[1:]]))
 """

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from unisono.elastic.report import (
+from unisono.launcher.report import (
     SETTLE_S,
     Ends,
     Failure,

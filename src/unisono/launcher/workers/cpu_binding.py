@@ -13,8 +13,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from unisono.elastic.ranges import format_ranges, parse_ranges
 from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.launcher.output.ranges import format_ranges, parse_ranges
 
 __all__ = ["MODES", "Binding", "Machine"]
 

@@ -6,14 +6,14 @@ import time
 import pytest
 
 from unisono.base.deadline import Deadline
-from unisono.elastic.attempt import Attempt
-from unisono.elastic.bind import Binding
-from unisono.elastic.environment import Place
-from unisono.elastic.family import Family
-from unisono.elastic.logs import LogOptions, Output
-from unisono.elastic.signals import Signals
-from unisono.elastic.spec import LaunchSpec
-from unisono.elastic.warm import WarmWorkers
+from unisono.launcher.attempt import Attempt
+from unisono.launcher.environment import Place
+from unisono.launcher.output.files import LogOptions, Output
+from unisono.launcher.signals import Signals
+from unisono.launcher.spec import LaunchSpec
+from unisono.launcher.workers.cpu_binding import Binding
+from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.warm import WarmWorkers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches pidfds")
 

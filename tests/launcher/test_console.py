@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.elastic.console import HOLD_S, Console, Fold, WorkerName, check_prefix
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.output.console import HOLD_S, Console, Fold, WorkerName, check_prefix
 
 
 class Terminal:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
-from unisono.elastic import oom
+import unisono.launcher
+from unisono.launcher.workers import oom
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
-from unisono.elastic.bind import Binding
-from unisono.elastic.environment import ERROR_FILE_VARIABLE, Place, worker_environment
-from unisono.elastic.family import Family
-from unisono.elastic.logs import Output, WorkerName
-from unisono.elastic.oom import OomWatch
-from unisono.elastic.process import Worker
-from unisono.elastic.report import Ends, Failure, error_text
-from unisono.elastic.signals import Signals
-from unisono.elastic.spec import LaunchSpec
-from unisono.elastic.tee import Stream
-from unisono.elastic.warm import WarmWorkers
+from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
+from unisono.launcher.output.files import Output, WorkerName
+from unisono.launcher.output.reader import Stream
+from unisono.launcher.report import Ends, Failure, error_text
+from unisono.launcher.signals import Signals
+from unisono.launcher.spec import LaunchSpec
+from unisono.launcher.workers.cpu_binding import Binding
+from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.oom import OomWatch
+from unisono.launcher.workers.warm import WarmWorkers
+from unisono.launcher.workers.worker import Worker
 
 __all__ = ["Attempt", "Outcome"]
 

@@ -26,10 +26,6 @@ from typing import Any, Literal, NamedTuple, overload
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
-from unisono.elastic.environment import LOOPBACK, Place, new_launch_id, worker_environment
-from unisono.elastic.process import parent_death_hook
-from unisono.elastic.report import Ends, leavers
-from unisono.elastic.spec import GRACE_S
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -37,6 +33,10 @@ from unisono.errors import (
     UsageError,
     WorkerFailedError,
 )
+from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
+from unisono.launcher.report import Ends, leavers
+from unisono.launcher.spec import GRACE_S
+from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 
 __all__ = ["SpawnContext", "check_start", "spawn"]

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from unisono.elastic.ranges import format_ranges
-from unisono.elastic.tee import TRACEBACK, Sink
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.output.reader import TRACEBACK, Sink
 
 __all__ = ["HOLD_S", "Console", "Fold", "WorkerName", "check_prefix"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.elastic import launch
 from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher import launch
 
 LIMIT_S = 200.0
 
@@ -83,7 +83,7 @@ def test_bad_arguments(targets, options, message):
 
 
 SESSION = """
-from unisono.elastic import launch
+from unisono.launcher import launch
 class MyError(Exception):
     pass
 def cell(rank, k):
@@ -130,7 +130,7 @@ def test_session_without_a_file_and_without_cloudpickle():
     code = textwrap.dedent("""
         import sys
         sys.modules["cloudpickle"] = None
-        from unisono.elastic import launch
+        from unisono.launcher import launch
         def cell(rank): pass
         try:
             launch(cell, 2)

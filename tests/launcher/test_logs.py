@@ -2,8 +2,8 @@
 
 import pytest
 
-from unisono.elastic.logs import LogOptions, Std, StdChoice
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.output.files import LogOptions, Std, StdChoice
 
 
 @pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:0", "0:1,3:2"])

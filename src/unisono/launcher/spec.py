@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unisono.elastic.logs import LogOptions
-from unisono.elastic.report import Failure, exception_line, signal_name
-from unisono.elastic.signals import ENDING
+from unisono.launcher.output.files import LogOptions
+from unisono.launcher.report import Failure, exception_line, signal_name
+from unisono.launcher.signals import ENDING
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 

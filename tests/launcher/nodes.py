@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import unisono.elastic
+import unisono.launcher
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 
 # Nobody waits long for more nodes, but a minute for a heartbeat: on a busy machine one that lives

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from unisono.elastic.spawn import SpawnContext, check_start
 from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher.spawn import SpawnContext, check_start
 
 __all__ = ["launch"]
 

@@ -21,10 +21,10 @@ from typing import IO, Protocol, TextIO
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
-from unisono.elastic.console import Console, WorkerName, check_prefix
-from unisono.elastic.process import Stdout, Worker
-from unisono.elastic.tee import Sink, Stream, Tee
 from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.launcher.output.console import Console, WorkerName, check_prefix
+from unisono.launcher.output.reader import Sink, Stream, Tee
+from unisono.launcher.workers.worker import Stdout, Worker
 
 __all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice", "WorkerName"]
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.elastic.bind import MODES, Binding, Machine
-from unisono.elastic.ranges import format_ranges, parse_ranges
 from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.launcher.output.ranges import format_ranges, parse_ranges
+from unisono.launcher.workers.cpu_binding import MODES, Binding, Machine
 
 # Two NUMA nodes of four cores with two hardware threads each, as Linux numbers them.
 BIG = Machine([[[i, i + 8] for i in range(4)], [[i, i + 8] for i in range(4, 8)]])

@@ -19,9 +19,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.base.deadline import Deadline
-from unisono.elastic import warm_site
-from unisono.elastic.process import Worker
 from unisono.errors import LaunchError
+from unisono.launcher.workers import warm_site
+from unisono.launcher.workers.worker import Worker
 
 __all__ = ["FIRST_LOOK_S", "WarmWorkers"]
 
@@ -154,6 +154,6 @@ def _torch_of(pid: int) -> str:
 
 def _is_safe(command: Sequence[str]) -> bool:
     # Loaded when a job has been running for a while: it needs the compiler's modules.
-    from unisono.elastic.sources import is_untouched
+    from unisono.launcher.workers.script_scan import is_untouched
 
     return is_untouched(*command)

@@ -5,7 +5,7 @@
         └ workers    group, such as SIGKILL from timeout(1), does not reach it
            └ whatever they start
 
-Both adopt, so that all processes of the launch are found by descent; see `unisono.elastic.family`.
+Both adopt, so that all processes of the launch are found by descent; see `unisono.launcher.workers.descendants`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import sys
 import threading
 from collections.abc import Collection
 
-from unisono.elastic.family import Family
-from unisono.elastic.report import signal_name
-from unisono.elastic.signals import PASSED_ON
 from unisono.errors import LaunchError
+from unisono.launcher.report import signal_name
+from unisono.launcher.signals import PASSED_ON
+from unisono.launcher.workers.descendants import Family
 
 __all__ = ["go_on_guarded"]
 
