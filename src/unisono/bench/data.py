@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from unisono.cli.bench_plan import OPS, Case, Plan
+from unisono.bench.plan import OPS, Case, Plan
 
 __all__ = ["Data"]
 

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import Any
 
-from unisono.cli.bench_report import machine
-from unisono.cli.bench_store_servers import KINDS, Server, why_not
+from unisono.bench.report import machine
+from unisono.bench.store_servers import KINDS, Server, why_not
 from unisono.errors import StoreConnectionError
 from unisono.stores import TCPStore
 from unisono.stores.tcp.native_server import engine

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from unisono.cli.bench_report import bandwidths
+from unisono.bench.report import bandwidths
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["plot"]

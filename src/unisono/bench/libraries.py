@@ -15,8 +15,8 @@ import numpy as np
 
 from unisono.backends import CPUOptions
 from unisono.base.types import ReduceOp
-from unisono.cli.bench_data import Data
-from unisono.cli.bench_plan import REDOPS, Plan
+from unisono.bench.data import Data
+from unisono.bench.plan import REDOPS, Plan
 from unisono.errors import LaunchError, UnsupportedError
 from unisono.stores import PrefixStore, TCPStore
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 import unisono
-from unisono.cli.bench_data import Data
-from unisono.cli.bench_peers import Call, Library, mpi_rank, open_library
-from unisono.cli.bench_plan import OPS, Case, Plan, cases
+from unisono.bench.data import Data
+from unisono.bench.libraries import Call, Library, mpi_rank, open_library
+from unisono.bench.plan import OPS, Case, Plan, cases
 from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore

@@ -13,7 +13,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.cli.bench_plan import OPS, Plan
+from unisono.bench.plan import OPS, Plan
 
 __all__ = ["Table", "bandwidths", "document", "machine", "ratio", "summary"]
 

@@ -1,6 +1,6 @@
 """The store servers that `unisono bench store` compares, each in a process of its own.
 
-Run as a program it is such a process: `python -m unisono.cli.bench_store_servers KIND`. Its rank-0
+Run as a program it is such a process: `python -m unisono.bench.store_servers KIND`. Its rank-0
 thread waits for a line on stdin, and then computes in Python for ever.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["KINDS", "Server", "why_not"]
 KINDS = ("torch", "unisono", "redis")
 
 _START_S = 60.0
-_MODULE = "unisono.cli.bench_store_servers"
+_MODULE = "unisono.bench.store_servers"
 
 
 def why_not(kind: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
-from unisono.cli.bench_plan import Plan
-from unisono.cli.bench_worker import QUEUE, work, worker_command
+from unisono.bench.plan import Plan
+from unisono.bench.worker import QUEUE, work, worker_command
 from unisono.errors import (
     Context,
     InvalidArgumentError,
