@@ -16,12 +16,12 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
-from unisono.cli.nodes import add_node_flags, node_options
-from unisono.cli.output import add_output_flags, log_options
-from unisono.cli.plan import describe
-from unisono.cli.programs import add_program_flags, worker_commands
-from unisono.cli.status import make_status_line
-from unisono.cli.torchrun import NUMA_BINDINGS, add_torchrun_flags
+from unisono.cli.run.dry_run import describe
+from unisono.cli.run.nodes import add_node_flags, node_options
+from unisono.cli.run.output import add_output_flags, log_options
+from unisono.cli.run.programs import add_program_flags, worker_commands
+from unisono.cli.run.status_line import make_status_line
+from unisono.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
 from unisono.errors import RendezvousError
 from unisono.launcher.agent import Agent
 from unisono.launcher.environment import ERROR_FILE_VARIABLE

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag
-from unisono.cli.nodes import workers_per_node
+from unisono.cli.run.nodes import workers_per_node
 
 __all__ = ["add_program_flags", "worker_commands"]
 
