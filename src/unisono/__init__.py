@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 # module -> names.
 _HOMES = {
-    "backends": "Backend BackendConfig register_backend",
+    "backends": "BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "launcher": "launch spawn",
@@ -26,6 +26,7 @@ _HOMES = {
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
         "ScatterOptions"
     ),
+    "c10d.backend_names": "Backend",
     "c10d.availability": (
         "get_default_backend_for_device is_available is_backend_available is_gloo_available "
         "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from unisono.cli import bench_store, bench_store_servers
+from unisono.bench import store as bench_store
+from unisono.bench import store_servers as bench_store_servers
 from unisono.cli.main import main
 
 ROWS = {

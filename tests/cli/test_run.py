@@ -688,7 +688,7 @@ def test_the_report_needs_no_thread(tmp_path):
     (tmp_path / "s.py").write_text("raise ValueError('the cause')")
     program = """
 import sys, types
-from unisono.cli.run.command import command as run
+from unisono.cli.run import command as run
 from unisono.cli.main import main
 def refuse(*arguments, **how):
     raise RuntimeError("can't start new thread")

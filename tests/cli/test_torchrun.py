@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import unisono.launcher
-from unisono.cli.run.command import command as run_command
+from unisono.cli.run import command as run_command
 
 SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0

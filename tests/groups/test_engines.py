@@ -7,7 +7,7 @@ import pytest
 
 import unisono as dist
 from unisono.base import config, log
-from unisono.engines import is_native_built, native
+from unisono.engines import is_native_built, native_engine
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
 
@@ -180,7 +180,7 @@ def sum_and_engine(rank):
 )
 def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
     """Hosts may look alike in every word, such as two copies of one virtual machine."""
-    real = native._engine
+    real = native_engine._engine
 
     class OtherMemory:
         create = real.Segment.create
@@ -195,7 +195,7 @@ def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
         def __getattr__(self, name):
             return getattr(real, name)
 
-    monkeypatch.setattr(native, "_engine", Engine())
+    monkeypatch.setattr(native_engine, "_engine", Engine())
     monkeypatch.setattr(log, "_said", set())
     for first, last, shown in run(sum_and_engine, 3, engine="native"):
         assert (first, last) == (6.0, 6.0)

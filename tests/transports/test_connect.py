@@ -16,8 +16,9 @@ from unisono.base.process_identity import new_user
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
-from unisono.transports import InprocTransport, Key, address, connect
+from unisono.transports import InprocTransport, Key, connect
 from unisono.transports.api import Kind
+from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
 
 KEY = Key(1, Kind.P2P, 0)

@@ -11,10 +11,8 @@ from unisono.backends.registry import (
     make_backend,
     register_backend,
 )
-from unisono.c10d.backend_names import Backend
 
 __all__ = [
-    "Backend",
     "BackendConfig",
     "CPUBackend",
     "CPUOptions",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.backends import Backend, BackendConfig, known_backends
+from unisono.backends import BackendConfig, known_backends
 from unisono.base import config
 from unisono.base.buffers import device_type
 from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
+from unisono.c10d.backend_names import Backend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
 __all__ = [

@@ -5,7 +5,8 @@
         └ workers    group, such as SIGKILL from timeout(1), does not reach it
            └ whatever they start
 
-Both adopt, so that all processes of the launch are found by descent; see `unisono.launcher.workers.descendants`.
+Both adopt, so that all processes of the launch are found by descent: see
+`unisono.launcher.workers.descendants`.
 """
 
 from __future__ import annotations

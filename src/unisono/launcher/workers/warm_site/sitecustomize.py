@@ -1,7 +1,7 @@
 """Stops an interpreter half-way through its start: torch is loaded, the script waits.
 
 Python imports a module of this name, if there is one, before it looks at the script. The folder
-of this file is on the path of a warm worker and of nobody else (see `unisono.launcher.workers.warm`). All
+of this file is on the path of a warm worker only (see `unisono.launcher.workers.warm`). All
 the rest of a start is Python's own, with the worker's own command line, so that the script finds
 what it finds after any other start.
 
