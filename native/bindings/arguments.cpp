@@ -1,5 +1,5 @@
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#include "arguments.hpp"
+#include "bindings/arguments.hpp"
 
 #include <numpy/arrayobject.h>
 

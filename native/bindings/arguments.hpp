@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
 namespace unisono {
 

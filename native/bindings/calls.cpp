@@ -1,7 +1,7 @@
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
-#include "flight.hpp"
-#include "waits.hpp"
+#include "bindings/flight.hpp"
+#include "bindings/waits.hpp"
 
 #include <nanobind/stl/unique_ptr.h>
 

@@ -9,10 +9,10 @@
 #include <memory>
 #include <vector>
 
-#include "forks.hpp"
-#include "program.hpp"
-#include "queue.hpp"
-#include "runner.hpp"
+#include "core/fork_guard.hpp"
+#include "bindings/owned_program.hpp"
+#include "core/queue.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 

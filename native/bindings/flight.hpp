@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "calls.hpp"
-#include "clock.hpp"
-#include "memory.hpp"
-#include "queue.hpp"
+#include "bindings/calls.hpp"
+#include "core/clock.hpp"
+#include "bindings/memory.hpp"
+#include "core/queue.hpp"
 
 namespace unisono {
 

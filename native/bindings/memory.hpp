@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
 namespace unisono {
 

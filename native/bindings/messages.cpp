@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
-#include "calls.hpp"
-#include "messages.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
+#include "messages/messages.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 using unisono::Code;

@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
-#include "group.hpp"
-#include "kernels.hpp"
-#include "program.hpp"
-#include "segment.hpp"
-#include "steps.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "shared/group.hpp"
+#include "kernels/kernels.hpp"
+#include "bindings/owned_program.hpp"
+#include "shared/segment.hpp"
+#include "steps/steps.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -77,7 +77,7 @@ constexpr const char* kBuild = "clang " __clang_version__;
 constexpr const char* kBuild = "gcc " __VERSION__;
 #endif
 
-// Shared words laid out otherwise must not meet; bump with line.hpp and ring.hpp.
+// Shared words laid out otherwise must not meet; bump with shared/layout.hpp and messages/ring.hpp.
 constexpr int kAbi = 6;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "runner.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 

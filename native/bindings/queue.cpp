@@ -1,5 +1,5 @@
 // A group's queue, whose jobs run without Python.
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -9,10 +9,10 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings.hpp"
-#include "clock.hpp"
-#include "flight.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "core/clock.hpp"
+#include "bindings/flight.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "arguments.hpp"
-#include "bindings.hpp"
+#include "bindings/arguments.hpp"
+#include "bindings/bindings.hpp"
 
 namespace nb = nanobind;
 

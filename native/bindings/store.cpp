@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
-#include "load.hpp"
-#include "server.hpp"
+#include "bindings/bindings.hpp"
+#include "store/load.hpp"
+#include "store/server.hpp"
 
 namespace nb = nanobind;
 

@@ -6,9 +6,9 @@
 #include <memory>
 #include <string_view>
 
-#include "bindings.hpp"
-#include "link.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "store/link.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 

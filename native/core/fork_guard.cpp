@@ -1,4 +1,4 @@
-#include "forks.hpp"
+#include "core/fork_guard.hpp"
 
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-#include "runner.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-// What runs programs: over shared memory (group.hpp) or with messages (steps.hpp).
+// What runs programs: over shared memory (shared/group.hpp) or with messages (steps/steps.hpp).
 #pragma once
 
 #include <algorithm>
@@ -7,9 +7,9 @@
 #include <functional>
 #include <utility>
 
-#include "kernels.hpp"
-#include "line.hpp"
-#include "status.hpp"
+#include "kernels/kernels.hpp"
+#include "shared/layout.hpp"
+#include "core/status.hpp"
 
 namespace unisono {
 

@@ -1,11 +1,11 @@
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <algorithm>
 
 #include <sched.h>
 
-#include "clock.hpp"
-#include "futex.hpp"
+#include "core/clock.hpp"
+#include "core/futex.hpp"
 
 namespace unisono {
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <mutex>
 
-#include "runner.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 

@@ -1,5 +1,5 @@
 // The run-time choice of an instruction set.
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 #include <algorithm>
 #include <atomic>

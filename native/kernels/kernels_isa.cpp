@@ -1,7 +1,7 @@
 // The loops, compiled once per instruction set with UNISONO_ISA naming the namespace.
 // No standard library here: an inline function of it, compiled for AVX-512, could be the copy that
 // the linker keeps for everybody. For the same reason everything but reduce_fn is local.
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 #if defined(__F16C__)
 #include <immintrin.h>
@@ -51,7 +51,7 @@ struct Bool {
   static Memory store(Value value) { return value; }
 };
 
-#include "half.inl"
+#include "kernels/half.inl"
 
 template <class T>
 struct Complex {

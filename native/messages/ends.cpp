@@ -3,7 +3,7 @@
 #include <new>
 #include <utility>
 
-#include "messages.hpp"
+#include "messages/messages.hpp"
 
 namespace unisono {
 

@@ -4,7 +4,7 @@
 // has read the payload, or it cannot, and the payload follows in the ring. A send that is given up
 // takes its loan back. Of those two words the first one counts, so whoever has read what was changed
 // meanwhile finds that it was taken back.
-#include "messages.hpp"
+#include "messages/messages.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-#include "matching.hpp"
+#include "messages/matching.hpp"
 
 #include <algorithm>
 #include <new>

@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "status.hpp"
+#include "core/status.hpp"
 
 namespace unisono {
 

@@ -1,12 +1,12 @@
 // The life of a send or a receive: its beginning and its end. Waits are in messages_wait.cpp.
-#include "messages.hpp"
+#include "messages/messages.hpp"
 
 #include <algorithm>
 #include <utility>
 
-#include "clock.hpp"
-#include "finally.hpp"
-#include "futex.hpp"
+#include "core/clock.hpp"
+#include "core/finally.hpp"
+#include "core/futex.hpp"
 
 namespace unisono {
 

@@ -26,12 +26,12 @@
 
 #include <poll.h>
 
-#include "forks.hpp"
-#include "matching.hpp"
-#include "reach.hpp"
-#include "ring.hpp"
-#include "status.hpp"
-#include "wires.hpp"
+#include "core/fork_guard.hpp"
+#include "messages/matching.hpp"
+#include "shared/remote_read.hpp"
+#include "messages/ring.hpp"
+#include "core/status.hpp"
+#include "messages/wires.hpp"
 
 namespace unisono {
 
@@ -193,7 +193,7 @@ class Messages {
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   Bells& bells() const { return inbox_.head().bells; }
 
-  // messages_progress.cpp: moving bytes
+  // progress.cpp: moving bytes
   bool progress(const Op* awaited = nullptr);
   bool push_all();
   bool attach(int rank);
@@ -212,14 +212,14 @@ class Messages {
   void ask_for_room();
   void take_in(int source, const Envelope& envelope, const char* data);
 
-  // messages_loans.cpp: large payloads in huge pages, which their receivers read where they lie
+  // loans.cpp: large payloads in huge pages, which their receivers read where they lie
   bool should_lend(const Peer& to, const Op& op);
   bool is_answered(Peer& to, Op& op) const;
   bool take_back(Op& op);
   void fetch(Peer& from, int source, const Loan& loan);
   bool read_loan(Peer& from, int source, const Loan& loan, char* into) const;
 
-  // messages_wires.cpp: the same over wires, and sleeping on them
+  // progress_wires.cpp: the same over wires, and sleeping on them
   bool progress_wires(const Op* awaited);
   bool pull_wires(int source, bool all);
   bool pull_wire(int source, Wire& wire);
@@ -251,7 +251,7 @@ class Messages {
   void forsake(Op& op);
   Outcome taken(uint64_t number);
 
-  // messages_program.cpp: giving up and dropping
+  // ends.cpp: giving up and dropping
   void withdraw(Op& op, Code code);
   bool bequeath(const Op& op, Op** place);
   std::unique_ptr<Op> copy_of(const Op& op) const;
@@ -259,7 +259,7 @@ class Messages {
   void drop_kept(Peer& from);
   void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
 
-  // messages_wait.cpp: waiting, and who makes progress meanwhile
+  // waiting.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);
   Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
   bool spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock);

@@ -3,9 +3,9 @@
 #include <new>
 #include <utility>
 
-#include "futex.hpp"
-#include "kernels.hpp"
-#include "messages.hpp"
+#include "core/futex.hpp"
+#include "kernels/kernels.hpp"
+#include "messages/messages.hpp"
 
 namespace unisono {
 
@@ -20,7 +20,7 @@ size_t step_of(const Envelope& envelope) {
   return is_long ? kLongStepBytes : kStepBytes;
 }
 
-// Tags of steps.cpp; the reference engine's, further below, post a receive when they wait for it.
+// Tags of steps/steps.cpp; the reference engine's, further below, post a receive when they wait for it.
 bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 
 }  // namespace

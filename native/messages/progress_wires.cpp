@@ -3,9 +3,9 @@
 #include <new>
 #include <utility>
 
-#include "clock.hpp"
-#include "futex.hpp"
-#include "messages.hpp"
+#include "core/clock.hpp"
+#include "core/futex.hpp"
+#include "messages/messages.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-#include "ring.hpp"
+#include "messages/ring.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "futex.hpp"
-#include "kernels.hpp"
+#include "core/futex.hpp"
+#include "kernels/kernels.hpp"
 
 namespace unisono {
 

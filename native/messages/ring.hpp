@@ -16,7 +16,7 @@
 #include <cstring>
 #include <memory>
 
-#include "line.hpp"
+#include "shared/layout.hpp"
 
 namespace unisono {
 

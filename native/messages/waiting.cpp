@@ -4,10 +4,10 @@
 
 #include <sched.h>
 
-#include "clock.hpp"
-#include "finally.hpp"
-#include "futex.hpp"
-#include "messages.hpp"
+#include "core/clock.hpp"
+#include "core/finally.hpp"
+#include "core/futex.hpp"
+#include "messages/messages.hpp"
 
 namespace unisono {
 

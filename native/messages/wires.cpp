@@ -1,4 +1,4 @@
-#include "wires.hpp"
+#include "messages/wires.hpp"
 
 #include <algorithm>
 #include <cerrno>

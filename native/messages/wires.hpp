@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ring.hpp"
+#include "messages/ring.hpp"
 
 namespace unisono {
 

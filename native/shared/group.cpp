@@ -1,4 +1,4 @@
-#include "group.hpp"
+#include "shared/group.hpp"
 
 #include <algorithm>
 
@@ -7,8 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "clock.hpp"
-#include "futex.hpp"
+#include "core/clock.hpp"
+#include "core/futex.hpp"
 
 namespace unisono {
 

@@ -7,10 +7,10 @@
 #include <memory>
 #include <vector>
 
-#include "forks.hpp"
-#include "reach.hpp"
-#include "runner.hpp"
-#include "segment.hpp"
+#include "core/fork_guard.hpp"
+#include "shared/remote_read.hpp"
+#include "core/program.hpp"
+#include "shared/segment.hpp"
 
 namespace unisono {
 

@@ -8,9 +8,9 @@
 #include <cstring>
 #include <new>
 
-#include "clock.hpp"
-#include "futex.hpp"
-#include "group.hpp"
+#include "core/clock.hpp"
+#include "core/futex.hpp"
+#include "shared/group.hpp"
 
 namespace unisono {
 

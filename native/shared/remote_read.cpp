@@ -1,4 +1,4 @@
-#include "reach.hpp"
+#include "shared/remote_read.hpp"
 
 #include <cstring>
 #include <algorithm>

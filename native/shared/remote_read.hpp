@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "segment.hpp"
+#include "shared/segment.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-#include "segment.hpp"
+#include "shared/segment.hpp"
 
 #include <cerrno>
 #include <cstdio>

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "line.hpp"
+#include "shared/layout.hpp"
 
 namespace unisono {
 

@@ -1,12 +1,12 @@
 // The order of things in a program of messages; see steps_move.cpp for the messages.
-#include "steps.hpp"
+#include "steps/steps.hpp"
 
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 
 namespace unisono {
 

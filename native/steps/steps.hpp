@@ -11,9 +11,9 @@
 #include <memory>
 #include <vector>
 
-#include "group.hpp"
-#include "messages.hpp"
-#include "runner.hpp"
+#include "shared/group.hpp"
+#include "messages/messages.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <new>
 
-#include "clock.hpp"
-#include "steps.hpp"
+#include "core/clock.hpp"
+#include "steps/steps.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-#include "link.hpp"
+#include "store/link.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 
 namespace unisono::store {
 

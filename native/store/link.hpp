@@ -7,8 +7,8 @@
 
 #include <sys/types.h>
 
-#include "buffer.hpp"
-#include "wire.hpp"
+#include "store/buffer.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 

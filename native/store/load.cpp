@@ -1,4 +1,4 @@
-#include "load.hpp"
+#include "store/load.hpp"
 
 #include <cerrno>
 #include <chrono>

@@ -10,7 +10,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "address.hpp"
+#include "store/address.hpp"
 
 namespace unisono::store {
 

@@ -13,7 +13,7 @@
 
 #include <sys/socket.h>
 
-#include "connection.hpp"
+#include "store/connection.hpp"
 
 namespace unisono::store {
 

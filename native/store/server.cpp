@@ -1,4 +1,4 @@
-#include "server.hpp"
+#include "store/server.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -19,7 +19,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "connection.hpp"
+#include "store/connection.hpp"
 
 namespace unisono::store {
 

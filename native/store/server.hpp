@@ -16,10 +16,10 @@
 
 #include <sys/types.h>
 
-#include "buffer.hpp"
-#include "proof.hpp"
-#include "table.hpp"
-#include "wire.hpp"
+#include "store/buffer.hpp"
+#include "store/token.hpp"
+#include "store/table.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 

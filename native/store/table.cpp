@@ -1,4 +1,4 @@
-#include "table.hpp"
+#include "store/table.hpp"
 
 #include <algorithm>
 #include <charconv>
@@ -6,7 +6,7 @@
 #include <new>
 #include <utility>
 
-#include "wire.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 

@@ -1,4 +1,4 @@
-#include "proof.hpp"
+#include "store/token.hpp"
 
 #include <cstdint>
 #include <cstring>

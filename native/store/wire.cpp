@@ -1,4 +1,4 @@
-#include "wire.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 

@@ -1,5 +1,5 @@
 // Posts that are read where they lie: results, ranks that do not want that, and who gives up.
-#include "group.hpp"
+#include "shared/group.hpp"
 
 #include <algorithm>
 #include <cassert>

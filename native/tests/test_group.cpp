@@ -1,5 +1,5 @@
 // Threads as ranks over one segment: results, agreement, flow control, and every way to end.
-#include "group.hpp"
+#include "shared/group.hpp"
 
 #include <cassert>
 #include <cstdio>

@@ -1,6 +1,6 @@
 // Every instruction set's reduction loops against one-element-at-a-time references that share no
 // code with them. The same against NumPy: tests/engines/test_native_kernels.py.
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 #include <algorithm>
 #include <cassert>

@@ -1,5 +1,5 @@
 // Payloads that are read where they lie: who gives up, who cannot read, and who is gone.
-#include "world.hpp"
+#include "tests/world.hpp"
 
 #include <csignal>
 

@@ -1,7 +1,7 @@
 // Threads as ranks that send one another messages over rings, over wires, or over both: order,
 // tags, sizes, and every way to end.
-#include "kernels.hpp"
-#include "world.hpp"
+#include "kernels/kernels.hpp"
+#include "tests/world.hpp"
 
 #include <sys/mman.h>
 

@@ -1,6 +1,6 @@
 // Messages of a rank that gets no memory at some point: it is told, nothing else happens, and all goes on.
-#include "steps.hpp"
-#include "world.hpp"
+#include "steps/steps.hpp"
+#include "tests/world.hpp"
 
 #include <cstdlib>
 #include <new>

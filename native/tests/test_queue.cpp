@@ -1,5 +1,5 @@
 // A queue's order, whoever runs what is in it, and every way in which a job ends.
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <cassert>
 #include <cstdio>

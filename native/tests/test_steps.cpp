@@ -1,5 +1,5 @@
 // Threads as ranks that run programs of messages: results, disagreement, time-outs, aborts.
-#include "steps.hpp"
+#include "steps/steps.hpp"
 
 #include <cassert>
 #include <cstdio>

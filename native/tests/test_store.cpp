@@ -17,11 +17,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "link.hpp"
-#include "proof.hpp"
-#include "server.hpp"
-#include "table.hpp"
-#include "wire.hpp"
+#include "store/link.hpp"
+#include "store/token.hpp"
+#include "store/server.hpp"
+#include "store/table.hpp"
+#include "store/wire.hpp"
 
 using namespace unisono::store;
 

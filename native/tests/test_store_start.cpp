@@ -9,7 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "server.hpp"
+#include "store/server.hpp"
 
 using namespace unisono::store;
 

@@ -1,5 +1,5 @@
 // What wires add to messages: they come late, and end.
-#include "world.hpp"
+#include "tests/world.hpp"
 
 #include <ctime>
 

@@ -1,7 +1,7 @@
 // Counters that pass 2^32, which the kernel's half of a word does at once: a group after a million calls, a ring
 // after 4 GiB, a bell after four thousand million rings.
-#include "group.hpp"
-#include "world.hpp"
+#include "shared/group.hpp"
+#include "tests/world.hpp"
 
 #include <cstdlib>
 

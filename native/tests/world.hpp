@@ -1,7 +1,7 @@
 // A world of threads as ranks, for tests of messages.
 #pragma once
 
-#include "messages.hpp"
+#include "messages/messages.hpp"
 
 #include <algorithm>
 #include <atomic>
