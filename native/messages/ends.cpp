@@ -1,54 +1,24 @@
-// The part of messages that programs use (steps.cpp), giving up, and dropping what nobody wants.
+// How operations end from outside: cancelled, their context broken, their rank gone, all closed.
 #include <algorithm>
 #include <new>
 #include <utility>
 
+#include "core/clock.hpp"
 #include "messages/messages.hpp"
 
 namespace unisono {
 
-void Messages::begin(Op& op) {
-  const Lock lock(lock_);
-  op.is_send ? begin_send(op) : enlist(op);
-}
+namespace {
 
-// As begin_recv, without looking for what comes: a program posts several, and then waits.
-void Messages::enlist(Op& op) {
-  if (closed_) return finish(op, Code::closed);
-  const auto arrival = matching_.find_arrival(op);
-  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
-  const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
-  if (down != Code::ok) return finish(op, down);
-  matching_.post(&op);
-}
+// How long what a rank sent may be on its way after Python knows that it is gone. Of a rank that
+// has left, everything comes unless the network loses it again and again; of one that was lost,
+// nobody needs to have it all.
+constexpr int64_t kLeftNs = 5'000'000'000;
+constexpr int64_t kLostNs = 300'000'000;
 
-Code Messages::wait(const Op& op, int64_t timeout_ns) {
-  Lock lock(lock_);
-  const Code reason = wait_for(&op, timeout_ns, lock);
-  settle();
-  return is_over(&op) ? Code::ok : reason;
-}
+}  // namespace
 
-void Messages::give_up(Op& op) {
-  const Lock lock(lock_);
-  if (!op.done) withdraw(op, Code::cancelled);
-  settle();
-}
-
-void Messages::nudge() {
-  const Lock lock(lock_, std::try_to_lock);
-  if (!lock.owns_lock()) return;
-  progress();
-  settle();
-}
-
-void Messages::rest() {
-  const Lock lock(lock_);
-  hand_over();
-  settle();
-}
-
-// ---- giving up and dropping ---------------------------------------------------------------
+// ---- one operation ------------------------------------------------------------------------
 
 // End an operation that is not done; its memory is not touched any more.
 void Messages::withdraw(Op& op, Code code) {
@@ -104,6 +74,8 @@ std::unique_ptr<Op> Messages::copy_of(const Op& op) const {
   return copy;
 }
 
+// ---- a context ----------------------------------------------------------------------------
+
 bool Messages::is_unwanted(const Envelope& envelope) const {
   if (is_failed(envelope.context)) return true;
   if (envelope.tag >= 0 || forgotten_.empty()) return false;
@@ -152,6 +124,106 @@ void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwante
     if (from.kept == &*each) from.kept = nullptr;
     matching_.drop(each);
   }
+}
+
+// ---- a rank, and everything ---------------------------------------------------------------
+
+// End everything for which `code_of` says how.
+void Messages::end_all(const std::function<Code(Op&)>& code_of) {
+  std::vector<Op*> candidates(matching_.posted());
+  for (Peer& other : peers_) {
+    candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
+    if (other.into != nullptr) candidates.push_back(other.into);
+  }
+  for (Op* op : candidates) {
+    const Code code = op->is_leftover() ? Code::ok : code_of(*op);
+    if (code != Code::ok) withdraw(*op, code);
+  }
+  settle();
+}
+
+// End what waits for a rank of which nothing comes any more.
+void Messages::end_peer(int rank, Code code) {
+  Peer& gone = peer(rank);
+  drop_kept(gone);  // what it has sent half of, it never will
+  // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
+  for (const auto& wire : gone.wires) wire->close_fd();
+  gone.down = code;
+  Op* const half_received = gone.into;
+  end_all([&](Op& op) {
+    if (op.is_send) {
+      op.source = rank;
+      return op.peer == rank ? code : Code::ok;
+    }
+    if (&op == half_received) return code;
+    return op.started || !op.takes_from(rank) ? Code::ok : down_for(op);
+  });
+  // What is left of sends that were given up has nobody to go to.
+  queued_sends_ -= static_cast<int>(gone.sends.size());
+  leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
+  gone.sends.clear();
+}
+
+bool Messages::peer_down(int rank, Code code) {
+  const Lock lock(lock_);
+  Peer& gone = peer(rank);
+  look_for_senders();
+  const Code known = std::exchange(gone.parting, code);
+  // What it has sent is there to be received.
+  while (gone.active && pull(rank)) continue;
+  while (pull_wires(rank, true)) continue;
+  if (closed_ || has_come(gone)) {
+    if (known != Code::ok) --parting_;
+    gone.parting = Code::ok;
+    end_peer(rank, code);
+    return false;
+  }
+  if (known == Code::ok) ++parting_;
+  gone.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
+  settle();
+  hand_over();
+  return true;
+}
+
+// Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
+// one would open does so in vain once that has ended.
+bool Messages::has_come(const Peer& gone) const {
+  const Wire* const first = gone.first_wire();
+  const bool opens = first != nullptr && !first->has_ended();
+  return std::all_of(gone.wires.begin(), gone.wires.end(), [&](const auto& wire) {
+    return wire->has_ended() || (wire->is_blocked && !opens);
+  });
+}
+
+// Give up the ranks whose wires have ended, or whose last messages are too late.
+void Messages::end_partings() {
+  for (int rank : wired_) {
+    Peer& gone = peer(rank);
+    if (gone.parting == Code::ok) continue;
+    if (!has_come(gone) && now_ns() < gone.parting_ends_ns) continue;
+    const Code code = gone.parting;
+    gone.parting = Code::ok;
+    --parting_;
+    end_peer(rank, code);
+  }
+}
+
+std::vector<int> Messages::close(int64_t timeout_ns) {
+  std::vector<int> fds;
+  if (is_forked()) return fds;
+  Lock lock(lock_);
+  if (closed_) return fds;
+  if (queued_sends_ != 0) wait_for(nullptr, timeout_ns, lock);
+  closed_ = true;
+  for (Peer& to : peers_) {
+    if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
+    for (const auto& wire : to.wires) wire->part(&fds);
+  }
+  end_all([](Op&) { return Code::closed; });
+  anything_ended_ = true;
+  settle();
+  inbox_.close_fd();
+  return fds;
 }
 
 }  // namespace unisono

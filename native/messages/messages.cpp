@@ -1,4 +1,4 @@
-// The life of a send or a receive: its beginning and its end. Waits are in messages_wait.cpp.
+// The life of a send or a receive: its beginning and its end. Waits are in waiting.cpp.
 #include "messages/messages.hpp"
 
 #include <algorithm>
@@ -209,6 +209,55 @@ Outcome Messages::cancel(uint64_t number) {
   return op.awaited ? Outcome{number, Code::unknown} : taken(number);
 }
 
+// ---- those of programs, and what comes another way ----------------------------------------
+
+void Messages::begin(Op& op) {
+  const Lock lock(lock_);
+  op.is_send ? begin_send(op) : enlist(op);
+}
+
+// As begin_recv, without looking for what comes: a program posts several, and then waits.
+void Messages::enlist(Op& op) {
+  if (closed_) return finish(op, Code::closed);
+  const auto arrival = matching_.find_arrival(op);
+  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
+  const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
+  if (down != Code::ok) return finish(op, down);
+  matching_.post(&op);
+}
+
+Code Messages::wait(const Op& op, int64_t timeout_ns) {
+  Lock lock(lock_);
+  const Code reason = wait_for(&op, timeout_ns, lock);
+  settle();
+  return is_over(&op) ? Code::ok : reason;
+}
+
+void Messages::give_up(Op& op) {
+  const Lock lock(lock_);
+  if (!op.done) withdraw(op, Code::cancelled);
+  settle();
+}
+
+void Messages::nudge() {
+  const Lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock()) return;
+  progress();
+  settle();
+}
+
+void Messages::rest() {
+  const Lock lock(lock_);
+  hand_over();
+  settle();
+}
+
+void Messages::deliver(int source, const Envelope& envelope, const char* data) {
+  const Lock lock(lock_);
+  take_in(source, envelope, data);
+  settle();
+}
+
 // ---- beginning and ending -----------------------------------------------------------------
 
 void Messages::begin_send(Op& op) {
@@ -290,68 +339,6 @@ Code Messages::down_for(Op& op) {
     if (down == Code::ok) left = Code::ok;
   }
   return left;
-}
-
-// End everything for which `code_of` says how.
-void Messages::end_all(const std::function<Code(Op&)>& code_of) {
-  std::vector<Op*> candidates(matching_.posted());
-  for (Peer& other : peers_) {
-    candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
-    if (other.into != nullptr) candidates.push_back(other.into);
-  }
-  for (Op* op : candidates) {
-    const Code code = op->is_leftover() ? Code::ok : code_of(*op);
-    if (code != Code::ok) withdraw(*op, code);
-  }
-  settle();
-}
-
-// ---- what ends from outside ---------------------------------------------------------------
-
-void Messages::deliver(int source, const Envelope& envelope, const char* data) {
-  const Lock lock(lock_);
-  take_in(source, envelope, data);
-  settle();
-}
-
-// End what waits for a rank of which nothing comes any more.
-void Messages::end_peer(int rank, Code code) {
-  Peer& gone = peer(rank);
-  drop_kept(gone);  // what it has sent half of, it never will
-  // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
-  for (const auto& wire : gone.wires) wire->close_fd();
-  gone.down = code;
-  Op* const half_received = gone.into;
-  end_all([&](Op& op) {
-    if (op.is_send) {
-      op.source = rank;
-      return op.peer == rank ? code : Code::ok;
-    }
-    if (&op == half_received) return code;
-    return op.started || !op.takes_from(rank) ? Code::ok : down_for(op);
-  });
-  // What is left of sends that were given up has nobody to go to.
-  queued_sends_ -= static_cast<int>(gone.sends.size());
-  leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
-  gone.sends.clear();
-}
-
-std::vector<int> Messages::close(int64_t timeout_ns) {
-  std::vector<int> fds;
-  if (is_forked()) return fds;
-  Lock lock(lock_);
-  if (closed_) return fds;
-  if (queued_sends_ != 0) wait_for(nullptr, timeout_ns, lock);
-  closed_ = true;
-  for (Peer& to : peers_) {
-    if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
-    for (const auto& wire : to.wires) wire->part(&fds);
-  }
-  end_all([](Op&) { return Code::closed; });
-  anything_ended_ = true;
-  settle();
-  inbox_.close_fd();
-  return fds;
 }
 
 }  // namespace unisono

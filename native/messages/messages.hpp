@@ -225,9 +225,6 @@ class Messages {
   bool pull_wire(int source, Wire& wire);
   bool open_part(Peer& from, int source, Wire& wire, const FrameHead& head);
   bool push_wires(Peer& to, Op& op, bool* moved);
-  bool has_come(const Peer& gone) const;
-  void end_partings();
-  void end_peer(int rank, Code code);
   void tell_of_wires(Lock& lock);
   bool begin_polling();
   void end_polling();
@@ -243,7 +240,6 @@ class Messages {
   void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
   void finish(Op& op, Code code);
   void note_end(const Op& op);
-  void end_all(const std::function<Code(Op&)>& code_of);
   Code down_for(Op& op);
   bool is_failed(uint64_t context) const;
   Op& admit(std::unique_ptr<Op> op);
@@ -251,13 +247,17 @@ class Messages {
   void forsake(Op& op);
   Outcome taken(uint64_t number);
 
-  // ends.cpp: giving up and dropping
+  // ends.cpp: how operations end from outside
   void withdraw(Op& op, Code code);
   bool bequeath(const Op& op, Op** place);
   std::unique_ptr<Op> copy_of(const Op& op) const;
   bool is_unwanted(const Envelope& envelope) const;
   void drop_kept(Peer& from);
   void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
+  void end_all(const std::function<Code(Op&)>& code_of);
+  void end_peer(int rank, Code code);
+  bool has_come(const Peer& gone) const;
+  void end_partings();
 
   // waiting.cpp: waiting, and who makes progress meanwhile
   void await(Op& op, int64_t timeout_ns, Lock& lock);

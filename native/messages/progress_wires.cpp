@@ -19,12 +19,6 @@ constexpr size_t kPullBytes = 1024 * 1024;
 constexpr uint64_t kPartedBytes = 512 * 1024;
 constexpr size_t kPartBytes = 512 * 1024;
 
-// How long what a rank sent may be on its way after Python knows that it is gone. Of a rank that
-// has left, everything comes unless the network loses it again and again; of one that was lost,
-// nobody needs to have it all.
-constexpr int64_t kLeftNs = 5'000'000'000;
-constexpr int64_t kLostNs = 300'000'000;
-
 }  // namespace
 
 // Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
@@ -186,52 +180,6 @@ bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
     }
   }
   return are_idle && op.moved == nbytes;
-}
-
-// ---- the end of a rank --------------------------------------------------------------------
-
-bool Messages::peer_down(int rank, Code code) {
-  const Lock lock(lock_);
-  Peer& gone = peer(rank);
-  look_for_senders();
-  const Code known = std::exchange(gone.parting, code);
-  // What it has sent is there to be received.
-  while (gone.active && pull(rank)) continue;
-  while (pull_wires(rank, true)) continue;
-  if (closed_ || has_come(gone)) {
-    if (known != Code::ok) --parting_;
-    gone.parting = Code::ok;
-    end_peer(rank, code);
-    return false;
-  }
-  if (known == Code::ok) ++parting_;
-  gone.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
-  settle();
-  hand_over();
-  return true;
-}
-
-// Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
-// one would open does so in vain once that has ended.
-bool Messages::has_come(const Peer& gone) const {
-  const Wire* const first = gone.first_wire();
-  const bool opens = first != nullptr && !first->has_ended();
-  return std::all_of(gone.wires.begin(), gone.wires.end(), [&](const auto& wire) {
-    return wire->has_ended() || (wire->is_blocked && !opens);
-  });
-}
-
-// Give up the ranks whose wires have ended, or whose last messages are too late.
-void Messages::end_partings() {
-  for (int rank : wired_) {
-    Peer& gone = peer(rank);
-    if (gone.parting == Code::ok) continue;
-    if (!has_come(gone) && now_ns() < gone.parting_ends_ns) continue;
-    const Code code = gone.parting;
-    gone.parting = Code::ok;
-    --parting_;
-    end_peer(rank, code);
-  }
 }
 
 // ---- sleeping -----------------------------------------------------------------------------
