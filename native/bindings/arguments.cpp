@@ -164,13 +164,13 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
 
 }  // namespace
 
-bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                 Arguments* into) {
   PyObject* places[kMaxParameters] = {};
   if (!place_arguments(f, args, count, keywords, places)) return false;
   if (!value_of(global.stream).is_none() || !take_group(places[f.group], into)) return false;
   if (f.kinds[0] == kSent || f.kinds[0] == kReceived) return take_message(f, places, into);
-  into->calls->rouse();
+  into->calls->wake_waiters();
   into->key.add(f.number);
   for (size_t i = 0; i < f.count; ++i) {
     PyObject* value = places[i];

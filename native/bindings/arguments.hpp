@@ -64,10 +64,10 @@ struct Arguments {
 };
 
 // Whether the call is of the plain kind that can be repeated; `into` then says which call it is.
-bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                 Arguments* into);
 
-// Needed before the first call of understand(). Not when the extension is loaded: the launcher,
+// Needed before the first call of parse_arguments(). Not when the extension is loaded: the launcher,
 // which loads it for its store's server, shall stay without NumPy.
 void import_numpy();
 

@@ -66,8 +66,8 @@ class Flight {
 
  private:
   void prepare(const Span& input, const Span& output, int64_t timeout_ns) {
-    scratch_.resize(scratch_bytes(recipe_.known));
-    job = job_of(recipe_.known, input, output, scratch_);
+    scratch_.resize(scratch_bytes(recipe_.spec));
+    job = job_of(recipe_.spec, input, output, scratch_);
     job.deadline_ns = now_ns() + timeout_ns;
   }
 

@@ -35,12 +35,12 @@ using unisono::nanoseconds;
 namespace {
 
 // (number, code, source, nbytes, info)
-using Told = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
+using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
 
 // Below this size a message is copied without giving up the interpreter lock, which costs as much.
 constexpr uint64_t kSmallBytes = 16 * 1024;
 
-Told told(const Outcome& outcome) {
+OutcomeTuple to_tuple(const Outcome& outcome) {
   if (outcome.code == Code::interrupted) throw nb::python_error();
   return {outcome.number, static_cast<int>(outcome.code), outcome.source, outcome.nbytes,
           outcome.info};
@@ -104,28 +104,28 @@ void introduce(Messages& messages,
   messages.introduce(std::move(addresses), crowded);
 }
 
-Told start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
+OutcomeTuple start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
                 nb::handle data) {
   const Bytes bytes(data, PyBUF_SIMPLE);
   nb::gil_scoped_release unlocked;
-  return told(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
+  return to_tuple(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
 }
 
-Told start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
+OutcomeTuple start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
                 nb::handle into, std::vector<int> among) {
   const Bytes bytes(into, PyBUF_WRITABLE);
   unisono::Ranks ranks = shared_ranks(std::move(among));
   nb::gil_scoped_release unlocked;
-  return told(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
+  return to_tuple(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
                                std::move(ranks)));
 }
 
 // The outcome of what has ended goes into a list: one that is returned is lost if a signal handler raises
 // just then.
-using Outcomes = nb::typed<nb::list, Told>;
+using Outcomes = nb::typed<nb::list, OutcomeTuple>;
 
 int note(const Outcome& outcome, Outcomes& outcomes) {
-  const Told its = told(outcome);
+  const OutcomeTuple its = to_tuple(outcome);
   if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
   return static_cast<int>(outcome.code);
 }
@@ -154,15 +154,15 @@ uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
   return messages.number_of(bytes.data(), after);
 }
 
-std::pair<std::vector<Told>, std::vector<int>> serve(Messages& messages) {
+std::pair<std::vector<OutcomeTuple>, std::vector<int>> serve(Messages& messages) {
   std::vector<Outcome> outcomes;
   std::vector<int> stuck;
   {
     nb::gil_scoped_release unlocked;
     outcomes = messages.serve(&stuck);
   }
-  std::vector<Told> all;
-  for (const Outcome& outcome : outcomes) all.push_back(told(outcome));
+  std::vector<OutcomeTuple> all;
+  for (const Outcome& outcome : outcomes) all.push_back(to_tuple(outcome));
   return {all, stuck};
 }
 
@@ -221,20 +221,20 @@ class Port final : public unisono::Messenger {
       outcome = messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
     }
     if (outcome.code == Code::ok) return nb::bool_(true);
-    return outcome.code == Code::unreachable ? nb::none() : nb::cast(told(outcome));
+    return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(outcome));
   }
 
   // Done: the source, a number. Failed: what `Messages.wait` returns.
   nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
     Plain plain;
-    if (!understand(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     Outcome outcome;
     {
       nb::gil_scoped_release unlocked;
       outcome =
         messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, nanoseconds(timeout_s));
     }
-    return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(told(outcome));
+    return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(to_tuple(outcome));
   }
 
   // Whether it was sent, which it is only if nothing has to be waited for.
@@ -246,14 +246,14 @@ class Port final : public unisono::Messenger {
   // What `Messages.start_recv` returns. The caller keeps the memory alive.
   nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
     Plain plain;
-    if (!understand(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     Outcome outcome;
     {
       std::optional<nb::gil_scoped_release> unlocked;
       if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
       outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
     }
-    return nb::cast(told(outcome));
+    return nb::cast(to_tuple(outcome));
   }
 
  private:
@@ -278,17 +278,17 @@ class Port final : public unisono::Messenger {
   }
 
   bool understand_send(nb::handle array, nb::handle to, nb::handle tag, Plain* plain) {
-    return understand(array, to, tag, PyBUF_SIMPLE, plain) && plain->peer >= 0 &&
+    return parse_arguments(array, to, tag, PyBUF_SIMPLE, plain) && plain->peer >= 0 &&
            plain->peer != messages_->rank();
   }
 
-  bool understand(nb::handle array, nb::handle rank, nb::handle tag, int flags, Plain* plain) {
+  bool parse_arguments(nb::handle array, nb::handle rank, nb::handle tag, int flags, Plain* plain) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
     if (unisono::suspended != 0 || messages_->is_forked()) return false;
     if (!PyLong_CheckExact(tag.ptr())) return false;
     if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
     const int64_t number = PyLong_AsLongLong(tag.ptr());
-    if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->rouse(plain->peer);
+    if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->wake_waiters(plain->peer);
     if (number >= 0) plain->view.emplace(array, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
     if (number < 0 || !plain->view->is_held()) {
       PyErr_Clear();

@@ -26,7 +26,7 @@ struct OwnedProgram {
 };
 
 // What every run needs besides the memory it works on.
-struct Known {
+struct CallSpec {
   Runner* runner;
   const OwnedProgram* program;
   int64_t itemsize;

@@ -24,9 +24,9 @@ void make_flight(Flight* self, nb::handle_t<Runner> runner, nb::handle_t<OwnedPr
                  nb::handle source, nb::handle target, int64_t itemsize, int dtype, int op,
                  uint64_t fingerprint, uint64_t even, double timeout_s, Calls* calls,
                  nb::object call) {
-  const Known known{nb::cast<Runner*>(runner), nb::cast<const OwnedProgram*>(program), itemsize,
+  const CallSpec spec{nb::cast<Runner*>(runner), nb::cast<const OwnedProgram*>(program), itemsize,
                     dtype, op, fingerprint, even};
-  new (self) Flight({known, nb::borrow(runner), nb::borrow(program), std::move(call)}, source, target,
+  new (self) Flight({spec, nb::borrow(runner), nb::borrow(program), std::move(call)}, source, target,
                     nanoseconds(timeout_s), calls);
 }
 

@@ -34,14 +34,14 @@ nb::object checked(PyObject* result) {
 
 nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Arguments known;
-  if (!understand(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
+  if (!parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
     return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
   if (known.message.array != nullptr) {
-    nb::object passed = known.calls->pass(known.message);
+    nb::object passed = known.calls->run_message(known.message);
     return passed.is_valid() ? passed : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
-  Remembered* const what = known.calls->find(known.key);
+  CachedCall* const what = known.calls->find(known.key);
   if (what != nullptr && known.is_async) {
     // An array of its own, in case Python has the call: its lists are moved away.
     nb::object arguments = known.calls->start(*what, Arrays(known.arrays));

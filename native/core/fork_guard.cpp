@@ -6,7 +6,7 @@ namespace unisono {
 
 std::atomic<int> fork_count{0};
 
-Origin::Origin() {
+ForkGuard::ForkGuard() {
   static const int registered =
     pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;

@@ -13,9 +13,9 @@ namespace unisono {
 extern std::atomic<int> fork_count;
 
 // Remembers in which process it was made.
-class Origin {
+class ForkGuard {
  public:
-  Origin();
+  ForkGuard();
   bool is_forked() const { return fork_count.load(std::memory_order_relaxed) != forks_; }
 
  private:

@@ -7,8 +7,8 @@
 #include <functional>
 #include <utility>
 
+#include "core/agreement.hpp"
 #include "kernels/kernels.hpp"
-#include "shared/layout.hpp"
 #include "core/status.hpp"
 
 namespace unisono {
@@ -48,7 +48,7 @@ struct Program {
 };
 
 // A list of arrays of equal size that stands for their concatenation.
-struct Parts {
+struct ArrayList {
   char* const* at = nullptr;  // nullptr: there is no list but one array
   int64_t count = 0;          // elements of each
 };
@@ -63,8 +63,8 @@ struct Buffers {
   char* scratch;
   int64_t scratch_count;
   int64_t itemsize;
-  Parts input_parts{};   // instead of `input`
-  Parts output_parts{};  // instead of `output`
+  ArrayList input_list{};   // instead of `input`
+  ArrayList output_list{};  // instead of `output`
 };
 
 inline bool sends(int64_t op) { return op == kSend || op == kPost; }
@@ -94,12 +94,12 @@ class Runner {
 
   // Agree on `words` (fingerprint 0: agreed already), then run a program. No buffer is written
   // before; nor is any if the ranks' `even` differ, which ends with that code.
-  virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+  virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
                      int64_t timeout_ns, Idler* idler = nullptr) = 0;
 
   // Wake who sleeps for this rank, which has begun a call: a thread needs long to wake, and can do so
   // while this one finds out what the call is.
-  virtual void rouse() {}
+  virtual void wake_waiters() {}
 
   // End whatever waits, from any thread; the group cannot be used afterwards.
   virtual void abort() = 0;

@@ -18,7 +18,7 @@ struct Job {
   Program program{};
   Buffers buffers{};
   ReduceFn reduce = nullptr;
-  Words words{};
+  AgreementWords words{};
   int64_t deadline_ns = 0;
   uint64_t seq = 0;      // given by push()
   bool watched = false;  // its end has to be told, because not only waiters want to know

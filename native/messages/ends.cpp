@@ -21,7 +21,7 @@ constexpr int64_t kLostNs = 300'000'000;
 // ---- one operation ------------------------------------------------------------------------
 
 // End an operation that is not done; its memory is not touched any more.
-void Messages::withdraw(Op& op, Code code) {
+void Messages::cancel_with(Operation& op, Code code) {
   if (!op.is_send) {
     matching_.unpost(&op);
     for (Peer& from : peers_) {
@@ -30,9 +30,9 @@ void Messages::withdraw(Op& op, Code code) {
     return finish(op, code);
   }
   Peer& to = peer(op.peer);
-  if (op.on_loan && !take_back(op)) code = Code::ok;
+  if (op.on_loan && !revoke_loan(op)) code = Code::ok;
   const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
-  if (op.started && to.down == Code::ok && bequeath(op, &*place)) return finish(op, code);
+  if (op.started && to.down == Code::ok && continue_from_copy(op, &*place)) return finish(op, code);
   if (place != to.sends.end()) {  // else it has not begun
     to.sends.erase(place);
     --queued_sends_;
@@ -42,7 +42,7 @@ void Messages::withdraw(Op& op, Code code) {
 
 // The receiver has the head of this send's frame: give it the rest from a copy, in place of the send; false:
 // there is no memory for that.
-bool Messages::bequeath(const Op& op, Op** place) {
+bool Messages::continue_from_copy(const Operation& op, Operation** place) {
   try {
     leftovers_.push_back(copy_of(op));
     *place = leftovers_.back().get();
@@ -50,28 +50,28 @@ bool Messages::bequeath(const Op& op, Op** place) {
   } catch (const std::bad_alloc&) {
     Peer& to = peer(op.peer);
     if (to.outbox != nullptr) {
-      to.outbox->ring.cut();
+      to.outbox->ring.abort_frame();
       ring_bell(*to.outbox, false);
     } else {
       // In a wire nothing can come behind what there is of the frame.
-      for (const auto& wire : to.wires) wire->cut();
+      for (const auto& wire : to.wires) wire->abort();
     }
     return false;
   }
 }
 
 // An operation that goes on in place of this one, with a copy of its memory.
-std::unique_ptr<Op> Messages::copy_of(const Op& op) const {
-  auto copy = std::make_unique<Op>();
-  copy->rest.reset(new char[op.envelope.nbytes]);
-  copy->data = copy->rest.get();
-  copy_bytes(copy->data, op.data, op.envelope.nbytes);
-  copy->envelope = op.envelope;
-  copy->moved = op.moved;
-  copy->in_parts = op.in_parts;
-  copy->is_send = copy->started = true;
-  copy->peer = op.peer;
-  return copy;
+std::unique_ptr<Operation> Messages::copy_of(const Operation& op) const {
+  auto rest = std::make_unique<Operation>();
+  rest->copy.reset(new char[op.envelope.nbytes]);
+  rest->data = rest->copy.get();
+  copy_bytes(rest->data, op.data, op.envelope.nbytes);
+  rest->envelope = op.envelope;
+  rest->moved = op.moved;
+  rest->in_parts = op.in_parts;
+  rest->is_send = rest->started = true;
+  rest->peer = op.peer;
+  return rest;
 }
 
 // ---- a context ----------------------------------------------------------------------------
@@ -86,14 +86,14 @@ bool Messages::is_unwanted(const Envelope& envelope) const {
 void Messages::forget_tags(uint64_t context, int64_t oldest) {
   const Lock lock(lock_);
   forgotten_[context] = oldest;
-  drop_messages([&](const Envelope& each) { return is_unwanted(each); });
+  discard_messages([&](const Envelope& each) { return is_unwanted(each); });
 }
 
 void Messages::fail_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.push_back(context);
-  drop_messages([&](const Envelope& each) { return each.context == context; });
-  end_all([&](Op& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
+  discard_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Operation& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
 }
 
 // What was sent in it goes on: it may be the last words before leaving.
@@ -101,56 +101,56 @@ void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
   forgotten_.erase(context);
-  drop_messages([&](const Envelope& each) { return each.context == context; });
-  end_all([&](Op& op) {
+  discard_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Operation& op) {
     return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
   });
 }
 
 // Drop what has come of the frame that is coming in, if it is kept.
-void Messages::drop_kept(Peer& from) {
+void Messages::discard_partial(Peer& from) {
   auto& arrivals = matching_.arrivals();
   const Arrival* const kept = std::exchange(from.kept, nullptr);
   const auto is_it = [kept](const Arrival& each) { return &each == kept; };
-  if (kept != nullptr) matching_.drop(std::find_if(arrivals.begin(), arrivals.end(), is_it));
+  if (kept != nullptr) matching_.discard(std::find_if(arrivals.begin(), arrivals.end(), is_it));
 }
 
-void Messages::drop_messages(const std::function<bool(const Envelope&)>& unwanted) {
+void Messages::discard_messages(const std::function<bool(const Envelope&)>& unwanted) {
   auto& arrivals = matching_.arrivals();
   for (auto it = arrivals.begin(); it != arrivals.end();) {
     const auto each = it++;
     if (!unwanted(each->envelope)) continue;
     Peer& from = peer(each->source);
     if (from.kept == &*each) from.kept = nullptr;
-    matching_.drop(each);
+    matching_.discard(each);
   }
 }
 
 // ---- a rank, and everything ---------------------------------------------------------------
 
 // End everything for which `code_of` says how.
-void Messages::end_all(const std::function<Code(Op&)>& code_of) {
-  std::vector<Op*> candidates(matching_.posted());
+void Messages::end_all(const std::function<Code(Operation&)>& code_of) {
+  std::vector<Operation*> candidates(matching_.posted());
   for (Peer& other : peers_) {
     candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
     if (other.into != nullptr) candidates.push_back(other.into);
   }
-  for (Op* op : candidates) {
+  for (Operation* op : candidates) {
     const Code code = op->is_leftover() ? Code::ok : code_of(*op);
-    if (code != Code::ok) withdraw(*op, code);
+    if (code != Code::ok) cancel_with(*op, code);
   }
-  settle();
+  notify_ended();
 }
 
 // End what waits for a rank of which nothing comes any more.
 void Messages::end_peer(int rank, Code code) {
   Peer& gone = peer(rank);
-  drop_kept(gone);  // what it has sent half of, it never will
+  discard_partial(gone);  // what it has sent half of, it never will
   // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
   for (const auto& wire : gone.wires) wire->close_fd();
   gone.down = code;
-  Op* const half_received = gone.into;
-  end_all([&](Op& op) {
+  Operation* const half_received = gone.into;
+  end_all([&](Operation& op) {
     if (op.is_send) {
       op.source = rank;
       return op.peer == rank ? code : Code::ok;
@@ -168,26 +168,26 @@ bool Messages::peer_down(int rank, Code code) {
   const Lock lock(lock_);
   Peer& gone = peer(rank);
   look_for_senders();
-  const Code known = std::exchange(gone.parting, code);
+  const Code known = std::exchange(gone.departure, code);
   // What it has sent is there to be received.
   while (gone.active && pull(rank)) continue;
   while (pull_wires(rank, true)) continue;
-  if (closed_ || has_come(gone)) {
-    if (known != Code::ok) --parting_;
-    gone.parting = Code::ok;
+  if (closed_ || is_drained(gone)) {
+    if (known != Code::ok) --departing_;
+    gone.departure = Code::ok;
     end_peer(rank, code);
     return false;
   }
-  if (known == Code::ok) ++parting_;
-  gone.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
-  settle();
-  hand_over();
+  if (known == Code::ok) ++departing_;
+  gone.departure_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
+  notify_ended();
+  delegate_to_server();
   return true;
 }
 
 // Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
 // one would open does so in vain once that has ended.
-bool Messages::has_come(const Peer& gone) const {
+bool Messages::is_drained(const Peer& gone) const {
   const Wire* const first = gone.first_wire();
   const bool opens = first != nullptr && !first->has_ended();
   return std::all_of(gone.wires.begin(), gone.wires.end(), [&](const auto& wire) {
@@ -196,14 +196,14 @@ bool Messages::has_come(const Peer& gone) const {
 }
 
 // Give up the ranks whose wires have ended, or whose last messages are too late.
-void Messages::end_partings() {
+void Messages::end_departures() {
   for (int rank : wired_) {
     Peer& gone = peer(rank);
-    if (gone.parting == Code::ok) continue;
-    if (!has_come(gone) && now_ns() < gone.parting_ends_ns) continue;
-    const Code code = gone.parting;
-    gone.parting = Code::ok;
-    --parting_;
+    if (gone.departure == Code::ok) continue;
+    if (!is_drained(gone) && now_ns() < gone.departure_ends_ns) continue;
+    const Code code = gone.departure;
+    gone.departure = Code::ok;
+    --departing_;
     end_peer(rank, code);
   }
 }
@@ -217,11 +217,11 @@ std::vector<int> Messages::close(int64_t timeout_ns) {
   closed_ = true;
   for (Peer& to : peers_) {
     if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
-    for (const auto& wire : to.wires) wire->part(&fds);
+    for (const auto& wire : to.wires) wire->hand_back(&fds);
   }
-  end_all([](Op&) { return Code::closed; });
+  end_all([](Operation&) { return Code::closed; });
   anything_ended_ = true;
-  settle();
+  notify_ended();
   inbox_.close_fd();
   return fds;
 }

@@ -18,14 +18,14 @@ constexpr uint64_t kMostBytes = 4 * 1024 * 1024;
 
 // Whether to lend what this operation sends. What fits into the ring is not: then its sender need not
 // wait. The kernel's copy is the faster one out of huge pages only.
-bool Messages::should_lend(const Peer& to, const Op& op) {
+bool Messages::should_lend(const Peer& to, const Operation& op) {
   const uint64_t nbytes = op.envelope.nbytes;
   if (to.refuses_loans || frame_bytes(nbytes) <= ring_bytes_ || nbytes > kMostBytes) return false;
-  return ignores_pages_ || huge_pages_.hold(op.data, nbytes);
+  return ignores_pages_ || huge_pages_.covers(op.data, nbytes);
 }
 
 // Whether a loan was answered; then there may be something left to send.
-bool Messages::is_answered(Peer& to, Op& op) const {
+bool Messages::is_loan_answered(Peer& to, Operation& op) const {
   const LoanState state = to.outbox->ring.loan_state();
   if (state == LoanState::lent) return false;
   op.on_loan = false;
@@ -35,8 +35,8 @@ bool Messages::is_answered(Peer& to, Op& op) const {
 }
 
 // From now on nobody takes what the memory of this operation holds for its payload; false: somebody has.
-bool Messages::take_back(Op& op) {
-  const LoanState state = peer(op.peer).outbox->ring.take_back();
+bool Messages::revoke_loan(Operation& op) {
+  const LoanState state = peer(op.peer).outbox->ring.revoke();
   op.on_loan = false;
   // A receiver that has refused waits for the payload; otherwise nothing is left to be sent.
   op.started = state == LoanState::refused;
@@ -44,26 +44,26 @@ bool Messages::take_back(Op& op) {
 }
 
 // Read the payload of the frame that was opened just now.
-void Messages::fetch(Peer& from, int source, const Loan& loan) {
+void Messages::fetch_loan(Peer& from, int source, const Loan& loan) {
   const auto nbytes = static_cast<size_t>(from.frame.nbytes);
-  char* const into = place(from, 0);
+  char* const into = address_of(from, 0);
   const bool is_read = into == nullptr || read_loan(from, source, loan, into);
   const auto state = is_read ? LoanState::read : LoanState::refused;
   if (!from.ring.answer(loan, state)) {
-    unmake_frame(from);  // it was taken back
+    abort_frame(from);  // it was taken back
   } else if (is_read) {
-    if (Op* const done = advance(from, 0, nbytes)) finish(*done, Code::ok);
+    if (Operation* const done = advance(from, 0, nbytes)) finish(*done, Code::ok);
   }
   // What cannot be read follows; that its sender is gone, if it is, is found out as ever.
 }
 
 bool Messages::read_loan(Peer& from, int source, const Loan& loan, char* into) const {
   const Address& address = addresses_[static_cast<size_t>(source)];
-  const Token token{address.nonce, from.ring.words->nonce_at.load(std::memory_order_relaxed)};
+  const ProcessProof proof{address.nonce, from.ring.words->nonce_at.load(std::memory_order_relaxed)};
   // Not into the caller's memory before it is known whose this is.
-  from.is_proved = from.is_proved || read_from(address.pid, &token, nullptr, 0, 0);
+  from.is_proved = from.is_proved || read_process(address.pid, &proof, nullptr, 0, 0);
   return from.is_proved &&
-         read_from(address.pid, &token, into, loan.address, static_cast<size_t>(from.frame.nbytes));
+         read_process(address.pid, &proof, into, loan.address, static_cast<size_t>(from.frame.nbytes));
 }
 
 }  // namespace unisono

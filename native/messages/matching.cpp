@@ -13,14 +13,14 @@ bool same_address(const Envelope& a, const Envelope& b) {
 
 }  // namespace
 
-bool Op::takes_from(int rank) const {
+bool Operation::takes_from(int rank) const {
   if (peer >= 0) return peer == rank;
   return std::find(among->begin(), among->end(), rank) != among->end();
 }
 
-Op* Matching::take_posted(int source, const Envelope& envelope) {
+Operation* Matching::take_posted(int source, const Envelope& envelope) {
   for (auto it = posted_.begin(); it != posted_.end(); ++it) {
-    Op* op = *it;
+    Operation* op = *it;
     if (same_address(op->envelope, envelope) && (op->peer == -1 || op->peer == source)) {
       posted_.erase(it);
       return op;
@@ -29,7 +29,7 @@ Op* Matching::take_posted(int source, const Envelope& envelope) {
   return nullptr;
 }
 
-std::list<Arrival>::iterator Matching::find_arrival(const Op& op) {
+std::list<Arrival>::iterator Matching::find_arrival(const Operation& op) {
   return std::find_if(arrivals_.begin(), arrivals_.end(), [&](const Arrival& arrival) {
     return same_address(op.envelope, arrival.envelope) &&
            (op.peer == -1 || op.peer == arrival.source);
@@ -47,33 +47,33 @@ Arrival* Matching::keep(int source, const Envelope& envelope) {
   return &arrivals_.back();
 }
 
-void Matching::drop(std::list<Arrival>::iterator arrival) {
+void Matching::discard(std::list<Arrival>::iterator arrival) {
   kept_bytes_ -= arrival->envelope.nbytes;
   arrivals_.erase(arrival);
 }
 
-void Matching::enroll(Op* op) {
+void Matching::assign_order(Operation* op) {
   const size_t most = posted_.size() + sources_ + 1;
   if (posted_.capacity() < most) posted_.reserve(2 * most);
-  op->turn = ++turns_;
+  op->order = ++last_order_;
 }
 
-void Matching::post(Op* op) {
-  if (op->turn == 0) enroll(op);
-  const auto is_before = [](const Op* a, const Op* b) { return a->turn < b->turn; };
+void Matching::post(Operation* op) {
+  if (op->order == 0) assign_order(op);
+  const auto is_before = [](const Operation* a, const Operation* b) { return a->order < b->order; };
   posted_.insert(std::upper_bound(posted_.begin(), posted_.end(), op, is_before), op);
 }
 
-bool Matching::unpost(const Op* op) {
+bool Matching::unpost(const Operation* op) {
   auto found = std::find(posted_.begin(), posted_.end(), op);
   if (found == posted_.end()) return false;
   posted_.erase(found);
   return true;
 }
 
-bool Matching::anybody_wants(int source) const {
+bool Matching::has_receive_from(int source) const {
   return std::any_of(posted_.begin(), posted_.end(),
-                     [&](const Op* op) { return op->takes_from(source); });
+                     [&](const Operation* op) { return op->takes_from(source); });
 }
 
 }  // namespace unisono

@@ -24,7 +24,7 @@ struct Envelope {
 };
 
 // A send or a receive. Its memory belongs to the caller until it is done.
-struct Op {
+struct Operation {
   Envelope envelope{};
   int peer = -1;  // -1: a receive from any source
   char* data = nullptr;
@@ -37,9 +37,9 @@ struct Op {
   bool started = false;    // its message is in part in the ring, or taken out of it
   bool in_parts = false;   // of a send: it goes over several wires
   bool on_loan = false;    // of a send: its receiver may be reading the memory right now
-  uint64_t turn = 0;       // of a receive: its place in the order in which they were posted
+  uint64_t order = 0;       // of a receive: its place in the order in which they were posted
   bool more = false;       // of a send: another one to the same rank follows at once
-  std::unique_ptr<char[]> rest;  // of a send that was given up: a copy, to write what is left
+  std::unique_ptr<char[]> copy;  // of a send that was given up: a copy, to write what is left
 
   // The outcome; `done` is set last.
   std::atomic<bool> done{false};
@@ -49,7 +49,7 @@ struct Op {
   uint32_t got_info = 0;
 
   bool takes_from(int rank) const;
-  bool is_leftover() const { return rest != nullptr; }
+  bool is_leftover() const { return copy != nullptr; }
 };
 
 // A message that came before its receive.
@@ -66,23 +66,23 @@ class Matching {
   explicit Matching(size_t sources) : sources_(sources) {}
 
   // The receive that the next message of this kind goes to, taken out; nullptr: none.
-  Op* take_posted(int source, const Envelope& envelope);
+  Operation* take_posted(int source, const Envelope& envelope);
 
   // The oldest message for this receive; end() if there is none.
-  std::list<Arrival>::iterator find_arrival(const Op& op);
+  std::list<Arrival>::iterator find_arrival(const Operation& op);
 
   // Room for a message without receive; nullptr if memory is short.
   Arrival* keep(int source, const Envelope& envelope);
-  void drop(std::list<Arrival>::iterator arrival);
+  void discard(std::list<Arrival>::iterator arrival);
   bool has_room(uint64_t nbytes) const { return kept_bytes_ + nbytes <= kKeptBytes; }
 
   // Give a receive its place in the order, and have memory for that.
-  void enroll(Op* op);
-  void post(Op* op);  // what was taken out: where it was
-  bool unpost(const Op* op);  // whether it was there
-  bool anybody_wants(int source) const;
+  void assign_order(Operation* op);
+  void post(Operation* op);  // what was taken out: where it was
+  bool unpost(const Operation* op);  // whether it was there
+  bool has_receive_from(int source) const;
 
-  std::vector<Op*>& posted() { return posted_; }
+  std::vector<Operation*>& posted() { return posted_; }
   std::list<Arrival>& arrivals() { return arrivals_; }
 
  private:
@@ -91,8 +91,8 @@ class Matching {
   static constexpr uint64_t kKeptBytes = uint64_t{256} << 20;
 
   const size_t sources_;
-  std::vector<Op*> posted_;  // by `turn`
-  uint64_t turns_ = 0;
+  std::vector<Operation*> posted_;  // by `order`
+  uint64_t last_order_ = 0;
   std::list<Arrival> arrivals_;
   uint64_t kept_bytes_ = 0;
 };

@@ -12,7 +12,7 @@ namespace unisono {
 
 namespace {
 
-Outcome outcome_of(const Op& op) {
+Outcome outcome_of(const Operation& op) {
   return {op.number, op.code, op.source, op.got_nbytes, op.got_info};
 }
 
@@ -39,7 +39,7 @@ void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
 
 bool Messages::reaches(int peer) {
   const Lock lock(lock_);
-  return peer == rank_ || find_way(peer);
+  return peer == rank_ || find_route(peer);
 }
 
 bool Messages::has_left(int rank) {
@@ -52,7 +52,7 @@ bool Messages::has_left(int rank) {
 // ---- the synchronous calls ----------------------------------------------------------------
 
 // Not where ranks share cores: a sleeper might get the one that this rank needs.
-void Messages::rouse(int to) {
+void Messages::wake_waiters(int to) {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || is_crowded_ || peer(to).outbox == nullptr) return;
   Bells& bells = peer(to).outbox->head().bells;
@@ -67,7 +67,7 @@ bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
       there.outbox->ring.room() < frame_bytes(envelope.nbytes)) {
     return false;
   }
-  Op op;
+  Operation op;
   op.envelope = envelope;
   op.data = const_cast<char*>(data);  // only read
   push_some(there, op);
@@ -76,31 +76,31 @@ bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
 }
 
 Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
-  Op op;
+  Operation op;
   op.envelope = envelope;
   op.peer = to;
   op.data = const_cast<char*>(data);  // only read
   op.is_send = true;
   Lock lock(lock_);
-  const Finally ended([&] { forsake(op); });
+  const Finally ended([&] { cancel_unfinished(op); });
   begin_send(op);
-  if (!op.done) await(op, timeout_ns, lock);
-  settle();
+  if (!op.done) wait_to_end(op, timeout_ns, lock);
+  notify_ended();
   return outcome_of(op);
 }
 
 Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks among,
                     int64_t timeout_ns) {
-  Op op;
+  Operation op;
   op.envelope = envelope;
   op.peer = from;
   op.data = data;
   op.among = std::move(among);
   Lock lock(lock_);
-  const Finally ended([&] { forsake(op); });
+  const Finally ended([&] { cancel_unfinished(op); });
   begin_recv(op);
-  if (!op.done) await(op, timeout_ns, lock);
-  settle();
+  if (!op.done) wait_to_end(op, timeout_ns, lock);
+  notify_ended();
   return outcome_of(op);
 }
 
@@ -108,19 +108,19 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
   Lock lock(lock_);
-  Op& op = admit(std::make_unique<Op>());
+  Operation& op = open_operation(std::make_unique<Operation>());
   op.envelope = envelope;
   op.peer = to;
   op.data = const_cast<char*>(data);  // only read
   op.is_send = true;
   const Outcome outcome = start(op);
-  tell_of_wires(lock);
+  report_wires(lock);
   return outcome;
 }
 
 Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
   const Lock lock(lock_);
-  Op& op = admit(std::make_unique<Op>());
+  Operation& op = open_operation(std::make_unique<Operation>());
   op.envelope = envelope;
   op.peer = from;
   op.data = data;
@@ -130,19 +130,19 @@ Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ran
 }
 
 // Keep an operation that is about to begin: once it has, there must be memory for that.
-Op& Messages::admit(std::unique_ptr<Op> op) {
+Operation& Messages::open_operation(std::unique_ptr<Operation> op) {
   ended_.reserve(open_.size() + 1);
   return *(open_[last_number() + 1] = std::move(op));
 }
 
-Outcome Messages::start(Op& op) {
+Outcome Messages::start(Operation& op) {
   const uint64_t number = last_number() + 1;
   Outcome outcome;
   try {
     op.is_send ? begin_send(op) : begin_recv(op);
     outcome = outcome_of(op);
   } catch (...) {
-    forsake(op);
+    cancel_unfinished(op);
     open_.erase(number);
     throw;
   }
@@ -152,15 +152,15 @@ Outcome Messages::start(Op& op) {
     last_number_.store(number, std::memory_order_relaxed);
     outcome.number = op.number = number;
     if (!op.quiet) ++watched_;
-    hand_over();
+    delegate_to_server();
   }
-  settle();
+  notify_ended();
   return outcome;
 }
 
 // See to it that nothing refers to an operation whose caller gets an exception instead of its end.
-void Messages::forsake(Op& op) {
-  if (!op.done) withdraw(op, Code::no_memory);
+void Messages::cancel_unfinished(Operation& op) {
+  if (!op.done) cancel_with(op, Code::no_memory);
 }
 
 uint64_t Messages::number_of(const char* data, uint64_t after) {
@@ -177,18 +177,18 @@ void Messages::watch(uint64_t number) {
   const auto found = open_.find(number);
   if (found == open_.end() || !found->second->quiet) return;
   watch(*found->second);
-  hand_over();
-  settle();
+  delegate_to_server();
+  notify_ended();
 }
 
-void Messages::watch(Op& op) {
+void Messages::watch(Operation& op) {
   op.quiet = false;
   ++watched_;
   if (op.done && !op.awaited) anything_ended_ = server_is_due_ = true;
 }
 
 // The outcome of an operation that has ended, which is forgotten with this.
-Outcome Messages::taken(uint64_t number) {
+Outcome Messages::take_outcome(uint64_t number) {
   const auto found = open_.find(number);
   const Outcome outcome = outcome_of(*found->second);
   if (!found->second->quiet) --watched_;
@@ -202,22 +202,22 @@ Outcome Messages::cancel(uint64_t number) {
   const Lock lock(lock_);
   const auto found = open_.find(number);
   if (found == open_.end()) return {number, Code::unknown};
-  Op& op = *found->second;
-  if (!op.done) withdraw(op, Code::cancelled);
-  settle();
+  Operation& op = *found->second;
+  if (!op.done) cancel_with(op, Code::cancelled);
+  notify_ended();
   // Whoever waits for it right now takes it himself.
-  return op.awaited ? Outcome{number, Code::unknown} : taken(number);
+  return op.awaited ? Outcome{number, Code::unknown} : take_outcome(number);
 }
 
 // ---- those of programs, and what comes another way ----------------------------------------
 
-void Messages::begin(Op& op) {
+void Messages::begin(Operation& op) {
   const Lock lock(lock_);
-  op.is_send ? begin_send(op) : enlist(op);
+  op.is_send ? begin_send(op) : post_recv(op);
 }
 
 // As begin_recv, without looking for what comes: a program posts several, and then waits.
-void Messages::enlist(Op& op) {
+void Messages::post_recv(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   const auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
@@ -226,45 +226,45 @@ void Messages::enlist(Op& op) {
   matching_.post(&op);
 }
 
-Code Messages::wait(const Op& op, int64_t timeout_ns) {
+Code Messages::wait(const Operation& op, int64_t timeout_ns) {
   Lock lock(lock_);
   const Code reason = wait_for(&op, timeout_ns, lock);
-  settle();
+  notify_ended();
   return is_over(&op) ? Code::ok : reason;
 }
 
-void Messages::give_up(Op& op) {
+void Messages::cancel(Operation& op) {
   const Lock lock(lock_);
-  if (!op.done) withdraw(op, Code::cancelled);
-  settle();
+  if (!op.done) cancel_with(op, Code::cancelled);
+  notify_ended();
 }
 
-void Messages::nudge() {
+void Messages::try_progress() {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) return;
   progress();
-  settle();
+  notify_ended();
 }
 
-void Messages::rest() {
+void Messages::end_waits() {
   const Lock lock(lock_);
-  hand_over();
-  settle();
+  delegate_to_server();
+  notify_ended();
 }
 
 void Messages::deliver(int source, const Envelope& envelope, const char* data) {
   const Lock lock(lock_);
-  take_in(source, envelope, data);
-  settle();
+  accept_message(source, envelope, data);
+  notify_ended();
 }
 
 // ---- beginning and ending -----------------------------------------------------------------
 
-void Messages::begin_send(Op& op) {
+void Messages::begin_send(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
   if (op.peer == rank_) {
-    take_in(rank_, op.envelope, op.data);
+    accept_message(rank_, op.envelope, op.data);
     return finish(op, Code::ok);
   }
   Peer& to = peer(op.peer);
@@ -272,13 +272,13 @@ void Messages::begin_send(Op& op) {
     op.source = op.peer;
     return finish(op, to.down);
   }
-  if (!find_way(op.peer, op.envelope.nbytes)) return finish(op, Code::unreachable);
+  if (!find_route(op.peer, op.envelope.nbytes)) return finish(op, Code::unreachable);
   to.sends.push_back(&op);
   ++queued_sends_;
   if (to.sends.size() == 1) push(to);
 }
 
-void Messages::begin_recv(Op& op) {
+void Messages::begin_recv(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
@@ -289,11 +289,11 @@ void Messages::begin_recv(Op& op) {
   if (down != Code::ok && matching_.unpost(&op)) finish(op, down);
 }
 
-void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
+void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival) {
   const Envelope& got = arrival->envelope;
   Peer& from = peer(arrival->source);
   const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
-  if (op.turn == 0) matching_.enroll(&op);
+  if (op.order == 0) matching_.assign_order(&op);
   op.source = arrival->source;
   op.got_nbytes = got.nbytes;
   op.got_info = got.info;
@@ -304,10 +304,10 @@ void Messages::take_arrival(Op& op, std::list<Arrival>::iterator arrival) {
     op.started = fits;
   }
   if (!op.started) finish(op, fits ? Code::ok : Code::mismatch);
-  matching_.drop(arrival);
+  matching_.discard(arrival);
 }
 
-void Messages::finish(Op& op, Code code) {
+void Messages::finish(Operation& op, Code code) {
   op.code = code;
   anything_ended_ = true;
   if (op.number != 0 && !op.awaited) note_end(op);
@@ -315,7 +315,7 @@ void Messages::finish(Op& op, Code code) {
 }
 
 // Remember that an operation that nobody waits for has ended.
-void Messages::note_end(const Op& op) {
+void Messages::note_end(const Operation& op) {
   ended_.push_back(op.number);
   server_is_due_ |= !op.quiet;
 }
@@ -325,7 +325,7 @@ bool Messages::is_failed(uint64_t context) const {
 }
 
 // Why a receive cannot be served any more; its `source` is then the rank to blame.
-Code Messages::down_for(Op& op) {
+Code Messages::down_for(Operation& op) {
   if (op.peer >= 0) {
     op.source = op.peer;
     return peer(op.peer).down;

@@ -83,7 +83,7 @@ class Messages {
   void set_poll(std::function<bool()> poll) { poll_ = poll; }
 
   // Wake who sleeps there for a message, of which all that follows is still to be done.
-  void rouse(int to);
+  void wake_waiters(int to);
   // Send it if that needs no waiting, not even for the lock; false: nothing has happened.
   bool try_send(int to, const Envelope& envelope, const char* data);
 
@@ -115,11 +115,11 @@ class Messages {
   // For programs, whose operations are their own until they are done or given up. `begin` starts
   // one; after `wait` with code `timeout` its operation goes on; `nudge` makes some progress in
   // between; `rest` says that nothing more is going to be waited for.
-  void begin(Op& op);
-  Code wait(const Op& op, int64_t timeout_ns);
-  void give_up(Op& op);
-  void nudge();
-  void rest();
+  void begin(Operation& op);
+  Code wait(const Operation& op, int64_t timeout_ns);
+  void cancel(Operation& op);
+  void try_progress();
+  void end_waits();
   // Drop what has come, and will come, for the negative tags of a context from `oldest` on up.
   void forget_tags(uint64_t context, int64_t oldest);
 
@@ -149,7 +149,7 @@ class Messages {
   void close_in_child();
 
   // Whether this is the child of a fork, in which nothing here may be used.
-  bool is_forked() const { return origin_.is_forked(); }
+  bool is_forked() const { return fork_guard_.is_forked(); }
   int rank() const { return rank_; }
 
  private:
@@ -161,28 +161,28 @@ class Messages {
     std::vector<std::unique_ptr<Wire>> wires;  // that of channel 0 first, once it is there
     Code down = Code::ok;
     // What Python has found out, while what it sent before may still come.
-    Code parting = Code::ok;
-    int64_t parting_ends_ns = 0;
-    std::list<Op*> sends;  // in order; what the ring or wire had no room for, or is on loan
-    uint64_t parted_out = 0;  // messages that were sent in parts
+    Code departure = Code::ok;
+    int64_t departure_ends_ns = 0;
+    std::list<Operation*> sends;  // in order; what the ring or wire had no room for, or is on loan
+    uint64_t multipart_out = 0;  // messages that were sent in parts
     bool refuses_loans = false;
     // What comes from it.
     Ring ring;
     bool active = false;
     bool in_frame = false;
     bool in_parts = false;    // the frame
-    uint64_t parted_in = 0;   // such frames
+    uint64_t multipart_in = 0;   // such frames
     bool is_proved = false;   // that process is the one it should be
     Envelope frame{};
     size_t filled = 0;
-    Op* into = nullptr;       // the receive it goes to, or
+    Operation* into = nullptr;       // the receive it goes to, or
     Arrival* kept = nullptr;  // where it is kept; neither: it is dropped
 
     Wire* first_wire() const {
       return wires.empty() || wires[0]->channel != 0 ? nullptr : wires[0].get();
     }
   };
-  struct WireNews {
+  struct WireEvent {
     int rank;
     int channel;
     bool ended;
@@ -194,7 +194,7 @@ class Messages {
   Bells& bells() const { return inbox_.head().bells; }
 
   // progress.cpp: moving bytes
-  bool progress(const Op* awaited = nullptr);
+  bool progress(const Operation* awaited = nullptr);
   bool push_all();
   bool attach(int rank);
   void look_for_senders();
@@ -202,30 +202,30 @@ class Messages {
   size_t open_next(Peer& from, int source);
   bool open_frame(Peer& from, int source, const FrameHead& head);
   bool may_keep(const Peer& from, const FrameHead& head) const;
-  char* place(const Peer& from, size_t at) const;
-  Op* advance(Peer& from, size_t at, size_t nbytes);
+  char* address_of(const Peer& from, size_t at) const;
+  Operation* advance(Peer& from, size_t at, size_t nbytes);
   size_t read_some(Peer& from);
-  void unmake_frame(Peer& from);
+  void abort_frame(Peer& from);
   bool push(Peer& to);
-  bool push_some(Peer& to, Op& op);
+  bool push_some(Peer& to, Operation& op);
   void ring_bell(Outbox& outbox, bool ring_is_full);
   void ask_for_room();
-  void take_in(int source, const Envelope& envelope, const char* data);
+  void accept_message(int source, const Envelope& envelope, const char* data);
 
   // loans.cpp: large payloads in huge pages, which their receivers read where they lie
-  bool should_lend(const Peer& to, const Op& op);
-  bool is_answered(Peer& to, Op& op) const;
-  bool take_back(Op& op);
-  void fetch(Peer& from, int source, const Loan& loan);
+  bool should_lend(const Peer& to, const Operation& op);
+  bool is_loan_answered(Peer& to, Operation& op) const;
+  bool revoke_loan(Operation& op);
+  void fetch_loan(Peer& from, int source, const Loan& loan);
   bool read_loan(Peer& from, int source, const Loan& loan, char* into) const;
 
   // progress_wires.cpp: the same over wires, and sleeping on them
-  bool progress_wires(const Op* awaited);
+  bool progress_wires(const Operation* awaited);
   bool pull_wires(int source, bool all);
   bool pull_wire(int source, Wire& wire);
   bool open_part(Peer& from, int source, Wire& wire, const FrameHead& head);
-  bool push_wires(Peer& to, Op& op, bool* moved);
-  void tell_of_wires(Lock& lock);
+  bool push_wires(Peer& to, Operation& op, bool* moved);
+  void report_wires(Lock& lock);
   bool begin_polling();
   void end_polling();
   void watch_wires();
@@ -233,54 +233,54 @@ class Messages {
   void repoll();
 
   // messages.cpp: beginning and ending
-  bool find_way(int rank, uint64_t nbytes = 0);
-  void begin_send(Op& op);
-  void begin_recv(Op& op);
-  void enlist(Op& op);
-  void take_arrival(Op& op, std::list<Arrival>::iterator arrival);
-  void finish(Op& op, Code code);
-  void note_end(const Op& op);
-  Code down_for(Op& op);
+  bool find_route(int rank, uint64_t nbytes = 0);
+  void begin_send(Operation& op);
+  void begin_recv(Operation& op);
+  void post_recv(Operation& op);
+  void take_arrival(Operation& op, std::list<Arrival>::iterator arrival);
+  void finish(Operation& op, Code code);
+  void note_end(const Operation& op);
+  Code down_for(Operation& op);
   bool is_failed(uint64_t context) const;
-  Op& admit(std::unique_ptr<Op> op);
-  Outcome start(Op& op);
-  void forsake(Op& op);
-  Outcome taken(uint64_t number);
+  Operation& open_operation(std::unique_ptr<Operation> op);
+  Outcome start(Operation& op);
+  void cancel_unfinished(Operation& op);
+  Outcome take_outcome(uint64_t number);
 
   // ends.cpp: how operations end from outside
-  void withdraw(Op& op, Code code);
-  bool bequeath(const Op& op, Op** place);
-  std::unique_ptr<Op> copy_of(const Op& op) const;
+  void cancel_with(Operation& op, Code code);
+  bool continue_from_copy(const Operation& op, Operation** place);
+  std::unique_ptr<Operation> copy_of(const Operation& op) const;
   bool is_unwanted(const Envelope& envelope) const;
-  void drop_kept(Peer& from);
-  void drop_messages(const std::function<bool(const Envelope&)>& unwanted);
-  void end_all(const std::function<Code(Op&)>& code_of);
+  void discard_partial(Peer& from);
+  void discard_messages(const std::function<bool(const Envelope&)>& unwanted);
+  void end_all(const std::function<Code(Operation&)>& code_of);
   void end_peer(int rank, Code code);
-  bool has_come(const Peer& gone) const;
-  void end_partings();
+  bool is_drained(const Peer& gone) const;
+  void end_departures();
 
   // waiting.cpp: waiting, and who makes progress meanwhile
-  void await(Op& op, int64_t timeout_ns, Lock& lock);
-  Code wait_for(const Op* op, int64_t timeout_ns, Lock& lock);
-  bool spin(const Op* op, int64_t ends_ns, const Core* core, Lock& lock);
-  const Core* core_of(const Op* op);
+  void wait_to_end(Operation& op, int64_t timeout_ns, Lock& lock);
+  Code wait_for(const Operation* op, int64_t timeout_ns, Lock& lock);
+  bool spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock);
+  const Core* core_of(const Operation* op);
   bool is_on_this_core(const Core* core);
-  Code wait_slowly(const Op* op, int64_t timeout_ns, const Core* core);
-  bool is_over(const Op* op) const;
-  Code sleep_until_over(const Op* op, int64_t timeout_ns, const Core* core, bool* polls);
-  bool is_unattended() const;
+  Code wait_slowly(const Operation* op, int64_t timeout_ns, const Core* core);
+  bool is_over(const Operation* op) const;
+  Code sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core, bool* polls);
+  bool needs_server() const;
   void server_sleep(uint64_t seen, Lock& lock);
   void wake_server();
-  std::vector<int> awaited_ranks(const Op* op);
-  void watch(Op& op);
-  void hand_over();
-  void settle(bool here_polls = false);
+  std::vector<int> awaited_ranks(const Operation* op);
+  void watch(Operation& op);
+  void delegate_to_server();
+  void notify_ended(bool here_polls = false);
 
   const int rank_;
   const int ranks_;
   bool is_crowded_ = false;
   size_t ring_bytes_ = kRingBytes;
-  const Origin origin_;
+  const ForkGuard fork_guard_;
   Inbox inbox_;
   std::vector<Address> addresses_;
   std::function<void(const std::vector<int>&, bool)> stuck_;
@@ -297,24 +297,24 @@ class Messages {
   Matching matching_;
   std::vector<uint64_t> failed_;  // contexts
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
-  std::unordered_map<uint64_t, std::unique_ptr<Op>> open_;
+  std::unordered_map<uint64_t, std::unique_ptr<Operation>> open_;
   size_t watched_ = 0;  // those of open_ that are not quiet
   std::atomic<uint64_t> last_number_{0};  // written under the lock
   std::vector<uint64_t> ended_;  // of open_, to be told by serve()
   int waiters_ = 0;
   bool server_sleeps_ = false;
-  int64_t stuck_told_ns_ = 0;  // when serve() last named the ranks that make no room
-  bool is_impatient_ = false;    // somebody has waited for long: take in everything
+  int64_t stuck_reported_ns_ = 0;  // when serve() last named the ranks that make no room
+  bool takes_all_ = false;    // somebody has waited for long: take in everything
   bool takes_loans_ = false;  // somebody is about to sleep: take in loans that nobody has asked for
   bool anything_ended_ = false;
   bool server_is_due_ = false;  // to tell what has ended
   bool closed_ = false;
   // Sends that were given up halfway; their frames must be completed.
-  std::list<std::unique_ptr<Op>> leftovers_;
+  std::list<std::unique_ptr<Operation>> leftovers_;
 
   // Wires. One thread at a time sleeps on them; others sleep on the bells, and are woken by it.
   std::vector<int> wired_;           // ranks that have a wire
-  std::vector<WireNews> wire_news_;  // what set_wire's function is to be told
+  std::vector<WireEvent> wire_events_;  // what set_wire's function is to be told
   Bell bell_;
   bool polling_ = false;
   std::vector<pollfd> poll_set_;  // belongs to that thread
@@ -322,11 +322,11 @@ class Messages {
   bool server_polls_ = false;    // it is the server
   bool server_idles_ = false;    // nothing is open, as far as the server knows
   bool attends_ = false;         // senders wait, though nobody here does
-  int parting_ = 0;              // ranks
+  int departing_ = 0;              // ranks
   uint32_t waits_ = 0;
-  int64_t patience_ns_ = 0;      // of the next wait that looks at wires
+  int64_t spin_ns_ = 0;      // of the next wait that looks at wires
   int64_t last_wait_ns_ = 0;     // when somebody last stopped waiting
-  int64_t doze_ns_ = 0;
+  int64_t server_sleep_ns_ = 0;
 };
 
 }  // namespace unisono

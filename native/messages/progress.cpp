@@ -27,7 +27,7 @@ bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 
 // Move whatever can be moved; whether that was anything. Looking at a wire costs a system call: if
 // `awaited` depends on one only, the others are left alone.
-bool Messages::progress(const Op* awaited) {
+bool Messages::progress(const Operation* awaited) {
   look_for_senders();
   bool moved = push_all();
   for (int source : active_) moved |= pull(source);
@@ -74,7 +74,7 @@ void Messages::look_for_senders() {
     if (from.active) continue;
     Ring ring = inbox_.ring(source);
     if (ring.words->joined.load(std::memory_order_acquire) == 0) continue;
-    ring.learn_bytes();
+    ring.load_bytes();
     from.ring = ring;
     from.active = true;
     active_.push_back(source);
@@ -116,7 +116,7 @@ size_t Messages::open_next(Peer& from, int source) {
       return 0;
     }
     if (head.kind != kOnLoan) return sizeof(head) + read_some(from);
-    fetch(from, source, loan);
+    fetch_loan(from, source, loan);
   }
   from.ring.pad();
   from.ring.release();
@@ -126,21 +126,21 @@ size_t Messages::open_next(Peer& from, int source) {
 // Take some of the frame's payload out of the ring; how much.
 size_t Messages::read_some(Peer& from) {
   const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
-  if (left != 0 && from.ring.before_cut(1) == 0) {
-    unmake_frame(from);
+  if (left != 0 && from.ring.before_abort(1) == 0) {
+    abort_frame(from);
     from.ring.skip(1);
     from.ring.pad();
     from.ring.release();
     return kFrameAlign;
   }
   const size_t nbytes =
-    from.ring.before_cut(std::min({from.ring.available(), left, step_of(from.frame)}));
-  if (char* into = place(from, from.filled)) {
+    from.ring.before_abort(std::min({from.ring.available(), left, step_of(from.frame)}));
+  if (char* into = address_of(from, from.filled)) {
     from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
   } else {
     from.ring.skip(nbytes);
   }
-  Op* const done = advance(from, from.filled, nbytes);
+  Operation* const done = advance(from, from.filled, nbytes);
   if (!from.in_frame) from.ring.pad();
   from.ring.release();
   if (done != nullptr) finish(*done, Code::ok);
@@ -148,20 +148,20 @@ size_t Messages::read_some(Peer& from) {
 }
 
 // The sender has thought better of the frame that is coming in: there is no such message.
-void Messages::unmake_frame(Peer& from) {
-  drop_kept(from);
+void Messages::abort_frame(Peer& from) {
+  discard_partial(from);
   from.in_frame = false;
-  Op* const op = std::exchange(from.into, nullptr);
+  Operation* const op = std::exchange(from.into, nullptr);
   if (op == nullptr) return;
   op->started = false;
   op->source = -1;
-  enlist(*op);
+  post_recv(*op);
 }
 
 // Find the place of the frame that begins with this head; false: there is none now.
 bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
-  Op* op = matching_.take_posted(source, envelope);
+  Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     op->source = source;
     if (op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info) {
@@ -173,7 +173,7 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
       finish(*op, Code::mismatch);
     }
   } else if (!is_unwanted(envelope)) {
-    if (may_keep(from, head) || matching_.anybody_wants(source)) {
+    if (may_keep(from, head) || matching_.has_receive_from(source)) {
       from.kept = matching_.keep(source, envelope);
     }
     if (from.kept == nullptr) return false;
@@ -187,7 +187,7 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
 // Whether to take in a message that nobody has asked for, so that those behind it get here.
 bool Messages::may_keep(const Peer& from, const FrameHead& head) const {
   if (!matching_.has_room(head.nbytes)) return false;
-  if (is_impatient_ || from.parting != Code::ok) return true;
+  if (takes_all_ || from.departure != Code::ok) return true;
   // A program's receive is posted soon, and a second copy costs more than its sender's wait.
   if (is_of_program(head.tag) && head.nbytes > kEagerBytes) return false;
   // The same for a loan that came just now, as long as this rank is awake.
@@ -195,18 +195,18 @@ bool Messages::may_keep(const Peer& from, const FrameHead& head) const {
 }
 
 // Where the bytes from `at` on of the frame go; nullptr: nowhere.
-char* Messages::place(const Peer& from, size_t at) const {
+char* Messages::address_of(const Peer& from, size_t at) const {
   if (from.into != nullptr) return from.into->data + at;
   return from.kept != nullptr ? from.kept->data.get() + at : nullptr;
 }
 
 // Note that so much of the frame has come. What was missing last ends the frame; returns the receive
 // that is served with it, which the caller finishes.
-Op* Messages::advance(Peer& from, size_t at, size_t nbytes) {
+Operation* Messages::advance(Peer& from, size_t at, size_t nbytes) {
   from.filled += nbytes;
   if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
   if (from.filled != from.frame.nbytes) return nullptr;
-  Op* const op = from.into;
+  Operation* const op = from.into;
   from.in_frame = false;
   from.into = nullptr;
   from.kept = nullptr;
@@ -216,7 +216,7 @@ Op* Messages::advance(Peer& from, size_t at, size_t nbytes) {
 bool Messages::push(Peer& to) {
   bool moved = false;
   while (!to.sends.empty() && to.down == Code::ok) {
-    Op& op = *to.sends.front();
+    Operation& op = *to.sends.front();
     const size_t before = op.moved;
     const bool was_started = op.started;
     const bool complete = to.outbox == nullptr ? push_wires(to, op, &moved) : push_some(to, op);
@@ -235,10 +235,10 @@ bool Messages::push(Peer& to) {
 }
 
 // Write what the ring takes; whether the frame is complete.
-bool Messages::push_some(Peer& to, Op& op) {
+bool Messages::push_some(Peer& to, Operation& op) {
   const Envelope& envelope = op.envelope;
   Ring& ring = to.outbox->ring;
-  if (op.on_loan && !is_answered(to, op)) return false;
+  if (op.on_loan && !is_loan_answered(to, op)) return false;
   if (!op.started) {
     if (ring.room() < kFrameAlign) return false;
     if (!to.joined) {
@@ -297,8 +297,8 @@ void Messages::ask_for_room() {
 }
 
 // Take in a whole message that comes from elsewhere.
-void Messages::take_in(int source, const Envelope& envelope, const char* data) {
-  Op* op = matching_.take_posted(source, envelope);
+void Messages::accept_message(int source, const Envelope& envelope, const char* data) {
+  Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     op->source = source;
     op->got_nbytes = envelope.nbytes;

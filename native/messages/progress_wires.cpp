@@ -16,22 +16,22 @@ constexpr size_t kPullBytes = 1024 * 1024;
 
 // From this size on a message goes over all wires to its rank. Each takes a part of the message, or
 // of this size if that is more, and then the next one: so a wire that is slow gets less.
-constexpr uint64_t kPartedBytes = 512 * 1024;
+constexpr uint64_t kMultipartBytes = 512 * 1024;
 constexpr size_t kPartBytes = 512 * 1024;
 
 }  // namespace
 
 // Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
-bool Messages::find_way(int rank, uint64_t nbytes) {
+bool Messages::find_route(int rank, uint64_t nbytes) {
   Peer& to = peer(rank);
   const Address& address = addresses_[static_cast<size_t>(rank)];
   const int channels = address.channels;
-  const int wanted = nbytes < kPartedBytes ? 1 : std::max(channels, 1);
+  const int wanted = nbytes < kMultipartBytes ? 1 : std::max(channels, 1);
   if (to.asked_wires >= wanted || attach(rank)) return true;
   if (address.pid != 0 && !to.unreachable) throw std::bad_alloc();
   if (channels == 0) return false;
   for (; to.asked_wires < wanted; ++to.asked_wires) {
-    wire_news_.push_back({rank, to.asked_wires, false});
+    wire_events_.push_back({rank, to.asked_wires, false});
   }
   return true;
 }
@@ -51,14 +51,14 @@ void Messages::add_wire(int rank, int channel, int fd) {
   if (!other.sends.empty()) push(other);
   pull_wires(rank, true);
   anything_ended_ = true;  // who sleeps has to look at this one, too
-  settle();
-  hand_over();
+  notify_ended();
+  delegate_to_server();
 }
 
 void Messages::attend() {
   const Lock lock(lock_);
   attends_ = true;
-  hand_over();
+  delegate_to_server();
 }
 
 void Messages::close_in_child() {
@@ -70,14 +70,14 @@ void Messages::close_in_child() {
 
 // ---- moving bytes -------------------------------------------------------------------------
 
-bool Messages::progress_wires(const Op* awaited) {
+bool Messages::progress_wires(const Operation* awaited) {
   bool moved = false;
   for (int rank : wired_) {
     if (awaited != nullptr && awaited->peer >= 0 && awaited->peer != rank) continue;
     moved |= pull_wires(rank, awaited == nullptr);
     if (!peer(rank).sends.empty()) moved |= push(peer(rank));
   }
-  if (parting_ != 0) end_partings();
+  if (departing_ != 0) end_departures();
   return moved;
 }
 
@@ -113,14 +113,14 @@ bool Messages::pull_wire(int source, Wire& wire) {
       pulled += sizeof(FrameHead);
     }
     const size_t at = wire.in.at;
-    const size_t nbytes = wire.read(place(from, at), wire.in.left());
+    const size_t nbytes = wire.read(address_of(from, at), wire.in.left());
     pulled += nbytes;
     wire.in.at += nbytes;
-    if (Op* const done = advance(from, at, nbytes)) finish(*done, Code::ok);
+    if (Operation* const done = advance(from, at, nbytes)) finish(*done, Code::ok);
     // Another system call would find nothing, most likely.
     more = wire.in.left() != 0 ? nbytes != 0 : wire.has_buffered();
   }
-  if (wire.has_ended() && !had_ended) wire_news_.push_back({source, wire.channel, true});
+  if (wire.has_ended() && !had_ended) wire_events_.push_back({source, wire.channel, true});
   return pulled != 0;
 }
 
@@ -130,12 +130,12 @@ bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& he
   if (head.kind != kPart && wire.channel == 0) {
     if (from.in_frame || !open_frame(from, source, head)) return false;
     from.in_parts = head.kind == kInParts;
-    if (from.in_parts) ++from.parted_in;
+    if (from.in_parts) ++from.multipart_in;
     wire.in = {0, from.in_parts ? 0 : static_cast<size_t>(head.nbytes)};
     return true;
   }
-  if (!from.in_frame || !from.in_parts || head.context != from.parted_in) {
-    if (head.kind == kPart && head.context > from.parted_in) return false;
+  if (!from.in_frame || !from.in_parts || head.context != from.multipart_in) {
+    if (head.kind == kPart && head.context > from.multipart_in) return false;
   } else if (const uint64_t at = static_cast<uint64_t>(head.tag);
              at <= from.frame.nbytes && head.nbytes <= from.frame.nbytes - at) {
     wire.in = {static_cast<size_t>(at), static_cast<size_t>(at + head.nbytes)};
@@ -146,7 +146,7 @@ bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& he
 }
 
 // Leave to the wires what they take; whether the frame is complete. `moved`: set if they took any.
-bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
+bool Messages::push_wires(Peer& to, Operation& op, bool* moved) {
   Wire* const first = to.first_wire();
   if (first == nullptr) return false;
   const Envelope& envelope = op.envelope;
@@ -155,8 +155,8 @@ bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
     static_cast<size_t>(std::max(addresses_[static_cast<size_t>(op.peer)].channels, 1));
   if (!op.started) {
     op.started = true;
-    op.in_parts = channels > 1 && nbytes >= kPartedBytes;
-    if (op.in_parts) ++to.parted_out;
+    op.in_parts = channels > 1 && nbytes >= kMultipartBytes;
+    if (op.in_parts) ++to.multipart_out;
     op.moved = op.in_parts ? 0 : nbytes;
     const FrameKind kind = op.in_parts ? kInParts : kWhole;
     first->begin({envelope.context, envelope.tag, envelope.nbytes, envelope.info, kind},
@@ -170,7 +170,7 @@ bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
     for (const auto& wire : to.wires) {
       if (wire->is_idle() && op.moved != nbytes) {
         const size_t end = std::min(op.moved + share, nbytes);
-        wire->begin({to.parted_out, static_cast<int64_t>(op.moved), end - op.moved, 0, kPart},
+        wire->begin({to.multipart_out, static_cast<int64_t>(op.moved), end - op.moved, 0, kPart},
                     {op.moved, end});
         op.moved = end;
       }
@@ -185,10 +185,10 @@ bool Messages::push_wires(Peer& to, Op& op, bool* moved) {
 // ---- sleeping -----------------------------------------------------------------------------
 
 // Tell Python which wires are needed, and which have ended.
-void Messages::tell_of_wires(Lock& lock) {
-  if (wire_news_.empty() || !wire_) return;
-  const auto news = std::move(wire_news_);
-  wire_news_.clear();
+void Messages::report_wires(Lock& lock) {
+  if (wire_events_.empty() || !wire_) return;
+  const auto news = std::move(wire_events_);
+  wire_events_.clear();
   lock.unlock();
   for (const auto& [rank, channel, ended] : news) wire_(rank, channel, ended);
   lock.lock();

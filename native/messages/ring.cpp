@@ -36,10 +36,10 @@ void Ring::choose_bytes(size_t bytes) {
 }
 
 size_t Ring::room() {
-  if (at_ - other_ > bytes_ - kStepBytes || other_ < cut_end_) {
+  if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
     other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
   }
-  if (other_ < cut_end_) return 0;
+  if (other_ < abort_end_) return 0;
   // The padding of a frame is not written, and may reach beyond what the receiver has released.
   const uint64_t used = at_ - other_;
   return used < bytes_ ? bytes_ - used : 0;
@@ -53,17 +53,17 @@ void Ring::write(const void* from, size_t nbytes) {
   at_ += nbytes;
 }
 
-void Ring::cut() {
-  words->cut.store(at_, std::memory_order_relaxed);  // with `tail`
+void Ring::abort_frame() {
+  words->aborted_at.store(at_, std::memory_order_relaxed);  // with `tail`
   // At least a byte, so that there is something to be read.
   ++at_;
   pad();
-  cut_end_ = at_;
+  abort_end_ = at_;
   publish();
 }
 
-size_t Ring::before_cut(size_t nbytes) const {
-  const uint64_t cut = words->cut.load(std::memory_order_relaxed);  // seen with `tail`
+size_t Ring::before_abort(size_t nbytes) const {
+  const uint64_t cut = words->aborted_at.load(std::memory_order_relaxed);  // seen with `tail`
   return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
 }
 
@@ -106,9 +106,9 @@ void Ring::lend(const FrameHead& head, const char* data) {
 // acquire: answer()
 LoanState Ring::loan_state() const { return state_of(words->loan.load(std::memory_order_acquire)); }
 
-LoanState Ring::take_back() {
+LoanState Ring::revoke() {
   uint64_t word = word_of(loans_, LoanState::lent);
-  words->loan.compare_exchange_strong(word, word_of(loans_, LoanState::taken_back));
+  words->loan.compare_exchange_strong(word, word_of(loans_, LoanState::revoked));
   full_fence();  // before what was lent is changed
   return state_of(word);
 }

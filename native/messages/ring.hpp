@@ -66,7 +66,7 @@ enum class LoanState : uint64_t {
   lent,
   read,
   refused,     // its receiver cannot read it: the payload is to follow in the ring
-  taken_back,  // what has been read may be something else by now
+  revoked,  // what has been read may be something else by now
 };
 constexpr uint64_t kLoanStates = 4;
 static_assert(sizeof(FrameHead) + sizeof(Loan) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
@@ -84,13 +84,13 @@ inline void copy_bytes(void* into, const void* from, size_t nbytes) {
 
 struct RingWords {
   // Bytes ever written. Written by the sender (release), read by the receiver (acquire).
-  alignas(kLineBytes) std::atomic<uint64_t> tail;
+  alignas(kInterferenceBytes) std::atomic<uint64_t> tail;
   // At this byte the sender has left off a frame before its end. Written by it before `tail`.
-  std::atomic<uint64_t> cut;
+  std::atomic<uint64_t> aborted_at;
   // Bytes ever read. Written by the receiver (release), read by the sender (acquire).
-  alignas(kLineBytes) std::atomic<uint64_t> head;
+  alignas(kInterferenceBytes) std::atomic<uint64_t> head;
   // Set by a sender that waits for room, taken back by the receiver that rings its bell.
-  alignas(kLineBytes) std::atomic<uint32_t> wants_room;
+  alignas(kInterferenceBytes) std::atomic<uint32_t> wants_room;
   // Set by the sender once, before it writes for the first time: first the ring's size.
   std::atomic<uint64_t> bytes;
   std::atomic<uint32_t> joined;
@@ -100,21 +100,21 @@ struct RingWords {
   std::atomic<uint64_t> nonce_at;
   // Number * kLoanStates + state. The sender lends; then either end says what has become of that,
   // whoever is first (compare-and-swap).
-  alignas(kLineBytes) std::atomic<uint64_t> loan;
+  alignas(kInterferenceBytes) std::atomic<uint64_t> loan;
 };
 
 // Whom a rank that has written or read something must wake.
 struct Bells {
   // Threads that wait for a message of their own; `sleepers` of them sleep on `waiters`.
-  alignas(kLineBytes) std::atomic<uint64_t> waiters;
+  alignas(kInterferenceBytes) std::atomic<uint64_t> waiters;
   std::atomic<uint32_t> sleepers;
   // The thread that serves what nobody waits for. It sleeps on `server`; `server_wants` says what
   // it is to be woken for.
-  alignas(kLineBytes) std::atomic<uint64_t> server;
+  alignas(kInterferenceBytes) std::atomic<uint64_t> server;
   std::atomic<uint32_t> server_wants;
   // Set by the one thread that sleeps on wires and a pipe instead, taken back by who rings that: it
   // is file `pipe` of the owner.
-  alignas(kLineBytes) std::atomic<uint32_t> polls;
+  alignas(kInterferenceBytes) std::atomic<uint32_t> polls;
   std::atomic<int32_t> pipe;
 };
 enum Wants : uint32_t { kNothing, kFullRings, kEverything };
@@ -124,7 +124,7 @@ struct InboxHead {
   uint64_t ranks;
   unsigned char nonce[kNonceBytes];
   // How many senders have joined; the owner then looks which.
-  alignas(kLineBytes) std::atomic<uint32_t> joined;
+  alignas(kInterferenceBytes) std::atomic<uint32_t> joined;
   // One more than the number of the core on which the owner last waited; 0: not known.
   std::atomic<uint32_t> core;
   Bells bells;
@@ -151,18 +151,18 @@ class Ring {
   void publish() { words->tail.store(at_, std::memory_order_release); }
   // Leave off the frame that has begun, without its rest: there is no such message. What follows has room
   // once the receiver is past it, so that there is one cut at a time.
-  void cut();
+  void abort_frame();
   void lend(const FrameHead& head, const char* data);
   LoanState loan_state() const;
   // Returns what had become of it.
-  LoanState take_back();
+  LoanState revoke();
 
   // --- the receiver's ---
-  void learn_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
+  void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
   size_t available();  // bytes that may be read
   void read(void* into, size_t nbytes, bool past_cache = false);
   // How many of the next bytes are before the cut.
-  size_t before_cut(size_t nbytes) const;
+  size_t before_abort(size_t nbytes) const;
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
@@ -177,7 +177,7 @@ class Ring {
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;     // this end's position
   uint64_t other_ = 0;  // the other end's, as last seen
-  uint64_t cut_end_ = 0;  // where the frame after the last cut begins
+  uint64_t abort_end_ = 0;  // where the frame after the last cut begins
   uint64_t loans_ = 0;  // the number of the last one
 };
 

@@ -49,13 +49,13 @@ void Wire::close_fd() {
   fd_ = -1;
 }
 
-void Wire::cut() {
+void Wire::abort() {
   if (has_ended()) return;
   shutdown(fd_, SHUT_RDWR);
-  is_mute = true;
+  cannot_send = true;
 }
 
-void Wire::part(std::vector<int>* fds) {
+void Wire::hand_back(std::vector<int>* fds) {
   if (has_ended()) return;
   shutdown(fd_, SHUT_WR);
   fds->push_back(fd_);
@@ -70,7 +70,7 @@ void Wire::begin(const FrameHead& head, Part part) {
 
 bool Wire::write(const char* payload, bool more, bool* moved) {
   const int flags = MSG_NOSIGNAL | MSG_DONTWAIT | (more ? MSG_MORE : 0);
-  while (!has_ended() && !is_mute && !is_idle()) {
+  while (!has_ended() && !cannot_send && !is_idle()) {
     const size_t head_left = sizeof(head_) - head_at_;
     iovec parts[2] = {
       {reinterpret_cast<char*>(&head_) + head_at_, head_left},
@@ -82,7 +82,7 @@ bool Wire::write(const char* payload, bool more, bool* moved) {
     const ssize_t sent = sendmsg(fd_, &message, flags);
     if (sent < 0) {
       // A broken wire may still hold something to read, which also tells of the end.
-      is_mute = !would_block();
+      cannot_send = !would_block();
       break;
     }
     const size_t of_head = std::min(static_cast<size_t>(sent), head_left);
@@ -139,7 +139,7 @@ size_t Wire::receive(char* into, size_t nbytes) {
 
 short Wire::wanted_events() const {
   if (has_ended()) return 0;
-  return static_cast<short>((is_blocked ? 0 : POLLIN) | (is_idle() || is_mute ? 0 : POLLOUT));
+  return static_cast<short>((is_blocked ? 0 : POLLIN) | (is_idle() || cannot_send ? 0 : POLLOUT));
 }
 
 void Wire::wake_for(size_t nbytes) {

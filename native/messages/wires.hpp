@@ -37,9 +37,9 @@ class Wire {
   bool has_ended() const { return fd_ < 0; }
   void close_fd();
   // Break it, for both ends: what has begun to go out cannot go on.
-  void cut();
+  void abort();
   // Tell the other end that nothing follows, and leave the socket to the caller unless it has ended.
-  void part(std::vector<int>* fds);
+  void hand_back(std::vector<int>* fds);
 
   // --- out: a head, then a part of a payload ---
   void begin(const FrameHead& head, Part part);
@@ -73,7 +73,7 @@ class Wire {
   // The events to sleep on; 0: there is no use in that.
   short wanted_events() const;
   // Whether nothing can be sent any more, though something may still come.
-  bool is_mute = false;
+  bool cannot_send = false;
   // The events that somebody sleeps on.
   short watched = 0;
 

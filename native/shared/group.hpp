@@ -35,7 +35,7 @@ class Group final : public Runner {
   // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
   Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
   // Every rank's program must have the same loops, as far as repeats go.
-  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
 
   // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
@@ -45,7 +45,7 @@ class Group final : public Runner {
   void ignore_pages() { ignores_pages_ = true; }
   bool was_direct() const { return direct_; }
 
-  void rouse() override;
+  void wake_waiters() override;
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
@@ -58,46 +58,46 @@ class Group final : public Runner {
   bool fits(const Program& program, const Buffers& buffers) const;
   bool fits_slot(const Step& step, int64_t itemsize) const;
   Status begin_epoch();
-  void enter(const Words& words, uint64_t stage);
-  Status compare(Words* words);
-  Status run_loops(const Program& program, Words words);
-  Status run_piece(const Step* first, const Step* end, Words words);
-  void move_on(const Loop& loop, int64_t times);
+  void enter_epoch(const AgreementWords& words, uint64_t stage);
+  Status compare(AgreementWords* words);
+  Status run_loops(const Program& program, AgreementWords words);
+  Status run_piece(const Step* first, const Step* end, AgreementWords words);
+  void advance(const Loop& loop, int64_t times);
   void post(const Step& step);
   Status run_step(const Step& step, int index);
   char* slot_of(const Step& step) const;
-  char* place(int64_t buf, int64_t off, int64_t* together) const;
+  char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
 
   // group_direct.cpp: reading posts where they lie
   // After a call in which only some ranks wished it: to begin anew costs a third.
-  static constexpr int kHoldsOff = 256;
+  static constexpr int kDirectPause = 256;
 
-  uint64_t wish(const Program& program, const Buffers& buffers);
+  uint64_t direct_bits(const Program& program, const Buffers& buffers);
   bool is_worth_reading(const Program& program, bool* posts);
   bool fits_direct(const Program& program) const;
-  bool is_worth_it(const Range& post, bool has_more_to_do);
-  void refer(const Step& step, char* slot) const;
-  void fetch(const Step& step, const char* slot);
-  Status part();
+  bool pays_off(const Range& post, bool has_more_to_do);
+  void post_address(const Step& step, char* slot) const;
+  void read_posted(const Step& step, const char* slot);
+  Status finish_direct();
 
-  void raise(uint64_t stage);
-  bool has_come(int peer, uint64_t value) const {
-    // acquire: pairs with the store in raise()
-    return segment_->line(peer).flag.load(std::memory_order_acquire) >= value;
+  void publish(uint64_t stage);
+  bool has_reached(int peer, uint64_t value) const {
+    // acquire: pairs with the store in publish()
+    return segment_->words(peer).flag.load(std::memory_order_acquire) >= value;
   }
   bool is_on_this_core(int peer);
   Status wait_for(int peer, uint64_t value, int step);
-  bool look(int peer, uint64_t value);
+  bool spin(int peer, uint64_t value);
   Status wait_slowly(int peer, uint64_t value, int step);
-  Code end_of(int peer) const;
+  Code exit_of(int peer) const;
 
-  const Origin origin_;
+  const ForkGuard fork_guard_;
   std::shared_ptr<Segment> segment_;
-  Reach reach_;
+  RemoteReader remote_reader_;
   HugePages huge_pages_;
   bool ignores_pages_ = false;
-  int holds_off_ = 0;  // for how many large calls this rank does not wish to read directly
+  int direct_pause_ = 0;  // for how many large calls this rank does not direct_bits to read directly
   int rank_;
   int ranks_;
   bool is_crowded_;
@@ -108,15 +108,15 @@ class Group final : public Runner {
   std::atomic<bool> aborted_{false};
   std::vector<int> pidfds_;
   std::function<bool()> poll_;
-  int64_t late_told_ns_ = 0;  // the deadline of the call that late_ was called for
+  int64_t late_called_ns_ = 0;  // the deadline of the call that late_ was called for
   // Of the run in progress.
-  struct Place {
+  struct Operand {
     char* data = nullptr;
-    Parts parts;
+    ArrayList parts;
     int64_t moved = 0;  // elements, by the loops' shifts
   };
-  Place input_;
-  Place output_;
+  Operand input_;
+  Operand output_;
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;

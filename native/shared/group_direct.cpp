@@ -22,19 +22,19 @@ constexpr int64_t kDirectBytes = 128 * 1024;
 // Up to this size of what one rank posts and another reads both find it in their caches.
 constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
 
-// How long a rank with a core of its own stays awake for others that are known to be reading. To be woken
+// How long a rank with a core of its own busy_rounds awake for others that are known to be reading. To be woken
 // would add a fifth to a broadcast of 4 MiB, which is read in 75 us.
 constexpr int64_t kReadingNs = 300'000;
 
 }  // namespace
 
-// What this rank says about direct reading in the call it begins: bits of Direct.
-uint64_t Group::wish(const Program& program, const Buffers& buffers) {
+// What this rank says about direct reading in the call it begins: bits of DirectReading.
+uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
-  if (most < kDirectBytes || !fits_direct(program) || reach_.has_failed()) return 0;
+  if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
   past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
-  if (holds_off_ != 0) {
-    --holds_off_;
+  if (direct_pause_ != 0) {
+    --direct_pause_;
     return 0;
   }
   bool posts = false;
@@ -43,7 +43,7 @@ uint64_t Group::wish(const Program& program, const Buffers& buffers) {
   } catch (const std::bad_alloc&) {
     return 0;
   }
-  return posts ? kWilling | kReferred : kWilling;
+  return posts ? kWilling | kPostsAddresses : kWilling;
 }
 
 // Whether this rank's posts may be read, and should be; says whether it has any.
@@ -52,7 +52,7 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
   bool in_one_piece = true;
   const auto range = [&](int64_t buf, int64_t off, int64_t count) {
     int64_t together = count;
-    const char* at = place(buf, off, &together);
+    const char* at = address_of(buf, off, &together);
     in_one_piece = in_one_piece && together == count;
     return Range{at, count * itemsize_};
   };
@@ -70,14 +70,14 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
         writes.pop_back();
       }
     }
-    move_on(*loop, loop->repeats);
+    advance(*loop, loop->repeats);
   }
   for (const Range& post : posts) {
     for (const Range& write : writes) {
       if (post.meets(write)) return false;
     }
     // Of the loops the first one has nearly everything.
-    if (post.nbytes >= kDirectBytes && !is_worth_it(post, !writes.empty())) return false;
+    if (post.nbytes >= kDirectBytes && !pays_off(post, !writes.empty())) return false;
   }
   *has_posts = !posts.empty();
   return in_one_piece;
@@ -86,11 +86,11 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
 // Small pages take the kernel three times as long: a quarter of them is what a rank loses that saves the
 // time of filling its slot. One that does nothing but post saves none, and gains something only while
 // the kernel's copy is faster than one out of a slot.
-bool Group::is_worth_it(const Range& post, bool has_more_to_do) {
+bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;
   const bool is_faster = post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
   if (!has_more_to_do && !is_faster) return false;
-  return huge_pages_.hold(post.at, static_cast<size_t>(post.nbytes));
+  return huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
 }
 
 // Whether this is large data that is only moved, by steps that go on where they ended when a loop
@@ -117,36 +117,36 @@ bool Group::fits_direct(const Program& program) const {
 }
 
 // Post the address of a step's elements.
-void Group::refer(const Step& step, char* slot) const {
+void Group::post_address(const Step& step, char* slot) const {
   int64_t together = step.count;
-  const auto at = reinterpret_cast<uintptr_t>(place(step.src_buf, step.src_off, &together));
+  const auto at = reinterpret_cast<uintptr_t>(address_of(step.src_buf, step.src_off, &together));
   const auto address = static_cast<uint64_t>(at);
   std::memcpy(slot, &address, sizeof(address));
 }
 
 // Read a step's elements from where their rank says that they are.
-void Group::fetch(const Step& step, const char* slot) {
+void Group::read_posted(const Step& step, const char* slot) {
   uint64_t from = 0;
   std::memcpy(&from, slot, sizeof(from));
   int64_t count = step.count * repeats_;
-  char* into = place(step.dst_buf, step.dst_off, &count);
+  char* into = address_of(step.dst_buf, step.dst_off, &count);
   const auto nbytes = static_cast<size_t>(count * itemsize_);
-  const bool is_read = reach_.has_all() && reach_.read(static_cast<int>(step.peer), into, from, nbytes);
+  const bool is_read = remote_reader_.can_read_all() && remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
   // That rank is gone, or the kernel forbids it. No post is changed before all know.
   if (!is_read) has_failed_ = true;
 }
 
 // Wait until all have read what they read here, and make sure that nobody has changed what was read.
-Status Group::part() {
+Status Group::finish_direct() {
   Status status = begin_epoch();
   if (!status.is_ok()) return status;
-  enter({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
+  enter_epoch({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
   const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
   for (int i = 1; i < ranks_; ++i) {
     const int peer = other(i);
-    for (int look = 1; !has_come(peer, epoch_ * kStages); ++look) {
+    for (int look = 1; !has_reached(peer, epoch_ * kStages); ++look) {
       if (look % 64 == 0 && (now_ns() >= stays_until_ns || is_on_this_core(peer))) break;
-      relax();
+      cpu_pause();
     }
     status = wait_for(peer, epoch_ * kStages, -1);
     if (!status.is_ok()) return status;
@@ -155,13 +155,13 @@ Status Group::part() {
   full_fence();
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
-    const Line& line = segment_->line(other(i));
-    if (line.gave_up.load(std::memory_order_relaxed) != 0) return {Code::aborted, other(i), -1};
-    has_failed |= (line.words[epoch_ & 1].direct & kFailed) != 0;
+    const RankWords& theirs = segment_->words(other(i));
+    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0) return {Code::aborted, other(i), -1};
+    has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
   }
   ++epoch_;
   if (!has_failed) return {};
-  reach_.fail();
+  remote_reader_.disable();
   return {Code::divided, rank_, -1};
 }
 

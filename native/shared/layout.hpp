@@ -2,7 +2,7 @@
 //
 // One segment per process group and host:
 //
-//     Header | Line of rank 0 | ... | Line of rank p-1 | slots of rank 0 | ... | slots of rank p-1
+//     Header | RankWords of rank 0 | ... | RankWords of rank p-1 | slots of rank 0 | ... | slots of rank p-1
 //
 // Every rank executes the same sequence of epochs (one per piece of a call, or per loop and one
 // more where posts are read where they lie). In epoch e it may
@@ -17,6 +17,8 @@
 
 #include <sched.h>
 
+#include "core/agreement.hpp"
+
 namespace unisono {
 
 // Stages per epoch: a stage is one publication. A ring of 1,000 ranks needs 1,998.
@@ -24,51 +26,44 @@ constexpr uint64_t kStages = 4096;
 
 // Two adjacent cache lines: the prefetcher of x86 fetches them in pairs, so that words nearer than
 // this disturb each other even when they lie in different lines.
-constexpr size_t kLineBytes = 128;
+constexpr size_t kInterferenceBytes = 128;
 
 // Of the random numbers by which a process, or its memory, is known.
 constexpr size_t kNonceBytes = 16;
 
-// What a rank says about the call it is in; valid for two epochs, hence one per parity.
-struct Words {
-  uint64_t fingerprint;
-  uint64_t even;
-  uint64_t direct = 0;  // bits of Direct
-};
-
 // Whether a rank's posts may be read where they lie, instead of from its slot; see Group::run.
-enum Direct : uint64_t {
+enum DirectReading : uint64_t {
   kWilling = 1,   // it has no post that should go into the slot
-  kReferred = 2,  // its slot holds the addresses of what it posts
+  kPostsAddresses = 2,  // its slot holds the addresses of what it posts
   kFailed = 4,    // it could not read what was posted, afterwards
 };
 
-enum End : uint32_t { kTakesPart = 0, kLeft = 1, kAborted = 2 };
+enum Membership : uint32_t { kMember = 0, kLeft = 1, kAborted = 2 };
 
-struct alignas(kLineBytes) Line {
+struct alignas(kInterferenceBytes) RankWords {
   // Written by the owner only (release); read by every rank (acquire).
   std::atomic<uint64_t> flag;
   // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
   // epoch before the last; read after seeing that flag.
-  Words words[2];
-  // Why the owner takes part in nothing any more, an End. In the line of the flag, so that
+  AgreementWords agreements[2];
+  // Why the owner takes part in nothing any more, a Membership. In the line of the flag, so that
   // looking at it costs nothing.
-  std::atomic<uint32_t> end;
+  std::atomic<uint32_t> membership;
   // One more than the number of the core on which the owner last ran for longer; 0: not known.
   std::atomic<uint32_t> core;
 
   // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
-  alignas(kLineBytes) std::atomic<uint32_t> sleepers;
+  alignas(kInterferenceBytes) std::atomic<uint32_t> sleepers;
 
-  // A random number in the owner's memory and where it is there, for Reach. Written before the first epoch.
+  // A random number in the owner's memory and where it is there, for RemoteReader. Written before the first epoch.
   unsigned char nonce[kNonceBytes];
   uint64_t nonce_at;
 
   // Whether the owner has left a call before all had read its posts where they lie; see Group::run.
-  std::atomic<uint32_t> gave_up;
+  std::atomic<uint32_t> abandoned_posts;
 };
 
-struct alignas(kLineBytes) Header {
+struct alignas(kInterferenceBytes) Header {
   uint64_t magic;
   uint64_t ranks;
   uint64_t slot_bytes;
@@ -77,13 +72,13 @@ struct alignas(kLineBytes) Header {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
-static_assert(sizeof(Line) == 2 * kLineBytes && sizeof(Header) == kLineBytes, "layout");
+static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes, "layout");
 
 // Say on which core this thread runs, as one more than its number; 0: not known.
-inline uint32_t tell_core(std::atomic<uint32_t>& told) {
+inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
   // Others look at this line all the time: each store takes it from them.
-  if (told.load(std::memory_order_relaxed) != core) told.store(core, std::memory_order_relaxed);
+  if (recorded.load(std::memory_order_relaxed) != core) recorded.store(core, std::memory_order_relaxed);
   return core;
 }
 

@@ -51,32 +51,32 @@ bool is_huge_at(int page_map, uint64_t address) {
 
 }  // namespace
 
-bool HugePages::hold(const void* data, size_t nbytes) {
-  for (Known& known : known_) {
+bool HugePages::covers(const void* data, size_t nbytes) {
+  for (Entry& known : entries_) {
     if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.is_huge;
   }
   // One look for each MiB, for memory often begins and ends with small pages.
-  const auto looks = std::clamp<uint64_t>(nbytes >> 20, 2, 16);
+  const auto spins = std::clamp<uint64_t>(nbytes >> 20, 2, 16);
   const auto at = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
   // Opened each time: a descriptor that is kept would be the parent's in the child of a fork.
   const int page_map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   uint64_t found = 0;
-  for (uint64_t i = 0; i < looks; ++i) {
-    if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * looks))) ++found;
+  for (uint64_t i = 0; i < spins; ++i) {
+    if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * spins))) ++found;
   }
   if (page_map >= 0) close(page_map);
-  const bool is_huge = found * 8 >= looks * 7;
-  known_[next_++ % std::size(known_)] = {data, nbytes, is_huge, 0};
+  const bool is_huge = found * 8 >= spins * 7;
+  entries_[next_++ % std::size(entries_)] = {data, nbytes, is_huge, 0};
   return is_huge;
 }
 
-bool read_from(int pid, const Token* token, void* into, uint64_t from, size_t nbytes) {
+bool read_process(int pid, const ProcessProof* proof, void* into, uint64_t from, size_t nbytes) {
   // One call moves 2 GiB at most.
   constexpr size_t kPartBytes = size_t{1} << 30;
   const auto address = [](uint64_t at) { return reinterpret_cast<void*>(static_cast<uintptr_t>(at)); };
-  const Token nothing{nullptr, 0};
-  const size_t token_bytes = token == nullptr ? 0 : kNonceBytes;
-  const Token& its = token == nullptr ? nothing : *token;
+  const ProcessProof nothing{nullptr, 0};
+  const size_t token_bytes = proof == nullptr ? 0 : kNonceBytes;
+  const ProcessProof& its = proof == nullptr ? nothing : *proof;
   do {
     const size_t part = std::min(nbytes, kPartBytes);
     unsigned char found[kNonceBytes];
@@ -93,23 +93,23 @@ bool read_from(int pid, const Token* token, void* into, uint64_t from, size_t nb
   return true;
 }
 
-Reach::Reach(Segment& segment, int rank, std::vector<int> pids)
+RemoteReader::RemoteReader(Segment& segment, int rank, std::vector<int> pids)
     : segment_(segment), rank_(rank), pids_(std::move(pids)) {
-  if (getrandom(nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) has_all_ = kNo;
-  Line& line = segment_.line(rank_);
-  std::memcpy(line.nonce, nonce_, sizeof(nonce_));
-  line.nonce_at = reinterpret_cast<uintptr_t>(nonce_);
+  if (getrandom(nonce_, sizeof(nonce_), 0) != sizeof(nonce_)) can_read_all_ = kNo;
+  RankWords& mine = segment_.words(rank_);
+  std::memcpy(mine.nonce, nonce_, sizeof(nonce_));
+  mine.nonce_at = reinterpret_cast<uintptr_t>(nonce_);
 }
 
-bool Reach::has_all() {
-  if (has_all_ != kUnknown) return has_all_ == kYes;
-  has_all_ = kYes;
+bool RemoteReader::can_read_all() {
+  if (can_read_all_ != kUnknown) return can_read_all_ == kYes;
+  can_read_all_ = kYes;
   for (int peer = 0; peer < segment_.ranks(); ++peer) {
-    const Line& line = segment_.line(peer);
-    const Token token{line.nonce, line.nonce_at};
-    if (!read_from(pids_[static_cast<size_t>(peer)], &token, nullptr, 0, 0)) has_all_ = kNo;
+    const RankWords& theirs = segment_.words(peer);
+    const ProcessProof proof{theirs.nonce, theirs.nonce_at};
+    if (!read_process(pids_[static_cast<size_t>(peer)], &proof, nullptr, 0, 0)) can_read_all_ = kNo;
   }
-  return has_all_ == kYes;
+  return can_read_all_ == kYes;
 }
 
 }  // namespace unisono

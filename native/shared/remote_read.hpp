@@ -15,10 +15,10 @@ class HugePages {
  public:
   // Whether this range is in huge pages, but for an eighth; never with a kernel that cannot tell. The
   // answer may be some calls old.
-  bool hold(const void* data, size_t nbytes);
+  bool covers(const void* data, size_t nbytes);
 
  private:
-  struct Known {
+  struct Entry {
     const void* data = nullptr;
     size_t nbytes = 0;
     bool is_huge = false;
@@ -26,12 +26,12 @@ class HugePages {
   };
   // Pages become huge, or cease to be, behind our back.
   static constexpr int kUses = 256;
-  Known known_[8];
+  Entry entries_[8];
   size_t next_ = 0;
 };
 
 // A random number in a process by which others can tell that it is the one they mean.
-struct Token {
+struct ProcessProof {
   const unsigned char* bytes;
   uint64_t at;  // where that process has these
 };
@@ -39,32 +39,32 @@ struct Token {
 // Copy what a process has at an address; false: it cannot be read, or has not that token, unless this is
 // nullptr. `into` may have been written to then. With a token 128 KiB take a twentieth longer. A system call
 // also where the process is this one: of memory that has been given back it says so.
-bool read_from(int pid, const Token* token, void* into, uint64_t from, size_t nbytes);
+bool read_process(int pid, const ProcessProof* proof, void* into, uint64_t from, size_t nbytes);
 
-class Reach {
+class RemoteReader {
  public:
   // Tells the other ranks by its line how they can tell that they read this process.
-  Reach(Segment& segment, int rank, std::vector<int> pids);
-  Reach(const Reach&) = delete;
-  Reach& operator=(const Reach&) = delete;
+  RemoteReader(Segment& segment, int rank, std::vector<int> pids);
+  RemoteReader(const RemoteReader&) = delete;
+  RemoteReader& operator=(const RemoteReader&) = delete;
 
   // Whether this rank can read the memory of all others, which have entered an epoch. They
   // may be in other containers, where a process id means somebody else, or the kernel may forbid it.
-  bool has_all();
+  bool can_read_all();
   // Do not try again.
-  void fail() { has_all_ = kNo; }
-  bool has_failed() const { return has_all_ == kNo; }
+  void disable() { can_read_all_ = kNo; }
+  bool is_disabled() const { return can_read_all_ == kNo; }
 
-  // As read_from. Without a token: a call in which a rank has gone does not end well.
+  // As read_process. Without a token: a call in which a rank has gone does not end well.
   bool read(int peer, void* into, uint64_t from, size_t nbytes) const {
-    return read_from(pids_[static_cast<size_t>(peer)], nullptr, into, from, nbytes);
+    return read_process(pids_[static_cast<size_t>(peer)], nullptr, into, from, nbytes);
   }
 
  private:
   Segment& segment_;
   const int rank_;
   const std::vector<int> pids_;
-  enum { kUnknown, kYes, kNo } has_all_ = kUnknown;
+  enum { kUnknown, kYes, kNo } can_read_all_ = kUnknown;
   unsigned char nonce_[kNonceBytes] = {};
 };
 

@@ -17,7 +17,7 @@ namespace {
 constexpr uint64_t kMagic = 0x316f6e6f73696e75;  // "unisono1"
 
 size_t total_bytes(size_t ranks, size_t slot_bytes) {
-  return sizeof(Header) + ranks * sizeof(Line) + ranks * 2 * slot_bytes;
+  return sizeof(Header) + ranks * sizeof(RankWords) + ranks * 2 * slot_bytes;
 }
 
 }  // namespace
@@ -43,8 +43,8 @@ int Segment::create(int ranks, size_t slot_bytes, const unsigned char* nonce) {
   header->ranks = static_cast<uint64_t>(ranks);
   header->slot_bytes = slot_bytes;
   std::memcpy(header->nonce, nonce, sizeof(header->nonce));
-  place();
-  for (int rank = 0; rank < ranks; ++rank) new (&lines_[rank]) Line{};
+  locate();
+  for (int rank = 0; rank < ranks; ++rank) new (&words_[rank]) RankWords{};
   return 0;
 }
 
@@ -70,7 +70,7 @@ int Segment::attach(int pid, int fd, const unsigned char* nonce) {
       bytes_ != total_bytes(header->ranks, header->slot_bytes)) {
     return EXDEV;
   }
-  place();
+  locate();
   return 0;
 }
 
@@ -81,10 +81,10 @@ int Segment::map(int fd) {
   return 0;
 }
 
-void Segment::place() {
+void Segment::locate() {
   header_ = static_cast<Header*>(base_);
-  lines_ = reinterpret_cast<Line*>(static_cast<char*>(base_) + sizeof(Header));
-  slots_ = reinterpret_cast<char*>(lines_ + header_->ranks);
+  words_ = reinterpret_cast<RankWords*>(static_cast<char*>(base_) + sizeof(Header));
+  slots_ = reinterpret_cast<char*>(words_ + header_->ranks);
   slot_bytes_ = header_->slot_bytes;
 }
 

@@ -18,7 +18,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
   ~Segment();
 
-  // Make the memory; returns 0 or an errno. `fd()` stays open until close_fd().
+  // Make the memory; returns 0 or an errno. `fd()` busy_rounds open until close_fd().
   int create(int ranks, size_t slot_bytes, const unsigned char* nonce);
 
   // Map the memory that process `pid` holds open as `fd`; returns 0 or an errno. EXDEV: it opened,
@@ -31,20 +31,20 @@ class Segment {
   size_t slot_bytes() const { return header_->slot_bytes; }
   size_t bytes() const { return bytes_; }
 
-  Line& line(int rank) const { return lines_[rank]; }
+  RankWords& words(int rank) const { return words_[rank]; }
   char* slot(int rank, uint64_t epoch) const {
     return slots_ + (2 * static_cast<size_t>(rank) + (epoch & 1)) * slot_bytes_;
   }
 
  private:
   int map(int fd);
-  void place();
+  void locate();
 
   int fd_ = -1;
   void* base_ = nullptr;
   size_t bytes_ = 0;
   Header* header_ = nullptr;
-  Line* lines_ = nullptr;
+  RankWords* words_ = nullptr;
   char* slots_ = nullptr;
   size_t slot_bytes_ = 0;
 };

@@ -37,16 +37,16 @@ Steps::Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<i
   }
 }
 
-char* Steps::place(int64_t buf, int64_t off) const {
+char* Steps::address_of(int64_t buf, int64_t off) const {
   if (buf == kScratch) return buffers_.scratch + off * itemsize_;
-  const Parts& parts = buf == kInput ? buffers_.input_parts : buffers_.output_parts;
+  const ArrayList& parts = buf == kInput ? buffers_.input_list : buffers_.output_list;
   if (parts.at != nullptr) return parts.at[off / parts.count] + off % parts.count * itemsize_;
   // INPUT is never written: step_fits.
   char* base = buf == kInput ? const_cast<char*>(buffers_.input) : buffers_.output;
   return base + off * itemsize_;
 }
 
-Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
                   int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
   for (size_t i = 0; i < program.step_count; ++i) {
@@ -56,19 +56,19 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   reduce_ = reduce;
   Status status;
   try {
-    join(program, buffers);
-    begin(timeout_ns, idler);
-    status = perform(program, words);
+    gather_lists(program, buffers);
+    begin_run(timeout_ns, idler);
+    status = agree_and_execute(program, words);
   } catch (const std::bad_alloc&) {
     status = {Code::no_memory, rank_};
   }
-  end();
-  if (status.is_ok()) spread(buffers);
+  end_run();
+  if (status.is_ok()) scatter_lists(buffers);
   return status;
 }
 
 // Whether each step has to do with one array of the list only, in this buffer.
-bool Steps::keeps_apart(const Program& program, int64_t buf, const Parts& parts) {
+bool Steps::stays_within_arrays(const Program& program, int64_t buf, const ArrayList& parts) {
   const auto inside = [&parts](int64_t off, int64_t count) {
     return count != 0 && off % parts.count + count <= parts.count;
   };
@@ -80,10 +80,10 @@ bool Steps::keeps_apart(const Program& program, int64_t buf, const Parts& parts)
 }
 
 // Make one array of a list if a message holds several of its arrays.
-void Steps::join(const Program& program, const Buffers& given) {
+void Steps::gather_lists(const Program& program, const Buffers& given) {
   buffers_ = given;
-  const auto gather = [&](int64_t buf, Parts* parts, int64_t total, std::vector<char>* into) {
-    if (parts->at == nullptr || keeps_apart(program, buf, *parts)) return false;
+  const auto gather = [&](int64_t buf, ArrayList* parts, int64_t total, std::vector<char>* into) {
+    if (parts->at == nullptr || stays_within_arrays(program, buf, *parts)) return false;
     into->resize(static_cast<size_t>(total * itemsize_));
     const int64_t part = parts->count * itemsize_;
     for (int64_t i = 0; part != 0 && i < total / parts->count; ++i) {
@@ -92,18 +92,18 @@ void Steps::join(const Program& program, const Buffers& given) {
     parts->at = nullptr;
     return true;
   };
-  if (gather(kInput, &buffers_.input_parts, given.input_count, &joined_input_)) {
+  if (gather(kInput, &buffers_.input_list, given.input_count, &joined_input_)) {
     buffers_.input = joined_input_.data();
   }
-  if (gather(kOutput, &buffers_.output_parts, given.output_count, &joined_output_)) {
+  if (gather(kOutput, &buffers_.output_list, given.output_count, &joined_output_)) {
     buffers_.output = joined_output_.data();
   }
 }
 
 // Copy what is in one array to the list that it stands for.
-void Steps::spread(const Buffers& given) const {
-  const Parts& parts = given.output_parts;
-  const bool is_joined = parts.at != buffers_.output_parts.at;
+void Steps::scatter_lists(const Buffers& given) const {
+  const ArrayList& parts = given.output_list;
+  const bool is_joined = parts.at != buffers_.output_list.at;
   if (!is_joined || given.output_is_readonly) return;
   const int64_t part = parts.count * itemsize_;
   for (int64_t i = 0; part != 0 && i < given.output_count / parts.count; ++i) {
@@ -111,7 +111,7 @@ void Steps::spread(const Buffers& given) const {
   }
 }
 
-Status Steps::perform(const Program& program, Words words) {
+Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
   steps_ = program.steps;
   count_ = program.step_count;
   uint64_t even = words.even;
@@ -126,13 +126,13 @@ Status Steps::perform(const Program& program, Words words) {
   }
   ++epoch_;
   if (words.fingerprint != 0 && agreement_ == nullptr) {
-    Status status = pass_around(words, &even);
+    Status status = agree(words, &even);
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
       const bool ended = status.code == Code::mismatch || status.code == Code::uneven;
-      for (size_t i = 0; i < said_.size() && ended; ++i) {  // the others are to learn of it
-        const auto* said = reinterpret_cast<const char*>(&said_[i]);
-        const Status sent = settle(said, said + sizeof(Verdict));
+      for (size_t i = 0; i < sent_verdicts_.size() && ended; ++i) {  // the others are to learn of it
+        const auto* said = reinterpret_cast<const char*>(&sent_verdicts_[i]);
+        const Status sent = wait_for_sends(said, said + sizeof(Verdict));
         if (!sent.is_ok()) status = sent;
       }
       // What was sent too early is for nobody.
@@ -145,19 +145,19 @@ Status Steps::perform(const Program& program, Words words) {
 
 // Every host's first rank hears from the others there, agrees with those of the other hosts, and
 // tells the result: there are as few messages between hosts as can be.
-Status Steps::pass_around(Words words, uint64_t* even) {
+Status Steps::agree(AgreementWords words, uint64_t* even) {
   Verdict verdict{words.fingerprint, words.even};
   Status status{};
   if (rank_ == leader_) {
     for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) {
-      status = hear(followers_[i], &verdict);
+      status = recv_verdict(followers_[i], &verdict);
     }
-    if (status.is_ok()) status = pass_among_hosts(&verdict);
-    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) say(followers_[i], verdict);
+    if (status.is_ok()) status = agree_among_hosts(&verdict);
+    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) send_verdict(followers_[i], verdict);
   } else {
-    say(leader_, verdict);
+    send_verdict(leader_, verdict);
     send_early();
-    status = hear(leader_, &verdict);
+    status = recv_verdict(leader_, &verdict);
   }
   if (!status.is_ok()) return status;
   *even = verdict.even;
@@ -165,31 +165,31 @@ Status Steps::pass_around(Words words, uint64_t* even) {
 }
 
 // In round k a leader says what it knows to the one 2^k further on, and hears from the one 2^k before.
-Status Steps::pass_among_hosts(Verdict* mine) {
+Status Steps::agree_among_hosts(Verdict* mine) {
   const size_t count = leaders_.size();
   const auto me = std::find(leaders_.begin(), leaders_.end(), rank_);
   const auto at = static_cast<size_t>(me - leaders_.begin());
   for (size_t distance = 1; distance < count; distance *= 2) {
-    holds_ = distance == 1;
-    say(leaders_[(at + distance) % count], *mine);
-    if (holds_) {
+    holds_sends_ = distance == 1;
+    send_verdict(leaders_[(at + distance) % count], *mine);
+    if (holds_sends_) {
       send_early();
-      let_go();
+      begin_held_sends();
     }
-    const Status status = hear(leaders_[(at + count - distance) % count], mine);
+    const Status status = recv_verdict(leaders_[(at + count - distance) % count], mine);
     if (!status.is_ok()) return status;
   }
   return {};
 }
 
-void Steps::say(int peer, const Verdict& verdict) {
-  said_.push_back(verdict);
-  send_to(peer, agreement_tag(), reinterpret_cast<const char*>(&said_.back()), sizeof(Verdict));
+void Steps::send_verdict(int peer, const Verdict& verdict) {
+  sent_verdicts_.push_back(verdict);
+  send_to(peer, agreement_tag(), reinterpret_cast<const char*>(&sent_verdicts_.back()), sizeof(Verdict));
 }
 
-Status Steps::hear(int peer, Verdict* into) {
+Status Steps::recv_verdict(int peer, Verdict* into) {
   Verdict heard{};
-  Op* op = new_op(peer, agreement_tag(), sizeof(heard));
+  Operation* op = new_op(peer, agreement_tag(), sizeof(heard));
   op->data = reinterpret_cast<char*>(&heard);
   Status status;
   try {
@@ -198,7 +198,7 @@ Status Steps::hear(int peer, Verdict* into) {
   } catch (const std::bad_alloc&) {
     status = {Code::no_memory, rank_};
   }
-  if (!status.is_ok()) messages_->give_up(*op);  // `heard` ends here
+  if (!status.is_ok()) messages_->cancel(*op);  // `heard` ends here
   free_ops_.push_back(op);
   into->merge(heard);
   return status;
@@ -211,12 +211,12 @@ void Steps::send_early() {
     const Step& step = steps_[i];
     if (step.op == kCopy) continue;
     if (!sends(step.op)) return;
-    const char* data = place(step.src_buf, step.src_off);
+    const char* data = address_of(step.src_buf, step.src_off);
     for (size_t j = 0; j < i; ++j) {  // what a copy is still to write cannot be sent yet
       const Step& copy = steps_[j];
       if (copy.op != kCopy) continue;
-      const char* into = place(copy.dst_buf, copy.dst_off);
-      const bool moves = into != place(copy.src_buf, copy.src_off);
+      const char* into = address_of(copy.dst_buf, copy.dst_off);
+      const bool moves = into != address_of(copy.src_buf, copy.src_off);
       if (moves && overlaps(into, into + bytes(copy), data, data + bytes(step))) return;
     }
     sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
@@ -230,7 +230,7 @@ void Steps::send_early() {
 Status Steps::execute() {
   // Without elements it is a barrier: whoever has agreed has heard from all.
   const auto has_elements = [](const Step& step) { return step.count != 0; };
-  if (std::none_of(steps_, steps_ + count_, has_elements)) return settle(nullptr, nullptr);
+  if (std::none_of(steps_, steps_ + count_, has_elements)) return wait_for_sends(nullptr, nullptr);
   for (at_ = 0; at_ < count_; ++at_) {
     const Step& step = steps_[at_];
     if (step.count == 0) continue;
@@ -243,30 +243,30 @@ Status Steps::execute() {
     const Status status = local ? compute(step) : receive(step);
     if (!status.is_ok()) return status;
   }
-  return settle(nullptr, nullptr);
+  return wait_for_sends(nullptr, nullptr);
 }
 
 Status Steps::compute(const Step& step) {
-  char* into = place(step.dst_buf, step.dst_off);
-  const char* from = place(step.src_buf, step.src_off);
-  const Status status = settle(into, into + bytes(step));
+  char* into = address_of(step.dst_buf, step.dst_off);
+  const char* from = address_of(step.src_buf, step.src_off);
+  const Status status = wait_for_sends(into, into + bytes(step));
   if (!status.is_ok()) return status;
   if (step.op == kReduce) {
     reduce_(into, into, from, static_cast<size_t>(step.count));
   } else if (into != from) {
     copy_chunked(into, from, bytes(step));
   }
-  messages_->nudge();
+  messages_->try_progress();
   return {};
 }
 
 Status Steps::receive(const Step& step) {
-  char* into = place(step.dst_buf, step.dst_off);
+  char* into = address_of(step.dst_buf, step.dst_off);
   char* const into_end = into + bytes(step);
   while (into != into_end) {
     if (receives_.empty()) {
       // Not posted yet, because its memory is still on its way out.
-      const Status status = settle(into, into_end);
+      const Status status = wait_for_sends(into, into_end);
       if (!status.is_ok()) return status;
       post_ahead();
     }
@@ -275,55 +275,55 @@ Status Steps::receive(const Step& step) {
     if (!status.is_ok()) return status;
     receives_.pop_front();
     expected_bytes_ -= receiving.nbytes;
-    if (receiving.spare != nullptr) {
-      status = settle(into, into + receiving.nbytes);
-      if (status.is_ok()) reduce(step, into, receiving.spare, receiving.nbytes);
+    if (receiving.staging != nullptr) {
+      status = wait_for_sends(into, into + receiving.nbytes);
+      if (status.is_ok()) reduce(step, into, receiving.staging, receiving.nbytes);
     }
     recycle(receiving);
     if (!status.is_ok()) return status;
     into += receiving.nbytes;
     post_ahead();
-    messages_->nudge();
+    messages_->try_progress();
   }
   return {};
 }
 
 // Two ranks that swap their vectors put the lower rank's operand first, so that both compute the
 // same expression; see Run.execute in engines/reference.py for where that matters.
-void Steps::reduce(const Step& step, char* into, char* spare, size_t nbytes) {
+void Steps::reduce(const Step& step, char* into, char* staging, size_t nbytes) {
   const size_t count = nbytes / static_cast<size_t>(itemsize_);
   if (step.op == kRecvReduce && step.peer < rank_) {
-    reduce_(into, spare, into, count);
+    reduce_(into, staging, into, count);
   } else {
-    reduce_(into, into, spare, count);
+    reduce_(into, into, staging, count);
   }
 }
 
-void Steps::begin(int64_t timeout_ns, Idler* idler) {
+void Steps::begin_run(int64_t timeout_ns, Idler* idler) {
   deadline_ns_ = now_ns() + timeout_ns;
   late_at_ns_ = deadline_ns_ - late_ns(timeout_ns);
-  late_told_ = false;
-  broken_ = {};
+  late_called_ = false;
+  send_failure_ = {};
   idler_ = idler;
   at_ = early_end_ = next_ = next_byte_ = expected_bytes_ = 0;
 }
 
 // Leave nothing behind that touches the caller's memory.
-void Steps::end() {
+void Steps::end_run() {
   for (const Sending& sending : sends_) {
-    messages_->give_up(*sending.op);
+    messages_->cancel(*sending.op);
     free_ops_.push_back(sending.op);
   }
   for (const Receiving& receiving : receives_) {
-    messages_->give_up(*receiving.op);
+    messages_->cancel(*receiving.op);
     recycle(receiving);
   }
   sends_.clear();
   receives_.clear();
-  said_.clear();
-  holds_ = false;
-  held_.clear();
-  messages_->rest();
+  sent_verdicts_.clear();
+  holds_sends_ = false;
+  held_sends_.clear();
+  messages_->end_waits();
 }
 
 }  // namespace unisono

@@ -32,7 +32,7 @@ class Steps final : public Runner {
   Steps& operator=(const Steps&) = delete;
 
   // Loops are not looked at.
-  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, Words words,
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
 
   void abort() override { aborted_.store(true, std::memory_order_relaxed); }
@@ -40,13 +40,13 @@ class Steps final : public Runner {
 
  private:
   struct Sending {
-    Op* op;
+    Operation* op;
     const char* first;
     const char* end;
   };
   struct Receiving {
-    Op* op;
-    char* spare;  // where it is received, to be reduced; nullptr: at its place
+    Operation* op;
+    char* staging;  // where it is received, to be reduced; nullptr: at its place
     size_t nbytes;
   };
   // What ranks say to one another in an agreement; fingerprint 0: not all are equal.
@@ -61,37 +61,37 @@ class Steps final : public Runner {
   };
 
   // steps.cpp: the order of things
-  Status perform(const Program& program, Words words);
-  Status pass_around(Words words, uint64_t* even);
-  Status pass_among_hosts(Verdict* mine);
-  Status hear(int peer, Verdict* into);
-  void say(int peer, const Verdict& verdict);
+  Status agree_and_execute(const Program& program, AgreementWords words);
+  Status agree(AgreementWords words, uint64_t* even);
+  Status agree_among_hosts(Verdict* mine);
+  Status recv_verdict(int peer, Verdict* into);
+  void send_verdict(int peer, const Verdict& verdict);
   void send_early();
   Status execute();
   Status receive(const Step& step);
   Status compute(const Step& step);
-  void reduce(const Step& step, char* into, char* spare, size_t nbytes);
-  static bool keeps_apart(const Program& program, int64_t buf, const Parts& parts);
-  void join(const Program& program, const Buffers& given);
-  void spread(const Buffers& given) const;
-  void begin(int64_t timeout_ns, Idler* idler);
-  void end();
+  void reduce(const Step& step, char* into, char* staging, size_t nbytes);
+  static bool stays_within_arrays(const Program& program, int64_t buf, const ArrayList& parts);
+  void gather_lists(const Program& program, const Buffers& given);
+  void scatter_lists(const Buffers& given) const;
+  void begin_run(int64_t timeout_ns, Idler* idler);
+  void end_run();
 
   // steps_move.cpp: messages
   void send(const Step& step);
   void send_to(int peer, int64_t tag, const char* data, size_t nbytes);
-  void begin_send(Op& op);
-  void let_go();
+  void begin_send(Operation& op);
+  void begin_held_sends();
   void post_ahead();
   bool post_next();
-  bool is_busy(const char* first, size_t nbytes) const;
-  Status settle(const char* first, const char* end);
-  Status wait(Op& op);
-  Status status_of(const Op& op) const;
-  Op* new_op(int peer, int64_t tag, size_t nbytes);
+  bool is_in_use(const char* first, size_t nbytes) const;
+  Status wait_for_sends(const char* first, const char* end);
+  Status wait(Operation& op);
+  Status status_of(const Operation& op) const;
+  Operation* new_op(int peer, int64_t tag, size_t nbytes);
   void recycle(const Receiving& receiving);
 
-  char* place(int64_t buf, int64_t off) const;
+  char* address_of(int64_t buf, int64_t off) const;
   size_t bytes(const Step& step) const { return static_cast<size_t>(step.count * itemsize_); }
   // Two tags per call; those of p2p messages are not negative.
   int64_t agreement_tag() const { return -2 * epoch_ - 1; }
@@ -116,27 +116,27 @@ class Steps final : public Runner {
   ReduceFn reduce_ = nullptr;
   int64_t deadline_ns_ = 0;
   int64_t late_at_ns_ = 0;
-  bool late_told_ = false;
-  Status broken_{};  // how a send ended as soon as it began
+  bool late_called_ = false;
+  Status send_failure_{};  // how a send ended as soon as it began
   Idler* idler_ = nullptr;
   size_t at_ = 0;         // the step that is executed
   size_t early_end_ = 0;  // sends before it have been sent
   size_t next_ = 0;       // the first step that may be a receive which is not posted
   size_t next_byte_ = 0;  // of that step
   size_t expected_bytes_ = 0;
-  std::deque<Verdict> said_;
+  std::deque<Verdict> sent_verdicts_;
   std::vector<Sending> sends_;
-  bool holds_ = false;     // sends are to begin together
-  std::vector<Op*> held_;
+  bool holds_sends_ = false;     // sends are to begin together
+  std::vector<Operation*> held_sends_;
   std::deque<Receiving> receives_;
 
   // Kept for the next run.
   std::vector<char> joined_input_;
   std::vector<char> joined_output_;
-  std::deque<Op> ops_;
-  std::vector<Op*> free_ops_;
-  std::vector<std::unique_ptr<char[]>> spares_;
-  std::vector<char*> free_spares_;
+  std::deque<Operation> ops_;
+  std::vector<Operation*> free_ops_;
+  std::vector<std::unique_ptr<char[]>> staging_;
+  std::vector<char*> free_staging_;
 };
 
 }  // namespace unisono

@@ -18,7 +18,7 @@ constexpr size_t kChunkBytes = 1024 * 1024;
 // blocks of 16 MiB those of several ranks are, so that whoever sends can.
 constexpr size_t kAheadSteps = 32;
 constexpr size_t kAheadBytes = 32 * kChunkBytes;
-constexpr size_t kSpares = 4;
+constexpr size_t kStagingBuffers = 4;
 
 bool receives(int64_t op) {
   return op == kRecv || op == kRecvReduce || op == kRead || op == kReadReduce;
@@ -28,16 +28,16 @@ bool receives(int64_t op) {
 
 // ---- operations ---------------------------------------------------------------------------
 
-Op* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
+Operation* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
   if (free_ops_.empty()) {
     free_ops_.reserve(ops_.size() + 1);  // end() must not need memory
     ops_.emplace_back();
     free_ops_.push_back(&ops_.back());
   }
-  Op* op = free_ops_.back();
+  Operation* op = free_ops_.back();
   free_ops_.pop_back();
-  op->~Op();
-  new (op) Op();
+  op->~Operation();
+  new (op) Operation();
   op->peer = ranks_[static_cast<size_t>(peer)];
   op->envelope = {context_, tag, nbytes, 0};
   return op;
@@ -45,41 +45,41 @@ Op* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
 
 void Steps::recycle(const Receiving& receiving) {
   free_ops_.push_back(receiving.op);
-  if (receiving.spare != nullptr) free_spares_.push_back(receiving.spare);
+  if (receiving.staging != nullptr) free_staging_.push_back(receiving.staging);
 }
 
 void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
   for (size_t sent = 0; sent < nbytes;) {
     const size_t piece = std::min(kChunkBytes, nbytes - sent);
-    Op* op = new_op(peer, tag, piece);
+    Operation* op = new_op(peer, tag, piece);
     op->is_send = true;
     op->data = const_cast<char*>(data + sent);  // only read
     sends_.push_back({op, data + sent, data + sent + piece});
-    holds_ ? held_.push_back(op) : begin_send(*op);
+    holds_sends_ ? held_sends_.push_back(op) : begin_send(*op);
     sent += piece;
   }
 }
 
-void Steps::begin_send(Op& op) {
+void Steps::begin_send(Operation& op) {
   messages_->begin(op);
   // Who waits for another rank would not hear that this one is gone.
-  if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) broken_ = status_of(op);
+  if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) send_failure_ = status_of(op);
 }
 
 // Begin what was held. What goes to one rank goes in one packet: to hand that to the network costs as
 // much as all the rest of a small message.
-void Steps::let_go() {
-  holds_ = false;
-  for (auto at = held_.begin(); at != held_.end(); ++at) {
-    (*at)->more = std::any_of(at + 1, held_.end(),
-                              [&](const Op* next) { return next->peer == (*at)->peer; });
+void Steps::begin_held_sends() {
+  holds_sends_ = false;
+  for (auto at = held_sends_.begin(); at != held_sends_.end(); ++at) {
+    (*at)->more = std::any_of(at + 1, held_sends_.end(),
+                              [&](const Operation* next) { return next->peer == (*at)->peer; });
     begin_send(**at);
   }
-  held_.clear();
+  held_sends_.clear();
 }
 
 void Steps::send(const Step& step) {
-  const char* data = place(step.src_buf, step.src_off);
+  const char* data = address_of(step.src_buf, step.src_off);
   if (step.peer >= 0) return send_to(static_cast<int>(step.peer), program_tag(), data, bytes(step));
   const int p = static_cast<int>(ranks_.size());
   for (int i = 1; i < p; ++i) send_to((rank_ + i) % p, program_tag(), data, bytes(step));
@@ -98,23 +98,23 @@ bool Steps::post_next() {
   const Step& step = steps_[next_];
   const size_t nbytes = std::min(kChunkBytes, bytes(step) - next_byte_);
   if (expected_bytes_ != 0 && expected_bytes_ + nbytes > kAheadBytes) return false;
-  char* into = place(step.dst_buf, step.dst_off) + next_byte_;
-  char* spare = nullptr;
+  char* into = address_of(step.dst_buf, step.dst_off) + next_byte_;
+  char* staging = nullptr;
   if (step.op == kRecvReduce || step.op == kReadReduce) {
-    if (free_spares_.empty()) {
-      if (spares_.size() == kSpares) return false;
-      spares_.reserve(kSpares);
-      free_spares_.reserve(kSpares);
-      spares_.emplace_back(new char[kChunkBytes]);
-      free_spares_.push_back(spares_.back().get());
+    if (free_staging_.empty()) {
+      if (staging_.size() == kStagingBuffers) return false;
+      staging_.reserve(kStagingBuffers);
+      free_staging_.reserve(kStagingBuffers);
+      staging_.emplace_back(new char[kChunkBytes]);
+      free_staging_.push_back(staging_.back().get());
     }
-    into = spare = free_spares_.back();
-  } else if (is_busy(into, nbytes)) {
+    into = staging = free_staging_.back();
+  } else if (is_in_use(into, nbytes)) {
     return false;
   }
   // First of all where end() finds it.
-  receives_.push_back({new_op(static_cast<int>(step.peer), program_tag(), nbytes), spare, nbytes});
-  if (spare != nullptr) free_spares_.pop_back();
+  receives_.push_back({new_op(static_cast<int>(step.peer), program_tag(), nbytes), staging, nbytes});
+  if (staging != nullptr) free_staging_.pop_back();
   receives_.back().op->data = into;
   messages_->begin(*receives_.back().op);
   expected_bytes_ += nbytes;
@@ -127,7 +127,7 @@ bool Steps::post_next() {
 }
 
 // Whether a step from now to `next_` still needs what is in this memory, or writes there.
-bool Steps::is_busy(const char* first, size_t nbytes) const {
+bool Steps::is_in_use(const char* first, size_t nbytes) const {
   const char* end = first + nbytes;
   for (const Sending& sending : sends_) {
     const bool done = sending.op->done.load(std::memory_order_acquire);  // release: finish()
@@ -135,8 +135,8 @@ bool Steps::is_busy(const char* first, size_t nbytes) const {
   }
   for (size_t i = at_; i < next_; ++i) {
     const Step& step = steps_[i];
-    const char* from = step.src_buf < 0 ? nullptr : place(step.src_buf, step.src_off);
-    const char* into = step.dst_buf < 0 ? nullptr : place(step.dst_buf, step.dst_off);
+    const char* from = step.src_buf < 0 ? nullptr : address_of(step.src_buf, step.src_off);
+    const char* into = step.dst_buf < 0 ? nullptr : address_of(step.dst_buf, step.dst_off);
     if (from != nullptr && overlaps(first, end, from, from + bytes(step))) return true;
     if (into != nullptr && overlaps(first, end, into, into + bytes(step))) return true;
   }
@@ -146,7 +146,7 @@ bool Steps::is_busy(const char* first, size_t nbytes) const {
 // ---- waiting ------------------------------------------------------------------------------
 
 // Wait for the sends that read [first, end); for all if nullptr.
-Status Steps::settle(const char* first, const char* end) {
+Status Steps::wait_for_sends(const char* first, const char* end) {
   size_t kept = 0;
   Status status{};
   for (const Sending& sending : sends_) {
@@ -167,18 +167,18 @@ Status Steps::settle(const char* first, const char* end) {
   return status;
 }
 
-Status Steps::wait(Op& op) {
-  if (!broken_.is_ok()) return broken_;
+Status Steps::wait(Operation& op) {
+  if (!send_failure_.is_ok()) return send_failure_;
   if (!op.done.load(std::memory_order_acquire)) {
     if (idler_ != nullptr) {
       idler_->idle();
       idler_ = nullptr;
     }
     Code code = Code::timeout;
-    if (late_ && !late_told_) {
+    if (late_ && !late_called_) {
       code = messages_->wait(op, std::max<int64_t>(late_at_ns_ - now_ns(), 0));
       if (code == Code::timeout) {
-        late_told_ = true;
+        late_called_ = true;
         late_();
       }
     }
@@ -190,7 +190,7 @@ Status Steps::wait(Op& op) {
   return op.code == Code::ok ? Status{} : status_of(op);
 }
 
-Status Steps::status_of(const Op& op) const {
+Status Steps::status_of(const Operation& op) const {
   // Not its `source`, which another thread may be writing until it is done.
   const auto found = std::find(ranks_.begin(), ranks_.end(), op.peer);
   const int peer = found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());

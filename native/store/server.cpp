@@ -54,7 +54,7 @@ void set_option(int fd, int level, int name, int value) {
 // Keeps the locks of all servers across a fork: the child must find every socket, to close its
 // copy. Otherwise it would keep the port open with nobody to answer, and the clients of a killed
 // parent would never see their connections end.
-class Forks {
+class ForkHandlers {
  public:
   static void add(Server* server) {
     static const int once = pthread_atfork(&before, &in_parent, &in_child);
@@ -102,7 +102,7 @@ Server::Owner Server::start(std::vector<int> listeners, int log_fd, Options opti
     server->close_sockets();
     throw std::runtime_error("no descriptors for a store server");
   }
-  Forks::add(server.get());
+  ForkHandlers::add(server.get());
   // Signals are for Python's main thread; taken here, they would not interrupt what it waits for.
   sigset_t all, before;
   sigfillset(&all);
@@ -143,9 +143,9 @@ Server::Server(std::vector<int> listeners, int log_fd, Options options)
   epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
 }
 
-void Server::End::operator()(Server* server) const {
+void Server::Stopper::operator()(Server* server) const {
   server->stop();
-  Forks::remove(server);
+  ForkHandlers::remove(server);
   // In the child of a fork there is no thread to join, and the table may be half changed: the
   // copy stays as it is.
   if (getpid() == server->pid_) delete server;

@@ -32,10 +32,10 @@ class Server {
     // So many may come after a client that has not said yet who it is; then it is dropped.
     std::size_t max_greetings = 4096;
   };
-  struct End {
+  struct Stopper {
     void operator()(Server* server) const;
   };
-  using Owner = std::unique_ptr<Server, End>;
+  using Owner = std::unique_ptr<Server, Stopper>;
 
   // Takes over listening sockets, and a pipe for lines of text; starts the thread.
   static Owner start(std::vector<int> listeners, int log_fd, Options options);
@@ -53,7 +53,7 @@ class Server {
     int fd;
     uint64_t id;
   };
-  friend class Forks;
+  friend class ForkHandlers;
 
   Server(std::vector<int> listeners, int log_fd, Options options);
   ~Server() = default;

@@ -162,22 +162,22 @@ void test_other_processes() {
   const int child = fork();
   char byte = 0;
   if (child == 0) {
-    Reach reach(segment, 1, {parent, getpid()});
+    RemoteReader reach(segment, 1, {parent, getpid()});
     secret = 42;
     const bool written = write(ready[1], &byte, 1) == 1 && read(done[0], &byte, 1) == 1;
     _exit(written && secret == 42 ? 0 : 1);
   }
   assert(read(ready[0], &byte, 1) == 1);
   int64_t copy = 0;
-  const Reach reach(segment, 0, {parent, child});
+  const RemoteReader reach(segment, 0, {parent, child});
   if (reach.read(1, &copy, reinterpret_cast<uintptr_t>(&secret), sizeof(copy))) {
     assert(copy == 42);
-    Reach right(segment, 0, {parent, child});
-    assert(right.has_all());
+    RemoteReader right(segment, 0, {parent, child});
+    assert(right.can_read_all());
     // Somebody else's process, as its number in another container may be.
-    segment.line(1).nonce[0] ^= 1;
-    Reach wrong(segment, 0, {parent, child});
-    assert(!wrong.has_all());
+    segment.words(1).nonce[0] ^= 1;
+    RemoteReader wrong(segment, 0, {parent, child});
+    assert(!wrong.can_read_all());
   }
   assert(write(done[1], &byte, 1) == 1);
   int status = 0;
@@ -197,7 +197,7 @@ void test_huge_pages() {
   madvise(small + half, half, MADV_HUGEPAGE);  // as the kernel likes
   std::fill_n(small, nbytes, 'x');
   HugePages pages;
-  for (int i = 0; i < 2; ++i) assert(!pages.hold(small, half) && !pages.hold(small, nbytes));
+  for (int i = 0; i < 2; ++i) assert(!pages.covers(small, half) && !pages.covers(small, nbytes));
   munmap(memory, nbytes + huge);
 }
 

@@ -188,13 +188,13 @@ void test_a_roused_rank_sleeps_again() {
     uint64_t even = 3;
     assert(first.agree(9, &even, kMinute).is_ok());
   });
-  const Line& line = segment->line(1);
+  const RankWords& theirs = segment->words(1);
   for (int round = 0; round < 3; ++round) {
-    while (line.sleepers.load() == 0) std::this_thread::yield();
-    second.rouse();  // for nothing
+    while (theirs.sleepers.load() == 0) std::this_thread::yield();
+    second.wake_waiters();  // for nothing
   }
   uint64_t even = 3;
-  second.rouse();
+  second.wake_waiters();
   assert(second.agree(9, &even, kMinute).is_ok());
   other.join();
 }
@@ -234,9 +234,9 @@ void test_the_child_of_a_fork_is_not_this_rank() {
   }
   int status = -1;
   assert(waitpid(child, &status, 0) == child && status == 0);
-  for (int rank : {0, 1}) assert(segment->line(rank).end.load() == kTakesPart);
+  for (int rank : {0, 1}) assert(segment->words(rank).membership.load() == kMember);
   other.reset();
-  assert(segment->line(1).end.load() == kLeft && !mine.is_aborted());
+  assert(segment->words(1).membership.load() == kLeft && !mine.is_aborted());
 }
 
 void test_bad_programs_are_refused() {
@@ -266,8 +266,8 @@ void test_attach_proves_the_memory() {
   assert(made.create(2, 4096, kNonce) == 0);
   Segment seen;
   assert(seen.attach(getpid(), made.fd(), kNonce) == 0);
-  seen.line(1).end.store(1);
-  assert(made.line(1).end.load() == 1);
+  seen.words(1).membership.store(1);
+  assert(made.words(1).membership.load() == 1);
   const unsigned char other[16] = {9};
   Segment wrong, absent;
   assert(wrong.attach(getpid(), made.fd(), other) == EXDEV);

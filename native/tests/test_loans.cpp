@@ -95,8 +95,8 @@ void test_who_gives_up_spoils_nothing() {
 void test_receives_keep_their_order() {
   World world(3);
   Matching matching(3);
-  Op ops[3];
-  for (Op& op : ops) {
+  Operation ops[3];
+  for (Operation& op : ops) {
     op.envelope = envelope(1, 8);
     matching.post(&op);
   }
@@ -104,7 +104,7 @@ void test_receives_keep_their_order() {
   assert(matching.take_posted(0, envelope(1, 8)) == &ops[1]);
   matching.post(&ops[1]);
   matching.post(&ops[0]);
-  for (Op& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
+  for (Operation& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
 }
 
 // To rank 1, rank 0 seems to be another process, as in another container.

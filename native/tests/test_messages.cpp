@@ -189,7 +189,7 @@ void test_messages_of_programs() {
   World world(3);
   const std::vector<char> out = pattern(2'000'000, 1);
   std::vector<char> in(out.size()), small(8);
-  Op sent;
+  Operation sent;
   sent.envelope = envelope(-2, out.size());
   sent.peer = 1;
   sent.is_send = true;

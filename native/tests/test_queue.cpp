@@ -16,7 +16,7 @@ constexpr int64_t kMinute = 60'000'000'000;
 // Counts its runs; the job's fingerprint says how it is to end.
 class Counter final : public Runner {
  public:
-  Status run(const Program&, const Buffers&, ReduceFn, Words words, int64_t, Idler*) override {
+  Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t, Idler*) override {
     // No lock: it is never called by two threads at once, which the thread sanitizer checks.
     ++runs;
     while (words.fingerprint == kStuck && !is_aborted()) std::this_thread::yield();

@@ -145,7 +145,7 @@ void test_a_wire_that_is_broken_one_way() {
   close(fds[1]);
   wire.begin({7, 1, 0, 5, kWhole}, {0, 0});
   bool moved = false;
-  assert(!wire.is_mute && !wire.write(nullptr, false, &moved) && wire.is_mute && !moved);
+  assert(!wire.cannot_send && !wire.write(nullptr, false, &moved) && wire.cannot_send && !moved);
   assert(wire.wanted_events() == 0);
   wire.is_blocked = false;
   assert(wire.wanted_events() == POLLIN);  // which tells of the end
