@@ -50,8 +50,8 @@ class TakenTurn {
 }  // namespace
 
 bool Key::operator==(const Key& other) const {
-  return count == other.count &&
-         std::memcmp(words.data(), other.words.data(), sizeof(int64_t) * static_cast<size_t>(count)) == 0;
+  return count == other.count && std::memcmp(words.data(), other.words.data(),
+                                             sizeof(int64_t) * static_cast<size_t>(count)) == 0;
 }
 
 size_t Key::hash() const {
@@ -80,19 +80,20 @@ void Calls::set_messenger(nb::handle_t<Messenger> messenger, nb::object failed) 
   message_failed_ = std::move(failed);
 }
 
-Job job_of(const CallSpec& spec, const Span& input, const Span& output, std::vector<char>& scratch) {
+Job job_of(const CallSpec& spec, const Span& input, const Span& output,
+           std::vector<char>& scratch) {
   const int64_t itemsize = spec.itemsize;
   const auto parts = [itemsize](const Span& span) -> ArrayList {
     if (span.parts.empty()) return {};
     return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
   };
-  return {spec.runner,
-          spec.program->view(),
-          {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize,
-           output.is_readonly, scratch.data(), spec.program->scratch_count, itemsize, parts(input),
-           parts(output)},
-          reduce_fn(static_cast<DType>(spec.dtype), static_cast<RedOp>(spec.op)),
-          {spec.fingerprint, spec.even}};
+  return {
+    spec.runner,
+    spec.program->view(),
+    {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize, output.is_readonly,
+     scratch.data(), spec.program->scratch_count, itemsize, parts(input), parts(output)},
+    reduce_fn(static_cast<DType>(spec.dtype), static_cast<RedOp>(spec.op)),
+    {spec.fingerprint, spec.even}};
 }
 
 nb::object Argument::owner() const {
@@ -112,8 +113,8 @@ void Calls::note(Recipe recipe, const Span& input, const Span& output) {
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_,
-                                 &message_failed_}) {
+  for (const nb::object* each :
+       {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_, &message_failed_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -148,9 +149,8 @@ nb::object Calls::run_message(const Message& message) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
-  const nb::object told = message.is_sent
-                            ? messenger_->send(message.array, peer, tag, timeout_s_)
-                            : messenger_->recv(message.array, peer, tag, timeout_s_);
+  const nb::object told = message.is_sent ? messenger_->send(message.array, peer, tag, timeout_s_)
+                                          : messenger_->recv(message.array, peer, tag, timeout_s_);
   if (told.is_none()) return {};
   if (!nb::isinstance<nb::tuple>(told)) return message.is_sent ? nb::none() : told;
   const nb::object error = message_failed_(message.is_sent ? "send" : "recv", told,
@@ -223,7 +223,8 @@ bool Calls::run(CachedCall& what, const Arrays& arrays) {
   {
     Unlocker unlocker;
     if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
-    status = job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
+    status =
+      job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
   }
   if (!status.is_ok()) end(recipe, seq, status, arrays);
   return true;

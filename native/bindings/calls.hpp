@@ -56,7 +56,7 @@ inline size_t scratch_bytes(const CallSpec& spec) {
 // An argument that is an array or a list of arrays, with its owners.
 struct Argument {
   Span span;
-  PyObject* array = nullptr;            // the caller keeps it
+  PyObject* array = nullptr;             // the caller keeps it
   std::vector<nanobind::object> listed;  // a list can change while the interpreter lock is not held
 
   // The array, a list of arrays, or None.

@@ -90,8 +90,8 @@ int create(Messages& messages, const nb::bytes& nonce) {
   return messages.create(static_cast<const unsigned char*>(nonce.data()));
 }
 
-void introduce(Messages& messages,
-               const std::vector<std::tuple<int, int, nb::bytes, int>>& all, bool crowded) {
+void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes, int>>& all,
+               bool crowded) {
   std::vector<unisono::Address> addresses(all.size());
   for (size_t i = 0; i < all.size(); ++i) {
     const auto& [pid, fd, nonce, channels] = all[i];
@@ -105,19 +105,19 @@ void introduce(Messages& messages,
 }
 
 OutcomeTuple start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
-                nb::handle data) {
+                        nb::handle data) {
   const Bytes bytes(data, PyBUF_SIMPLE);
   nb::gil_scoped_release unlocked;
   return to_tuple(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
 }
 
 OutcomeTuple start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
-                nb::handle into, std::vector<int> among) {
+                        nb::handle into, std::vector<int> among) {
   const Bytes bytes(into, PyBUF_WRITABLE);
   unisono::Ranks ranks = shared_ranks(std::move(among));
   nb::gil_scoped_release unlocked;
   return to_tuple(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
-                               std::move(ranks)));
+                                      std::move(ranks)));
 }
 
 // The outcome of what has ended goes into a list: one that is returned is lost if a signal handler raises
@@ -309,7 +309,7 @@ class Port final : public unisono::Messenger {
   std::shared_ptr<Messages> messages_;
   uint64_t context_;
   unisono::Ranks ranks_;
-  PyObject* type_;  // lives as long as its module, hence longer
+  PyObject* type_;                                    // lives as long as its module, hence longer
   std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: of complex formats
 };
 
@@ -329,9 +329,10 @@ void bind_p2p(nb::module_& m) {
          "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
-    .def("set_wire", &set_wire, nb::arg("wire"), "Gets (rank, channel, whether that wire has ended).")
-    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"),
-         nb::arg("fd"), "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
+    .def("set_wire", &set_wire, nb::arg("wire"),
+         "Gets (rank, channel, whether that wire has ended).")
+    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
+         "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
     .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
     .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
     .def("release", &Messages::release)
@@ -351,21 +352,21 @@ void bind_p2p(nb::module_& m) {
     .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))
-    .def("peer_down",
-         [](Messages& messages, int peer, bool left) {
-           return messages.peer_down(peer, left ? Code::left : Code::lost);
-         },
-         nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
+    .def(
+      "peer_down",
+      [](Messages& messages, int peer, bool left) {
+        return messages.peer_down(peer, left ? Code::left : Code::lost);
+      },
+      nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
     .def("fail_context", &Messages::fail_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())
-    .def("close",
-         [](Messages& messages, double timeout_s) {
-           return messages.close(nanoseconds(timeout_s));
-         },
-         nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
-         nb::call_guard<nb::gil_scoped_release>());
+    .def(
+      "close",
+      [](Messages& messages, double timeout_s) { return messages.close(nanoseconds(timeout_s)); },
+      nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
+      nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<unisono::Messenger>(m, "Messenger");
   nb::class_<Port, unisono::Messenger>(m, "Port")
@@ -375,6 +376,6 @@ void bind_p2p(nb::module_& m) {
          nb::arg("words"))
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
          "Whether it was sent; it is if nothing has to be waited for.")
-    .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(),
-         nb::arg("tag"), "As Messages.start_recv; None: not for here.");
+    .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
+         "As Messages.start_recv; None: not for here.");
 }

@@ -34,18 +34,21 @@ nb::object checked(PyObject* result) {
 
 nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Arguments known;
-  if (!parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords, &known)) {
+  if (!parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
+                       &known)) {
     return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
   if (known.message.array != nullptr) {
     nb::object passed = known.calls->run_message(known.message);
-    return passed.is_valid() ? passed : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+    return passed.is_valid() ? passed
+                             : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
   }
   CachedCall* const what = known.calls->find(known.key);
   if (what != nullptr && known.is_async) {
     // An array of its own, in case Python has the call: its lists are moved away.
     nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
-    if (arguments.is_valid()) return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+    if (arguments.is_valid())
+      return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
   } else if (what != nullptr && known.calls->run(*what, known.arrays)) {
     return nb::none();
   }
@@ -224,12 +227,13 @@ void bind_quick(nb::module_& m) {
     .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
     .def("set_messenger", &unisono::Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
          "Have plain messages go through a Port.")
-    .def("last", &unisono::Calls::last, "Return (seq, call) of the last call that was repeated, or None.");
+    .def("last", &unisono::Calls::last,
+         "Return (seq, call) of the last call that was repeated, or None.");
 
   m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
         "Return a callable that repeats calls, and leaves others to `function`.");
-  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"), nb::arg("group_type"),
-        nb::arg("work_type"));
+  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
+        nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
   m.def("suspend_quick", [] { ++unisono::suspended; }, "Leave every call to Python.");
   m.def("resume_quick", [] { --unisono::suspended; }, "Undo one suspend_quick().");

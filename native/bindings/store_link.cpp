@@ -112,8 +112,8 @@ nb::object taken(const nb::tuple& request, const char* at) {
       nb::list keys;
       for (auto left = cursor.number<uint64_t>(); left > 0; --left) {
         const std::string_view key = cursor.sized();
-        PyObject* text = PyUnicode_DecodeUTF8(key.data(), static_cast<Py_ssize_t>(key.size()),
-                                              "surrogateescape");
+        PyObject* text =
+          PyUnicode_DecodeUTF8(key.data(), static_cast<Py_ssize_t>(key.size()), "surrogateescape");
         if (text == nullptr) throw nb::python_error();
         keys.append(nb::steal(text));
       }

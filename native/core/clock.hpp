@@ -10,8 +10,8 @@ namespace unisono {
 // others after each. Where cpu_pause() is shorter (x86 before Skylake), so are the waits, and threads sleep
 // sooner; but a count that was measured when this was loaded made small calls 5 to 8 % slower.
 struct SpinPolicy {
-  int spins;   // of a round
-  int busy_rounds;   // rounds before the first offer
+  int spins;        // of a round
+  int busy_rounds;  // rounds before the first offer
   int yield_rounds;
 };
 

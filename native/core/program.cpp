@@ -16,7 +16,7 @@ bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buff
   const bool takes = local || joins(step) || sends(step.op);
   if (takes && !inside(step.src_buf, step.src_off)) return false;
   const bool readonly =
-      step.dst_buf == kInput || (step.dst_buf == kOutput && buffers.output_is_readonly);
+    step.dst_buf == kInput || (step.dst_buf == kOutput && buffers.output_is_readonly);
   if (!sends(step.op) && (readonly || !inside(step.dst_buf, step.dst_off))) return false;
   const bool any_peer = step.peer == -1 && sends(step.op);
   return local || any_peer || (step.peer >= 0 && step.peer < ranks && step.peer != rank);

@@ -94,8 +94,8 @@ class Runner {
 
   // Agree on `words` (fingerprint 0: agreed already), then run a program. No buffer is written
   // before; nor is any if the ranks' `even` differ, which ends with that code.
-  virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
-                     int64_t timeout_ns, Idler* idler = nullptr) = 0;
+  virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+                     AgreementWords words, int64_t timeout_ns, Idler* idler = nullptr) = 0;
 
   // Wake who sleeps for this rank, which has begun a call: a thread needs long to wake, and can do so
   // while this one finds out what the call is.

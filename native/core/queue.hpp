@@ -60,11 +60,11 @@ class Turn {
   uint64_t close();
 
   enum Reason {
-    kClosed,  // it is over
-    kIdle,    // jobs have ended, of which nobody was told, and nothing else came for a moment
-    kForeign, // the job has to be run; then finish() it
-    kFailed,  // the job has ended badly; do what remains, then finish() it
-    kEnded,   // the job, which is watched, has ended well
+    kClosed,   // it is over
+    kIdle,     // jobs have ended, of which nobody was told, and nothing else came for a moment
+    kForeign,  // the job has to be run; then finish() it
+    kFailed,   // the job has ended badly; do what remains, then finish() it
+    kEnded,    // the job, which is watched, has ended well
   };
   struct Served {
     Reason reason;

@@ -48,13 +48,13 @@ bool has_v3() {
   if (!__get_cpuid(0x80000001u, &eax, &ebx, &ecx, &edx)) return false;
   if ((ecx & lzcnt) == 0) return false;
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
 }
 
 bool has_v4() {
   return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
+         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vl");
 }
 #endif
 
@@ -89,24 +89,19 @@ std::size_t element_nbytes(DType dtype) {
   switch (dtype) {
     case DType::bool8:
     case DType::i8:
-    case DType::u8:
-      return 1;
+    case DType::u8: return 1;
     case DType::i16:
     case DType::u16:
     case DType::f16:
-    case DType::bf16:
-      return 2;
+    case DType::bf16: return 2;
     case DType::i32:
     case DType::u32:
-    case DType::f32:
-      return 4;
+    case DType::f32: return 4;
     case DType::i64:
     case DType::u64:
     case DType::f64:
-    case DType::c64:
-      return 8;
-    case DType::c128:
-      return 16;
+    case DType::c64: return 8;
+    case DType::c128: return 16;
   }
   return 0;
 }

@@ -239,34 +239,24 @@ void half_loop(void* into, const void* left, const void* right, std::size_t coun
 template <class Element>
 ReduceFn real(RedOp op) {
   switch (op) {
-    case RedOp::min:
-      return loop<Element, Min>;
-    case RedOp::max:
-      return loop<Element, Max>;
+    case RedOp::min: return loop<Element, Min>;
+    case RedOp::max: return loop<Element, Max>;
     case RedOp::sum:
     case RedOp::avg:
-    case RedOp::premul_sum:
-      return loop<Element, Sum>;
-    case RedOp::product:
-      return loop<Element, Product>;
-    default:
-      return nullptr;
+    case RedOp::premul_sum: return loop<Element, Sum>;
+    case RedOp::product: return loop<Element, Product>;
+    default: return nullptr;
   }
 }
 
 template <class T>
 ReduceFn integer(RedOp op) {
   switch (op) {
-    case RedOp::band:
-      return loop<Plain<T>, And>;
-    case RedOp::bor:
-      return loop<Plain<T>, Or>;
-    case RedOp::bxor:
-      return loop<Plain<T>, Xor>;
-    case RedOp::premul_sum:
-      return nullptr;
-    default:
-      return real<Plain<T>>(op);
+    case RedOp::band: return loop<Plain<T>, And>;
+    case RedOp::bor: return loop<Plain<T>, Or>;
+    case RedOp::bxor: return loop<Plain<T>, Xor>;
+    case RedOp::premul_sum: return nullptr;
+    default: return real<Plain<T>>(op);
   }
 }
 
@@ -274,16 +264,11 @@ ReduceFn half(RedOp op) {
   switch (op) {
     case RedOp::sum:
     case RedOp::avg:
-    case RedOp::premul_sum:
-      return half_loop<Sum>;
-    case RedOp::product:
-      return half_loop<Product>;
-    case RedOp::min:
-      return half_loop<MinFirst>;
-    case RedOp::max:
-      return half_loop<MaxFirst>;
-    default:
-      return nullptr;
+    case RedOp::premul_sum: return half_loop<Sum>;
+    case RedOp::product: return half_loop<Product>;
+    case RedOp::min: return half_loop<MinFirst>;
+    case RedOp::max: return half_loop<MaxFirst>;
+    default: return nullptr;
   }
 }
 
@@ -292,12 +277,9 @@ ReduceFn complex(RedOp op) {
   switch (op) {
     case RedOp::sum:
     case RedOp::avg:
-    case RedOp::premul_sum:
-      return loop<Plain<Complex<T>>, Sum>;
-    case RedOp::product:
-      return complex_product<T>;
-    default:
-      return nullptr;
+    case RedOp::premul_sum: return loop<Plain<Complex<T>>, Sum>;
+    case RedOp::product: return complex_product<T>;
+    default: return nullptr;
   }
 }
 
@@ -305,16 +287,12 @@ ReduceFn boolean(RedOp op) {
   switch (op) {
     case RedOp::sum:
     case RedOp::max:
-    case RedOp::bor:
-      return loop<Bool, Or>;
+    case RedOp::bor: return loop<Bool, Or>;
     case RedOp::product:
     case RedOp::min:
-    case RedOp::band:
-      return loop<Bool, And>;
-    case RedOp::bxor:
-      return loop<Bool, Xor>;
-    default:
-      return nullptr;
+    case RedOp::band: return loop<Bool, And>;
+    case RedOp::bxor: return loop<Bool, Xor>;
+    default: return nullptr;
   }
 }
 
@@ -322,36 +300,21 @@ ReduceFn boolean(RedOp op) {
 
 ReduceFn reduce_fn(DType dtype, RedOp op) {
   switch (dtype) {
-    case DType::bool8:
-      return boolean(op);
-    case DType::i8:
-      return integer<i8>(op);
-    case DType::i16:
-      return integer<i16>(op);
-    case DType::i32:
-      return integer<i32>(op);
-    case DType::i64:
-      return integer<i64>(op);
-    case DType::u8:
-      return integer<u8>(op);
-    case DType::u16:
-      return integer<u16>(op);
-    case DType::u32:
-      return integer<u32>(op);
-    case DType::u64:
-      return integer<u64>(op);
-    case DType::f16:
-      return half(op);
-    case DType::bf16:
-      return real<BFloat16>(op);
-    case DType::f32:
-      return real<Plain<float>>(op);
-    case DType::f64:
-      return real<Plain<double>>(op);
-    case DType::c64:
-      return complex<float>(op);
-    case DType::c128:
-      return complex<double>(op);
+    case DType::bool8: return boolean(op);
+    case DType::i8: return integer<i8>(op);
+    case DType::i16: return integer<i16>(op);
+    case DType::i32: return integer<i32>(op);
+    case DType::i64: return integer<i64>(op);
+    case DType::u8: return integer<u8>(op);
+    case DType::u16: return integer<u16>(op);
+    case DType::u32: return integer<u32>(op);
+    case DType::u64: return integer<u64>(op);
+    case DType::f16: return half(op);
+    case DType::bf16: return real<BFloat16>(op);
+    case DType::f32: return real<Plain<float>>(op);
+    case DType::f64: return real<Plain<double>>(op);
+    case DType::c64: return complex<float>(op);
+    case DType::c128: return complex<double>(op);
   }
   return nullptr;
 }

@@ -59,11 +59,12 @@ void Messages::fetch_loan(Peer& from, int source, const Loan& loan) {
 
 bool Messages::read_loan(Peer& from, int source, const Loan& loan, char* into) const {
   const Address& address = addresses_[static_cast<size_t>(source)];
-  const ProcessProof proof{address.nonce, from.ring.words->nonce_at.load(std::memory_order_relaxed)};
+  const ProcessProof proof{address.nonce,
+                           from.ring.words->nonce_at.load(std::memory_order_relaxed)};
   // Not into the caller's memory before it is known whose this is.
   from.is_proved = from.is_proved || read_process(address.pid, &proof, nullptr, 0, 0);
-  return from.is_proved &&
-         read_process(address.pid, &proof, into, loan.address, static_cast<size_t>(from.frame.nbytes));
+  return from.is_proved && read_process(address.pid, &proof, into, loan.address,
+                                        static_cast<size_t>(from.frame.nbytes));
 }
 
 }  // namespace unisono

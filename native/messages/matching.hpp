@@ -28,17 +28,17 @@ struct Operation {
   Envelope envelope{};
   int peer = -1;  // -1: a receive from any source
   char* data = nullptr;
-  Ranks among;             // of a receive from any source: who may send
+  Ranks among;  // of a receive from any source: who may send
   bool is_send = false;
-  uint64_t number = 0;     // 0: its caller waits for it, on whose stack it lies
-  bool awaited = false;    // somebody waits for it, who will find out by itself
-  bool quiet = false;      // its caller will ask for it, so that the server thread need not look
-  size_t moved = 0;        // of a send: bytes of the payload that are written, or left to a wire
-  bool started = false;    // its message is in part in the ring, or taken out of it
-  bool in_parts = false;   // of a send: it goes over several wires
-  bool on_loan = false;    // of a send: its receiver may be reading the memory right now
-  uint64_t order = 0;       // of a receive: its place in the order in which they were posted
-  bool more = false;       // of a send: another one to the same rank follows at once
+  uint64_t number = 0;    // 0: its caller waits for it, on whose stack it lies
+  bool awaited = false;   // somebody waits for it, who will find out by itself
+  bool quiet = false;     // its caller will ask for it, so that the server thread need not look
+  size_t moved = 0;       // of a send: bytes of the payload that are written, or left to a wire
+  bool started = false;   // its message is in part in the ring, or taken out of it
+  bool in_parts = false;  // of a send: it goes over several wires
+  bool on_loan = false;   // of a send: its receiver may be reading the memory right now
+  uint64_t order = 0;     // of a receive: its place in the order in which they were posted
+  bool more = false;      // of a send: another one to the same rank follows at once
   std::unique_ptr<char[]> copy;  // of a send that was given up: a copy, to write what is left
 
   // The outcome; `done` is set last.
@@ -78,7 +78,7 @@ class Matching {
 
   // Give a receive its place in the order, and have memory for that.
   void assign_order(Operation* op);
-  void post(Operation* op);  // what was taken out: where it was
+  void post(Operation* op);          // what was taken out: where it was
   bool unpost(const Operation* op);  // whether it was there
   bool has_receive_from(int source) const;
 

@@ -90,7 +90,7 @@ Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64
 }
 
 Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks among,
-                    int64_t timeout_ns) {
+                       int64_t timeout_ns) {
   Operation op;
   op.envelope = envelope;
   op.peer = from;

@@ -157,26 +157,26 @@ class Messages {
     std::unique_ptr<Outbox> outbox;  // once attached
     bool unreachable = false;
     bool joined = false;
-    int asked_wires = 0;  // the first so many have been asked for
+    int asked_wires = 0;                       // the first so many have been asked for
     std::vector<std::unique_ptr<Wire>> wires;  // that of channel 0 first, once it is there
     Code down = Code::ok;
     // What Python has found out, while what it sent before may still come.
     Code departure = Code::ok;
     int64_t departure_ends_ns = 0;
     std::list<Operation*> sends;  // in order; what the ring or wire had no room for, or is on loan
-    uint64_t multipart_out = 0;  // messages that were sent in parts
+    uint64_t multipart_out = 0;   // messages that were sent in parts
     bool refuses_loans = false;
     // What comes from it.
     Ring ring;
     bool active = false;
     bool in_frame = false;
-    bool in_parts = false;    // the frame
-    uint64_t multipart_in = 0;   // such frames
-    bool is_proved = false;   // that process is the one it should be
+    bool in_parts = false;      // the frame
+    uint64_t multipart_in = 0;  // such frames
+    bool is_proved = false;     // that process is the one it should be
     Envelope frame{};
     size_t filled = 0;
-    Operation* into = nullptr;       // the receive it goes to, or
-    Arrival* kept = nullptr;  // where it is kept; neither: it is dropped
+    Operation* into = nullptr;  // the receive it goes to, or
+    Arrival* kept = nullptr;    // where it is kept; neither: it is dropped
 
     Wire* first_wire() const {
       return wires.empty() || wires[0]->channel != 0 ? nullptr : wires[0].get();
@@ -289,22 +289,22 @@ class Messages {
 
   std::mutex lock_;
   std::vector<Peer> peers_;
-  std::vector<int> active_;     // ranks that have joined
+  std::vector<int> active_;  // ranks that have joined
   uint32_t joined_seen_ = 0;
   std::atomic<int> queued_sends_{0};  // in the queues of all peers
   HugePages huge_pages_;
   bool ignores_pages_ = false;
   Matching matching_;
-  std::vector<uint64_t> failed_;  // contexts
+  std::vector<uint64_t> failed_;                     // contexts
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
   std::unordered_map<uint64_t, std::unique_ptr<Operation>> open_;
-  size_t watched_ = 0;  // those of open_ that are not quiet
+  size_t watched_ = 0;                    // those of open_ that are not quiet
   std::atomic<uint64_t> last_number_{0};  // written under the lock
-  std::vector<uint64_t> ended_;  // of open_, to be told by serve()
+  std::vector<uint64_t> ended_;           // of open_, to be told by serve()
   int waiters_ = 0;
   bool server_sleeps_ = false;
   int64_t stuck_reported_ns_ = 0;  // when serve() last named the ranks that make no room
-  bool takes_all_ = false;    // somebody has waited for long: take in everything
+  bool takes_all_ = false;         // somebody has waited for long: take in everything
   bool takes_loans_ = false;  // somebody is about to sleep: take in loans that nobody has asked for
   bool anything_ended_ = false;
   bool server_is_due_ = false;  // to tell what has ended
@@ -313,19 +313,19 @@ class Messages {
   std::list<std::unique_ptr<Operation>> leftovers_;
 
   // Wires. One thread at a time sleeps on them; others sleep on the bells, and are woken by it.
-  std::vector<int> wired_;           // ranks that have a wire
+  std::vector<int> wired_;              // ranks that have a wire
   std::vector<WireEvent> wire_events_;  // what set_wire's function is to be told
   Bell bell_;
   bool polling_ = false;
   std::vector<pollfd> poll_set_;  // belongs to that thread
   bool has_unread_ = false;       // nor does it need to sleep
-  bool server_polls_ = false;    // it is the server
-  bool server_idles_ = false;    // nothing is open, as far as the server knows
-  bool attends_ = false;         // senders wait, though nobody here does
-  int departing_ = 0;              // ranks
+  bool server_polls_ = false;     // it is the server
+  bool server_idles_ = false;     // nothing is open, as far as the server knows
+  bool attends_ = false;          // senders wait, though nobody here does
+  int departing_ = 0;             // ranks
   uint32_t waits_ = 0;
-  int64_t spin_ns_ = 0;      // of the next wait that looks at wires
-  int64_t last_wait_ns_ = 0;     // when somebody last stopped waiting
+  int64_t spin_ns_ = 0;       // of the next wait that looks at wires
+  int64_t last_wait_ns_ = 0;  // when somebody last stopped waiting
   int64_t server_sleep_ns_ = 0;
 };
 

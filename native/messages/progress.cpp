@@ -66,7 +66,8 @@ bool Messages::attach(int rank) {
 }
 
 void Messages::look_for_senders() {
-  const uint32_t joined = inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
+  const uint32_t joined =
+    inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
   if (joined == joined_seen_) return;
   joined_seen_ = joined;
   for (int source = 0; source < ranks_; ++source) {

@@ -48,12 +48,12 @@ struct FrameHead {
   uint32_t kind;
 };
 enum FrameKind : uint32_t {
-  kWhole,    // the payload follows
+  kWhole,  // the payload follows
   // On wires:
   kInParts,  // the payload comes in parts, over all wires to a rank
-  kPart,     // one of them: `context` is the number of its message, `tag` where in it the part begins
+  kPart,  // one of them: `context` is the number of its message, `tag` where in it the part begins
   // In rings:
-  kOnLoan,   // a Loan follows
+  kOnLoan,  // a Loan follows
 };
 
 // A payload that its sender leaves where it lies, and does not touch, until its receiver has read it there.
@@ -65,7 +65,7 @@ struct Loan {
 enum class LoanState : uint64_t {
   lent,
   read,
-  refused,     // its receiver cannot read it: the payload is to follow in the ring
+  refused,  // its receiver cannot read it: the payload is to follow in the ring
   revoked,  // what has been read may be something else by now
 };
 constexpr uint64_t kLoanStates = 4;
@@ -139,8 +139,7 @@ static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes
 class Ring {
  public:
   Ring() = default;
-  explicit Ring(char* base)
-      : words(reinterpret_cast<RingWords*>(base)), data_(base + kPageBytes) {}
+  explicit Ring(char* base) : words(reinterpret_cast<RingWords*>(base)), data_(base + kPageBytes) {}
 
   // --- the sender's ---
   void choose_bytes(size_t bytes);
@@ -175,10 +174,10 @@ class Ring {
  private:
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
-  uint64_t at_ = 0;     // this end's position
-  uint64_t other_ = 0;  // the other end's, as last seen
+  uint64_t at_ = 0;         // this end's position
+  uint64_t other_ = 0;      // the other end's, as last seen
   uint64_t abort_end_ = 0;  // where the frame after the last cut begins
-  uint64_t loans_ = 0;  // the number of the last one
+  uint64_t loans_ = 0;      // the number of the last one
 };
 
 // A mapping of part of a file.

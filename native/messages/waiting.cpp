@@ -127,7 +127,8 @@ Code Messages::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* 
 }
 
 // `polls` says whether this thread has become the one that sleeps on wires.
-Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core, bool* polls) {
+Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core,
+                                bool* polls) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t report_ns = look_ns;
@@ -135,7 +136,8 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_counted = true;
     const auto awake = [&] {
-      if (std::exchange(is_counted, false)) bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+      if (std::exchange(is_counted, false))
+        bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
     };
     const Finally ended(awake);
     const uint64_t seen = bells().waiters.load(std::memory_order_seq_cst);
@@ -229,7 +231,8 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
     }
     notify_ended();
     std::vector<Outcome> outcomes;
-    for (const uint64_t number : std::vector<uint64_t>(ended_)) outcomes.push_back(take_outcome(number));
+    for (const uint64_t number : std::vector<uint64_t>(ended_))
+      outcomes.push_back(take_outcome(number));
     if (!outcomes.empty() || closed_) return outcomes;
     report_wires(lock);
     const uint64_t seen = bells().server.load(std::memory_order_seq_cst);

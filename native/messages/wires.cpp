@@ -162,9 +162,7 @@ void Bell::close_fds() {
 }
 
 // A full pipe wakes as well.
-void Bell::ring() const {
-  [[maybe_unused]] const ssize_t written = write(fds_[1], "!", 1);
-}
+void Bell::ring() const { [[maybe_unused]] const ssize_t written = write(fds_[1], "!", 1); }
 
 void Bell::drain() const {
   char bytes[64];

@@ -90,7 +90,7 @@ class Wire {
   FrameHead in_{};
   std::array<char, kBufferBytes> buffer_;
   int wakes_for_ = 1;
-  size_t at_ = 0;   // [at_, end_) of the buffer is received and not yet taken
+  size_t at_ = 0;  // [at_, end_) of the buffer is received and not yet taken
   size_t end_ = 0;
 };
 

@@ -46,7 +46,8 @@ void Group::leave() {
 void Group::abort() {
   aborted_.store(true, std::memory_order_relaxed);
   if (fork_guard_.is_forked()) return;
-  segment_->words(rank_).membership.store(kAborted, std::memory_order_release);  // acquire: exit_of()
+  segment_->words(rank_).membership.store(kAborted,
+                                          std::memory_order_release);  // acquire: exit_of()
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -64,8 +65,8 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   return status;
 }
 
-Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
-                  int64_t timeout_ns, Idler* idler) {
+Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+                  AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
   timeout_ns_ = timeout_ns;
   // A call of one piece learns the time when a wait gets long; see wait_slowly().
@@ -143,8 +144,8 @@ bool Group::fits_slot(const Step& step, int64_t itemsize) const {
   if (step.op == kCopy || step.op == kReduce) return true;
   const int64_t slot_end = (step.slot_off + step.count) * itemsize;
   return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 &&
-         slot_end <= static_cast<int64_t>(segment_->slot_bytes()) &&
-         step.stage > 0 && step.stage < static_cast<int64_t>(kStages);
+         slot_end <= static_cast<int64_t>(segment_->slot_bytes()) && step.stage > 0 &&
+         step.stage < static_cast<int64_t>(kStages);
 }
 
 // Wait until this rank's words and slot may be written.
@@ -179,7 +180,8 @@ Status Group::compare(AgreementWords* common) {
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);
     // It came here and gave up: its other calls, and errors, are those of a broken group.
-    if (theirs.membership.load(std::memory_order_relaxed) == kAborted) return {Code::aborted, peer, -1};
+    if (theirs.membership.load(std::memory_order_relaxed) == kAborted)
+      return {Code::aborted, peer, -1};
     const AgreementWords& words = theirs.agreements[epoch_ & 1];
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
@@ -252,7 +254,8 @@ void Group::apply(const Step& step, char* slot) {
     char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
     const char* from = at;
     char* into = at;
-    if (slot == nullptr || sends(step.op)) from = address_of(step.src_buf, step.src_off + done, &count);
+    if (slot == nullptr || sends(step.op))
+      from = address_of(step.src_buf, step.src_off + done, &count);
     if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
     const char* left = into;
     if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
@@ -341,7 +344,8 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     theirs.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (woken_early ? spin(peer, value) : has_reached(peer, value)) return {};
     if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
-    if (late_ && late_called_ns_ != deadline_ns_ && deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
+    if (late_ && late_called_ns_ != deadline_ns_ &&
+        deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
       late_called_ns_ = deadline_ns_;
       late_();
     }
@@ -353,7 +357,8 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
       if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
       const Code end = exit_of(other);
       // Once more, since it may have raised its flag just before it went.
-      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) return {end, other, step};
+      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed)
+        return {end, other, step};
     }
     if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
   }

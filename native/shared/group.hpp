@@ -97,7 +97,8 @@ class Group final : public Runner {
   RemoteReader remote_reader_;
   HugePages huge_pages_;
   bool ignores_pages_ = false;
-  int direct_pause_ = 0;  // for how many large calls this rank does not direct_bits to read directly
+  int direct_pause_ =
+    0;  // for how many large calls this rank does not direct_bits to read directly
   int rank_;
   int ranks_;
   bool is_crowded_;
@@ -120,9 +121,9 @@ class Group final : public Runner {
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
-  bool direct_ = false;  // posts are addresses
+  bool direct_ = false;      // posts are addresses
   bool has_failed_ = false;  // to read what lies there
-  int64_t repeats_ = 1;  // of the loop, which are one if posts are
+  int64_t repeats_ = 1;      // of the loop, which are one if posts are
   bool past_cache_ = false;  // what is moved does not fit there
 };
 

@@ -58,7 +58,8 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
   };
   input_.moved = output_.moved = 0;
   for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
-    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end; ++step) {
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end;
+         ++step) {
       const int64_t count = step->count * loop->repeats;
       if (sends(step->op)) {
         posts.push_back(range(step->src_buf, step->src_off, count));
@@ -100,9 +101,11 @@ bool Group::fits_direct(const Program& program) const {
   for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
     const auto goes_on = [&](int64_t buf, int64_t count) {
       if (buf == kScratch) return false;
-      return loop->repeats == 1 || count == (buf == kInput ? loop->input_shift : loop->output_shift);
+      return loop->repeats == 1 ||
+             count == (buf == kInput ? loop->input_shift : loop->output_shift);
     };
-    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end; ++step) {
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end;
+         ++step) {
       const bool reads = step->op == kRecv || step->op == kRead;
       const bool copies = step->op == kCopy;
       if (!sends(step->op) && !reads && !copies) return false;
@@ -131,7 +134,8 @@ void Group::read_posted(const Step& step, const char* slot) {
   int64_t count = step.count * repeats_;
   char* into = address_of(step.dst_buf, step.dst_off, &count);
   const auto nbytes = static_cast<size_t>(count * itemsize_);
-  const bool is_read = remote_reader_.can_read_all() && remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
+  const bool is_read = remote_reader_.can_read_all() &&
+                       remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
   // That rank is gone, or the kernel forbids it. No post is changed before all know.
   if (!is_read) has_failed_ = true;
 }
@@ -156,7 +160,8 @@ Status Group::finish_direct() {
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
     const RankWords& theirs = segment_->words(other(i));
-    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0) return {Code::aborted, other(i), -1};
+    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0)
+      return {Code::aborted, other(i), -1};
     has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
   }
   ++epoch_;

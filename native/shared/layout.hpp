@@ -33,9 +33,9 @@ constexpr size_t kNonceBytes = 16;
 
 // Whether a rank's posts may be read where they lie, instead of from its slot; see Group::run.
 enum DirectReading : uint64_t {
-  kWilling = 1,   // it has no post that should go into the slot
+  kWilling = 1,         // it has no post that should go into the slot
   kPostsAddresses = 2,  // its slot holds the addresses of what it posts
-  kFailed = 4,    // it could not read what was posted, afterwards
+  kFailed = 4,          // it could not read what was posted, afterwards
 };
 
 enum Membership : uint32_t { kMember = 0, kLeft = 1, kAborted = 2 };
@@ -72,13 +72,15 @@ struct alignas(kInterferenceBytes) Header {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free, "shared words must not need a lock");
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not need a lock");
-static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes, "layout");
+static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes,
+              "layout");
 
 // Say on which core this thread runs, as one more than its number; 0: not known.
 inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
   // Others look at this line all the time: each store takes it from them.
-  if (recorded.load(std::memory_order_relaxed) != core) recorded.store(core, std::memory_order_relaxed);
+  if (recorded.load(std::memory_order_relaxed) != core)
+    recorded.store(core, std::memory_order_relaxed);
   return core;
 }
 

@@ -73,7 +73,9 @@ bool HugePages::covers(const void* data, size_t nbytes) {
 bool read_process(int pid, const ProcessProof* proof, void* into, uint64_t from, size_t nbytes) {
   // One call moves 2 GiB at most.
   constexpr size_t kPartBytes = size_t{1} << 30;
-  const auto address = [](uint64_t at) { return reinterpret_cast<void*>(static_cast<uintptr_t>(at)); };
+  const auto address = [](uint64_t at) {
+    return reinterpret_cast<void*>(static_cast<uintptr_t>(at));
+  };
   const ProcessProof nothing{nullptr, 0};
   const size_t token_bytes = proof == nullptr ? 0 : kNonceBytes;
   const ProcessProof& its = proof == nullptr ? nothing : *proof;

@@ -46,11 +46,12 @@ char* Steps::address_of(int64_t buf, int64_t off) const {
   return base + off * itemsize_;
 }
 
-Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
-                  int64_t timeout_ns, Idler* idler) {
+Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+                  AgreementWords words, int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
   for (size_t i = 0; i < program.step_count; ++i) {
-    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) return {Code::bad_program, rank_};
+    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks))
+      return {Code::bad_program, rank_};
   }
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
@@ -130,7 +131,8 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
       const bool ended = status.code == Code::mismatch || status.code == Code::uneven;
-      for (size_t i = 0; i < sent_verdicts_.size() && ended; ++i) {  // the others are to learn of it
+      for (size_t i = 0; i < sent_verdicts_.size() && ended;
+           ++i) {  // the others are to learn of it
         const auto* said = reinterpret_cast<const char*>(&sent_verdicts_[i]);
         const Status sent = wait_for_sends(said, said + sizeof(Verdict));
         if (!sent.is_ok()) status = sent;
@@ -153,7 +155,8 @@ Status Steps::agree(AgreementWords words, uint64_t* even) {
       status = recv_verdict(followers_[i], &verdict);
     }
     if (status.is_ok()) status = agree_among_hosts(&verdict);
-    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) send_verdict(followers_[i], verdict);
+    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i)
+      send_verdict(followers_[i], verdict);
   } else {
     send_verdict(leader_, verdict);
     send_early();
@@ -184,7 +187,8 @@ Status Steps::agree_among_hosts(Verdict* mine) {
 
 void Steps::send_verdict(int peer, const Verdict& verdict) {
   sent_verdicts_.push_back(verdict);
-  send_to(peer, agreement_tag(), reinterpret_cast<const char*>(&sent_verdicts_.back()), sizeof(Verdict));
+  send_to(peer, agreement_tag(), reinterpret_cast<const char*>(&sent_verdicts_.back()),
+          sizeof(Verdict));
 }
 
 Status Steps::recv_verdict(int peer, Verdict* into) {

@@ -126,7 +126,7 @@ class Steps final : public Runner {
   size_t expected_bytes_ = 0;
   std::deque<Verdict> sent_verdicts_;
   std::vector<Sending> sends_;
-  bool holds_sends_ = false;     // sends are to begin together
+  bool holds_sends_ = false;  // sends are to begin together
   std::vector<Operation*> held_sends_;
   std::deque<Receiving> receives_;
 

@@ -113,7 +113,8 @@ bool Steps::post_next() {
     return false;
   }
   // First of all where end() finds it.
-  receives_.push_back({new_op(static_cast<int>(step.peer), program_tag(), nbytes), staging, nbytes});
+  receives_.push_back(
+    {new_op(static_cast<int>(step.peer), program_tag(), nbytes), staging, nbytes});
   if (staging != nullptr) free_staging_.pop_back();
   receives_.back().op->data = into;
   messages_->begin(*receives_.back().op);

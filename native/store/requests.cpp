@@ -23,8 +23,7 @@ constexpr std::size_t kShownBytes = 64;
 
 const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here lets everybody in";
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
-const std::string kMakeToken =
-  "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
+const std::string kMakeToken = "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
 
 std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
@@ -153,9 +152,15 @@ void Server::handle(Connection& client) {
       client.out.append_sized(value == nullptr ? std::string_view() : *value);
       break;
     }
-    case Opcode::check: client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady); break;
-    case Opcode::num_keys: client.out.append_number(static_cast<int64_t>(table_.values().size())); break;
-    case Opcode::delete_key: client.out.append_number(int64_t{table_.delete_key(request.key)}); break;
+    case Opcode::check:
+      client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady);
+      break;
+    case Opcode::num_keys:
+      client.out.append_number(static_cast<int64_t>(table_.values().size()));
+      break;
+    case Opcode::delete_key:
+      client.out.append_number(int64_t{table_.delete_key(request.key)});
+      break;
     case Opcode::queue_len: client.out.append_number(table_.queue_len(request.key)); break;
     case Opcode::ping: client.out.append_number(request.word); break;
     default: answer_more(client); break;

@@ -155,7 +155,7 @@ void Server::stop() {
   if (getpid() != pid_ || stopping_.exchange(true)) return;
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof one) < 0) return;  // cannot be: the counter is at 0
-  if (thread_.joinable()) thread_.join();  // it may never have begun
+  if (thread_.joinable()) thread_.join();          // it may never have begun
   const std::lock_guard<std::mutex> held(connections_lock_);
   close_sockets();
   connections_.clear();
@@ -364,7 +364,8 @@ void Server::tidy() {
     const bool waits = found != connections_.end() && found->second->id == oldest.id &&
                        found->second->phase != Connection::Phase::open;
     const bool is_crowded = greetings_.size() > options_.max_greetings;
-    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
+    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns())
+      break;
     if (waits) doom(*found->second, "it did not say what it is");
     greetings_.pop_front();
   }

@@ -94,8 +94,8 @@ class Server {
   Table table_;
   Request request_;
   std::deque<Greeting> greetings_;
-  std::vector<Connection*> dirty_;  // woken by somebody else's request: to be sent to
-  std::vector<Connection*> later_;  // has more to be read, after the others' turn
+  std::vector<Connection*> dirty_;   // woken by somebody else's request: to be sent to
+  std::vector<Connection*> later_;   // has more to be read, after the others' turn
   std::vector<Connection*> doomed_;  // to be closed once nothing points at it any more
   std::unique_ptr<char[]> chunk_;
   bool may_accept_ = false;

@@ -99,8 +99,8 @@ bool is_same(const Digest& digest, std::string_view other) {
   if (other.size() != digest.size()) return false;
   unsigned char difference = 0;
   for (std::size_t i = 0; i < digest.size(); ++i) {
-    difference = static_cast<unsigned char>(difference |
-                                            (digest[i] ^ static_cast<unsigned char>(other[i])));
+    difference =
+      static_cast<unsigned char>(difference | (digest[i] ^ static_cast<unsigned char>(other[i])));
   }
   return difference == 0;
 }

@@ -123,7 +123,10 @@ void decode(const char* data, Request& request) {
   for (const char* field = kRequests[code]; *field != '\0'; ++field) {
     switch (*field) {
       case 'k': request.key = cursor.sized(); break;
-      case 'v': (has_value ? request.other : request.value) = cursor.sized(); has_value = true; break;
+      case 'v':
+        (has_value ? request.other : request.value) = cursor.sized();
+        has_value = true;
+        break;
       case 'i': request.number = cursor.number<int64_t>(); break;
       case 'u': request.word = cursor.number<uint32_t>(); break;
       default:

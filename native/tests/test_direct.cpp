@@ -51,8 +51,13 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
            const std::vector<int64_t>& input, int64_t* output, size_t count, int64_t timeout_ns) {
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   const Buffers buffers{reinterpret_cast<const char*>(input.data()),
-                        static_cast<int64_t>(input.size()), reinterpret_cast<char*>(output),
-                        static_cast<int64_t>(count), false, nullptr, 0, 8};
+                        static_cast<int64_t>(input.size()),
+                        reinterpret_cast<char*>(output),
+                        static_cast<int64_t>(count),
+                        false,
+                        nullptr,
+                        0,
+                        8};
   return group.run(program, buffers, nullptr, {7, 1}, timeout_ns);
 }
 
@@ -110,8 +115,8 @@ void test_who_gives_up_spoils_nothing(int ranks) {
                                       : Step{kRead, 0, -1, -1, kOutput, 0, kPiece, 0, 0, 1}};
       std::vector<int64_t> values(kPiece * kPieces, is_root ? round : -1);
       const std::vector<Loop> loops{{0, 1, kPieces, 0, kPiece}};
-      const Status status = run(group, steps, loops, {}, values.data(), values.size(),
-                                is_root ? timeout_ns : kMinute);
+      const Status status =
+        run(group, steps, loops, {}, values.data(), values.size(), is_root ? timeout_ns : kMinute);
       if (is_root && !status.is_ok()) {
         std::fill(values.begin(), values.end(), -2);
         group.abort();
@@ -123,7 +128,6 @@ void test_who_gives_up_spoils_nothing(int ranks) {
   }
   assert(ended_well >= 8);
 }
-
 
 // The same while a reader is busy with another block: what it reads afterwards has been changed.
 void test_who_gives_up_while_another_reads() {

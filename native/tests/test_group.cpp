@@ -48,8 +48,10 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
            std::vector<int64_t>& output, uint64_t fingerprint, int64_t timeout_ns = kMinute) {
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   auto* data = reinterpret_cast<char*>(output.data());
-  const Buffers buffers{data, static_cast<int64_t>(output.size()), data,
-                        static_cast<int64_t>(output.size()), false, nullptr, 0, 8};
+  const Buffers buffers{data,  static_cast<int64_t>(output.size()),
+                        data,  static_cast<int64_t>(output.size()),
+                        false, nullptr,
+                        0,     8};
   return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
                    timeout_ns);
 }
@@ -60,8 +62,8 @@ void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
     for (int round = 0; round < 200; ++round) {
       std::vector<int64_t> values(piece * pieces);
       std::iota(values.begin(), values.end(), rank + round);
-      Status status = run(group, one_shot(ranks, rank, piece), {{0, ranks, pieces, 0, piece}}, values,
-                          uint64_t(round) + 1);
+      Status status = run(group, one_shot(ranks, rank, piece), {{0, ranks, pieces, 0, piece}},
+                          values, uint64_t(round) + 1);
       assert(status.is_ok());
       for (int64_t i = 0; i < piece * pieces; ++i) {
         assert(values[size_t(i)] == ranks * (i + round) + ranks * (ranks - 1) / 2);
@@ -91,8 +93,8 @@ void test_lists(int ranks, int64_t piece) {
     }
     const Loop loop{0, ranks + 1, 3 * part / piece, piece, piece};
     const Program program{steps.data(), steps.size(), &loop, 1};
-    const Buffers buffers{nullptr, 3 * part, nullptr, 3 * part, false, nullptr, 0, 8,
-                          {inputs, part}, {outputs, part}};
+    const Buffers buffers{nullptr, 3 * part, nullptr, 3 * part,       false,
+                          nullptr, 0,        8,       {inputs, part}, {outputs, part}};
     const Status status =
       group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {4, 1}, kMinute);
     assert(status.is_ok());
@@ -141,7 +143,8 @@ void test_mismatch_is_seen_by_all_and_harmless(int ranks) {
     for (int round = 0; round < 50; ++round) {
       std::vector<int64_t> values(100, 1);
       const bool odd = rank == round % ranks;
-      Status status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, odd ? 5 : 6);
+      Status status =
+        run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, odd ? 5 : 6);
       assert(status.code == Code::mismatch);
       assert(values == std::vector<int64_t>(100, 1));
       status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, 6);
@@ -183,7 +186,8 @@ void test_absent_rank_times_out() {
 void test_a_roused_rank_sleeps_again() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
-  Group first(segment, 0, {getpid(), getpid()}, false), second(segment, 1, {getpid(), getpid()}, false);
+  Group first(segment, 0, {getpid(), getpid()}, false),
+    second(segment, 1, {getpid(), getpid()}, false);
   std::thread other([&] {
     uint64_t even = 3;
     assert(first.agree(9, &even, kMinute).is_ok());
@@ -248,7 +252,7 @@ void test_bad_programs_are_refused() {
       {kPost, -1, kOutput, 0, -1, -1, 10, 0, 510, 1},      // leaves the slot
       {kPost, -1, kOutput, 0, -1, -1, 1, 1, 0, 1},         // into the slot of nobody
       {kPost, -1, kOutput, 0, -1, -1, 1, -1, 0, 1},
-      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},          // reads its own post
+      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},  // reads its own post
       {99, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},
     };
     for (const Step& step : bad) {

@@ -62,20 +62,13 @@ template <class T>
 T expected_integer(RedOp op, T a, T b) {
   __extension__ typedef unsigned __int128 Wide;
   switch (op) {
-    case RedOp::product:
-      return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
-    case RedOp::min:
-      return a < b ? a : b;
-    case RedOp::max:
-      return a > b ? a : b;
-    case RedOp::band:
-      return static_cast<T>(a & b);
-    case RedOp::bor:
-      return static_cast<T>(a | b);
-    case RedOp::bxor:
-      return static_cast<T>(a ^ b);
-    default:
-      return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
+    case RedOp::product: return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
+    case RedOp::min: return a < b ? a : b;
+    case RedOp::max: return a > b ? a : b;
+    case RedOp::band: return static_cast<T>(a & b);
+    case RedOp::bor: return static_cast<T>(a | b);
+    case RedOp::bxor: return static_cast<T>(a ^ b);
+    default: return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
   }
 }
 
@@ -169,8 +162,15 @@ void check_round_trip(DType dtype, double (*value)(uint16_t)) {
 template <class T>
 void check_float(DType dtype) {
   const T nan = std::numeric_limits<T>::quiet_NaN();
-  const T values[] = {T(0),  -T(0), T(1), T(-3.5), std::numeric_limits<T>::denorm_min(),
-                      std::numeric_limits<T>::max(), T(INFINITY), T(-INFINITY), nan};
+  const T values[] = {T(0),
+                      -T(0),
+                      T(1),
+                      T(-3.5),
+                      std::numeric_limits<T>::denorm_min(),
+                      std::numeric_limits<T>::max(),
+                      T(INFINITY),
+                      T(-INFINITY),
+                      nan};
   for (T x : values) {
     for (T y : values) {
       auto apply = [&](RedOp op) {
@@ -232,7 +232,8 @@ void check_bool() {
 }
 
 void check_copy() {
-  for (std::size_t nbytes : {0, 1, 1023, 1024, 1025, 1343, 4096, 4097, 32'768, 32'769, 262'143, 262'144, 262'145, 700'001}) {
+  for (std::size_t nbytes : {0, 1, 1023, 1024, 1025, 1343, 4096, 4097, 32'768, 32'769, 262'143,
+                             262'144, 262'145, 700'001}) {
     auto from = random_bytes(nbytes, false);
     std::vector<unsigned char> to(nbytes + 1, 0xEE);
     copy_chunked(to.data(), from.data(), nbytes);

@@ -73,8 +73,8 @@ void test_who_gives_up_spoils_nothing() {
       is_there = true;
       got = receive(world[1], 1, &in, kMoment);
     });
-    void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* const memory =
+      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert(memory != MAP_FAILED);
     char* const out = static_cast<char*>(memory);
     std::fill_n(out, nbytes, 'y');

@@ -26,7 +26,9 @@ void* operator new[](std::size_t nbytes) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void* operator new[](std::size_t nbytes, const std::nothrow_t&) noexcept { return std::malloc(nbytes); }
+void* operator new[](std::size_t nbytes, const std::nothrow_t&) noexcept {
+  return std::malloc(nbytes);
+}
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
@@ -77,8 +79,8 @@ Status run(Steps& runner, const std::vector<Step>& steps, std::vector<int64_t>& 
            uint64_t fingerprint, int64_t timeout_ns = kMinute) {
   const Program program{steps.data(), steps.size(), nullptr, 0};
   const auto count = static_cast<int64_t>(output.size());
-  const Buffers buffers{nullptr, 0,       reinterpret_cast<char*>(output.data()), count, false,
-                        nullptr, 0, 8};
+  const Buffers buffers{nullptr, 0, reinterpret_cast<char*>(output.data()), count, false, nullptr,
+                        0,       8};
   return runner.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
                     timeout_ns);
 }
@@ -114,8 +116,8 @@ void test_lists(int ranks) {
     for (int i = 1; i < ranks; ++i) {
       program.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1, -1});
     }
-    const Buffers buffers{nullptr, count, nullptr, count, false, nullptr, 0, 8,
-                          {inputs, part}, {outputs, part}};
+    const Buffers buffers{nullptr, count, nullptr, count,          false,
+                          nullptr, 0,     8,       {inputs, part}, {outputs, part}};
     const Status status = steps.run({program.data(), program.size(), nullptr, 0}, buffers,
                                     reduce_fn(DType::i64, RedOp::sum), {1, 1}, kMinute);
     assert(status.is_ok());

@@ -47,9 +47,7 @@ template <typename T>
 std::string bytes_of(T value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
-std::string sized(std::string_view text) {
-  return bytes_of(uint64_t{text.size()}).append(text);
-}
+std::string sized(std::string_view text) { return bytes_of(uint64_t{text.size()}).append(text); }
 std::string frame(Opcode op, const std::string& fields = {}) {
   return std::string(1, static_cast<char>(op)) + fields;
 }
@@ -63,7 +61,8 @@ void test_frames_in_pieces() {
     frame(Opcode::compare_set, sized("k") + sized("") + sized("new")),
     frame(Opcode::add, sized("n") + bytes_of(int64_t{-5})),
     frame(Opcode::wait, bytes_of(uint64_t{2}) + sized("a") + sized("bc")),
-    frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized("a") + sized("1") + sized("b") + sized("")),
+    frame(Opcode::multi_set,
+          bytes_of(uint64_t{2}) + sized("a") + sized("1") + sized("b") + sized("")),
     frame(Opcode::list_keys),
   };
   for (const std::string& whole : frames) {
@@ -104,9 +103,10 @@ void test_random_frames() {
   std::mt19937 random(1);
   Request request;
   for (int round = 0; round < 50'000; ++round) {
-    std::string bytes = round % 2 ? frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized("a") +
-                                                           sized("1") + sized("b") + sized(""))
-                                  : frame(static_cast<Opcode>(random() % kOpcodes), std::string(40, '\0'));
+    std::string bytes = round % 2
+                          ? frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized("a") +
+                                                       sized("1") + sized("b") + sized(""))
+                          : frame(static_cast<Opcode>(random() % kOpcodes), std::string(40, '\0'));
     for (unsigned change = 0; change < random() % 4; ++change) {
       bytes[random() % bytes.size()] = static_cast<char>(random() % 3 ? random() % 4 : random());
     }
@@ -271,7 +271,8 @@ void test_clients() {
   // A large value, a waiter that goes away, and one that is still there when the server ends.
   const int fd = running.connect_raw();
   const std::string large(3'000'000, 'x');
-  say(fd, kValidate + frame(Opcode::set, sized("large") + sized(large)) + frame(Opcode::get, sized("large")));
+  say(fd, kValidate + frame(Opcode::set, sized("large") + sized(large)) +
+            frame(Opcode::get, sized("large")));
   assert(hear(fd, large.size() + 8) == sized(large));
   const int gone = running.connect_raw();
   say(gone, kValidate + frame(Opcode::barrier, sized("late") + bytes_of(int64_t{2})));
@@ -352,7 +353,8 @@ void test_no_memory() {
       const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
       static_cast<void>(sent);
     };
-    tell(waiter, kValidate + frame(Opcode::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
+    tell(waiter,
+         kValidate + frame(Opcode::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
     tell(second, kValidate + frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
     tell(third, kValidate + frame(Opcode::ping, bytes_of(uint32_t{7})));
     hear(third, 4);
@@ -368,8 +370,9 @@ void test_no_memory() {
     has_failed = allocations_left.exchange(-1) < 0;
     // In place of what a lost client did not do.
     const int helper = running.try_connect();
-    tell(helper, kValidate + frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
-                                                    sized(other) + sized("")) +
+    tell(helper, kValidate +
+                   frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
+                                              sized(other) + sized("")) +
                    frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
     for (int fd : {waiter, second}) {
       const std::string answer = hear(fd, 1);

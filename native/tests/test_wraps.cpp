@@ -84,7 +84,8 @@ void test_bells() {
     for (unsigned round = 0; round < 20; ++round) {
       const std::vector<char> out = pattern(1'000'000, round);
       std::vector<char> in(out.size());
-      const uint64_t number = messages.start_send(1 - rank, envelope(1, out.size()), out.data()).number;
+      const uint64_t number =
+        messages.start_send(1 - rank, envelope(1, out.size()), out.data()).number;
       const Outcome got =
         messages.recv(1 - rank, envelope(1, in.size()), in.data(), nullptr, kMinute);
       assert(got.code == Code::ok && in == out);

@@ -25,7 +25,7 @@ constexpr int64_t kMoment = 30'000'000;
 
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
-int channels = 1;  // of wires
+int channels = 1;    // of wires
 bool lends = false;  // what does not fit into a ring
 
 struct World {
