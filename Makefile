@@ -56,6 +56,7 @@ check: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
+	@$(BIN)/python tools/tidy.py
 
 docs: $(BUILT)
 	@$(BIN)/python tools/algorithms_page.py

@@ -109,7 +109,8 @@ int Recipe::visit(visitproc visit, void* arg) const {
 }
 
 void Calls::note(Recipe recipe, const Span& input, const Span& output) {
-  noted_.reset(new Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
+  noted_ =
+    std::make_unique<Note>(Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
 }
 
 int Calls::visit(visitproc visit, void* arg) const {

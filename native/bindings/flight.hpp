@@ -32,8 +32,8 @@ class Flight {
   }
 
   // On the arguments of a call that is repeated.
-  Flight(const Recipe& recipe, Arrays&& arrays, int64_t timeout_ns)
-      : recipe_(recipe), arrays_(std::move(arrays)) {
+  Flight(Recipe recipe, Arrays&& arrays, int64_t timeout_ns)
+      : recipe_(std::move(recipe)), arrays_(std::move(arrays)) {
     for (const Argument* each : {&arrays_.input, &arrays_.output}) {
       if (each->array != nullptr) owners_.push_back(nanobind::borrow(each->array));
     }

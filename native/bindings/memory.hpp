@@ -22,8 +22,9 @@ class Memory {
     }
     for (nanobind::handle each : nanobind::borrow<nanobind::list>(given)) {
       span_.parts.push_back(hold(each));
-      if (views_.back().len != views_.front().len)
+      if (views_.back().len != views_.front().len) {
         throw nanobind::value_error("parts of different size");
+      }
     }
   }
   ~Memory() {

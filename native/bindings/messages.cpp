@@ -162,6 +162,7 @@ std::pair<std::vector<OutcomeTuple>, std::vector<int>> serve(Messages& messages)
     outcomes = messages.serve(&stuck);
   }
   std::vector<OutcomeTuple> all;
+  all.reserve(outcomes.size());
   for (const Outcome& outcome : outcomes) all.push_back(to_tuple(outcome));
   return {all, stuck};
 }

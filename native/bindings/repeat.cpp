@@ -47,8 +47,9 @@ nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, P
   if (what != nullptr && known.is_async) {
     // An array of its own, in case Python has the call: its lists are moved away.
     nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
-    if (arguments.is_valid())
+    if (arguments.is_valid()) {
       return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+    }
   } else if (what != nullptr && known.calls->run(*what, known.arrays)) {
     return nb::none();
   }

@@ -40,7 +40,7 @@ struct Float16 {
     i32 denormal = as_bits(as_float(magnitude + (113 << 23)) - as_float(113 << 23));
     i32 finite = magnitude < (1 << 23) ? denormal : normal;
     i32 bits = magnitude < (31 << 23) ? finite : infinite_or_nan;
-    return as_float(u32(bits) | (u32{stored} & 0x8000) << 16);
+    return as_float(static_cast<u32>(bits) | (u32{stored} & 0x8000) << 16);
   }
 
   static Memory store(Value value) {
@@ -53,6 +53,6 @@ struct Float16 {
     i32 infinite_or_nan = magnitude > (255 << 23) ? 0x7E00 : 0x7C00;
     i32 finite = magnitude < (113 << 23) ? denormal : normal;
     i32 half = magnitude < (143 << 23) ? finite : infinite_or_nan;
-    return static_cast<u16>(u32(half) | (bits & 0x80000000u) >> 16);
+    return static_cast<u16>(static_cast<u32>(half) | (bits & 0x80000000u) >> 16);
   }
 };

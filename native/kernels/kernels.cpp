@@ -128,7 +128,7 @@ const char* available_isa(int i) {
 void copy_chunked(void* to, const void* from, std::size_t nbytes) {
   constexpr std::size_t piece = std::size_t{256} << 10;
   auto* out = static_cast<unsigned char*>(to);
-  auto* in = static_cast<const unsigned char*>(from);
+  const auto* in = static_cast<const unsigned char*>(from);
   while (nbytes > piece) {
     std::memcpy(out, in, piece);
     out += piece;
@@ -142,13 +142,13 @@ void copy_chunked(void* to, const void* from, std::size_t nbytes) {
 void copy_past_cache(void* to, const void* from, std::size_t nbytes) {
   constexpr std::size_t line = 64;
   auto* into = static_cast<unsigned char*>(to);
-  auto* source = static_cast<const unsigned char*>(from);
+  const auto* source = static_cast<const unsigned char*>(from);
   const std::size_t gap = (line - reinterpret_cast<std::uintptr_t>(into) % line) % line;
   std::size_t at = std::min(nbytes, gap);
   copy_chunked(into, source, at);
   for (; at + line <= nbytes; at += line) {
     auto* out = reinterpret_cast<__m128i*>(into + at);
-    auto* in = reinterpret_cast<const __m128i*>(source + at);
+    const auto* in = reinterpret_cast<const __m128i*>(source + at);
     const __m128i a = _mm_loadu_si128(in), b = _mm_loadu_si128(in + 1);
     const __m128i c = _mm_loadu_si128(in + 2), d = _mm_loadu_si128(in + 3);
     _mm_stream_si128(out, a);

@@ -14,8 +14,7 @@
 #define UNISONO_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-namespace unisono {
-namespace UNISONO_ISA {
+namespace unisono::UNISONO_ISA {
 namespace {
 
 using u8 = unsigned char;
@@ -174,8 +173,8 @@ template <class Element, class Op>
 void loop(void* into, const void* left, const void* right, std::size_t count) {
   using Memory = Stored<typename Element::Memory>;
   auto* out = static_cast<Memory*>(into);
-  auto* a = static_cast<const Memory*>(left);
-  auto* b = static_cast<const Memory*>(right);
+  const auto* a = static_cast<const Memory*>(left);
+  const auto* b = static_cast<const Memory*>(right);
   UNISONO_INDEPENDENT
   for (std::size_t i = 0; i < count; i++) {
     out[i].value = Element::store(Op::apply(Element::load(a[i].value), Element::load(b[i].value)));
@@ -189,8 +188,8 @@ template <class T>
 void complex_product(void* into, const void* left, const void* right, std::size_t count) {
   constexpr std::size_t block = 64;
   auto* out = static_cast<Stored<Complex<T>>*>(into);
-  auto* a = static_cast<const Stored<Complex<T>>*>(left);
-  auto* b = static_cast<const Stored<Complex<T>>*>(right);
+  const auto* a = static_cast<const Stored<Complex<T>>*>(left);
+  const auto* b = static_cast<const Stored<Complex<T>>*>(right);
   T re[block];
   T im[block];
   while (count > 0) {
@@ -213,8 +212,8 @@ template <class Op>
 void half_loop(void* into, const void* left, const void* right, std::size_t count) {
   constexpr std::size_t lanes = 8;
   auto* out = static_cast<Stored<u16>*>(into);
-  auto* a = static_cast<const Stored<u16>*>(left);
-  auto* b = static_cast<const Stored<u16>*>(right);
+  const auto* a = static_cast<const Stored<u16>*>(left);
+  const auto* b = static_cast<const Stored<u16>*>(right);
   std::size_t i = 0;
   for (; i + lanes <= count; i += lanes) {
     float x[lanes];
@@ -319,5 +318,4 @@ ReduceFn reduce_fn(DType dtype, RedOp op) {
   return nullptr;
 }
 
-}  // namespace UNISONO_ISA
-}  // namespace unisono
+}  // namespace unisono::UNISONO_ISA

@@ -71,16 +71,18 @@ class Messages {
   bool reaches(int peer);
 
   // Whether this rank has sent something and closed its end since.
-  bool has_left(int peer);
+  bool has_left(int rank);
 
   // Called by a wait once it has become long: (peers waited for, whether one must make room).
-  void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) { stuck_ = stuck; }
+  void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) {
+    stuck_ = std::move(stuck);
+  }
   // For tests: lend large payloads whatever pages they are in.
   void ignore_pages() { ignores_pages_ = true; }
   // Called when a wire to a rank is needed, and when one has ended. The lock is not held.
-  void set_wire(std::function<void(int, int channel, bool ended)> wire) { wire_ = wire; }
+  void set_wire(std::function<void(int, int channel, bool ended)> wire) { wire_ = std::move(wire); }
   // Called by a wait now and then; true ends it. For Ctrl-C.
-  void set_poll(std::function<bool()> poll) { poll_ = poll; }
+  void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
 
   // Wake who sleeps there for a message, of which all that follows is still to be done.
   void wake_waiters(int to);
@@ -128,13 +130,13 @@ class Messages {
 
   // Use this connected, non-blocking socket for messages with a rank; there is one at most for each
   // channel. It is this object's from now on.
-  void add_wire(int peer, int channel, int fd);
+  void add_wire(int rank, int channel, int fd);
   // Have the server thread take in what arrives, though nobody here waits: senders do.
   void attend();
 
   // From now on: this rank is gone (`lost` or `left`); this context is broken; it never was. What a
   // rank has sent over a wire may still be on its way: true if the server has to take that in.
-  bool peer_down(int peer, Code code);
+  bool peer_down(int rank, Code code);
   void fail_context(uint64_t context);
   void forget_context(uint64_t context);
 

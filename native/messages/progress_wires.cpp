@@ -136,7 +136,7 @@ bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& he
   }
   if (!from.in_frame || !from.in_parts || head.context != from.multipart_in) {
     if (head.kind == kPart && head.context > from.multipart_in) return false;
-  } else if (const uint64_t at = static_cast<uint64_t>(head.tag);
+  } else if (const auto at = static_cast<uint64_t>(head.tag);
              at <= from.frame.nbytes && head.nbytes <= from.frame.nbytes - at) {
     wire.in = {static_cast<size_t>(at), static_cast<size_t>(at + head.nbytes)};
     return true;
@@ -150,7 +150,7 @@ bool Messages::push_wires(Peer& to, Operation& op, bool* moved) {
   Wire* const first = to.first_wire();
   if (first == nullptr) return false;
   const Envelope& envelope = op.envelope;
-  const size_t nbytes = static_cast<size_t>(envelope.nbytes);
+  const auto nbytes = static_cast<size_t>(envelope.nbytes);
   const auto channels =
     static_cast<size_t>(std::max(addresses_[static_cast<size_t>(op.peer)].channels, 1));
   if (!op.started) {

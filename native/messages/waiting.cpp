@@ -136,8 +136,9 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
     bells().sleepers.fetch_add(1, std::memory_order_seq_cst);
     bool is_counted = true;
     const auto awake = [&] {
-      if (std::exchange(is_counted, false))
+      if (std::exchange(is_counted, false)) {
         bells().sleepers.fetch_sub(1, std::memory_order_relaxed);
+      }
     };
     const Finally ended(awake);
     const uint64_t seen = bells().waiters.load(std::memory_order_seq_cst);
@@ -231,8 +232,9 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
     }
     notify_ended();
     std::vector<Outcome> outcomes;
-    for (const uint64_t number : std::vector<uint64_t>(ended_))
+    for (const uint64_t number : std::vector<uint64_t>(ended_)) {
       outcomes.push_back(take_outcome(number));
+    }
     if (!outcomes.empty() || closed_) return outcomes;
     report_wires(lock);
     const uint64_t seen = bells().server.load(std::memory_order_seq_cst);

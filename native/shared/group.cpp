@@ -180,8 +180,9 @@ Status Group::compare(AgreementWords* common) {
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);
     // It came here and gave up: its other calls, and errors, are those of a broken group.
-    if (theirs.membership.load(std::memory_order_relaxed) == kAborted)
+    if (theirs.membership.load(std::memory_order_relaxed) == kAborted) {
       return {Code::aborted, peer, -1};
+    }
     const AgreementWords& words = theirs.agreements[epoch_ & 1];
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
@@ -254,8 +255,9 @@ void Group::apply(const Step& step, char* slot) {
     char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
     const char* from = at;
     char* into = at;
-    if (slot == nullptr || sends(step.op))
+    if (slot == nullptr || sends(step.op)) {
       from = address_of(step.src_buf, step.src_off + done, &count);
+    }
     if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
     const char* left = into;
     if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
@@ -357,8 +359,9 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
       if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
       const Code end = exit_of(other);
       // Once more, since it may have raised its flag just before it went.
-      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed)
+      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) {
         return {end, other, step};
+      }
     }
     if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
   }

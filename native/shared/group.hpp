@@ -59,7 +59,7 @@ class Group final : public Runner {
   bool fits_slot(const Step& step, int64_t itemsize) const;
   Status begin_epoch();
   void enter_epoch(const AgreementWords& words, uint64_t stage);
-  Status compare(AgreementWords* words);
+  Status compare(AgreementWords* common);
   Status run_loops(const Program& program, AgreementWords words);
   Status run_piece(const Step* first, const Step* end, AgreementWords words);
   void advance(const Loop& loop, int64_t times);

@@ -160,8 +160,9 @@ Status Group::finish_direct() {
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
     const RankWords& theirs = segment_->words(other(i));
-    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0)
+    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0) {
       return {Code::aborted, other(i), -1};
+    }
     has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
   }
   ++epoch_;

@@ -79,8 +79,9 @@ static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == k
 inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
   // Others look at this line all the time: each store takes it from them.
-  if (recorded.load(std::memory_order_relaxed) != core)
+  if (recorded.load(std::memory_order_relaxed) != core) {
     recorded.store(core, std::memory_order_relaxed);
+  }
   return core;
 }
 

@@ -50,8 +50,9 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
   for (size_t i = 0; i < program.step_count; ++i) {
-    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks))
+    if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) {
       return {Code::bad_program, rank_};
+    }
   }
   itemsize_ = buffers.itemsize;
   reduce_ = reduce;
@@ -155,8 +156,9 @@ Status Steps::agree(AgreementWords words, uint64_t* even) {
       status = recv_verdict(followers_[i], &verdict);
     }
     if (status.is_ok()) status = agree_among_hosts(&verdict);
-    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i)
+    for (size_t i = 0; i < followers_.size() && status.is_ok(); ++i) {
       send_verdict(followers_[i], verdict);
+    }
   } else {
     send_verdict(leader_, verdict);
     send_early();

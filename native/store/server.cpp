@@ -364,8 +364,9 @@ void Server::tidy() {
     const bool waits = found != connections_.end() && found->second->id == oldest.id &&
                        found->second->phase != Connection::Phase::open;
     const bool is_crowded = greetings_.size() > options_.max_greetings;
-    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns())
+    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) {
       break;
+    }
     if (waits) doom(*found->second, "it did not say what it is");
     greetings_.pop_front();
   }

@@ -60,7 +60,7 @@ T at(const std::vector<unsigned char>& bytes, std::size_t i) {
 // The integer result, computed in 128 bits and cut to T.
 template <class T>
 T expected_integer(RedOp op, T a, T b) {
-  __extension__ typedef unsigned __int128 Wide;
+  __extension__ using Wide = unsigned __int128;
   switch (op) {
     case RedOp::product: return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
     case RedOp::min: return a < b ? a : b;
@@ -219,7 +219,7 @@ void check_complex(DType dtype) {
 void check_bool() {
   for (int op = 0; op < kRedOps; op++) {
     ReduceFn fn = reduce_fn(DType::bool8, static_cast<RedOp>(op));
-    const RedOp code = static_cast<RedOp>(op);
+    const auto code = static_cast<RedOp>(op);
     assert((fn == nullptr) == (code == RedOp::avg || code == RedOp::premul_sum));
     for (int bits = 0; fn != nullptr && bits < 4; bits++) {
       unsigned char a = bits & 1, b = static_cast<unsigned char>(bits >> 1);

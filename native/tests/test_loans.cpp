@@ -65,7 +65,7 @@ void test_who_gives_up_spoils_nothing() {
   for (int round = 0; round < 100; ++round) {
     World world(2);
     const size_t nbytes = 4'000'000;
-    const int64_t timeout_ns = static_cast<int64_t>(random() % 2'000'000);
+    const auto timeout_ns = static_cast<int64_t>(random() % 2'000'000);
     std::vector<char> in(nbytes);
     std::atomic<bool> is_there{false};
     Outcome got;

@@ -51,9 +51,11 @@ void test_random(unsigned seed) {
     };
     auto shuffled = [&] {
       std::vector<int> order;
-      for (int peer = 0; peer < ranks; ++peer)
-        for (int tag = 0; tag < tags; ++tag)
+      for (int peer = 0; peer < ranks; ++peer) {
+        for (int tag = 0; tag < tags; ++tag) {
           for (int k = 0; k < count; ++k) order.push_back(peer * tags + tag);
+        }
+      }
       std::shuffle(order.begin(), order.end(), random);
       return order;
     };

@@ -50,8 +50,9 @@ struct Server {
       ++told[served.reason];
       if (served.reason == Turn::kClosed) return;
       if (served.reason == Turn::kFailed) assert(served.status.peer == 1);
-      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed)
+      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) {
         turn.finish(served.seq);
+      }
     }
   }
   int told[5] = {};

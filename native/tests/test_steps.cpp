@@ -168,7 +168,7 @@ void test_no_memory() {
   std::atomic<bool> is_over{false};
   on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {
     const int64_t count = 300'000;
-    auto values = std::make_unique<std::vector<int64_t>>(size_t(count), 1);
+    auto values = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count), 1);
     if (rank == 0) {
       const Step send{kSend, 1, kOutput, 0, -1, -1, count, -1, -1, -1};
       const Status status = run(steps, {send, send}, *values, 3, 3 * kMoment);
