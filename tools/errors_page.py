@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -165,11 +166,11 @@ def section(name: str, found: list[Message]) -> list[str]:
     cls = getattr(errors, name)
     bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
     summary = (cls.__doc__ or "").partition("\n")[0]
-    lines = [f"## {name}", "", f"{summary} Inherits {bases}.", ""]
+    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases}.", 100), ""]
     # A sub-class without an entry is like its base class, whose section is above.
     if name in AFTERWARDS:
         state, advice = AFTERWARDS[name]
-        lines += [f"The group {state}. {advice}.", ""]
+        lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
     # One text may be raised in several places.
     texts = dict.fromkeys(COMPOSED.get(name, []), "")
     for message in found:

@@ -1,6 +1,6 @@
-"""Run what documents tell readers to type: every ```bash block, from the repository root.
+"""Run the commands of the documents: every ```bash block, from the repository root.
 
-`make test` is left out, because the one who calls this has just run it.
+`make test` is skipped, because the caller has just run it.
 """
 
 from __future__ import annotations

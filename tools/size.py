@@ -40,7 +40,7 @@ CPP_SUFFIXES = {".cpp", ".cc", ".h", ".hpp", ".inl"}
 
 
 def main() -> int:
-    """Print every violation, or one line saying that there is none."""
+    """Print every violation, or one line with the totals."""
     modules = sorted(Path("src").rglob("*.py"))
     problems = [problem for path in modules for problem in check_module(path)]
     total = sum(code_lines(path) for path in modules)
