@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import html
 import inspect
 import io
 import re
@@ -50,7 +51,7 @@ _ADVICE = list(FORBIDDEN.values())
 _HEADLESS = re.compile(r"(?:What|Whatever|Whose|Whichever|One (?:that|of them|is))\b[^?]*$")
 # Text in which words are quoted, not used.
 _QUOTED = re.compile(r"```.*?```|``[^`]+``|`[^`]+`|\"[^\"\n]*\"|<!--.*?-->", re.DOTALL)
-_END = re.compile(r"(?<=[.!?])[)\"']?\s+(?=[A-Z(`\"'0-9])|:\s*\n|:\s*$")
+_END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[A-Z(`\"'*_0-9])|:\s*\n|:\s*$")
 _ABBREVIATED = re.compile(r"\b(e\.g|i\.e|etc|vs|cf|approx|resp|Fig|No)\.")
 _SECTION = re.compile(
     r"^(Args|Arguments|Attributes|Returns|Raises|Yields|Cost|Source|Example|Examples|Note|Notes):"
@@ -130,7 +131,7 @@ def check(path: Path) -> Iterator[str]:
 
 def violations(text: Text) -> Iterator[str]:
     """Yield what breaks the rules in one paragraph."""
-    plain = _QUOTED.sub("X", text.text)
+    plain = _QUOTED.sub("X", html.unescape(text.text))
     for found in _FORBIDDEN.finditer(plain):
         advice = _ADVICE[int((found.lastgroup or "w0")[1:])]
         yield f"'{found.group()}': {advice}"
