@@ -37,7 +37,7 @@ FORBIDDEN = {
     r"for want of|want of": "without",
     r"(?:this|that|each|any|another|the other|which|the|every|no) one"
     r"(?=\W*$|[.,;:)]|\s(?:is|was|has|had|that|which|of|in|at|on|to|and|or|with|as)\b)|"
-    r"ones": "repeat the noun",
+    r"(?<!\.)ones(?!\()": "repeat the noun",
     r"those that|those which|that which|those who": "repeat the noun",
     r"where (?:it is|there is|there are|they are|that is|no|none|nothing)": "write if",
     r"what is more|of its own accord|all the same|by and by|thereby|therein": "leave it out",
@@ -143,13 +143,13 @@ def violations(text: Text) -> Iterator[str]:
         return
     for sentence in sentences(plain):
         if _HEADLESS.match(sentence.strip()):
-            yield f"subject without a name: {sentence.strip()[:40]} ..."
+            yield f"subject without a name: {' '.join(sentence.split())[:40]} ..."
         words = [word for word in sentence.split() if re.search(r"\w", word)]
         if len(words) > SENTENCE_WORDS:
             start = " ".join(words[:6])
             yield f"sentence of {len(words)} words (limit {SENTENCE_WORDS}): {start} ..."
     if plain.count(";") > 1:
-        yield f"{plain.count(';')} semicolons in a paragraph (limit 1): {plain.strip()[:40]} ..."
+        yield f"{plain.count(';')} semicolons in a paragraph (limit 1): {' '.join(plain.split())[:40]} ..."
 
 
 def sentences(text: str) -> list[str]:
