@@ -149,7 +149,8 @@ def violations(text: Text) -> Iterator[str]:
             start = " ".join(words[:6])
             yield f"sentence of {len(words)} words (limit {SENTENCE_WORDS}): {start} ..."
     if plain.count(";") > 1:
-        yield f"{plain.count(';')} semicolons in a paragraph (limit 1): {' '.join(plain.split())[:40]} ..."
+        start = " ".join(plain.split()[:6])
+        yield f"{plain.count(';')} semicolons in a paragraph (limit 1): {start} ..."
 
 
 def sentences(text: str) -> list[str]:

@@ -19,7 +19,7 @@ TOP_LEVEL = 20
 # Without self and cls.
 PARAMETERS = 8
 # Public methods of a class, properties too; the attributes that its methods assign to self, or, in
-# a dataclass, its fields. What a class inherits does not count.
+# a dataclass, its fields. Inherited members do not count.
 METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
@@ -27,9 +27,8 @@ ATTRIBUTES = 12
 TREE = 25_000
 CPP_FILE = 400
 
-# (path, what) -> (limit, reason); what is "lines", "definitions", the name of a function followed
-# by "parameters", or the name of a class followed by "methods" or "attributes". A new entry is a
-# review topic.
+# (path, what) -> (limit, reason). What is "lines", "definitions", "NAME parameters" for a function,
+# "NAME methods" or "NAME attributes" for a class. A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
