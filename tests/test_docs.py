@@ -17,7 +17,7 @@ import pytest
 
 import unisono as dist
 from unisono.base.config import VARIABLES
-from unisono.base.native import why_absent
+from unisono.base.extension import why_absent
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.schedules import build
 from unisono.testing import run
