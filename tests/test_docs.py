@@ -25,12 +25,16 @@ from unisono.testing.hosts import why_no_hosts
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
-def tool(name: str) -> ModuleType:
-    """Import a script of tools/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+def tool(name: str, folder: str = "tools") -> ModuleType:
+    """Import a script of tools/ or benchmarks/, which are no packages."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -65,6 +69,15 @@ def test_pictures_show_each_message_once():
 def test_detection_page_is_up_to_date():
     page = (ROOT / "docs/reference/environment-detection.md").read_text(encoding="utf-8")
     assert page == tool("detection_page").page(), "run `make docs`"
+
+
+def test_pages_of_results_are_up_to_date():
+    tables = tool("tables", "benchmarks")
+    assert {path.stem for path in ROOT.glob("benchmarks/results/*.md")} == {
+        path.stem for path in ROOT.glob("benchmarks/results/*.json")
+    }
+    for path, text in tables.pages():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run `make docs`"
 
 
 def test_environment_page_lists_what_the_code_reads():

@@ -34,7 +34,9 @@ FORBIDDEN = {
     r"shall": "must",
     r"so many|so much|so long|as it were": "give the number",
     r"for want of|want of": "without",
-    r"(?:this|that|each|any|another|the other|which|the|every|no) one|ones": "repeat the noun",
+    r"(?:this|that|each|any|another|the other|which|the|every|no) one"
+    r"(?=\W*$|[.,;:)]|\s(?:is|was|has|had|that|which|of|in|at|on|to|and|or|with|as)\b)|"
+    r"ones": "repeat the noun",
     r"those that|those which|that which|those who": "repeat the noun",
     r"where (?:it is|there is|there are|they are|that is|no|none|nothing)": "write if",
     r"what is more|of its own accord|all the same|by and by|thereby|therein": "leave it out",
