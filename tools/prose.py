@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 SENTENCE_WORDS = 25
 HEADING_WORDS = 8
-# Words in all documents together; generated pages count.
+# Words in all documents together. Generated pages count, but not the tables of figures.
 ALL_WORDS = 36_000
+FIGURES = "benchmarks/results/"
 
 # pattern -> what to write instead.
 FORBIDDEN = {
@@ -80,7 +81,7 @@ def main() -> int:
         for path, words in sorted(documents.items(), key=lambda item: item[1]):
             print(f"{words:6} {path}")
     problems = [f"{path}:{problem}" for path in paths for problem in check(path)]
-    total = sum(documents.values())
+    total = sum(n for path, n in documents.items() if not path.as_posix().startswith(FIGURES))
     if total > ALL_WORDS:
         problems.append(f"documents: {total} words (limit {ALL_WORDS})")
     print("\n".join(problems) or f"prose: {len(paths)} files, {total} words of documents")
