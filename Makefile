@@ -67,6 +67,7 @@ docs: $(BUILT)
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
 	@$(BIN)/python tools/stub.py
+	@$(BIN)/python benchmarks/tables.py
 
 setup: $(BUILT)
 

@@ -367,7 +367,7 @@ void Server::tidy() {
     if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) {
       break;
     }
-    if (waits) doom(*found->second, "it did not say what it is");
+    if (waits) doom(*found->second, "it did not identify itself in time");
     greetings_.pop_front();
   }
   while (!dirty_.empty() || !doomed_.empty()) {
