@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from unisono.base.config import environ
 from unisono.launcher.environment import Place, worker_environment
-from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.rendezvous.dynamic import World
