@@ -150,8 +150,8 @@ def pages() -> dict[str, str]:
     index = [
         "# API",
         "",
-        "Written by `tools/api_pages.py` from the source; do not edit. The site of `make site` shows",
-        "the docstrings on these pages. In Python, `help(unisono.all_reduce)` shows them.",
+        "Written by `tools/api_pages.py` from the source; do not edit. `make site` fills in the",
+        "docstrings. In Python, `help(unisono.all_reduce)` shows them.",
         "",
         "| page | content |",
         "|---|---|",
@@ -234,7 +234,7 @@ def document(module: str, name: str) -> str | None:
             return found
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             return _text(after)
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unisono"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return document(node.module, alias.name)
