@@ -161,9 +161,16 @@ def pages() -> dict[str, str]:
     texts = {"index.md": "\n".join(index)}
     for page in PAGES:
         parts = [f"# {page.title}", f"{page.intro} {page.more}".strip()]
-        parts += [f"::: {page.tier}.{name}" for name in names[page.name]]
+        parts += [f"::: {_path(page.tier, name)}" for name in names[page.name]]
         texts[f"{page.name}.md"] = "\n\n".join(parts) + "\n"
     return texts
+
+
+def _path(tier: str, name: str) -> str:
+    """Return where to find the docstring: at the public name unless a module has the same one."""
+    home = source_of(_home(tier, name), name)
+    is_module = home.endswith(f".{name}") or (ROOT / "src" / tier / name).exists()
+    return f"{home}.{name}" if is_module else f"{tier}.{name}"
 
 
 def names_of(page: Page) -> list[str]:
@@ -223,22 +230,33 @@ def exported(module: str) -> set[str]:
     raise LookupError(f"{module} has no __all__")
 
 
-@functools.cache
 def document(module: str, name: str) -> str | None:
     """Return the docstring of a name, wherever the module has it from."""
-    body = tree(module).body
-    body = [*body, *(inner for node in body if isinstance(node, ast.If) for inner in node.body)]
+    body = _body(source_of(module, name))
     for node, after in zip(body, [*body[1:], None], strict=True):
         is_definition = isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name
         if is_definition and (found := ast.get_docstring(node)):  # an overload has none
             return found
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
             return _text(after)
+    return None
+
+
+@functools.cache
+def source_of(module: str, name: str) -> str:
+    """Return the module that defines a name; `module` may import it from there."""
+    for node in _body(module):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unisono"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    return document(node.module, alias.name)
-    return None
+                    return source_of(node.module, alias.name)
+    return module
+
+
+def _body(module: str) -> list[ast.stmt]:
+    """Return the statements of a module; those of `if TYPE_CHECKING`, too."""
+    body = tree(module).body
+    return [*body, *(inner for node in body if isinstance(node, ast.If) for inner in node.body)]
 
 
 def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:

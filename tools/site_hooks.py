@@ -110,6 +110,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(p if p.startswith("```") else _LINK.sub(rewritten, p) for p in parts)
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
+    """Refuse a page of the API that shows a module instead of the function of the same name."""
+    if "doc-symbol-heading doc-symbol-module" in html:
+        raise SystemExit(f"{page.file.src_uri} shows a module: see _path in tools/api_pages.py")
+
+
 def links(name: str, text: str) -> list[str]:
     """Return the files and folders outside docs that a file links to."""
     prose = "" if Path(name).suffix in _LANGUAGES else _FENCED.sub("", text)
