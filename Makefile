@@ -69,6 +69,7 @@ docs: $(BUILT)
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
 	@$(BIN)/python tools/stub.py
+	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.
 site: $(SITE)

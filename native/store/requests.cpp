@@ -21,7 +21,7 @@ namespace {
 
 constexpr std::size_t kShownBytes = 64;
 
-const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here lets everybody in";
+const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any client";
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
 const std::string kMakeToken =
   "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;

@@ -365,7 +365,7 @@ void Server::tidy() {
                        found->second->phase != Connection::Phase::open;
     const bool is_crowded = greetings_.size() > options_.max_greetings;
     if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
-    if (waits) doom(*found->second, "it did not say what it is");
+    if (waits) doom(*found->second, "it did not identify itself in time");
     greetings_.pop_front();
   }
   while (!dirty_.empty() || !doomed_.empty()) {
