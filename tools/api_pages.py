@@ -25,7 +25,8 @@ class Page(NamedTuple):
         intro: Its first sentence, also shown in the list of pages.
         more: Further sentences, with links.
         tier: The public module that exports the names.
-        homes: Modules below `unisono` whose names are on this page; all of the tier if empty.
+        homes: Modules and packages below `unisono` whose names are on this page; all of the tier
+            if empty.
     """
 
     name: str
@@ -56,7 +57,7 @@ PAGES = (
     Page(
         "objects", "Python objects",
         "Collectives and messages of Python objects, and their serialisation.",
-        homes="c10d.objects.functions c10d.objects.reductions c10d.objects.serializer",
+        homes="c10d.objects",
     ),
     Page(
         "work", "Works and futures",
@@ -89,7 +90,7 @@ PAGES = (
     Page(
         "backends", "Backends and debugging",
         "Backends and engines of this process, and the debug level.",
-        homes="backends c10d.backend_names c10d.availability engines.info c10d.debug",
+        homes="backends c10d.backend_names c10d.availability engines c10d.debug",
     ),
     Page(
         "torch-names", "Other names of torch",
@@ -177,8 +178,15 @@ def names_of(page: Page) -> list[str]:
     """Return the names of a page, in the order of the source."""
     if not page.homes:
         return sorted(exported(page.tier), key=lambda name: (name.lower(), name))
-    homes = _homes()
-    return [name for home in page.homes.split() for name in homes[home] if name[0] != "_"]
+    prefixes = [f"{home}." for home in page.homes.split()]
+    return [
+        name
+        for prefix in prefixes
+        for home, names in _homes().items()
+        if f"{home}.".startswith(prefix)
+        for name in names
+        if name[0] != "_"
+    ]
 
 
 def missing(names: dict[str, list[str]]) -> list[str]:
