@@ -43,8 +43,8 @@ _NAMES = {page: name for name, page in PROJECT.items()}
 
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(\s*([^)#\s]+)(#[^)\s]*)?\)")
 _FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-_IMAGES = {".png", ".svg"}
-_LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json"}
+_COPIED = {".json", ".png", ".svg"}  # other files become pages
+_LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml"}
 
 
 @event_priority(-50)
@@ -75,7 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if name in taken:
             return
         taken.add(name)
-        if Path(name).suffix in _IMAGES:
+        if Path(name).suffix in _COPIED:
             file = File.generated(config, page_of(name), abs_src_path=str(ROOT / name))
             files.append(file)
             return
@@ -138,22 +138,23 @@ def page_of(name: str) -> str:
     """Return the place on the site of a file of the repository."""
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
-    if Path(name).suffix in _IMAGES:
-        return f"source/{name}"
-    return PROJECT.get(name) or f"source/{name}.md"
+    if Path(name).suffix in {*_COPIED, ".md"}:
+        return PROJECT.get(name) or f"source/{name}"
+    return f"source/{name}.md"
 
 
 def source_of(page: str) -> str:
     """Return the file of the repository that a page of the site shows."""
     if page.startswith("source/"):
-        return page.removeprefix("source/").removesuffix(".md")
+        name = page.removeprefix("source/")
+        return name if (ROOT / name).exists() else name.removesuffix(".md")
     return _NAMES.get(page) or f"docs/{page}"
 
 
 def shown(name: str) -> str:
     """Return the Markdown of a page for a file or folder."""
     path = ROOT / name
-    if name in PROJECT:
+    if path.suffix == ".md":
         return path.read_text(encoding="utf-8")
     if path.is_dir():
         inside = sorted(each.name for each in path.glob("*.*"))

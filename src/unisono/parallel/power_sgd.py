@@ -30,7 +30,7 @@ class PowerSGDState:
         matrix_approximation_rank: r. A larger one approximates better and sends more.
         start_power_sgd_iter: So many iterations average without compression first, because
             gradients change fastest at the beginning.
-        min_compression_rate: A matrix is compressed only if `n*m` is larger than `(n+m)*r` times
+        min_compression_rate: A matrix is compressed only if n*m is larger than (n+m)*r times
             this.
         use_error_feedback: Add what was lost to the next gradient.
         warm_start: Begin the power iteration with the last Q.
