@@ -63,8 +63,8 @@ def run(
         dead: Ranks that are expected to die without a result (processes only); theirs is None.
 
     Raises:
-        The exception of the rank that failed first, with the traceback of that rank as its
-        cause. Ranks that failed only because of another one do not count.
+        Exception: That of the rank that failed first, with the traceback of that rank as its
+            cause. Ranks that failed only because of another rank do not count.
         LaunchError: A rank did not end; names it. A rank died; names how.
     """
     options = CPUOptions(transport=transport, engine=engine)
