@@ -27,7 +27,7 @@ from unittest import mock
 import numpy as np
 
 import unisono as dist
-from unisono.base.native import extension
+from unisono.base.extension import extension
 from unisono.testing import run
 
 # Long enough that a round is no matter of chance, short enough that a neighbour sees the same load.

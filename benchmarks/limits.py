@@ -52,7 +52,7 @@ def start(rank: int, size: int, port: int, answers: Any) -> None:
 def start_all(size: int) -> list[tuple[float, float]]:
     """Start so many processes, with NumPy loaded already; return what each says."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "unisono.groups.lifecycle"])
+    context.set_forkserver_preload(["numpy", "unisono.c10d.lifecycle"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = context.Queue()
     processes = [

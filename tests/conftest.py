@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.base.native import why_absent
+from unisono.base.extension import why_absent
 
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0

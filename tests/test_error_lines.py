@@ -18,16 +18,13 @@ import unisono as dist
 from unisono import errors
 from unisono.backends import CPUOptions
 from unisono.base.deadline import Deadline
-from unisono.cli import (
-    bench,
-    bench_launch,
-    bench_peers,
-    bench_store,
-    bench_store_servers,
-    nodes,
-)
-from unisono.elastic.bind import Binding, Machine
-from unisono.elastic.logs import StdChoice, _create
+from unisono.bench import launch as bench_launch
+from unisono.bench import libraries, store_servers
+from unisono.bench import store as bench_store
+from unisono.cli import bench
+from unisono.cli.run import nodes
+from unisono.launcher.output.files import StdChoice, _create
+from unisono.launcher.workers.cpu_binding import Binding, Machine
 from unisono.rendezvous import handlers, launchers
 from unisono.rendezvous.endpoint import own_address, parse_endpoint
 from unisono.schedules import Buf, Schedule, build, layout_for, lower
@@ -37,21 +34,20 @@ from unisono.stores import (
     HashStore,
     PrefixStore,
     TCPStore,
-    tcp_client,
-    tcp_server,
-    wire,
 )
-from unisono.stores.file_lock import FileLock
-from unisono.stores.service import ServiceStore, Unreachable
+from unisono.stores.files.lock import FileLock
+from unisono.stores.services.store import ServiceStore, Unreachable
 from unisono.stores.table import Table
-from unisono.stores.tcp_connection import Connection, ConnectionPool
-from unisono.stores.tcp_server import PythonServer, ServerOptions
-from unisono.stores.wire import Op, encode_request
+from unisono.stores.tcp import client as tcp_client
+from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp.connection import Connection, ConnectionPool
+from unisono.stores.tcp.python_server import PythonServer, ServerOptions
+from unisono.stores.tcp.wire import Op, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
-from unisono.transports.address import listen
 from unisono.transports.api import Kind
-from unisono.transports.wire import HELLO, Hello
+from unisono.transports.tcp.address import listen
+from unisono.transports.tcp.wire import HELLO, Hello
 
 
 def x(count=2):
@@ -70,7 +66,7 @@ class Service(ServiceStore):
     def _fetch(self, names):
         if not self._answer:
             raise Unreachable("no")
-        from unisono.stores.service import Entry
+        from unisono.stores.services.store import Entry
 
         return [Entry(self._values.get(name), None) for name in names]
 
@@ -246,7 +242,7 @@ PLAIN = {
 KEY = Key(1, Kind.P2P, 0)
 
 # The package has a function of that name.
-LAUNCH = importlib.import_module("unisono.elastic.launch")
+LAUNCH = importlib.import_module("unisono.launcher.launch")
 
 
 def met(url, *args):
@@ -254,7 +250,7 @@ def met(url, *args):
 
 
 def replies():
-    from unisono.stores.wire import ReplyDecoder
+    from unisono.stores.tcp.wire import ReplyDecoder
 
     return ReplyDecoder()
 
@@ -285,7 +281,7 @@ def check(text, name, call):
 
 def test_append_beyond_the_largest_value(monkeypatch, caplog):
     monkeypatch.setenv("UNISONO_ENGINE", "reference")
-    for module in (tcp_client, tcp_server):
+    for module in (tcp_client, python_server):
         monkeypatch.setattr(module, "MAX_VALUE_BYTES", 8)
     with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         store.append("k", "12345678")
@@ -426,7 +422,7 @@ def unknown_level(monkeypatch):
 
 
 def unknown_isa(monkeypatch):
-    from unisono.engines import native
+    from unisono.engines import native_engine as native
 
     if native._engine is None:
         pytest.skip("the C++ engine is not built")
@@ -463,7 +459,7 @@ def never_done(group):
 
 
 def no_more_processes(monkeypatch):
-    from unisono.elastic import guard
+    from unisono.launcher import guard
 
     def fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -555,14 +551,14 @@ def mpiexec_failed():
 
 def other_mpi(monkeypatch):
     world = SimpleNamespace(size=1)
-    monkeypatch.setattr(bench_peers, "_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
-    bench_peers.mpi_rank(SimpleNamespace(nprocs=4))
+    monkeypatch.setattr(libraries, "_mpi", lambda: SimpleNamespace(COMM_WORLD=world))
+    libraries.mpi_rank(SimpleNamespace(nprocs=4))
 
 
 def half_floats(monkeypatch):
-    monkeypatch.setattr(bench_peers, "_mpi", lambda: SimpleNamespace(COMM_WORLD=None))
+    monkeypatch.setattr(libraries, "_mpi", lambda: SimpleNamespace(COMM_WORLD=None))
     plan = SimpleNamespace(redop="sum", dtype="float16")
-    bench_peers._MPI().call(SimpleNamespace(case=None, plan=plan))
+    libraries._MPI().call(SimpleNamespace(case=None, plan=plan))
 
 
 def unequal_step():
@@ -629,8 +625,8 @@ def gradient_twice():
 
 
 def no_server(monkeypatch):
-    monkeypatch.setattr(bench_store_servers, "_START_S", 0.0)
-    bench_store_servers._wait_for(free_port())
+    monkeypatch.setattr(store_servers, "_START_S", 0.0)
+    store_servers._wait_for(free_port())
 
 
 def deaf_server():

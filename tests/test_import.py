@@ -16,10 +16,10 @@ SOURCE = Path(unisono.__file__).parent
 
 # Imports of others that are allowed: in these modules, and only when a feature is used.
 OPTIONAL = {
-    "cloudpickle": {"elastic/launch.py"},
+    "cloudpickle": {"launcher/launch.py"},
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
     "pytest": {"testing/plugin.py"},
-    "rich": {"cli"},
+    "rich": {"bench", "cli"},
     "torch": {"torch", "parallel"},
 }
 

@@ -1,4 +1,4 @@
-// Which message goes to which receive, as transports/matching.py has it: the k-th message from a
+// Which message goes to which receive, as transports/mailbox.py has it: the k-th message from a
 // rank under a context and tag meets the k-th receive for them; a receive from any source takes the
 // oldest message.
 #pragma once

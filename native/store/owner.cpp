@@ -1,4 +1,4 @@
-// Whose a local client is; the twin of src/unisono/stores/owner.py.
+// Whose a local client is; the twin of src/unisono/stores/tcp/peer_uid.py.
 #include <cerrno>
 #include <cstring>
 

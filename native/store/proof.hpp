@@ -1,5 +1,5 @@
 // Who knows the job's token: HMAC-SHA256 over fresh random numbers of both ends. The twin of
-// src/unisono/stores/token.py, which says what is sent when.
+// src/unisono/stores/tcp/token.py, which says what is sent when.
 #pragma once
 
 #include <array>

@@ -6,7 +6,7 @@
 //        |--VALIDATE of a client without a token, if it may be served--> validating
 //        `--anything else--> refused
 //
-// What is sent when: src/unisono/stores/token.py.
+// What is sent when: src/unisono/stores/tcp/token.py.
 #include <algorithm>
 #include <cstdio>
 #include <optional>

@@ -1,5 +1,5 @@
 // torch's TCPStore protocol: where a request ends, and what it says. No socket, no clock. The twin
-// of src/unisono/stores/wire.py, which has the table of fields; both read the same bytes alike.
+// of src/unisono/stores/tcp/wire.py, which has the table of fields; both read the same bytes alike.
 #pragma once
 
 #include <cstddef>

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from unisono.base import native
+from unisono.base import extension as native
 
 NAME = "unisono._engine"
 NOT_BUILT = "the extension module was not built: there was no C++ compiler, or it failed"

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from unisono.cli import bench_launch
-from unisono.cli.bench_data import Data
-from unisono.cli.bench_launch import run_ranks
-from unisono.cli.bench_plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbytes
-from unisono.cli.bench_report import Table, bandwidths, fixed, summary
-from unisono.cli.bench_worker import MAX_ITERS, ROUND_S, calibrated
+from unisono.bench import launch as bench_launch
+from unisono.bench.data import Data
+from unisono.bench.launch import run_ranks
+from unisono.bench.plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbytes
+from unisono.bench.report import Table, bandwidths, fixed, summary
+from unisono.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
 from unisono.engines import is_native_built
 from unisono.errors import InvalidArgumentError, LaunchError
@@ -286,7 +286,7 @@ def test_rich_adds_colours_and_changes_no_character(capsys, monkeypatch):
     Table(plan).take(dict(message))
     plain = capsys.readouterr().out
     coloured = rich_console.Console(force_terminal=True, width=200, highlight=False)
-    monkeypatch.setattr("unisono.cli.bench_report._console", lambda: coloured)
+    monkeypatch.setattr("unisono.bench.report._console", lambda: coloured)
     table = Table(plan)
     with coloured.capture() as captured:
         table.take(dict(message))
@@ -449,7 +449,7 @@ def test_plot_draws_every_library_and_operation(tmp_path):
 
 @needs_matplotlib
 def test_plot_of_one_size_is_refused(tmp_path):
-    from unisono.cli.bench_plot import plot
+    from unisono.bench.plot import plot
 
     with pytest.raises(InvalidArgumentError, match="several sizes"):
         plot({"rows": [row(unisono=1.0)]}, str(tmp_path / "out.png"))

@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from unisono.cli import bench_store, bench_store_servers
+from unisono.bench import store as bench_store
+from unisono.bench import store_servers as bench_store_servers
 from unisono.cli.main import main
 
 ROWS = {
@@ -80,7 +81,7 @@ def test_slow_connections_are_said_and_left_out(tmp_path, capsys, monkeypatch):
 
 def test_servers_end_with_a_killed_benchmark():
     script = (
-        "from unisono.cli.bench_store_servers import Server\n"
+        "from unisono.bench.store_servers import Server\n"
         "server = Server('unisono'); server.pause()\n"
         "print(server._process.pid, flush=True); input()\n"
     )

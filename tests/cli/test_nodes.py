@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from unisono.cli.nodes import add_node_flags, node_options, workers_per_node
-from unisono.elastic.spec import Meeting
+from unisono.cli.run.nodes import add_node_flags, node_options, workers_per_node
 from unisono.errors import InvalidArgumentError
+from unisono.launcher.spec import Meeting
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 

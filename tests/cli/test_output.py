@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
+import unisono.launcher
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 

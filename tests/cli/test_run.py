@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
+import unisono.launcher
 from unisono.cli.main import main
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -688,7 +688,7 @@ def test_the_report_needs_no_thread(tmp_path):
     (tmp_path / "s.py").write_text("raise ValueError('the cause')")
     program = """
 import sys, types
-from unisono.cli import run
+from unisono.cli.run import command as run
 from unisono.cli.main import main
 def refuse(*arguments, **how):
     raise RuntimeError("can't start new thread")

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import unisono.elastic
-from unisono.cli import run as run_command
+import unisono.launcher
+from unisono.cli.run import command as run_command
 
-SRC = str(Path(unisono.elastic.__file__).parents[2])
+SRC = str(Path(unisono.launcher.__file__).parents[2])
 LIMIT_S = 200.0
 OURS = [sys.executable, "-m", "unisono", "run"]
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from unisono.engines import Communicator, ReferenceEngine, is_native_built
-from unisono.engines.native import NativeEngine
+from unisono.engines.native_engine import NativeEngine
 from unisono.transports import InprocTransport, TCPTransport
-from unisono.transports.native import NativeMessages
+from unisono.transports.native_messages import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 

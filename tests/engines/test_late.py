@@ -6,9 +6,9 @@ import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
-from unisono.engines.failures import Expired, to_failure
+from unisono.engines.errors import Expired, to_failure
 from unisono.transports import LinkDown
-from unisono.transports.matching import LEFT
+from unisono.transports.mailbox import LEFT
 from unisono.transports.status import Status
 
 BEFORE, IN_IT, AFTER = (Status(seq, "barrier()") for seq in (6, 7, 8))

@@ -14,13 +14,13 @@ import pytest
 
 import unisono as dist
 from unisono.base.deadline import Deadline
-from unisono.base.native import extension
+from unisono.base.extension import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
-from unisono.transports import InprocTransport, Key, native
+from unisono.transports import InprocTransport, Key, native_messages
 from unisono.transports.api import Kind
-from unisono.transports.matching import Cancelled
-from unisono.transports.native import NativeMessages
+from unisono.transports.mailbox import Cancelled
+from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -149,7 +149,7 @@ def test_a_message_that_came_as_its_wait_was_interrupted_has_ended(world):
 
 
 class Interruption:
-    """Raises `Ended` at the n-th line of transports/native.py that this thread comes to.
+    """Raises `Ended` at the n-th line of transports/native_messages.py that this thread comes to.
 
     Not as a lock is taken or given back, where the interpreter looks for no signals.
     """
@@ -166,9 +166,9 @@ class Interruption:
         return kind is Ended
 
     def _trace(self, frame, event, arg):
-        if frame.f_code.co_filename != native.__file__:
+        if frame.f_code.co_filename != native_messages.__file__:
             return None
-        line = linecache.getline(native.__file__, frame.f_lineno)
+        line = linecache.getline(native_messages.__file__, frame.f_lineno)
         if event == "line" and not line.strip().startswith("with "):
             self.left -= 1
             if self.left == 0:
@@ -182,7 +182,7 @@ class Interruption:
 
 
 def test_a_wait_that_is_interrupted_anywhere_loses_no_message(world, monkeypatch):
-    monkeypatch.setattr(native, "_LOOK_S", 0.01)
+    monkeypatch.setattr(native_messages, "_LOOK_S", 0.01)
     for n in itertools.count(1):
         box = bytearray(8)
         received = world[1].recv(0, KEY, memoryview(box))

@@ -22,7 +22,7 @@ from killed_bodies import wait_for_count
 
 import unisono as dist
 from unisono.base.deadline import Deadline
-from unisono.engines import native
+from unisono.engines import native_engine as native
 from unisono.stores import PrefixStore
 from unisono.transports import Transport
 

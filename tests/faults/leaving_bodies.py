@@ -17,9 +17,9 @@ from fault_calls import attempt, store
 from killed_bodies import wait_for_count
 
 import unisono as dist
-from unisono.elastic import spawn
-from unisono.transports.native import NativeMessages
-from unisono.transports.tcp import TCPTransport
+from unisono.launcher import spawn
+from unisono.transports.native_messages import NativeMessages
+from unisono.transports.tcp.transport import TCPTransport
 
 
 def destroy_early(rank):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.packet import FIRST_BYTES
 
 SIZES = [0, 1, 4096, 4097, 300_000]  # bytes: nothing, in the head, a message of its own
 
@@ -359,7 +359,7 @@ def torch_tensors(rank):
 
 def copies(rank):
     """An array's bytes are in no message but their own, and are sent from where they are."""
-    from unisono.groups.packet import Packet
+    from unisono.c10d.objects.packet import Packet
 
     array = np.arange(100_000.0)
     packet = Packet.of({"a": array}, dist.PickleSerializer())

@@ -12,7 +12,7 @@ import pytest
 
 import unisono as dist
 from unisono.base.deadline import Deadline
-from unisono.engines.progress import _Queued
+from unisono.engines.native_queue import _Queued
 from unisono.errors import ClosedError, CollectiveMismatchError, UnisonoError
 
 LIMIT_S = 60.0
@@ -171,7 +171,7 @@ def interrupt_while_queueing(rank):
         return True
 
     def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith("engines/progress.py"):
+        if not frame.f_code.co_filename.endswith("engines/native_queue.py"):
             return None
         turn = getattr(frame.f_locals.get("self"), "_turn", None)
         if turn is not None and not turn.is_free():
@@ -207,7 +207,7 @@ def calls_between_all_lines(rank):
         works.append(dist.all_reduce(left.pop(), async_op=True))
 
     def trace(frame, event, arg):
-        if not frame.f_code.co_filename.endswith("engines/progress.py"):
+        if not frame.f_code.co_filename.endswith("engines/native_queue.py"):
             return None
         # What a trace function calls is not traced.
         name, queued = frame.f_code.co_name, frame.f_locals.get("queued")

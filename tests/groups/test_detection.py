@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
+from unisono.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
-from unisono.groups.queries import get_node_local_rank
 
 LIMIT_S = 100
 # Beside this interpreter: it comes with the mpich package, which is a test requirement.
@@ -24,7 +24,7 @@ BODY = """
 import os, sys
 import numpy as np
 import unisono as dist
-from unisono.groups.queries import get_node_local_rank
+from unisono.c10d.queries import get_node_local_rank
 sums = []
 for _ in range(int(os.environ.get("MEETINGS", "2"))):
     dist.init_process_group()
@@ -159,7 +159,7 @@ def test_open_mpi_on_one_node(script, tmp_path):
 
 
 def test_indexed_job_with_an_address(script):
-    from unisono.stores.addresses import listen
+    from unisono.base.sockets import listen
 
     (listener,) = listen("127.0.0.1", 0)
     with listener:

@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 
 from tests.together import on_threads
+from unisono.base.sockets import listen
 from unisono.errors import RendezvousError
 from unisono.rendezvous import meeting, rendezvous
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone
 from unisono.rendezvous.meeting import first_host, job_port
 from unisono.stores import FileStore, TCPStore
-from unisono.stores.addresses import listen
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {

@@ -28,8 +28,8 @@ with socket.create_connection(place, timeout=60) as sock:
 LAUNCHERS = """
 import os, sys
 from unisono.cli.main import main
-from unisono.elastic import agent
-from unisono.stores.wire import MAGIC, Op, encode_request
+from unisono.launcher import agent
+from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 requests = ((Op.VALIDATE, MAGIC), (Op.ADD, "/workers", 1), (Op.BARRIER, "/all", 2))
 os.environ["REQUESTS"] = b"".join(encode_request(*each) for each in requests).hex()

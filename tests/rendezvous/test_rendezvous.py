@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from tests.together import on_threads
+from unisono.base.sockets import listen
 from unisono.errors import ArgumentTypeError, RendezvousError, StoreConnectionError, StoreError
 from unisono.rendezvous import register_rendezvous_handler, registry, rendezvous
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
-from unisono.stores.addresses import listen
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 

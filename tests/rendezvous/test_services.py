@@ -16,7 +16,7 @@ from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
 
 TESTS = Path(__file__).parents[1]
-sys.path.insert(0, str(TESTS / "elastic"))
+sys.path.insert(0, str(TESTS / "launcher"))
 
 from nodes import CONF, Job, kill  # noqa: E402
 

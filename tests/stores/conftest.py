@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.stores.native_server import engine
+from unisono.stores.tcp.native_server import engine
 
 
 @pytest.fixture(params=["native", "python"])

@@ -20,9 +20,9 @@ import time
 
 from unisono.errors import UnisonoError
 from unisono.stores import TCPStore
-from unisono.stores.link import PythonLink, open_link
-from unisono.stores.token import HELLO
-from unisono.stores.wire import MAGIC, Op, encode_reply, encode_request
+from unisono.stores.tcp.link import PythonLink, open_link
+from unisono.stores.tcp.token import HELLO
+from unisono.stores.tcp.wire import MAGIC, Op, encode_reply, encode_request
 
 MAX_GROWTH_BYTES = 256 << 20
 PATIENCE_S = 20.0

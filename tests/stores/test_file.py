@@ -13,6 +13,8 @@ import threading
 
 import pytest
 
+from unisono.base import process_identity
+from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -20,8 +22,7 @@ from unisono.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from unisono.stores import FileStore, users
-from unisono.stores.users import Life, describe, life_of, new_user
+from unisono.stores import FileStore
 
 ADD = """
 import sys
@@ -165,7 +166,7 @@ def test_survivor_of_a_killed_run_is_told_that_its_file_is_another_one_now(path)
 def on_another_host(monkeypatch):
     """Whoever opens a file in here looks to others like a process of another machine."""
     with monkeypatch.context() as patch:
-        patch.setattr(users, "_machine", lambda: "elsewhere")
+        patch.setattr(process_identity, "_machine", lambda: "elsewhere")
         yield
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from tests import services
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
-from unisono.stores.etcd import EtcdStore
-from unisono.stores.redis import RedisStore
-from unisono.stores.service import Unreachable
+from unisono.stores.services.etcd import EtcdStore
+from unisono.stores.services.redis import RedisStore
+from unisono.stores.services.store import Unreachable
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
 NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}

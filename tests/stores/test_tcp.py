@@ -20,7 +20,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.silent import unacceptable
+from unisono.base import sockets
 from unisono.base.deadline import Deadline
+from unisono.base.sockets import is_loopback, listen
 from unisono.errors import (
     ClosedError,
     HandshakeError,
@@ -28,10 +30,11 @@ from unisono.errors import (
     StoreConnectionError,
     StoreTimeoutError,
 )
-from unisono.stores import TCPStore, addresses, start_server, tcp_client, tcp_server, wire
-from unisono.stores.addresses import is_loopback, listen
-from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
+from unisono.stores import TCPStore, start_server
+from unisono.stores.tcp import client as tcp_client
+from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
@@ -164,7 +167,7 @@ def test_port_that_is_free_in_one_family_only_is_not_taken(monkeypatch):
         pytest.skip("no IPv6 here")
     infos = [info for name in ("127.0.0.1", "::1") for info in socket.getaddrinfo(name, 0)]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: infos)
-    real, refused = addresses._bind, []
+    real, refused = sockets._bind, []
 
     def bind(family, name, port, scope):
         if family == socket.AF_INET6 and len(refused) < 3:
@@ -172,7 +175,7 @@ def test_port_that_is_free_in_one_family_only_is_not_taken(monkeypatch):
             raise OSError(errno.EADDRINUSE, "in use")
         return real(family, name, port, scope)
 
-    monkeypatch.setattr(addresses, "_bind", bind)
+    monkeypatch.setattr(sockets, "_bind", bind)
     listeners = listen("localhost", 0)
     families = {sock.family for sock in listeners}
     for sock in listeners:
@@ -193,7 +196,7 @@ def test_refused_connection_names_the_address_within_the_timeout():
 
 @pytest.fixture
 def node1(monkeypatch):
-    """A host with two addresses, the first of them silent; returns a socket bound to the second."""
+    """A host with two sockets, the first of them silent; returns a socket bound to the second."""
     with socket.socket() as there:
         there.bind(("127.0.0.1", 0))
         port = there.getsockname()[1]
@@ -212,17 +215,17 @@ def node1(monkeypatch):
 def test_a_silent_address_does_not_hold_the_others_up(node1):
     node1.listen()
     deadline = Deadline(120.0)
-    with addresses.connect("node1", node1.getsockname()[1], deadline, retry=False) as sock:
+    with sockets.connect("node1", node1.getsockname()[1], deadline, retry=False) as sock:
         assert sock.getpeername() == node1.getsockname()
     assert deadline.remaining() > 60.0
 
 
 def test_an_address_where_nobody_listens_yet_is_called_again(node1, monkeypatch):
-    monkeypatch.setattr(addresses, "CONNECT_S", 0.1)
+    monkeypatch.setattr(sockets, "CONNECT_S", 0.1)
     # In the pause before the next round.
-    monkeypatch.setattr(addresses, "time", SimpleNamespace(sleep=lambda _: node1.listen()))
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(sleep=lambda _: node1.listen()))
     deadline = Deadline(120.0)
-    with addresses.connect("node1", node1.getsockname()[1], deadline, retry=True) as sock:
+    with sockets.connect("node1", node1.getsockname()[1], deadline, retry=True) as sock:
         assert sock.getpeername() == node1.getsockname()
     assert deadline.remaining() > 60.0
 
@@ -230,7 +233,7 @@ def test_an_address_where_nobody_listens_yet_is_called_again(node1, monkeypatch)
 def test_silent_addresses_are_told(node1):
     port = node1.getsockname()[1]
     with pytest.raises(StoreConnectionError) as caught:
-        addresses.connect("node1", port, Deadline(0.3), retry=False)
+        sockets.connect("node1", port, Deadline(0.3), retry=False)
     table = [line.strip().partition(" -> ")[2] for line in str(caught.value).splitlines()[2:4]]
     assert table == [f"127.0.0.1:{port}: connection refused", f"127.0.0.3:{port}: timed out"]
 
@@ -535,7 +538,7 @@ def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
     most = wire.MAX_VALUE_BYTES
     if server_kind == "python":
         most = 1000
-        for module in (tcp_client, tcp_server):
+        for module in (tcp_client, python_server):
             monkeypatch.setattr(module, "MAX_VALUE_BYTES", most)
     master.set_timeout(60)
     master.set("k", bytes(most - 1))

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import netns
+from unisono.base.sockets import listen
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
-from unisono.stores.addresses import listen
-from unisono.stores.owner import is_foreign
-from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
-from unisono.stores.wire import MAGIC, Op, encode_request
+from unisono.stores.tcp.peer_uid import is_foreign
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, Gate, Refused, proof
+from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
 VALIDATE = encode_request(Op.VALIDATE, MAGIC)
 TOKEN = "right"
@@ -303,8 +303,8 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
 
 SERVE = """
 import sys, unisono.stores as s
-from unisono.stores.tcp_server import ServerOptions
-from unisono.stores.addresses import listen
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.base.sockets import listen
 kinds = [ServerOptions(token=token) for token in (b"", b"right")]
 servers = [s.start_server(listen("0.0.0.0", 0), options) for options in kinds]
 print(*[server.port for server in servers], flush=True)

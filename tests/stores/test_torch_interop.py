@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from unisono.base.sockets import listen
 from unisono.errors import StoreConnectionError, StoreKeyError, StoreTimeoutError
 from unisono.stores import TCPStore, start_server
-from unisono.stores.addresses import listen
-from unisono.stores.native_server import engine
+from unisono.stores.tcp.native_server import engine
 from unisono.testing.check_store import STORE_CHECKS
 
 pytestmark = pytest.mark.skipif(

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError
-from unisono.stores import wire
-from unisono.stores.wire import Op, ReplyDecoder, Request, RequestDecoder, WireError
+from unisono.stores.tcp import wire
+from unisono.stores.tcp.wire import Op, ReplyDecoder, Request, RequestDecoder, WireError
 
 # On a busy machine the time that one example takes says nothing.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -114,8 +114,8 @@ def main() -> None:
         store = dist.TCPStore(rest[0], int(rest[1]), 1, False, LONG)
     elif mode == "beside":
         # The server of unisono in this process: torch's client holds the GIL while it connects.
+        from unisono.base.sockets import listen
         from unisono.stores import start_server
-        from unisono.stores.addresses import listen
 
         server = start_server(listen("127.0.0.1", 0))
         store = dist.TCPStore("127.0.0.1", server.port, 1, False, LONG)

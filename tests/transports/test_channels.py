@@ -18,7 +18,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.testing import run
 from unisono.transports import Key
 from unisono.transports.api import Kind
-from unisono.transports.native import NativeMessages
+from unisono.transports.native_messages import NativeMessages
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),

@@ -12,13 +12,14 @@ import pytest
 
 from tests.together import on_threads
 from unisono.base.deadline import Deadline
+from unisono.base.process_identity import new_user
 from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
-from unisono.stores.users import new_user
-from unisono.transports import InprocTransport, Key, address, connect
-from unisono.transports.address import TCPAddress, listen
+from unisono.transports import InprocTransport, Key, connect
 from unisono.transports.api import Kind
+from unisono.transports.tcp import address
+from unisono.transports.tcp.address import TCPAddress, listen
 
 KEY = Key(1, Kind.P2P, 0)
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch
 from unisono.transports.api import Kind
-from unisono.transports.matching import Mailbox, Transfer
-from unisono.transports.tcp_link import CHUNK_BYTES, Link
-from unisono.transports.wire import FRAME, Frame
+from unisono.transports.mailbox import Mailbox, Transfer
+from unisono.transports.tcp.link import CHUNK_BYTES, Link
+from unisono.transports.tcp.wire import FRAME, Frame
 
 PEER = 3
 

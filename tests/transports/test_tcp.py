@@ -14,10 +14,12 @@ from worlds import KEY, SOON, tcp_world, works
 
 from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
-from unisono.transports import Key, LinkDown, TCPTransport, tcp, tcp_call
-from unisono.transports.address import TCPAddress
+from unisono.transports import Key, LinkDown, TCPTransport
 from unisono.transports.api import Kind
-from unisono.transports.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
+from unisono.transports.tcp import handshake
+from unisono.transports.tcp import transport as tcp_transport
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
 
 
 def dial(transport):
@@ -92,7 +94,7 @@ def test_the_next_address_is_tried():
 
 def test_addresses_are_called_while_another_does_not_answer(monkeypatch):
     """The first says nothing, the second answers and hangs up, the third is the peer's."""
-    monkeypatch.setattr(tcp_call, "CONNECT_S", 1e6)
+    monkeypatch.setattr(handshake, "CONNECT_S", 1e6)
     with contextlib.ExitStack() as stack:
 
         def edit(addresses):
@@ -205,7 +207,7 @@ def test_garbage_after_the_handshake_ends_that_link_only():
 
 
 def test_silent_strangers_are_closed_in_time(monkeypatch):
-    monkeypatch.setattr(tcp_call, "_HELLO_S", 0.05)
+    monkeypatch.setattr(handshake, "_HELLO_S", 0.05)
     with tcp_world(2) as world, contextlib.ExitStack() as stack:
         socks = [stack.enter_context(dial(world[0])) for _ in range(20)]
         works(*world)
@@ -294,7 +296,7 @@ def count_sockets():
 
 def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatch):
     """Whoever has accepted the call has a link, on which an end without it is a crash."""
-    monkeypatch.setattr(tcp, "_LINGER_S", 60.0)
+    monkeypatch.setattr(tcp_transport, "_LINGER_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = TCPAddress(("127.0.0.1",), listener.getsockname()[1], bytes(16)).pack()
         transport = TCPTransport(0, 2, lambda rank: peer)

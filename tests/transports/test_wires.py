@@ -15,7 +15,7 @@ from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import LinkDown
-from unisono.transports.native import NativeMessages
+from unisono.transports.native_messages import NativeMessages
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),

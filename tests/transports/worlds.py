@@ -12,7 +12,7 @@ import pytest
 from unisono.base.deadline import Deadline
 from unisono.transports import InprocTransport, Key, TCPTransport
 from unisono.transports.api import Kind
-from unisono.transports.native import NativeMessages
+from unisono.transports.native_messages import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
 KEY = Key(1, Kind.P2P, 0)

@@ -5,7 +5,6 @@ May import `engines`, `transports`, `stores`, `schedules`, `base` and `errors`.
 
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.backends.cpu import CPUBackend
-from unisono.backends.names import Backend
 from unisono.backends.registry import (
     BackendConfig,
     known_backends,
@@ -14,7 +13,6 @@ from unisono.backends.registry import (
 )
 
 __all__ = [
-    "Backend",
     "BackendConfig",
     "CPUBackend",
     "CPUOptions",

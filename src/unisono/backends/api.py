@@ -155,7 +155,7 @@ class DeviceBackend(ABC):
     device: str = ""
 
     calls: Any = None
-    """What repeats calls on NumPy arrays without Python code; see `engines.quick`."""
+    """What repeats calls on NumPy arrays without Python code; see `engines.repeat`."""
     port: Any = None
     """What sends and receives plain arrays without Python code; see `backends.p2p.Port`."""
 

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 from unisono.backends import p2p
+from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.flat import Flat, apart, listed, many, one, striped
 from unisono.backends.plans import Asked, Planner
-from unisono.backends.refusal import agree, refuse
 from unisono.backends.sizes import require_blocks, require_stripes, require_total
 from unisono.backends.splits import Blocks, Splits, split_sizes
-from unisono.backends.staging import Flat, apart, listed, many, one, striped
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (
@@ -28,7 +28,7 @@ from unisono.engines import (
     host_word,
     make_engine,
 )
-from unisono.engines.failures import already_broken_error
+from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect

@@ -17,7 +17,7 @@ from unisono.base.buffers import BufferView, as_bytes, view
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, all_dtypes, dtype_of_numpy
 from unisono.engines import Communicator
-from unisono.engines.failures import broken_group_error
+from unisono.engines.errors import broken_group_error
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -28,7 +28,7 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
 from unisono.transports.api import Failure, Kind
-from unisono.transports.native import NativeMessages, Told
+from unisono.transports.native_messages import NativeMessages, Told
 
 __all__ = ["Port", "recv", "send"]
 
@@ -181,7 +181,7 @@ class Port:
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
     and a tag. They return None if the call is not of the plain kind: another array, an argument
     that may be wrong, a rank that is this one or on another host. Those that wait go from the
-    public functions to C++ without coming by here; see `engines.quick`.
+    public functions to C++ without coming by here; see `engines.repeat`.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unisono.backends.flat import Flat
 from unisono.backends.splits import (
     Blocks,
     Splits,
@@ -28,7 +29,6 @@ from unisono.backends.splits import (
     sent_blocks,
     sent_splits,
 )
-from unisono.backends.staging import Flat
 from unisono.base import config
 from unisono.base.types import DType, ReduceOp
 from unisono.engines import Call, Communicator, Engine, Exchange

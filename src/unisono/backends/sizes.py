@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from unisono.backends.flat import Flat
 from unisono.backends.splits import Blocks
-from unisono.backends.staging import Flat
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["require_blocks", "require_stripes", "require_total"]

@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from unisono.cli.bench_plan import DTYPES, OPS, PEERS, REDOPS, Plan, parse_nbytes
+from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, Plan, parse_nbytes
 from unisono.cli.flags import checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
@@ -134,8 +134,8 @@ def _bench(options: argparse.Namespace) -> int:
     if "store" in options.ops:
         return _bench_store(options)
     # `unisono run` shares this parser and must not load NumPy, which these modules need.
-    from unisono.cli.bench_launch import check_installed, run_ranks
-    from unisono.cli.bench_report import Table, document
+    from unisono.bench.launch import check_installed, run_ranks
+    from unisono.bench.report import Table, document
 
     plan = _plan(options)
     for feature in (*plan.peers, *(["plot"] if options.plot else [])):
@@ -154,14 +154,14 @@ def _bench(options: argparse.Namespace) -> int:
         with open(options.json, "w", encoding="utf-8") as file:
             file.write(_as_text(result))
     if options.plot:
-        from unisono.cli.bench_plot import plot
+        from unisono.bench.plot import plot
 
         plot(result, options.plot)
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
 
 
 def _bench_store(options: argparse.Namespace) -> int:
-    from unisono.cli.bench_store import bench_store
+    from unisono.bench.store import bench_store
 
     if options.ops != ["store"]:
         raise InvalidArgumentError("bench store compares stores; it goes with no other operation")

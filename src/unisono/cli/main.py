@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from unisono import __version__
-from unisono.cli import bench, run
+from unisono.cli import bench
+from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
 
 __all__ = ["main"]

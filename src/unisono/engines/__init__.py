@@ -6,7 +6,7 @@ and opcodes; never a group's backend or an algorithm's name.
 
 from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
 from unisono.engines.choice import make_engine
-from unisono.engines.native import NativeEngine, host_word, is_native_built
+from unisono.engines.native_engine import NativeEngine, host_word, is_native_built
 from unisono.engines.reference import ReferenceEngine
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
-from unisono.engines.parts import Memory
+from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.schedules import Layout, Program, Schedule, lower
 from unisono.transports import Transport
@@ -193,7 +193,7 @@ class Engine(ABC):
     """What programs run over, as far as it is known."""
 
     calls: Any = None
-    """What repeats calls without Python code, if the engine can; see `engines.quick`."""
+    """What repeats calls without Python code, if the engine can; see `engines.repeat`."""
 
     pending_type: Any = Completion
     """Makes the completion of a call that is repeated: (outputs, deadline, runs_here)."""

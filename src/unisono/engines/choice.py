@@ -6,12 +6,12 @@ import logging
 from collections.abc import Sequence
 
 from unisono.base import config
+from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
-from unisono.base.native import why_absent
 from unisono.engines.api import Communicator, Engine
 from unisono.engines.info import engine_info
-from unisono.engines.native import NativeEngine, is_native_built
+from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.errors import InvalidArgumentError, UnsupportedError
 

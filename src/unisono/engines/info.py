@@ -6,10 +6,10 @@ import os
 from typing import NamedTuple
 
 from unisono.base import config
+from unisono.base.extension import extension as native
+from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
-from unisono.base.native import extension as native
-from unisono.base.native import why_absent
-from unisono.engines.native import host_word
+from unisono.engines.native_engine import host_word
 
 __all__ = ["EngineInfo", "engine_info"]
 

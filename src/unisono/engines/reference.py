@@ -20,10 +20,10 @@ import numpy as np
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
-from unisono.engines.failures import LATE_S, Expired, mismatch_error
+from unisono.engines.array_lists import joined, spread
+from unisono.engines.errors import LATE_S, Expired, mismatch_error
 from unisono.engines.kernels import reduce_into
-from unisono.engines.order import OrderedEngine
-from unisono.engines.parts import joined, spread
+from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer

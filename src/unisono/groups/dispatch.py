@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from unisono.backends import Pending
-from unisono.engines import quick
+from unisono.engines import repeat
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -160,9 +160,9 @@ class Dispatcher:
         self._composed.clear()
         # A repeated call knows nothing of wrappers and other kernels.
         if suspended:
-            quick.suspend()
+            repeat.suspend()
         else:
-            quick.resume()
+            repeat.resume()
 
     def kernel(self, op: str, device: str) -> Kernel:
         """Return what runs `op` on arrays of `device`, wrappers included."""

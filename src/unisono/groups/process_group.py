@@ -24,11 +24,11 @@ from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
-from unisono.groups.c10d import C10dNames, add_c10d_methods
-from unisono.groups.callers import concurrent_call_error
+from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.checks import CHECKS, as_integer
-from unisono.groups.communication import Communication
 from unisono.groups.dispatch import dispatcher
+from unisono.groups.overlap import concurrent_call_error
+from unisono.groups.stream_queue import Communication
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
@@ -98,7 +98,7 @@ class ProcessGroup(C10dNames):
         self.counts: Counter[str] = Counter()
         # Made by the first call in a stream.
         self._communication: Communication | None = None
-        # Read by the C++ engine, see engines/quick.py.
+        # Read by the C++ engine, see engines/repeat.py.
         self.calls: Any = None
         # Its `caller` is the thread that is in a collective call, 0 if none is.
         self._guard: Any = SimpleNamespace(caller=0)

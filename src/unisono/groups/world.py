@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from unisono.base.streams import stream_variable
-from unisono.engines import quick
+from unisono.engines import repeat
 from unisono.errors import ArgumentTypeError, NotInitializedError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -53,7 +53,7 @@ class World:
     def default(self, group: ProcessGroup | None) -> None:
         self._default = group
         if self is process_world:
-            quick.set_default(group)
+            repeat.set_default(group)
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
         """Close one sub-group, or everything, newest group first."""
@@ -104,7 +104,7 @@ process_world = World()
 """The world of this process, unless `use` says otherwise."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
-quick.set_world(_context_world, stream_variable, ProcessGroup, Work)
+repeat.set_world(_context_world, stream_variable, ProcessGroup, Work)
 
 
 def current() -> World:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.sockets import format_address
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
 from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, Place, find_place, job_of
 from unisono.rendezvous.url import (
@@ -22,7 +23,6 @@ from unisono.rendezvous.url import (
     warn_unknown,
 )
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from unisono.stores.addresses import format_address
 
 __all__ = ["env_handler", "file_handler", "tcp_handler"]
 

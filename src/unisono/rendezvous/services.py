@@ -68,14 +68,14 @@ def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeou
     user, _, places = parts.netloc.rpartition("@")
     if parts.scheme.startswith("etcd"):
         # Only here: most programs need neither.
-        from unisono.stores.etcd import EtcdStore
+        from unisono.stores.services.etcd import EtcdStore
 
         if user:
             raise RendezvousError(f"the URL {url!r} has a user, which etcd:// does not support")
         if parts.scheme == "etcds":
             options["protocol"] = "https"
         return EtcdStore(_places(url, places, _ETCD_PORT), prefix, **options)
-    from unisono.stores.redis import RedisStore
+    from unisono.stores.services.redis import RedisStore
 
     name, _, password = map(unquote, user.partition(":"))
     credentials = {"username": name or None, "password": password or None}

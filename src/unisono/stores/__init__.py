@@ -2,12 +2,12 @@
 
 from unisono.stores.api import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from unisono.stores.api import Store as Store
-from unisono.stores.file import FileStore as FileStore
+from unisono.stores.files.store import FileStore as FileStore
 from unisono.stores.hash import HashStore as HashStore
 from unisono.stores.prefix import PrefixStore as PrefixStore
-from unisono.stores.server import StoreServer as StoreServer
-from unisono.stores.server import start_server as start_server
-from unisono.stores.tcp_client import TCPStore as TCPStore
+from unisono.stores.tcp.client import TCPStore as TCPStore
+from unisono.stores.tcp.start import StoreServer as StoreServer
+from unisono.stores.tcp.start import start_server as start_server
 
 __all__ = [
     "DEFAULT_TIMEOUT",

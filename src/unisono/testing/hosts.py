@@ -17,7 +17,7 @@ import sys
 import uuid
 from typing import Self
 
-from unisono.elastic.process import opened
+from unisono.launcher.workers.worker import opened
 
 __all__ = ["Host", "Network", "why_no_hosts"]
 

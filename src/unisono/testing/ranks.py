@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from unisono.backends import CPUOptions
 from unisono.base.config import VARIABLES, environ
-from unisono.elastic import SpawnContext
+from unisono.c10d.lifecycle import init_process_group
 from unisono.errors import LaunchError, PeerError, WorkerFailedError
-from unisono.groups.lifecycle import init_process_group
 from unisono.groups.world import World, current, use
+from unisono.launcher import SpawnContext
 from unisono.stores import HashStore, Store
 
 __all__ = ["run"]

@@ -18,10 +18,10 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from unisono.base.types import ReduceOp
+from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
-from unisono.groups.c10d import call_c10d_form
+from unisono.groups.c10d_methods import call_c10d_form
 from unisono.groups.dispatch import OPS, OpSchema
-from unisono.groups.monitored import monitored_barrier
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import call_options, call_settings, reduce_op

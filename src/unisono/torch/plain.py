@@ -1,6 +1,6 @@
 """Plain calls: unisono's public functions on arrays, which C++ repeats.
 
-`engines/quick.py` remembers calls of those functions on NumPy arrays. A torch tensor of a plain
+`engines/repeat.py` remembers calls of those functions on NumPy arrays. A torch tensor of a plain
 kind is such an array at the same address; a description of the memory at an address stays true
 whoever owns it, so descriptions are kept and making them costs nothing the next time. They own
 nothing: only for calls that end before they return. Asynchronous ones get arrays of their own.
@@ -17,7 +17,7 @@ import torch._C._distributed_c10d as c10d
 
 from unisono.base.buffers import alias_torch
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.groups import collectives
+from unisono.c10d import collectives
 from unisono.groups.dispatch import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work

@@ -15,7 +15,7 @@ from unisono.transports.api import (
 )
 from unisono.transports.connect import connect
 from unisono.transports.inproc import InprocTransport
-from unisono.transports.tcp import TCPTransport
+from unisono.transports.tcp.transport import TCPTransport
 
 __all__ = [
     "Cancelled",

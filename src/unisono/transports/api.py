@@ -24,7 +24,7 @@ from typing import Any, Self
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError, InvalidArgumentError
-from unisono.transports.matching import (
+from unisono.transports.mailbox import (
     LEFT,
     Cancelled,
     LinkDown,
@@ -33,7 +33,7 @@ from unisono.transports.matching import (
     Transfer,
 )
 from unisono.transports.message import Key, Kind
-from unisono.transports.native import NativeMessages, NativeTransfer
+from unisono.transports.native_messages import NativeMessages, NativeTransfer
 from unisono.transports.status import Failure, Status, Unreached
 
 __all__ = [

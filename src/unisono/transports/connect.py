@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.host import GUARD_HINT, is_importing_main, usable_cores
+from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
     Context,
     InvalidArgumentError,
@@ -17,12 +18,11 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import HashStore, PrefixStore, Store
-from unisono.stores.users import Life, describe, life_of, new_user
-from unisono.transports.address import local_hosts
 from unisono.transports.api import Transport
 from unisono.transports.inproc import InprocTransport
-from unisono.transports.native import NativeMessages
-from unisono.transports.tcp import TCPTransport
+from unisono.transports.native_messages import NativeMessages
+from unisono.transports.tcp.address import local_hosts
+from unisono.transports.tcp.transport import TCPTransport
 
 __all__ = ["connect"]
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from unisono.errors import ClosedError
 from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
-from unisono.transports.matching import LEFT
+from unisono.transports.mailbox import LEFT
 
 __all__ = ["InprocTransport"]
 

@@ -1,0 +1,234 @@
+"""Between the arrays of a call and the one flat input and output of its program.
+
+    one      an array                   in place; a packed copy if it is not contiguous
+    many     arrays as one              in place if they lie one after another, otherwise a copy
+    listed   an array for each rank     a list, each in place
+    striped  arrays of p blocks each    a copy: the first block of each, then the second, ...
+
+`fill` brings the arrays' values into copies, `write_back` results from copies into the arrays. Both
+belong to the call's turn: the calls before it may still write what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unisono.base.buffers import BufferView, view
+from unisono.base.types import DType
+from unisono.engines.array_lists import adjacent, spread
+from unisono.errors import InvalidArgumentError
+
+__all__ = ["Flat", "apart", "listed", "many", "one", "striped"]
+
+Array = np.ndarray[Any, Any]
+
+
+class Flat:
+    """Flat memory for a program, and the way from and to the arrays it stands for.
+
+    Attributes:
+        memory: [count] contiguous, or a list of such arrays that stand for their concatenation.
+        dtype: Element type of all arrays.
+        sizes: Elements of each array.
+        shape: Shape of the single array; None for a list.
+    """
+
+    def __init__(self, memory: Array | list[Array], views: list[BufferView]) -> None:
+        self.memory = memory
+        self.dtype: DType = views[0].dtype
+        self.sizes = tuple([v.count for v in views])
+        self.shape = views[0].shape if len(views) == 1 else None
+        self._views = views
+        self._private = False
+
+    @property
+    def array(self) -> Array:
+        """`memory` of what is no list."""
+        assert not isinstance(self.memory, list)
+        return self.memory
+
+    @property
+    def arrays(self) -> list[Array]:
+        """`memory` as a list."""
+        return self.memory if isinstance(self.memory, list) else [self.memory]
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the arrays."""
+        return tuple([view.shape for view in self._views])
+
+    @property
+    def in_place(self) -> bool:
+        """Whether `memory` is that of the user's arrays, so that nothing is to be copied."""
+        return not self._private and not any(view.packed for view in self._views)
+
+    def make_private(self) -> None:
+        """Work on a copy, unless `memory` is one already."""
+        if not self._private:
+            self._private, self.memory = True, np.empty(self.count, self.dtype.storage)
+
+    def fill(self) -> None:
+        """Copy the values of the user's arrays, as far as `memory` is not theirs."""
+        for source in self._views:
+            source.pack()
+        if self._private:
+            np.concatenate([view.array for view in self._views], out=self.array)
+
+    def write_back(self) -> None:
+        """Copy results into the user's arrays, as far as they are not there already."""
+        if self._private:
+            spread(self.array, [view.array for view in self._views])
+        for target in self._views:
+            target.unpack()
+
+    def __str__(self) -> str:
+        if len(self._views) == 1:
+            return f"{self.dtype}[{', '.join(map(str, self._views[0].shape))}]"
+        if len(set(self.sizes)) == 1:
+            return f"{len(self.sizes)} x {self.dtype}[{self.sizes[0]}]"
+        return f"{self.dtype}[{' + '.join(map(str, self.sizes))}]"
+
+
+def one(tensor: Any, *, write: bool, name: str = "tensor", private: bool = False) -> Flat:
+    """Return one array as flat memory; a copy of it if `private`."""
+    target = view(tensor, write=write, name=name, pack=False)
+    data = Flat(target.array, [target])
+    if private:
+        data.make_private()
+    return data
+
+
+def many(
+    tensors: Sequence[Any],
+    *,
+    write: bool,
+    name: str,
+    like: DType | None = None,
+    private: bool = False,
+) -> Flat:
+    """Return several arrays of one dtype as one, in their order.
+
+    Arrays that lie one after another, as the rows of one array do, are used in place unless
+    `private`; others are copied.
+
+    Raises:
+        InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
+            another.
+    """
+    views = _views(tensors, write, name, like)
+    arrays = [v.array for v in views]
+    together = None if private or any(v.packed for v in views) else adjacent(arrays)
+    data = Flat(arrays if together is None else together, views)
+    if together is None:
+        data.make_private()
+    return data
+
+
+def listed(tensors: Sequence[Any], *, write: bool, name: str, like: DType | None = None) -> Flat:
+    """Return an array for each rank as a list, in place.
+
+    Raises:
+        InvalidArgumentError: As `many`.
+    """
+    views = _views(tensors, write, name, like)
+    return Flat([v.array for v in views], views)
+
+
+class _Striped(Flat):
+    """Arrays of p blocks each, block by block: the first block of all arrays, then the second."""
+
+    def __init__(self, views: list[BufferView], blocks: int) -> None:
+        # The sizes are checked later, with those of the other list; a rest that does not divide
+        # must not fail here already.
+        parts = [v.array[: v.count // blocks * blocks].reshape(blocks, -1) for v in views]
+        super().__init__(parts, views)
+        self.make_private()
+        self._parts = parts
+
+    def fill(self) -> None:
+        """Copy the values of the user's arrays."""
+        for source in self._views:
+            source.pack()
+        blocks = len(self._parts[0])
+        np.concatenate(self._parts, axis=1, out=self.array.reshape(blocks, -1))
+
+    def write_back(self) -> None:
+        """Copy results into the user's arrays."""
+        blocks = len(self._parts[0])
+        rows = self.array.reshape(blocks, self.count // blocks)
+        at = 0
+        for target, part in zip(self._views, self._parts, strict=True):
+            part[:] = rows[:, at : at + part.shape[1]]
+            at += part.shape[1]
+            target.unpack()
+
+
+def striped(
+    tensors: Sequence[Any], blocks: int, *, write: bool, name: str, like: DType | None = None
+) -> Flat:
+    """Return arrays of `blocks` blocks each as one flat copy, in the order of blocks.
+
+    Raises:
+        InvalidArgumentError: As `many`.
+    """
+    return _Striped(_views(tensors, write, name, like), blocks)
+
+
+def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -> list[BufferView]:
+    """Return views of arrays of one dtype, apart from one another if they are written."""
+    views = [view(t, write=write, name=f"{name}[{i}]", pack=False) for i, t in enumerate(tensors)]
+    if not views:
+        raise InvalidArgumentError(f"{name} is empty; expected at least one array")
+    dtype = like or views[0].dtype
+    for i, v in enumerate(views):
+        if v.dtype != dtype:
+            raise InvalidArgumentError(f"{name}[{i}] has dtype {v.dtype}, expected {dtype}")
+    if write:
+        _require_disjoint(views, name)
+    return views
+
+
+def _require_disjoint(views: list[BufferView], name: str) -> None:
+    """Check that no two arrays share memory; neighbours by address are the only candidates."""
+    spans = sorted((*_span(v.memory), i) for i, v in enumerate(views) if v.count)
+    for at, (_, end, i) in enumerate(spans):
+        for start, _, j in spans[at + 1 :]:
+            if start >= end:
+                break
+            if np.shares_memory(views[i].memory, views[j].memory):
+                first, second = sorted((i, j))
+                raise InvalidArgumentError(
+                    f"{name}[{first}] and {name}[{second}] share memory, so one result would "
+                    "overwrite the other"
+                )
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """Return the first address that belongs to a non-empty array, and the first after it."""
+    start = end = int(array.__array_interface__["data"][0])
+    for n, stride in zip(array.shape, array.strides, strict=True):
+        if stride < 0:
+            start += (n - 1) * stride
+        else:
+            end += (n - 1) * stride
+    return start, end + array.itemsize
+
+
+def apart(source: Flat, target: Flat) -> Flat:
+    """Return `source`, copied if a program that fills `target` would overwrite it."""
+    spans = [(*_span(a), False) for a in source.arrays if a.size]
+    spans += [(*_span(a), True) for a in target.arrays if a.size]
+    ends = {False: 0, True: 0}
+    for start, end, written in sorted(spans):
+        if start < ends[not written]:
+            source.make_private()
+            break
+        ends[written] = max(ends[written], end)
+    return source

@@ -1,0 +1,130 @@
+"""Arrays of one benchmark case: to send, to receive, and what must come out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from unisono.bench.plan import OPS, Case, Plan
+
+__all__ = ["Data"]
+
+Array = np.ndarray[Any, Any]
+
+# A prime, so that no block or chunk of a message starts at the same place of the pattern.
+_PERIOD = 251
+
+
+class Data:
+    """The input and the output of one rank, used by all libraries in turn.
+
+    `input` is what the call reads, `output` what it writes; one array where it works in place.
+    Only the root's `output` of a gather, and its `input` of a scatter, are of the whole size.
+
+    Args:
+        case: Operation and size.
+        plan: Type, reduce op, root and number of ranks.
+        rank: This rank.
+    """
+
+    def __init__(self, case: Case, plan: Plan, rank: int) -> None:
+        self.case, self.plan, self.rank = case, plan, rank
+        self.dtype = np.dtype(plan.dtype)
+        part, whole = case.count, case.count * plan.nprocs
+        is_root = rank == plan.root
+        sizes = {
+            "all_gather": (part, whole),
+            "reduce_scatter": (whole, part),
+            "all_to_all": (whole, whole),
+            "gather": (part, whole if is_root else 0),
+            "scatter": (whole if is_root else 0, part),
+            "sendrecv": (part, part),
+        }
+        # np.full writes every page: a first call must not pay for the kernel's zeroing.
+        if case.op in sizes:
+            inputs, outputs = sizes[case.op]
+            self.input = np.full(inputs, 1, self.dtype)
+            self.output = np.full(outputs, 1, self.dtype)
+        else:
+            self.input = self.output = np.full(part, 1, self.dtype)
+
+    def fill_for_check(self) -> None:
+        """Write this rank's pattern, and something wrong where the result will be."""
+        self.output[:] = 99
+        if self.case.op != "scatter" or self.rank == self.plan.root:
+            self.input[:] = self._pattern(self.rank, self.input.size)
+
+    def fill_for_timing(self) -> None:
+        """Write numbers that stay what they are, however often they are reduced in place."""
+        grows = OPS[self.case.op].reduces and self.plan.redop == "sum"
+        self.input[:] = self.output[:] = 0 if grows else 1
+
+    def count_wrong(self) -> int:
+        """Return how many elements of the output are not what the formula says."""
+        expected = self._expected()
+        if expected is None:
+            return 0
+        differs = np.flatnonzero(self.output != expected)
+        if self.dtype.kind == "f":
+            # The order of a reduction is the library's own: one rounding per rank.
+            tolerance = float(np.finfo(self.dtype).eps) * self.plan.nprocs
+            got, want = self.output[differs], expected[differs]
+            differs = differs[~np.isclose(got, want, rtol=tolerance, atol=0.0)]
+        return int(differs.size)
+
+    def _expected(self) -> Array | None:
+        """Return this rank's right output; None if the operation does not define it."""
+        op, plan, count = self.case.op, self.plan, self.case.count
+        mine = slice(self.rank * count, (self.rank + 1) * count)
+        whole = count * plan.nprocs
+        match op:
+            case "all_reduce":
+                return self._reduced(count)
+            case "reduce":
+                return self._reduced(count) if self.rank == plan.root else None
+            case "broadcast":
+                return self._pattern(plan.root, count)
+            case "all_gather":
+                return self._gathered(count)
+            case "gather":
+                return self._gathered(count) if self.rank == plan.root else None
+            case "reduce_scatter":
+                return self._reduced(whole)[mine]
+            case "scatter":
+                return self._pattern(plan.root, whole)[mine]
+            case "all_to_all":
+                return np.concatenate([self._pattern(r, whole)[mine] for r in range(plan.nprocs)])
+            case "sendrecv":
+                peer = self.rank ^ 1
+                return self._pattern(peer, count) if peer < plan.nprocs else None
+        return None
+
+    def _gathered(self, count: int) -> Array:
+        return np.concatenate([self._pattern(rank, count) for rank in range(self.plan.nprocs)])
+
+    def _pattern(self, rank: int, count: int) -> Array:
+        """Return small integers, so that their sum over some ranks is exact in every type."""
+        numbers = np.arange(_PERIOD) * 7 + 3 * rank
+        if self.plan.redop == "prod":
+            numbers = numbers % 2 + 1
+        else:
+            numbers %= 5 if self.dtype.itemsize == 1 else 31
+        return np.resize(numbers.astype(self.dtype), count)
+
+    def _reduced(self, count: int) -> Array:
+        redop = self.plan.redop
+        # float16 has no room for a product of many ranks; the result is rounded only once.
+        wide = np.dtype(np.float64) if self.dtype.kind == "f" else self.dtype
+        total = self._pattern(0, count).astype(wide)
+        combine: dict[str, Any] = {
+            "prod": np.multiply,
+            "min": np.minimum,
+            "max": np.maximum,
+        }
+        for rank in range(1, self.plan.nprocs):
+            combine.get(redop, np.add)(total, self._pattern(rank, count), out=total)
+        if redop == "avg":
+            divide = np.divide if wide.kind == "f" else np.floor_divide
+            divide(total, self.plan.nprocs, out=total)
+        return total.astype(self.dtype)

@@ -1,0 +1,230 @@
+"""Starting the ranks of `unisono bench`, and hearing from them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from unisono.base.config import environ
+from unisono.base.deadline import Deadline
+from unisono.bench.plan import Plan
+from unisono.bench.worker import QUEUE, work, worker_command
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    LaunchError,
+    StoreTimeoutError,
+    WorkerFailedError,
+)
+from unisono.launcher.environment import LOOPBACK
+from unisono.launcher.spawn import SpawnContext
+from unisono.launcher.workers.worker import parent_death_hook
+from unisono.stores import TCPStore
+from unisono.testing.hosts import Host, Network, why_no_hosts
+
+__all__ = ["check_installed", "run_ranks"]
+
+_MODULES = {"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)}
+_EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot"}
+_POLL_S = 0.5
+_END_S = 10.0
+
+
+def check_installed(feature: str) -> None:
+    """Check, before minutes are spent, that what a flag needs can be had.
+
+    Args:
+        feature: "gloo", "mpi" or "plot".
+
+    Raises:
+        InvalidArgumentError: Names what is missing and how to get it.
+    """
+    missing = [name for name in _MODULES[feature] if importlib.util.find_spec(name) is None]
+    if feature == "mpi" and _mpiexec() is None:
+        missing.append("the program mpiexec")
+    if missing:
+        flag = "--plot" if feature == "plot" else f"--peer {feature}"
+        raise InvalidArgumentError(
+            f"{flag} needs {' and '.join(missing)}, not found beside {sys.executable}",
+            hint=f"pip install 'unisono[{_EXTRAS[feature]}]'",
+        )
+
+
+def _mpiexec() -> str | None:
+    """Return the mpiexec beside this Python, whose wheel also has the library, or any other."""
+    beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
+    return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+
+
+def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Start the ranks and yield their messages until all have ended.
+
+    Raises:
+        WorkerFailedError: A rank failed; ends with its traceback.
+        LaunchError: No message for twice `plan.timeout_s`: a peer library hangs. unisono itself
+            gives up earlier, and names the ranks to blame.
+    """
+    last = "setting up"
+    limit = Deadline(2 * plan.timeout_s)
+    with contextlib.ExitStack() as stack:
+        hosts = _hosts(plan, stack)
+        address = hosts[0].v4 if hosts else LOOPBACK
+        store = stack.enter_context(TCPStore(address, 0, is_master=True, wait_for_workers=False))
+        ranks: _RankSet
+        if hosts:
+            ranks = _on_hosts(plan, hosts, store.port)
+        else:
+            ranks = (_under_mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
+        stack.callback(ranks.kill)
+        ended = False
+        while not ended:
+            ended = ranks.ended(_POLL_S)
+            for message in _messages(store):
+                limit = Deadline(2 * plan.timeout_s)
+                if message["kind"] == "failure":
+                    raise _worker_failed(plan, message)
+                if message["kind"] == "row":
+                    last = f"{message['op']} of {message['size_bytes']} bytes"
+                yield message
+            if not ended and limit.expired():
+                raise LaunchError(
+                    f"no rank of {plan.nprocs} has said anything for {2 * plan.timeout_s:g} s; "
+                    f"the last was: {last}",
+                    hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
+                )
+        ranks.check()
+
+
+def _hosts(plan: Plan, stack: contextlib.ExitStack) -> list[Host]:
+    """Return the hosts that were asked for; this process is on the first of them from now on."""
+    if not plan.hosts:
+        return []
+    if reason := why_no_hosts():
+        raise InvalidArgumentError(f"--hosts {plan.hosts}: {reason}")
+    hosts = stack.enter_context(Network(plan.hosts)).hosts
+    hosts[0].enter()
+    # A network of its own has no strangers, and torch's client could not show a token.
+    os.environ["UNISONO_INSECURE"] = "1"
+    return hosts
+
+
+def _messages(store: TCPStore) -> Iterator[dict[str, Any]]:
+    while store.queue_len(QUEUE):
+        with contextlib.suppress(StoreTimeoutError):
+            yield json.loads(store.queue_pop(QUEUE, block=False))
+
+
+def _worker_failed(plan: Plan, message: dict[str, Any]) -> WorkerFailedError:
+    rank, text = message["rank"], message["text"]
+    return WorkerFailedError(
+        f"rank {rank} of {plan.nprocs} failed: {text.splitlines()[-1]}\n{text}",
+        context=Context(rank=rank if rank >= 0 else None, world_size=plan.nprocs),
+    )
+
+
+class _RankSet(Protocol):
+    def ended(self, limit_s: float) -> bool:
+        """Wait at most so long; whether all ranks have ended."""
+
+    def check(self) -> None:
+        """Raise if one of the ended ranks failed."""
+
+    def kill(self) -> None:
+        """End what still runs."""
+
+
+class _Spawned:
+    """Ranks as children of this process."""
+
+    def __init__(self, plan: Plan, port: int) -> None:
+        self._context = SpawnContext(
+            work,
+            (plan, port),
+            plan.nprocs,
+            daemon=False,
+            start_method="spawn",
+            use_death_signal=True,
+        )
+
+    def ended(self, limit_s: float) -> bool:
+        return self._context.join(limit_s)
+
+    def check(self) -> None:
+        """Do nothing: `ended` has raised."""
+
+    def kill(self) -> None:
+        self._context.kill()
+        for process in self._context.processes:
+            with contextlib.suppress(ValueError):
+                process.close()
+
+
+class _Processes:
+    """Ranks as programs; on hosts one each, under mpiexec one for all.
+
+    Args:
+        commands: By what an error calls the program.
+        variables: Of its environment, unless the user has set them.
+    """
+
+    def __init__(self, commands: dict[str, list[str]], **variables: str) -> None:
+        env = {"OMP_NUM_THREADS": "1", **variables, **environ()}
+        self._processes = {
+            name: subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                # The ranks print nothing there; mpiexec says how one died.
+                stdout=2,
+                env=env,
+                # A Ctrl-C comes to this process alone, which ends the others.
+                start_new_session=True,
+                preexec_fn=parent_death_hook(),
+            )
+            for name, command in commands.items()
+        }
+
+    def ended(self, limit_s: float) -> bool:
+        deadline = Deadline(limit_s)
+        for process in self._processes.values():
+            try:
+                process.wait(deadline.remaining())
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def check(self) -> None:
+        for name, process in self._processes.items():
+            if code := process.returncode:
+                raise LaunchError(f"{name} ended with exit code {code}; see its standard error")
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        if not self.ended(_END_S):
+            for process in self._processes.values():
+                process.kill()
+                process.wait()
+
+
+def _on_hosts(plan: Plan, hosts: list[Host], port: int) -> _Processes:
+    """Start the ranks on hosts that are network namespaces, the same number on each."""
+    commands = {}
+    for rank in range(plan.nprocs):
+        words = worker_command(plan, port, hosts[0].v4, rank)
+        commands[f"rank {rank}"] = hosts[rank * plan.hosts // plan.nprocs].inside(*words)
+    return _Processes(commands, GLOO_SOCKET_IFNAME="eth0")
+
+
+def _under_mpiexec(plan: Plan, port: int) -> _Processes:
+    """Start the ranks as an MPI library needs them."""
+    program = _mpiexec()
+    assert program is not None
+    words = worker_command(plan, port, LOOPBACK)
+    return _Processes({"mpiexec": [program, "-n", str(plan.nprocs), *words]})

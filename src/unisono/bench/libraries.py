@@ -1,0 +1,252 @@
+"""The libraries that `unisono bench` times, each as a maker of calls without arguments.
+
+torch.distributed and unisono have the same functions, so they share one class.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+
+from unisono.backends import CPUOptions
+from unisono.base.types import ReduceOp
+from unisono.bench.data import Data
+from unisono.bench.plan import REDOPS, Plan
+from unisono.errors import LaunchError, UnsupportedError
+from unisono.stores import PrefixStore, TCPStore
+
+__all__ = ["Call", "Library", "mpi_rank", "open_library"]
+
+Call = Callable[[], object]
+
+
+class Library(Protocol):
+    """A communication library that is connected."""
+
+    name: str
+
+    def call(self, data: Data) -> Call:
+        """Return the operation on these arrays as a function that needs no arguments.
+
+        Raises:
+            UnsupportedError: The library has no such type or reduce op.
+        """
+
+    def versions(self) -> dict[str, str]:
+        """Return names and versions to show in the report."""
+
+    def close(self) -> None:
+        """Leave; may be called once."""
+
+
+class _C10d:
+    """Libraries with c10d's functions: unisono, and torch.distributed with Gloo.
+
+    Args:
+        name: In the table.
+        dist: The module with the functions.
+        wrap: Makes of a NumPy array what the functions take, without a copy.
+        reduce_ops: The module's `ReduceOp`.
+        versions: See `Library.versions`.
+        how: Further keywords of every collective.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dist: Any,
+        wrap: Callable[[Any], Any],
+        reduce_ops: Any,
+        versions: dict[str, str],
+        how: dict[str, Any],
+    ) -> None:
+        self.name = name
+        self._dist, self._wrap, self._reduce_ops = dist, wrap, reduce_ops
+        self._versions = versions
+        self._how = how
+
+    def call(self, data: Data) -> Call:
+        case, plan, dist, how = data.case, data.plan, self._dist, self._how
+        if plan.redop == "avg" and self.name != "unisono":
+            raise UnsupportedError(f"{self.name} has no reduce op avg")
+        given, result = self._wrap(data.input), self._wrap(data.output)
+        op, root = getattr(self._reduce_ops, REDOPS[plan.redop]), plan.root
+        match case.op:
+            case "all_reduce":
+                return partial(dist.all_reduce, result, op, **how)
+            case "broadcast":
+                return partial(dist.broadcast, result, root, **how)
+            case "reduce":
+                return partial(dist.reduce, result, root, op, **how)
+            case "all_gather":
+                return partial(self._named("all_gather"), result, given, **how)
+            case "reduce_scatter":
+                return partial(self._named("reduce_scatter"), result, given, op, **how)
+            case "all_to_all":
+                return partial(dist.all_to_all_single, result, given, **how)
+            case "gather":
+                return partial(dist.gather, given, self._parts(data.output, data), root, **how)
+            case "scatter":
+                return partial(dist.scatter, result, self._parts(data.input, data), root, **how)
+            case "barrier":
+                return partial(dist.barrier, **how)
+        send, receive = partial(dist.send, given), partial(dist.recv, result)
+        return _ping_pong(data, send, receive)
+
+    def _named(self, op: str) -> Any:
+        """Return the function on whole tensors.
+
+        torch 2.13 has new names for these two; the old ones cost a warning in each call.
+        """
+        old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+        return getattr(self._dist, f"{op}_single", None) or getattr(self._dist, old[op])
+
+    def _parts(self, whole: Any, data: Data) -> list[Any] | None:
+        """Return the root's list of one array per rank; None elsewhere."""
+        if data.rank != data.plan.root:
+            return None
+        return [self._wrap(part) for part in whole.reshape(data.plan.nprocs, -1)]
+
+    def versions(self) -> dict[str, str]:
+        return self._versions
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class _MPI:
+    """An MPI library through mpi4py's calls on buffers."""
+
+    name = "mpi"
+
+    def __init__(self) -> None:
+        self._mpi = _mpi()
+        self._comm = self._mpi.COMM_WORLD
+
+    def call(self, data: Data) -> Call:
+        case, plan, comm = data.case, data.plan, self._comm
+        names = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
+        if plan.redop not in names:
+            raise UnsupportedError(f"{self.name} has no reduce op {plan.redop}")
+        if plan.dtype == "float16":
+            raise UnsupportedError(f"{self.name} has no type float16")
+        op, root, here = getattr(self._mpi, names[plan.redop]), plan.root, self._mpi.IN_PLACE
+        given, result, is_root = data.input, data.output, data.rank == plan.root
+        match case.op:
+            case "all_reduce":
+                return partial(comm.Allreduce, here, result, op)
+            case "broadcast":
+                return partial(comm.Bcast, result, root)
+            case "reduce":
+                pair = (here, result) if is_root else (given, None)
+                return partial(comm.Reduce, *pair, op, root)
+            case "all_gather":
+                return partial(comm.Allgather, given, result)
+            case "reduce_scatter":
+                return partial(comm.Reduce_scatter_block, given, result, op)
+            case "all_to_all":
+                return partial(comm.Alltoall, given, result)
+            case "gather":
+                return partial(comm.Gather, given, result if is_root else None, root)
+            case "scatter":
+                return partial(comm.Scatter, given if is_root else None, result, root)
+            case "barrier":
+                return comm.Barrier  # type: ignore[no-any-return]
+        return _ping_pong(data, partial(comm.Send, given), partial(comm.Recv, result))
+
+    def versions(self) -> dict[str, str]:
+        library = self._mpi.Get_library_version().splitlines()[0].rstrip("\0")
+        return {
+            "mpi4py": str(importlib.import_module("mpi4py").__version__),
+            "mpi": " ".join(library.replace("Version:", "").split()),
+        }
+
+    def close(self) -> None:
+        """Do nothing: mpi4py ends MPI when the interpreter ends."""
+
+
+def _ping_pong(data: Data, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
+    """Return a round trip between ranks 2i and 2i + 1; an odd rank at the end stays out."""
+    peer = data.rank ^ 1
+    if peer >= data.plan.nprocs:
+        return lambda: None
+    first, second = (send, receive) if data.rank < peer else (receive, send)
+
+    def round_trip() -> None:
+        first(peer)
+        second(peer)
+
+    return round_trip
+
+
+def open_library(name: str, rank: int, plan: Plan, store: TCPStore) -> Library:
+    """Connect one library.
+
+    Args:
+        name: "unisono" or one of `PEERS`.
+        rank: This rank.
+        plan: What will be measured.
+        store: Shared by the ranks; its server speaks torch's protocol too.
+    """
+    if name == "unisono":
+        return _open_unisono(rank, plan, store)
+    return _open_gloo(rank, plan, store) if name == "gloo" else _MPI()
+
+
+def _open_unisono(rank: int, plan: Plan, store: TCPStore) -> Library:
+    import unisono
+
+    unisono.init_process_group(
+        store=PrefixStore("unisono", store),
+        rank=rank,
+        world_size=plan.nprocs,
+        timeout=plan.timeout_s,
+        pg_options=CPUOptions(engine=plan.engine),
+    )
+    how = {"algorithm": plan.algorithm} if plan.algorithm else {}
+    versions = {"unisono": unisono.__version__, "numpy": np.__version__}
+    return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, how)
+
+
+def _open_gloo(rank: int, plan: Plan, store: TCPStore) -> Library:
+    # Loaded by name: the package must not depend on torch, and only this peer needs it.
+    torch: Any = importlib.import_module("torch")
+    dist: Any = importlib.import_module("torch.distributed")
+    limit = timedelta(seconds=plan.timeout_s)
+    # The ranks have a core each at best; more threads would only disturb each other.
+    torch.set_num_threads(1)
+    client = dist.TCPStore(store.host, store.port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("gloo", client),
+        rank=rank,
+        world_size=plan.nprocs,
+        timeout=limit,
+    )
+    versions = {"torch": str(torch.__version__)}
+    return _C10d("gloo", dist, torch.from_numpy, dist.ReduceOp, versions, {})
+
+
+def mpi_rank(plan: Plan) -> int:
+    """Return this process's rank as MPI sees it.
+
+    Raises:
+        LaunchError: mpiexec and mpi4py belong to different MPI libraries.
+    """
+    comm = _mpi().COMM_WORLD
+    if comm.size != plan.nprocs:
+        raise LaunchError(
+            f"mpi4py sees {comm.size} ranks, expected {plan.nprocs}: the mpiexec that started "
+            "this process belongs to another MPI library",
+            hint="install both from wheels: pip install mpi4py mpich",
+        )
+    return int(comm.rank)
+
+
+def _mpi() -> Any:
+    return importlib.import_module("mpi4py.MPI")

@@ -1,0 +1,240 @@
+"""One rank of `unisono bench`: the libraries take turns on the same arrays in one process.
+
+Per size every library is first checked, then timed in rounds. In a round each library in turn does
+its warm-up calls, meets the others in a barrier, and makes `iters` calls in a loop; the next round
+begins with the next library. A round's time is the mean of the loop on the slowest rank, and the
+reported time the median over rounds. So what else happens on the machine in that time hits all of
+them, though not equally: one that waits by spinning loses more than one that sleeps.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import unisono
+from unisono.bench.data import Data
+from unisono.bench.libraries import Call, Library, mpi_rank, open_library
+from unisono.bench.plan import OPS, Case, Plan, cases
+from unisono.launcher.environment import LOOPBACK
+from unisono.launcher.workers.worker import parent_death_hook
+from unisono.stores import TCPStore
+
+__all__ = ["MAX_ITERS", "QUEUE", "ROUND_S", "calibrated", "work", "worker_command"]
+
+QUEUE = "bench/messages"
+"""Key of the store's queue in which the ranks put JSON for the command."""
+
+ROUND_S = 0.005
+"""How long one library's loop in one round takes, if `iters` is 0.
+
+Short, so that on a busy machine some rounds are left alone by others.
+"""
+
+MAX_ITERS = 10_000
+
+TRIES = 3
+
+
+def work(rank: int, plan: Plan, port: int, host: str = LOOPBACK) -> None:
+    """Measure everything; rank 0 sends what comes out to the store at `host` and `port`.
+
+    Takes over the process: its standard output goes nowhere, because Gloo writes there.
+    """
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    store = TCPStore(host, port, wait_for_workers=False, timeout=plan.timeout_s)
+    libraries = [open_library(name, rank, plan, store) for name in ("unisono", *plan.peers)]
+    ranks = _Ranks(rank, plan, store, libraries)
+    ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
+    for op in plan.ops:
+        for case in cases(op, plan):
+            ranks.send("row", **ranks.measure(case))
+    for library in libraries:
+        library.close()
+    store.close()
+
+
+@dataclass
+class _Ready:
+    """A library that can run the case."""
+
+    name: str
+    call: Call
+    wrong: int | None
+    iters: int = 1
+
+
+class _Ranks:
+    """This rank, with what it shares with the others."""
+
+    def __init__(self, rank: int, plan: Plan, store: TCPStore, libraries: list[Library]) -> None:
+        self._rank, self._plan, self._store = rank, plan, store
+        self._libraries = libraries
+        self._notes: set[str] = set()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message to the command, from rank 0."""
+        if self._rank == 0:
+            self._store.queue_push(QUEUE, json.dumps({"kind": kind, **fields}))
+
+    def versions(self) -> dict[str, str]:
+        """Return what takes part, with versions."""
+        return {k: v for library in self._libraries for k, v in library.versions().items()}
+
+    def measure(self, case: Case) -> dict[str, Any]:
+        """Return one row: the case, and per library times and wrong elements."""
+        plan, op = self._plan, OPS[case.op]
+        data = Data(case, plan, self._rank)
+        ready = [r for library in self._libraries if (r := self._prepare(library, data))]
+        data.fill_for_timing()
+        for library in ready:
+            library.iters = plan.iters or self._calibrate(library.call)
+        times_us = self._times_us(ready) / op.messages
+        results: dict[str, Any] = {library.name: None for library in self._libraries}
+        for i, library in enumerate(ready):
+            results[library.name] = {
+                "time_us": float(np.median(times_us[:, i])),
+                "best_us": float(np.min(times_us[:, i])),
+                "rounds_us": [round(float(t), 4) for t in times_us[:, i]],
+                "iters": library.iters,
+                "wrong": library.wrong,
+            }
+        return {
+            "op": case.op,
+            "size_bytes": case.nbytes,
+            "count": case.count,
+            "dtype": plan.dtype if case.op != "barrier" else "none",
+            "redop": plan.redop if op.reduces else "none",
+            "root": plan.root if op.rooted else -1,
+            "ranks": plan.nprocs,
+            "results": results,
+        }
+
+    def _prepare(self, library: Library, data: Data) -> _Ready | None:
+        """Return the library with its call made and checked; None if it lacks something.
+
+        A peer that fails is left out of the row and said so; unisono's errors end the run.
+        """
+        own = library.name == "unisono"
+        problem = ""
+        data.fill_for_check()
+        unisono.barrier()
+        try:
+            call = library.call(data)
+            call()
+        except Exception as error:
+            if own:
+                raise
+            problem = f"{library.name} cannot do {data.case.op}: {str(error).splitlines()[0]}"
+        # A library that fails on one rank must be left out by all of them.
+        if self._total(bool(problem)):
+            self._note(problem or f"{library.name} fails on another rank in {data.case.op}")
+            return None
+        wrong = self._total(data.count_wrong()) if self._plan.check else None
+        return _Ready(library.name, call, wrong)
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            self.send("note", text=text)
+
+    def _total(self, number: int) -> int:
+        total = np.array([number], np.int64)
+        unisono.all_reduce(total)
+        return int(total[0])
+
+    def _slowest_s(self, own_s: float) -> float:
+        slowest = np.array([own_s])
+        unisono.all_reduce(slowest, unisono.ReduceOp.MAX)
+        return float(slowest[0])
+
+    def _calibrate(self, call: Call) -> int:
+        """Return how many calls take about `ROUND_S`; the same on all ranks."""
+
+        def loop_s(iters: int) -> float:
+            unisono.barrier()
+            return self._slowest_s(_timed_s(call, iters))
+
+        return calibrated(loop_s)
+
+    def _times_us(self, ready: list[_Ready]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return [rounds, libraries]: the time of one call on the slowest rank."""
+        rounds, count = self._plan.rounds, len(ready)
+        own = np.zeros((rounds, count))
+        gc.collect()
+        gc.disable()
+        try:
+            for turn in range(rounds):
+                for i in (i % count for i in range(turn, turn + count)):
+                    library = ready[i]
+                    unisono.barrier()
+                    _timed_s(library.call, self._plan.warmup)
+                    unisono.barrier()
+                    own[turn, i] = _timed_s(library.call, library.iters) / library.iters
+        finally:
+            gc.enable()
+        unisono.all_reduce(own, unisono.ReduceOp.MAX)
+        return own * 1e6
+
+
+def calibrated(loop_s: Callable[[int], float]) -> int:
+    """Return how many calls take about `ROUND_S`.
+
+    Every loop runs `TRIES` times, of which the fastest counts: the first call after another
+    library's, or one that others disturb, may take many times as long as those that follow.
+
+    Args:
+        loop_s: Makes so many calls and returns the seconds that they took.
+    """
+    iters = 1
+    while True:
+        elapsed_s = max(min(loop_s(iters) for _ in range(TRIES)), 1e-7)
+        if elapsed_s > ROUND_S / 4 or iters == MAX_ITERS:
+            return max(1, min(MAX_ITERS, round(iters * ROUND_S / elapsed_s)))
+        iters = min(MAX_ITERS, iters * max(2, min(20, round(ROUND_S / 2 / elapsed_s))))
+
+
+def _timed_s(call: Call, iters: int) -> float:
+    start_s = time.perf_counter()
+    for _ in itertools.repeat(None, iters):
+        call()
+    return time.perf_counter() - start_s
+
+
+def worker_command(plan: Plan, port: int, host: str, rank: int | None = None) -> list[str]:
+    """Return the command line of a process that calls `work`; without `rank` MPI tells it."""
+    words = [sys.executable, "-m", __name__, plan.to_json(), str(port), host]
+    return words if rank is None else [*words, str(rank)]
+
+
+def _main() -> None:
+    # Dies with mpiexec's helper, which dies with mpiexec, which dies with the command.
+    parent_death_hook()()
+    plan = Plan.from_json(sys.argv[1])
+    port, host = int(sys.argv[2]), sys.argv[3]
+    rank = int(sys.argv[4]) if len(sys.argv) > 4 else -1
+    try:
+        rank = mpi_rank(plan) if rank < 0 else rank
+        work(rank, plan, port, host)
+    except Exception:
+        store = TCPStore(host, port, wait_for_workers=False, timeout=5.0)
+        text = traceback.format_exc().rstrip()
+        store.queue_push(QUEUE, json.dumps({"kind": "failure", "rank": rank, "text": text}))
+        # MPI's own end would wait for the ranks that are still in a call.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,4 @@
+"""torch.distributed's functions over process groups.
+
+May import `groups`, `rendezvous`, `stores`, `base` and `errors`.
+"""

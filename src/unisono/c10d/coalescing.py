@@ -1,0 +1,167 @@
+"""Several collectives of one kind as one message: torch's coalescing manager.
+
+    with unisono._coalescing_manager(async_ops=True) as manager:
+        for gradient in gradients:
+            unisono.all_reduce(gradient)
+    manager.wait()
+
+Source: torch.distributed.distributed_c10d._coalescing_manager (2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from unisono.backends import Pending
+from unisono.base.buffers import view
+from unisono.base.deadline import Timeout
+from unisono.base.types import ReduceOp
+from unisono.c10d.queries import require_group
+from unisono.errors import InvalidArgumentError
+from unisono.groups.waiting import wait_all
+from unisono.groups.work import Work
+
+__all__ = ["CoalescingManager", "coalescing_manager"]
+
+
+class CoalescingManager:
+    """What a block of coalesced calls gives: the works to wait for after it."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def append(self, work: Work | None = None) -> None:
+        """Add a work to wait for."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self, timeout: Timeout | None = None) -> None:
+        """Wait for all of them.
+
+        Args:
+            timeout: Of the whole wait; None for no limit but the works' own.
+
+        Raises:
+            CollectiveTimeoutError: `timeout` passed first. The works go on.
+            UnisonoError: What the first one raises that fails.
+        """
+        if timeout is not None:
+            # On the host, also in a stream: as Work.wait.
+            wait_all(self.works, timeout)
+            return
+        for work in self.works:
+            work.wait()
+
+
+@contextlib.contextmanager
+def coalescing_manager(
+    group: Any = None, device: Any = None, async_ops: bool = False
+) -> Iterator[CoalescingManager]:
+    """Make the collectives of a with block one call when the block ends.
+
+    Collects all_reduce, or all_gather_single, or reduce_scatter_single: one kind per block. Calls
+    that differ in dtype, reduce op or time-out make a message each. Other operations run at once.
+    A block left by an exception makes no call, and the group is as before. (With torch it then
+    collects for ever.)
+
+    Args:
+        group: The default group if None.
+        device: Accepted for torch's sake.
+        async_ops: Return before the end; wait for the manager.
+
+    Raises:
+        InvalidArgumentError: Two kinds in one block, or a block inside another.
+    """
+    pg = require_group(group)
+    recorder = _Recorder()
+    if any(name in vars(pg) for name in _KINDS):
+        raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
+    # An attribute of the object goes before the method of its class: outside of blocks, nobody
+    # has to ask whether there is one. Without `calls` the C++ engine repeats none by itself.
+    vars(pg).update({name: getattr(recorder, name) for name in _KINDS})
+    calls, pg.calls = pg.calls, None
+    manager = CoalescingManager()
+    try:
+        yield manager
+    finally:
+        pg.calls = calls
+        for name in _KINDS:
+            del vars(pg)[name]
+    for kind, arguments, how in recorder.batches():
+        work = getattr(pg, _KINDS[kind])(*arguments, async_op=async_ops, **how)
+        if async_ops:
+            manager.append(work)
+
+
+_KINDS = {
+    "all_reduce": "all_reduce_coalesced",
+    "all_gather_into_tensor": "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
+}
+
+
+class _Recorded(NamedTuple):
+    kind: str
+    tensors: tuple[Any, ...]
+    op: ReduceOp | None
+    how: dict[str, Any]
+
+
+class _Recorder:
+    """Stands in for the methods of a group during a block."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Recorded] = []
+
+    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+        return self._record("all_reduce", (tensor,), op, how)
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
+        return self._record("all_gather_into_tensor", (output, tensor), None, how)
+
+    def reduce_scatter_tensor(
+        self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
+    ) -> Work:
+        return self._record("reduce_scatter_tensor", (output, tensor), op, how)
+
+    def _record(
+        self, kind: str, tensors: tuple[Any, ...], op: ReduceOp | None, how: dict[str, Any]
+    ) -> Work:
+        if self._calls and self._calls[0].kind != kind:
+            raise InvalidArgumentError(
+                f"{kind} in a coalescing block that began with {self._calls[0].kind}: a block "
+                "takes one kind of collective"
+            )
+        how.pop("async_op", None)
+        self._calls.append(_Recorded(kind, tensors, op, how))
+        return _NotYet()
+
+    def batches(self) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+        """Return the kind, the arguments and the options of each call to make."""
+        alike: dict[str, list[_Recorded]] = {}
+        for call in self._calls:
+            dtype = view(call.tensors[0], write=False).dtype.name
+            alike.setdefault(repr((dtype, call.op, call.how)), []).append(call)
+        for calls in alike.values():
+            kind, _, op, how = calls[0]
+            columns = [list(column) for column in zip(*(c.tensors for c in calls), strict=True)]
+            yield kind, columns if op is None else [*columns, op], how
+
+
+class _NotYet(Work):
+    """The work of a call that is not made before its block ends."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def _pending(self) -> Pending:  # type: ignore[override]
+        raise InvalidArgumentError(
+            "this call is made at the end of its coalescing block",
+            hint="wait for the manager, after the block",
+        )
+
+    def __repr__(self) -> str:
+        return "<Work recorded in a coalescing block>"

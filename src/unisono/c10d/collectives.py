@@ -1,0 +1,404 @@
+"""torch.distributed's collective functions, over the default group or a given one.
+
+They take torch's arguments in torch's order, with `timeout` and `algorithm` added as keywords.
+`src` and `dst` are global ranks, `group_src` and `group_dst` ranks in the group. A synchronous
+call returns None, an asynchronous one a `Work`. On a rank that is not a member of the group a
+call warns and returns None. What `all_reduce` says under Raises holds for all of them.
+
+Source: torch.distributed.distributed_c10d (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.base.types import ReduceOp
+from unisono.engines.repeat import quick
+from unisono.errors import InvalidArgumentError, UsageError
+from unisono.groups.future import Future
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work
+from unisono.groups.world import member_group
+
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "group_rank_of",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "root_of",
+    "scatter",
+]
+
+
+def group_rank_of(
+    group: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+) -> int:
+    """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
+
+    Raises:
+        InvalidArgumentError: Both or neither given, or not a member.
+    """
+    if global_rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"{call}: can't specify both a group rank and a global rank")
+    if group_rank is not None:
+        return group_rank
+    if global_rank is None:
+        global_rank = default
+    if global_rank is None:
+        raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
+    try:
+        return group.group_rank(global_rank)
+    except UsageError as error:
+        error.name_call(call)
+        raise
+
+
+def root_of(
+    pg: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+) -> int:
+    """As `group_rank_of`, for a collective, in which the other ranks wait meanwhile."""
+    try:
+        return group_rank_of(pg, call, global_rank, group_rank, default)
+    except UsageError as error:
+        pg.refuse(call, error)
+        raise
+
+
+def _handed(work: Work, async_op: bool) -> Work | None:
+    return work if async_op else None
+
+
+@quick(tensor="writes", src="root", group="group", async_op="async_op")
+def broadcast(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Copy the tensor of rank `src` into everybody's.
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks.
+        src: Global rank of the root.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        group_src: The root's rank in the group, instead of `src`.
+        **how: timeout, algorithm.
+
+    Raises:
+        CollectiveMismatchError: Ranks disagree about dtype, count or root.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`.
+
+    Cost: at least ceil(log2 p) rounds; large tensors about 2(p-1)/p of their size per rank.
+    """
+    if (pg := member_group(group, "broadcast")) is None:
+        return None
+    root = root_of(pg, "broadcast", src, group_src)
+    return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
+
+
+@quick(tensor="writes", op="op", group="group", async_op="async_op")
+def all_reduce(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+) -> Work | None:
+    """Replace every rank's tensor by the reduction over all ranks.
+
+    For every rank r:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_{p-1}
+
+    The result has the same bits on every rank.
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks; any layout.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR or PREMUL_SUM(factor).
+        group: The default group if None.
+        async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
+
+    Raises:
+        UnsupportedError: `op` is not defined on the dtype; the group is untouched.
+        CollectiveMismatchError: Ranks disagree about op, dtype or count; nothing was changed.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`; the group is broken then.
+
+    Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
+    """
+    if (pg := member_group(group, "all_reduce")) is None:
+        return None
+    return _handed(pg.all_reduce(tensor, op, async_op=async_op, **how), async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Any],
+    op: ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Future | None:
+    """all_reduce of several tensors of one dtype, as one message.
+
+    As in torch, an asynchronous call returns a `Future` of the tensors.
+    """
+    if (pg := member_group(group, "all_reduce_coalesced")) is None:
+        return None
+    work = pg.all_reduce_coalesced(tensors, op, async_op=async_op, **how)
+    return work.get_future() if async_op else None
+
+
+@quick(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
+def reduce(
+    tensor: Any,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Replace the tensor of rank `dst` by the reduction over all ranks.
+
+    The other ranks' tensors keep their values (torch leaves them unspecified).
+    """
+    if (pg := member_group(group, "reduce")) is None:
+        return None
+    root = root_of(pg, "reduce", dst, group_dst)
+    return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
+
+
+@quick(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
+def all_gather(
+    tensor_list: Sequence[Any],
+    tensor: Any,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Copy the tensor of rank i into everybody's tensor_list[i].
+
+    Args:
+        tensor_list: One output per rank, in group order, each as large as `tensor`.
+        tensor: [...] same number of elements and dtype on all ranks.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+    """
+    if (pg := member_group(group, "all_gather")) is None:
+        return None
+    return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
+
+
+@quick(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
+def all_gather_into_tensor(
+    output_tensor: Any,
+    input_tensor: Any,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Concatenate the tensors of all ranks in everybody's output.
+
+    For every rank r:  output_r[i*n : (i+1)*n] = input_i,  n = input.count
+
+    Args:
+        output_tensor: [p*n] elements in C order; concatenation or stack along dimension 0.
+        input_tensor: [n] elements; may be a part of the output.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+    """
+    if (pg := member_group(group, "all_gather_into_tensor")) is None:
+        return None
+    work = pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, **how)
+    return _handed(work, async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Any]],
+    input_tensor_list: Sequence[Any],
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Future | None:
+    """all_gather of several tensors of one dtype, as one message.
+
+    output_tensor_lists[i][j] becomes the j-th tensor of rank i. As in torch, an asynchronous
+    call returns a `Future`.
+    """
+    if (pg := member_group(group, "all_gather_coalesced")) is None:
+        return None
+    work = pg.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op=async_op, **how)
+    return work.get_future() if async_op else None
+
+
+@quick(tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op")
+def gather(
+    tensor: Any,
+    gather_list: Sequence[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Copy the tensor of rank i into gather_list[i] on rank `dst` (global rank 0 by default).
+
+    `gather_list` is required on `dst` and must be empty or None elsewhere.
+    """
+    if (pg := member_group(group, "gather")) is None:
+        return None
+    root = root_of(pg, "gather", dst, group_dst, default=0)
+    return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
+
+
+@quick(tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op")
+def scatter(
+    tensor: Any,
+    scatter_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Copy scatter_list[i] of rank `src` (global rank 0 by default) into rank i's tensor.
+
+    `scatter_list` is required on `src` and must be empty or None elsewhere.
+    """
+    if (pg := member_group(group, "scatter")) is None:
+        return None
+    root = root_of(pg, "scatter", src, group_src, default=0)
+    return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
+
+
+@quick(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
+def reduce_scatter(
+    output: Any,
+    input_list: Sequence[Any],
+    op: ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Fill the output of rank i with the reduction of everybody's input_list[i]."""
+    if (pg := member_group(group, "reduce_scatter")) is None:
+        return None
+    return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
+
+
+@quick(output="writes", input="reads", op="op", group="group", async_op="async_op")
+def reduce_scatter_tensor(
+    output: Any,
+    input: Any,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
+
+    For every rank r:  output_r = reduction over q of input_q[r*n : (r+1)*n],  n = output.count
+
+    Args:
+        output: [n] elements; may be a part of the input.
+        input: [p*n] elements in C order.
+        op: As for all_reduce.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+    """
+    if (pg := member_group(group, "reduce_scatter_tensor")) is None:
+        return None
+    work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
+    return _handed(work, async_op)
+
+
+@quick(
+    output_tensor_list="writes_list",
+    input_tensor_list="reads_list",
+    group="group",
+    async_op="async_op",
+)
+def all_to_all(
+    output_tensor_list: Sequence[Any],
+    input_tensor_list: Sequence[Any],
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
+
+    Sizes may differ from pair to pair; both ends of a pair must agree.
+    """
+    if (pg := member_group(group, "all_to_all")) is None:
+        return None
+    work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, **how)
+    return _handed(work, async_op)
+
+
+@quick(output="writes", input="reads", group="group", async_op="async_op")
+def all_to_all_single(
+    output: Any,
+    input: Any,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    **how: Any,
+) -> Work | None:
+    """Copy the j-th part of rank i's input into the i-th part of rank j's output.
+
+    Args:
+        output: [rows, ...] as many rows as this rank receives.
+        input: [rows, ...] as many rows as this rank sends.
+        output_split_sizes: Rows from each rank; equal parts if None or empty.
+        input_split_sizes: Rows to each rank; equal parts if None or empty.
+        group: The default group if None.
+        async_op: Return a `Work` at once.
+        **how: timeout, algorithm.
+
+    Raises:
+        InvalidArgumentError: Splits that do not add up, or rows that do not divide.
+        CollectiveMismatchError: A rank sends what another does not expect; names the pairs.
+    """
+    if (pg := member_group(group, "all_to_all_single")) is None:
+        return None
+    work = pg.all_to_all_single(
+        output, input, output_split_sizes, input_split_sizes, async_op=async_op, **how
+    )
+    return _handed(work, async_op)
+
+
+@quick(group="group", async_op="async_op")
+def barrier(
+    group: Any = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: Any = None,
+    **how: Any,
+) -> Work | None:
+    """Return on no rank before every rank has come here.
+
+    `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
+    """
+    if (pg := member_group(group, "barrier")) is None:
+        return None
+    return _handed(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)

@@ -1,0 +1,407 @@
+"""Groups made from groups: new_group and its variants, split_group, shrink_group.
+
+Each of them checks its arguments, lets all ranks that call agree on what is to be made (who was
+given wrong ones says so instead, `_told`), counts the new group, and makes it over the links of the
+old one (`_make`). The number is the prefix of the group's keys in the store, so it must be the same
+on all its members. Two make no agreement, because not all ranks call: new_group with
+`use_local_synchronization`, whose keys have the members' numbers instead, and shrink_group, whose
+missing ranks are dead.
+
+Source: torch.distributed.distributed_c10d (2.13).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from unisono.backends import BackendConfig
+from unisono.base import config
+from unisono.base.deadline import Timeout
+from unisono.c10d.queries import get_process_group_ranks, require_group
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
+from unisono.groups.checks import as_integer
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.world import GroupMember, current
+from unisono.stores import PrefixStore
+
+__all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
+]
+
+SHRINK_DEFAULT = 0
+SHRINK_ABORT = 1
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some ranks of the world.
+
+    All ranks of the world must make the same groups in the same order, members or not, and this
+    is checked: it returns when all have called. With `use_local_synchronization` only the members
+    call, and nobody waits. The links of the world are shared.
+
+    Args:
+        ranks: Global ranks; all if None.
+        timeout: Default of the group's calls; the default group's if None.
+        backend: As for init_process_group; the default group's if None.
+        pg_options: Passed on to the backend.
+        use_local_synchronization: Non-members neither call nor count the group.
+        group_desc: Name shown in errors.
+        device_id: Accepted for torch's sake.
+        sort_ranks: False keeps the order of `ranks`.
+
+    Returns:
+        The group, or GroupMember.NON_GROUP_MEMBER on other ranks (None with local
+        synchronization).
+
+    Raises:
+        InvalidArgumentError: Duplicates, or ranks outside the world.
+        CollectiveMismatchError: Ranks make different groups; no group is made.
+        CollectiveTimeoutError: A rank did not call.
+    """
+    default = require_group(None)
+    wishes = _Wishes(timeout, backend, pg_options, group_desc)
+    if not use_local_synchronization:
+        with _told(default, "new_group"):
+            members = _check_members(ranks, default, sort_ranks)
+            kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
+        default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
+        return _next(default, members, wishes)
+    members = _check_members(ranks, default, sort_ranks)
+    if default.rank() not in members:
+        return None
+    # Ranks outside do not count this group, so its key must not depend on the count of all.
+    # It is never used again: another member may not have destroyed an older group yet.
+    world = current()
+    count = world.made_local[members]
+    world.made_local[members] += 1
+    key = f"local/{'-'.join(map(str, members))}/{count}"
+    return _make(default, members, key, wishes)
+
+
+class _Wishes(NamedTuple):
+    """What a new group gets; None leaves it to the parent."""
+
+    timeout: Timeout | None
+    backend: str | None
+    pg_options: Any
+    group_desc: str | None
+
+
+@contextlib.contextmanager
+def _told(group: ProcessGroup, call: str) -> Iterator[None]:
+    """Tell the other ranks of `group`, who wait in `call`, of wrong arguments here."""
+    try:
+        yield
+    except UsageError as error:
+        group.refuse(call, error)
+        raise
+
+
+def _next(default: ProcessGroup, members: tuple[int, ...], wishes: _Wishes) -> Any:
+    """Return the next group that all ranks of the world count."""
+    world = current()
+    key = str(world.made)
+    world.made += 1
+    if default.rank() not in members:
+        return GroupMember.NON_GROUP_MEMBER
+    return _make(default, members, key, wishes)
+
+
+def _make(
+    parent: ProcessGroup, members: tuple[int, ...], key: str, wishes: _Wishes
+) -> ProcessGroup:
+    """Return this rank's group of some global ranks, over the links of `parent`."""
+    world = current()
+    group = ProcessGroup(
+        PrefixStore(key, parent.store),
+        members.index(parent.ranks[parent.rank()]),
+        len(members),
+        wishes.backend or str(parent.config),
+        parent.timeout_s if wishes.timeout is None else wishes.timeout,
+        wishes.group_desc or key,
+        options=wishes.pg_options,
+        _ranks=members,
+        _parent=parent,
+        _key=key,
+    )
+    world.groups[key] = group
+    return group
+
+
+def _check_members(
+    ranks: Any, parent: ProcessGroup, sort_ranks: bool = True, what: str = "ranks"
+) -> tuple[int, ...]:
+    """Return ranks of `parent`, checked: at least one, each once."""
+    size = parent.size()
+    if ranks is None:
+        return tuple(range(size))
+    if not isinstance(ranks, Iterable):
+        raise ArgumentTypeError(f"{what} must be a list of integers, got {ranks!r}")
+    given = [as_integer(rank, f"each of {what}") for rank in ranks]
+    members = tuple(sorted(given) if sort_ranks else given)
+    if not members or len(set(members)) != len(members):
+        raise InvalidArgumentError(f"{what} {given} must be distinct, and at least one")
+    if outside := [r for r in members if not 0 <= r < size]:
+        where = "the world" if parent is current().default else f"group '{parent.name}'"
+        raise InvalidArgumentError(f"{what} {outside} are outside {where} (0..{size - 1})")
+    return members
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Cut the world, or a group, into groups of consecutive ranks.
+
+    With `group`, only its members call; otherwise all ranks do.
+
+    Args:
+        group_size: Ranks in each; those of one host (LOCAL_WORLD_SIZE) if None, where torch takes
+            the number of GPUs. Must divide the number of ranks.
+        group: What to cut; the world if None.
+        timeout: As for new_group.
+        backend: As for new_group.
+        pg_options: As for new_group.
+        group_desc: As for new_group.
+
+    Returns:
+        This rank's group, and the list of all (GroupMember.NON_GROUP_MEMBER for the others).
+
+    Raises:
+        InvalidArgumentError: No size is known, or it does not divide.
+    """
+    pg, ranks = require_group(group), get_process_group_ranks(group)
+    with _told(pg, "new_subgroups"):
+        size = as_integer(_local_world_size() if group_size is None else group_size, "group_size")
+        if size < 1 or len(ranks) % size:
+            raise InvalidArgumentError(
+                f"group_size={size} must be positive and divide the number of ranks, {len(ranks)}"
+            )
+    lists = [ranks[at : at + size] for at in range(0, len(ranks), size)]
+    if pg is current().default:
+        return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+    pg.agree(f"new_subgroups({size})", timeout=timeout)
+    mine = next(part for part in lists if ranks[pg.rank()] in part)
+    made = new_group(
+        mine, timeout, backend, pg_options, use_local_synchronization=True, group_desc=group_desc
+    )
+    return made, [made if part is mine else GroupMember.NON_GROUP_MEMBER for part in lists]
+
+
+def _local_world_size() -> int:
+    text = config.environ().get("LOCAL_WORLD_SIZE", "")
+    if not text.isdecimal():
+        raise InvalidArgumentError(
+            "group_size is not given, and LOCAL_WORLD_SIZE does not say how many ranks a host has",
+            hint="pass group_size, or start the script with `unisono run`",
+        )
+    return int(text)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | None, list[Any]]:
+    """Make one group per list of global ranks; all ranks of the world call.
+
+    Args:
+        ranks_per_subgroup_list: Lists that have no rank in common.
+        timeout: As for new_group.
+        backend: As for new_group.
+        pg_options: As for new_group.
+        group_desc: As for new_group.
+
+    Returns:
+        This rank's group (None if it is in no list), and the list of all
+        (GroupMember.NON_GROUP_MEMBER for those it is not in).
+
+    Raises:
+        InvalidArgumentError: No list, lists that overlap, or ranks outside the world. No group
+            is made then.
+        CollectiveMismatchError: Ranks gave different lists. No group is made then.
+    """
+    default = require_group(None)
+    call = "new_subgroups_by_enumeration"
+    with _told(default, call):
+        lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
+    default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
+    wishes = _Wishes(timeout, backend, pg_options, group_desc)
+    groups = [_next(default, part, wishes) for part in lists]
+    mine = (made for made, part in zip(groups, lists, strict=True) if default.rank() in part)
+    return next(mine, None), groups
+
+
+def _check_lists(lists: Any, parent: ProcessGroup, what: str) -> list[tuple[int, ...]]:
+    """Return lists of ranks of `parent`, each sorted, checked to be disjoint."""
+    if lists is None or not isinstance(lists, Iterable):
+        raise InvalidArgumentError(f"{what} must be a list of lists of ranks, got {lists!r}")
+    checked = [_check_members(part, parent, what=f"{what}[{at}]") for at, part in enumerate(lists)]
+    if not checked:
+        raise InvalidArgumentError(f"{what} is empty")
+    home: dict[int, int] = {}
+    for at, part in enumerate(checked):
+        for rank in part:
+            if rank in home:
+                raise InvalidArgumentError(
+                    f"rank {rank} is in {what}[{home[rank]}] and again in {what}[{at}]"
+                )
+            home[rank] = at
+    return checked
+
+
+def split_group(
+    parent_pg: Any = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into disjoint ones; all its ranks call, and nobody else.
+
+    Works on every device that the parent has a backend for, the CPU included. The links of the
+    parent are shared. It returns when all its ranks have called.
+
+    Args:
+        parent_pg: What to cut; the default group if None.
+        split_ranks: Lists of ranks *of the parent*; each group has its ranks in ascending order.
+        timeout: Default of the group's calls; the parent's if None.
+        pg_options: Passed on to the backend.
+        group_desc: Name shown in errors.
+        backend: Which of the parent's backends to keep: "cpu:unisono"; all if None.
+
+    Returns:
+        This rank's group; None if it is in no list.
+
+    Raises:
+        InvalidArgumentError: No list, lists that overlap, ranks outside the parent, or a backend
+            that the parent does not have. No group is made then.
+        CollectiveMismatchError: Ranks gave different lists. No group is made then.
+    """
+    parent = require_group(parent_pg)
+    with _told(parent, "split_group"):
+        lists = _check_lists(split_ranks, parent, "split_ranks")
+        if backend is not None:
+            _check_kept(BackendConfig(backend), parent)
+    parent.agree(f"split_group({[list(part) for part in lists]})", timeout=timeout)
+    number = parent.counts["split"]
+    parent.counts["split"] += 1
+    for at, part in enumerate(lists):
+        if parent.rank() in part:
+            key = f"{parent.key}/split/{number}/{at}"
+            members = tuple(parent.ranks[rank] for rank in part)
+            wishes = _Wishes(timeout, backend, pg_options, group_desc)
+            return _make(parent, members, key, wishes)
+    return None
+
+
+def _check_kept(kept: BackendConfig, parent: ProcessGroup) -> None:
+    has = parent.config.device_backend_map
+    for device, name in kept.device_backend_map.items():
+        if has.get(device) != name:
+            raise InvalidArgumentError(
+                f"backend {str(kept)!r}: the parent group '{parent.name}' has "
+                f"{str(parent.config)!r}"
+            )
+
+
+def shrink_group(
+    ranks_to_exclude: Sequence[int],
+    group: Any = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+    *,
+    timeout: Timeout | None = None,
+) -> ProcessGroup:
+    """Replace a group by one without some of its ranks; only the others call.
+
+    For what is left after ranks were lost: the group may be broken. It is closed. A group that
+    replaces the default one gets links of its own and new global ranks 0, 1, ...; all other
+    groups of this world are closed with it, as their ranks have no meaning any more.
+
+    Args:
+        ranks_to_exclude: Ranks *of the group*.
+        group: The default group if None.
+        shrink_flags: SHRINK_ABORT (1) ends the group's calls under way first, on all ranks;
+            with SHRINK_DEFAULT (0) those of this rank end when the old group is closed.
+        pg_options: Passed on to the backend.
+        timeout: Of this call, and default of the new group's; the old group's if None.
+
+    Returns:
+        The new group.
+
+    Raises:
+        ArgumentTypeError: Not a list of integers.
+        InvalidArgumentError: Nothing, everything, a rank twice or this rank is to be excluded.
+        RendezvousError: (default group) The other ranks did not come.
+        StoreConnectionError: (default group) The store went with the rank that served it. Groups
+            made by new_group can still be shrunk; under a launcher the store outlives all ranks.
+    """
+    old = require_group(group)
+    if not isinstance(ranks_to_exclude, (list, tuple)):
+        raise ArgumentTypeError(f"ranks_to_exclude must be a list, got {ranks_to_exclude!r}")
+    excluded = _check_members(ranks_to_exclude, old, what="ranks_to_exclude")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise InvalidArgumentError(
+            f"shrink_flags={shrink_flags!r} is neither SHRINK_DEFAULT (0) nor SHRINK_ABORT (1)"
+        )
+    if old.rank() in excluded:
+        raise InvalidArgumentError(
+            f"rank {old.rank()} is to be excluded, so it must not call shrink_group"
+        )
+    if shrink_flags == SHRINK_ABORT:
+        old.abort("shrink_group with SHRINK_ABORT was called")
+    left = tuple(rank for rank in range(old.size()) if rank not in excluded)
+    key = f"{old.key}/without/{'-'.join(map(str, excluded))}"
+    if old is current().default:
+        return _shrink_default(old, left, key, pg_options, timeout)
+    members = tuple(old.ranks[rank] for rank in left)
+    wishes = _Wishes(timeout, None, pg_options, f"{old.name}:shrunk")
+    made = _make(old, members, key, wishes)
+    current().close(only=old)
+    return made
+
+
+def _shrink_default(
+    old: ProcessGroup,
+    left: tuple[int, ...],
+    key: str,
+    pg_options: Any,
+    timeout: Timeout | None,
+) -> ProcessGroup:
+    made = ProcessGroup(
+        PrefixStore(key, old.store),
+        left.index(old.rank()),
+        len(left),
+        str(old.config),
+        old.timeout_s if timeout is None else timeout,
+        "default:shrunk",
+        options=pg_options,
+        _key=key,
+    )
+    current().replace_default(made)
+    return made

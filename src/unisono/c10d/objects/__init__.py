@@ -1,0 +1,1 @@
+"""Collectives and messages of Python objects."""

@@ -1,0 +1,186 @@
+"""torch.distributed's point-to-point functions.
+
+Source: torch.distributed.distributed_c10d (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.base.deadline import Timeout
+from unisono.c10d.collectives import group_rank_of
+from unisono.engines.repeat import quick
+from unisono.errors import InvalidArgumentError
+from unisono.groups.work import Work
+from unisono.groups.world import member_group, resolve
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def isend(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Start sending to a rank (this one is allowed); the tensor must stay until it is done.
+
+    Args:
+        tensor: [...] any layout.
+        dst: Global rank of the receiver.
+        group: The default group if None.
+        tag: Messages meet receives of the same tag, in order.
+        group_dst: The receiver's rank in the group, instead of `dst`.
+        **how: timeout.
+    """
+    if (pg := member_group(group, "isend")) is None:
+        return None
+    port = pg.plain_port
+    if port is not None and group_dst is None and not how:
+        sent = port.isend(tensor, dst, tag, tensor)
+        if sent is not None:
+            return Work(sent, "send")
+    peer = group_rank_of(pg, "isend", dst, group_dst)
+    return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
+
+
+def irecv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Any,
+) -> Work | None:
+    """Start receiving from a rank, or from any if neither `src` nor `group_src` is given."""
+    if (pg := member_group(group, "irecv")) is None:
+        return None
+    port = pg.plain_port
+    if port is not None and group_src is None and not how:
+        started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
+        if started is not None:
+            return Work(started, "recv")
+    peer = None if src is None and group_src is None else group_rank_of(pg, "irecv", src, group_src)
+    return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
+
+
+@quick(tensor="sent", dst="peer", group="group", tag="tag")
+def send(
+    tensor: Any,
+    dst: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    **how: Any,
+) -> None:
+    """Send to another rank; the tensor may be changed on return.
+
+    Raises:
+        InvalidArgumentError: The receiver is this rank (use isend).
+    """
+    if (pg := member_group(group, "send")) is None:
+        return
+    peer = group_rank_of(pg, "send", dst, group_dst)
+    if peer == pg.rank():
+        raise InvalidArgumentError(
+            f"send to this rank itself ({pg.ranks[peer]}) would wait for its own receive",
+            hint="use isend and irecv",
+        )
+    pg.send(tensor, peer, tag, **how)
+
+
+@quick(tensor="received", src="peer", group="group", tag="tag")
+def recv(
+    tensor: Any,
+    src: int | None = None,
+    group: Any = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    **how: Any,
+) -> int:
+    """Receive from a rank, or from any; return the sender's global rank (-1: not a member).
+
+    Raises:
+        CollectiveMismatchError: The message has another size or dtype; it is dropped, the
+            tensor keeps its values, the group stays usable.
+        CollectiveTimeoutError: No message in time; the group stays usable.
+    """
+    if (pg := member_group(group, "recv")) is None:
+        return -1
+    peer = None if src is None and group_src is None else group_rank_of(pg, "recv", src, group_src)
+    return pg.recv(tensor, peer, tag, **how).source_rank()
+
+
+class P2POp:
+    """One send or receive for `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: What to send, or where to receive.
+        peer: Global rank of the other end.
+        group: The default group if None.
+        tag: As for isend.
+        group_peer: Rank in the group of the other end, instead of `peer`.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work | None],
+        tensor: Any,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise InvalidArgumentError(f"op must be unisono.isend or unisono.irecv, got {op!r}")
+        pg = resolve(group)
+        if pg is None:
+            raise InvalidArgumentError("P2POp on a rank that does not belong to the given group")
+        self.op = op
+        self.tensor = tensor
+        self.group = pg
+        self.tag = tag
+        self.group_peer = group_rank_of(pg, "P2POp", peer, group_peer)
+        self.peer = pg.ranks[self.group_peer]
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, peer={self.peer}, tag={self.tag})"
+
+
+def batch_isend_irecv(
+    p2p_op_list: Sequence[P2POp], *, timeout: Timeout | None = None
+) -> list[Work]:
+    """Start all of them; sends and receives may come in any order.
+
+    Args:
+        p2p_op_list: Operations in one group.
+        timeout: Of each of them; the group's if None.
+
+    Raises:
+        InvalidArgumentError: It is empty, mixes groups, or is no list of P2POp.
+    """
+    if not isinstance(p2p_op_list, (list, tuple)) or not all(
+        isinstance(op, P2POp) for op in p2p_op_list
+    ):
+        raise InvalidArgumentError(f"p2p_op_list must be a list of P2POp, got {p2p_op_list!r}")
+    if not p2p_op_list:
+        raise InvalidArgumentError("p2p_op_list is empty")
+    if any(op.group is not p2p_op_list[0].group for op in p2p_op_list):
+        raise InvalidArgumentError("all operations of a batch must use the same group")
+    works: list[Work] = []
+    how = {} if timeout is None else {"timeout": timeout}
+    try:
+        for op in p2p_op_list:
+            work = op.op(op.tensor, op.peer, op.group, op.tag, **how)
+            assert work is not None  # P2POp is for members
+            works.append(work)
+    except BaseException:
+        # A receive that stays posted would swallow a later message.
+        for work in works:
+            work._pending.expire()
+        raise
+    return works

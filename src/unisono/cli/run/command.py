@@ -1,0 +1,243 @@
+"""`unisono run`: start a script N times on each node, with one world for all of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from unisono.base.config import environ
+from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.cli.run.dry_run import describe
+from unisono.cli.run.nodes import add_node_flags, node_options
+from unisono.cli.run.output import add_output_flags, log_options
+from unisono.cli.run.programs import add_program_flags, worker_commands
+from unisono.cli.run.status_line import make_status_line
+from unisono.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
+from unisono.errors import RendezvousError
+from unisono.launcher.agent import Agent
+from unisono.launcher.environment import ERROR_FILE_VARIABLE
+from unisono.launcher.guard import go_on_guarded
+from unisono.launcher.output.files import LogOptions
+from unisono.launcher.ranges import format_ranges
+from unisono.launcher.report import error_document, render, signal_name
+from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
+from unisono.launcher.workers.cpu_binding import MODES
+from unisono.rendezvous.launchers import LAUNCHERS, find_place
+
+__all__ = ["add_command"]
+
+_PREFIX = "unisono run: "
+
+_DESCRIPTION = """\
+Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
+as torchrun does, so that scripts for either run under both. The port is chosen by the system:
+any number of launches can run at once. If a worker fails, the others are ended; the first
+failure's traceback is the last thing printed and its exit code is the command's (128 + number
+if a signal killed it)."""
+
+_EPILOG = """\
+Every option is also read from the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
+
+examples:
+  unisono run -n 4 train.py --epochs 3            four workers on this host
+  unisono run -n 2 a.py : -n 1 b.py               one world, two programs
+  unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 --max-restarts 3 -n 8 train.py
+                                                  the same on two to four hosts
+"""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-command `run`."""
+    parser = commands.add_parser(
+        "run",
+        help="start a script on N processes",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="unisono run [options] script [argument ...]",
+    )
+    add_program_flags(parser)
+    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
+    add_flag(
+        parser,
+        "--grace",
+        "--shutdown-timeout",
+        type=seconds,
+        default=environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or GRACE_S,
+        metavar="SECONDS",
+        help=f"time a worker has to end after SIGTERM, before SIGKILL ({GRACE_S:g})",
+    )
+    add_flag(
+        parser,
+        "--error-json",
+        default=None,
+        metavar="PATH",
+        help="write the failure report to this file as well, as JSON",
+    )
+    add_flag(
+        parser,
+        "--bind",
+        choices=MODES,
+        default="none",
+        help="CPUs of each worker: an equal share of the cores (core), a NUMA node (numa), "
+        "cores if there are enough (auto), or all (none, the default)",
+    )
+    add_flag(
+        parser,
+        "--warm",
+        type=_count,
+        default="all",
+        metavar="N|all",
+        help="where restarts are allowed: keep an interpreter with torch loaded ready for N "
+        "workers of this node, if they are Python programs that use torch (all; 0: none)",
+    )
+    add_node_flags(parser)
+    add_output_flags(parser)
+    add_torchrun_flags(parser)
+    parser.set_defaults(handler=_run, parser=parser)
+
+
+def _run(options: argparse.Namespace) -> int:
+    terminal = sys.stdout.isatty()
+    several = options.nproc_per_node > 1 or ":" in options.command
+    logs = log_options(options, None)
+    # A terminal gets whole lines anyway; elsewhere unbuffered output is not lost with a crash.
+    unbuffered = not terminal or logs.stdout(1 + several, terminal) != "inherited"
+    commands = worker_commands(options, options.parser, unbuffered=unbuffered)
+    # Workers that have the terminal themselves would write into the status line.
+    through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
+    shown = through and not options.dry_run
+    status = make_status_line(len(commands)) if shown else None
+    spec = LaunchSpec(
+        commands=commands,
+        grace_s=options.grace,
+        logs=replace(logs, screen=status),
+        bind=NUMA_BINDINGS.get(options.numa_binding, options.bind),
+        signals=options.signals_to_handle,
+        one_gpu_each=options.virtual_local_rank,
+        warm=len(commands) if options.warm is None else options.warm,
+        **node_options(options),
+    )
+    if options.dry_run:
+        print(describe(spec))
+        return 0
+    if spec.limits.max_nodes == 1 and not options.standalone:
+        _warn_of_other_launcher()
+    _warn_of_absent_workers(logs, len(commands))
+    family = go_on_guarded(spec.signals)
+    tell = _say if status is None else partial(_say, show=status.say)
+    agent = Agent(spec, notify=tell, family=family)
+    with _telling_warnings(agent.tell):
+        result = agent.run()
+    if options.error_json is not None and result.exit_code != 0:
+        _write_json(options.error_json, as_document(result))
+    # This launcher may be the worker of another one.
+    if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
+        _write_json(path, error_document(result.failures[0]))
+    report = threading.Thread(target=_print_report, args=(result,), daemon=True)
+    try:
+        report.start()
+        report.join(None if agent.may_wait else options.grace)
+    except RuntimeError:  # as many threads as the system allows
+        _print_report(result)
+    if report.is_alive() or not agent.may_wait or not _are_flushed():
+        # At its end Python would try again: wait for the same reader, or change the exit code.
+        os._exit(result.exit_code)
+    return result.exit_code
+
+
+def _are_flushed() -> bool:
+    """Pass on what the standard streams hold; return False if whoever read them has left."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell the library's warnings, such as about a client that the store refused."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("unisono")
+    # With UNISONO_LOG everything is printed anyway.
+    if not environ().get("UNISONO_LOG"):
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def _warn_of_other_launcher() -> None:
+    """Say so if srun, mpiexec or the like started several of this, each of which is alone."""
+    try:
+        place = find_place(environ())
+    except RendezvousError:
+        return
+    # The first row is a launch inside a launch, which is meant.
+    if place is not None and place.launcher is not LAUNCHERS[0] and place.world_size > 1:
+        _say(
+            f"{place.launcher.name} started {place.world_size} of this, and each makes a world of "
+            f"its own; for one world: --nnodes {place.world_size} --rdzv-backend c10d "
+            "--rdzv-endpoint HOST; if this is meant: --standalone"
+        )
+
+
+def _warn_of_absent_workers(logs: LogOptions, nprocs: int) -> None:
+    """Say so if a flag is about a worker that this node does not have."""
+    named = {
+        "--local-ranks-filter": logs.local_ranks,
+        "--redirects": logs.redirects and logs.redirects.single,
+        "--tee": logs.tee and logs.tee.single,
+    }
+    for flag, ranks in named.items():
+        if absent := [rank for rank in ranks or () if rank >= nprocs]:
+            _say(
+                f"{flag} names local rank {format_ranges(absent)}, but this node has "
+                f"{format_ranges(range(nprocs))} only"
+            )
+
+
+def _count(text: str) -> int | None:
+    return None if text == "all" else non_negative(text)
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say(text: str, show: Callable[[str], None] = _print, prefix: str = _PREFIX) -> None:
+    # The launch goes on, and its exit code is right, whether or not somebody can read this.
+    with contextlib.suppress(OSError, ValueError):
+        show(f"{prefix}{text}")
+
+
+def _write_json(path: str, document: Mapping[str, Any]) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=2)
+    except OSError as error:
+        _say(f"cannot write {path}: {error.strerror}")
+
+
+def _print_report(result: LaunchResult) -> None:
+    if result.signum is not None:
+        _say(f"stopped by {signal_name(result.signum)}")
+    # A worker's failure that ended the job is told below, unless its node could not tell it.
+    if result.reason and not any(f.who() in result.reason for f in result.failures):
+        _say(result.reason)
+    if result.failures:
+        report = render(result.failures, result.stopped, result.left_s, prefix=_PREFIX)
+        _say(report, prefix="")

@@ -1,0 +1,272 @@
+"""The flags of `unisono run` about nodes, rendezvous and restarts."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import re
+from typing import Any
+
+from unisono.base.config import environ
+from unisono.base.host import usable_cores
+from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.errors import InvalidArgumentError, RendezvousError
+from unisono.launcher.spec import Meeting
+from unisono.rendezvous.endpoint import parse_endpoint
+from unisono.rendezvous.member import Timing
+from unisono.rendezvous.state import Limits
+
+__all__ = ["add_node_flags", "node_options", "workers_per_node"]
+
+_SERVICES = ("etcd", "redis")
+_BACKENDS = ("static", "c10d", *_SERVICES)
+# Names that torchrun has for what a secured etcd wants to see.
+_SECRETS = {"cacert": "ca_cert", "ca_cert": "ca_cert", "cert": "cert_cert", "key": "cert_key"}
+_BEATS = 10
+
+_CONF = {
+    "join_timeout": "seconds for the job's nodes to come (600)",
+    "last_call_timeout": "seconds to wait for more nodes than MIN (30)",
+    "close_timeout": "seconds the store's host waits for the others in the end (30)",
+    "keep_alive_interval": "seconds between heartbeats (1)",
+    "keep_alive_max_attempt": "missed heartbeats after which a node counts as lost (10)",
+    "is_host": "1: serve the store here, 0: do not; otherwise the first agent on its host",
+    "store_type": "tcp, or file: --rdzv-endpoint is then a path that all nodes share",
+    "read_timeout": "accepted for torchrun's sake",
+    "heartbeat_timeout": "accepted for torchrun's sake",
+    "timeout": "accepted for torchrun's sake",
+    "rank": "as --node-rank",
+}
+_ETCD_CONF = re.compile("protocol|key|(ssl_)?cert|ssl_cert_key|ca_?cert|etcd_prefix")
+
+
+def add_node_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags; `node_options` reads them."""
+    group = parser.add_argument_group("several nodes, restarts")
+    add_flag(
+        group, "--standalone", action="store_true", help="this host only, whatever else is said"
+    )
+    add_flag(group, "--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (1)")
+    add_flag(
+        group,
+        "--node-rank",
+        type=non_negative,
+        default=0,
+        metavar="N",
+        help="this node's number, with --rdzv-backend static (0)",
+    )
+    add_flag(group, "--master-addr", default="127.0.0.1", metavar="HOST", help="host of node 0")
+    add_flag(
+        group,
+        "--master-port",
+        type=non_negative,
+        default=None,
+        metavar="PORT",
+        help="port of the store on node 0 (29500; any free one with a single node)",
+    )
+    add_flag(
+        group,
+        "--rdzv-backend",
+        default="static",
+        metavar="NAME",
+        help="how nodes meet: static (fixed --node-rank), c10d (whoever comes), etcd or redis "
+        "(whoever comes, in a service that outlives every node)",
+    )
+    add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
+    add_flag(group, "--rdzv-id", default=None, metavar="NAME", help="name of the job")
+    add_flag(
+        group,
+        "--rdzv-conf",
+        type=_conf,
+        default="",
+        metavar="KEY=VALUE,...",
+        help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items()),
+    )
+    add_flag(group, "--local-addr", default=None, metavar="HOST", help="this node's address")
+    _add_restart_flags(group)
+
+
+def _add_restart_flags(group: Any) -> None:
+    add_flag(
+        group,
+        "--max-restarts",
+        type=non_negative,
+        default=0,
+        metavar="N",
+        help="how often the whole job may be restarted because a worker failed (0)",
+    )
+    add_flag(
+        group,
+        "--monitor-interval",
+        type=seconds,
+        default=0.1,
+        metavar="SECONDS",
+        help="pause between looks at the other nodes (0.1); workers' ends are seen at once",
+    )
+    add_flag(group, "--role", default="default", metavar="NAME", help="the workers' role")
+
+
+def workers_per_node(text: str) -> int:
+    """Return N of "N", "cpu", "gpu" or "auto" (GPUs if there are any, else CPUs)."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    if text not in ("cpu", "gpu", "auto"):
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 1, cpu, gpu or auto; got {text!r}"
+        )
+    gpus = 0 if text == "cpu" else _count_gpus()
+    if gpus:
+        return gpus
+    if text == "gpu":
+        raise argparse.ArgumentTypeError("no GPU can be seen on this host")
+    return usable_cores()
+
+
+def _count_gpus() -> int:
+    visible = environ().get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len(glob.glob("/dev/nvidia[0-9]*"))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[0-9]+(:[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX, got {text!r}")
+    numbers = [int(part) for part in text.split(":")]
+    low, high = numbers[0], numbers[-1]
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"needs 1 <= MIN <= MAX, got {text!r}")
+    return low, high
+
+
+def _conf(text: str) -> dict[str, str]:
+    found = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise argparse.ArgumentTypeError(f"{part!r} is not KEY=VALUE")
+        if key not in _CONF and not _ETCD_CONF.fullmatch(key):
+            raise argparse.ArgumentTypeError(f"unknown key {key!r} (known: {', '.join(_CONF)})")
+        found[key] = value
+    return found
+
+
+def node_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of a LaunchSpec that the flags of `add_node_flags` decide.
+
+    Raises:
+        InvalidArgumentError: Flags that contradict each other, or a backend that is missing.
+    """
+    low, high = options.nnodes
+    if options.standalone and high > 1:
+        raise InvalidArgumentError(f"--standalone is for one node, but --nnodes says {low}:{high}")
+    single = high == 1
+    # What is said about a meeting is checked even if nobody else will come to it.
+    meeting = Meeting() if options.standalone else _meeting(options, low, high)
+    return {
+        "limits": Limits(min_nodes=low, max_nodes=high, max_restarts=options.max_restarts),
+        "meeting": Meeting() if single else meeting,
+        "run_id": options.rdzv_id or (None if single else "none"),
+        "role": options.role,
+        "monitor_interval_s": options.monitor_interval,
+        "master_port": options.master_port or 0,
+    }
+
+
+def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
+    backend, conf = options.rdzv_backend, options.rdzv_conf
+    if backend not in _BACKENDS:
+        raise InvalidArgumentError(
+            f"unknown --rdzv-backend {backend!r} (known: {', '.join(_BACKENDS)})"
+        )
+    common = _times(conf) | {"address": options.local_addr}
+    if backend == "static":
+        return _static(options, low, high, common)
+    if high == 1 and not options.rdzv_endpoint:
+        return Meeting(**common)
+    if not options.rdzv_endpoint:
+        raise InvalidArgumentError(
+            f"--nnodes {low}:{high} --rdzv-backend {backend} needs --rdzv-endpoint HOST:PORT",
+            hint="name the hosts of the service, HOST:PORT,HOST:PORT"
+            if backend in _SERVICES
+            else "name one of the job's hosts; the agent there serves the store",
+        )
+    if backend in _SERVICES:
+        return Meeting(endpoint=_service(options), **common)
+    if conf.get("store_type", "tcp") == "file":
+        return Meeting(endpoint=options.rdzv_endpoint, **common)
+    hosting = {"1": True, "true": True, "0": False, "false": False}.get(
+        conf.get("is_host", "").lower()
+    )
+    endpoint = _endpoint(options.rdzv_endpoint, high)
+    return Meeting(endpoint=endpoint, hosting=hosting, **common)
+
+
+def _service(options: argparse.Namespace) -> str:
+    """Return the URL of the service in which the nodes meet."""
+    conf, backend = options.rdzv_conf, options.rdzv_backend
+    secured = "s" if backend == "etcd" and conf.get("protocol") == "https" else ""
+    prefix = conf.get("etcd_prefix", "").strip("/")
+    secrets = [f"{_SECRETS[key]}={value}" for key, value in conf.items() if key in _SECRETS]
+    return f"{backend}{secured}://{options.rdzv_endpoint}/{prefix}?{'&'.join(secrets)}"
+
+
+def _static(options: argparse.Namespace, low: int, high: int, common: dict[str, Any]) -> Meeting:
+    if low != high:
+        raise InvalidArgumentError(
+            f"--nnodes {low}:{high} needs --rdzv-backend c10d: static is for a fixed number"
+        )
+    rank = _number(options.rdzv_conf, "rank", options.node_rank)
+    if rank >= high:
+        raise InvalidArgumentError(f"--node-rank must be 0 to {high - 1}, got {rank:g}")
+    port = 29500 if options.master_port is None else options.master_port
+    endpoint = (options.master_addr, port)
+    if options.rdzv_endpoint:
+        endpoint = _endpoint(options.rdzv_endpoint, high)
+    return Meeting(
+        endpoint=_known_port(*endpoint, "--master-port", high),
+        hosting=rank == 0,
+        node_rank=int(rank),
+        share_port=True,
+        **common,
+    )
+
+
+def _endpoint(text: str, nodes: int) -> tuple[str, int]:
+    try:
+        return _known_port(*parse_endpoint(text), "--rdzv-endpoint", nodes)
+    except RendezvousError as error:
+        raise InvalidArgumentError(f"--rdzv-endpoint: {error.what}") from None
+
+
+def _known_port(host: str, port: int, flag: str, nodes: int) -> tuple[str, int]:
+    if port == 0 and nodes > 1:
+        raise InvalidArgumentError(
+            f"{flag}: port 0 means any free one, which {nodes} nodes cannot guess",
+            hint="give all nodes the same number; without one it is that of torchrun",
+        )
+    return host, port
+
+
+def _times(conf: dict[str, str]) -> dict[str, Any]:
+    beat_s = _number(conf, "keep_alive_interval", 1.0)
+    if beat_s <= 0:
+        raise InvalidArgumentError("--rdzv-conf: keep_alive_interval must be more than 0")
+    return {
+        "timing": Timing(
+            join_timeout_s=_number(conf, "join_timeout", 600.0),
+            last_call_s=_number(conf, "last_call_timeout", 30.0),
+            dead_after_s=beat_s * _number(conf, "keep_alive_max_attempt", _BEATS),
+        ),
+        "beat_s": beat_s,
+        "close_s": _number(conf, "close_timeout", 30.0),
+    }
+
+
+def _number(conf: dict[str, str], key: str, default: float) -> float:
+    if key not in conf:
+        return default
+    try:
+        return seconds(conf[key])
+    except argparse.ArgumentTypeError as error:
+        raise InvalidArgumentError(f"--rdzv-conf: {key} {error}") from None

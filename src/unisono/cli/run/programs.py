@@ -1,0 +1,105 @@
+"""Which program each worker runs: one for all, or several separated by a colon."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from unisono.base.config import environ
+from unisono.cli.flags import add_flag
+from unisono.cli.run.nodes import workers_per_node
+
+__all__ = ["add_program_flags", "worker_commands"]
+
+_COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
+_LOCAL_RANK = "${local_rank}"
+
+
+def add_program_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that each program of a command line may have, and the program itself."""
+    add_flag(
+        parser,
+        "-n",
+        "--nproc-per-node",
+        type=workers_per_node,
+        default=1,
+        metavar="N|cpu|gpu|auto",
+        help="workers on this node (1)",
+    )
+    kind = parser.add_mutually_exclusive_group()
+    add_flag(kind, "-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    add_flag(kind, "--no-python", action="store_true", help="run any program, not a script")
+    add_flag(
+        parser,
+        "--run-path",
+        action="store_true",
+        help="run a script, whatever --no-python says (torchrun would run it by runpy)",
+    )
+    # One positional for both: argparse would drop a "--" between two.
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def worker_commands(
+    options: argparse.Namespace, parser: argparse.ArgumentParser, *, unbuffered: bool
+) -> list[Sequence[str]]:
+    """Return the command line of each worker of this node, or end with a usage error.
+
+    Args:
+        options: What `add_program_flags` of the first program made of the arguments.
+        parser: Reports an error of the first program.
+        unbuffered: Whether Python shall not keep output back.
+    """
+    first, *others = _split(options.command)
+    options.command = first
+    programs = [(options, parser)]
+    for number, words in enumerate(others, 2):
+        following = argparse.ArgumentParser(
+            prog=f"{parser.prog} (program {number})",
+            usage=f"{parser.prog} [options] script ... : -n N [-m | --no-python] script ...",
+            allow_abbrev=False,
+        )
+        add_program_flags(following)
+        programs.append((following.parse_args(words), following))
+    commands: list[Sequence[str]] = []
+    for program, its_parser in programs:
+        command = _command(program, its_parser, unbuffered)
+        for _ in range(program.nproc_per_node):
+            local_rank = str(len(commands))
+            commands.append([word.replace(_LOCAL_RANK, local_rank) for word in command])
+    return commands
+
+
+def _split(words: Sequence[str]) -> list[list[str]]:
+    """Split at each colon that is followed by a number of workers.
+
+    A script may have arguments of its own that are a colon; and after "--", all is the script's.
+    """
+    parts: list[list[str]] = [[]]
+    literal = bool(words) and words[0] == "--"
+    for i, word in enumerate(words):
+        following = words[i + 1].partition("=")[0] if i + 1 < len(words) else ""
+        if word == ":" and following in _COUNT_FLAGS and not literal:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _command(
+    program: argparse.Namespace, parser: argparse.ArgumentParser, unbuffered: bool
+) -> Sequence[str]:
+    command: list[str] = program.command
+    if command and command[0] == "--":
+        command = command[1:]
+    if not command:
+        parser.error("no script given")
+    if program.no_python and not program.run_path:
+        return command
+    python = [environ().get("PYTHON_EXEC") or sys.executable, *(["-u"] if unbuffered else [])]
+    if program.module and not program.run_path:
+        return [*python, "-m", *command]
+    if not os.path.exists(command[0]):
+        parser.error(f"script not found: {command[0]} (in {os.getcwd()})")
+    return [*python, *command]

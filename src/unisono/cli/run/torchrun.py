@@ -1,0 +1,80 @@
+"""The flags of torchrun that mean little here, so that any command line of it can be given."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+from typing import Any
+
+from unisono.cli.flags import add_flag
+from unisono.launcher.signals import ENDING
+
+__all__ = ["NUMA_BINDINGS", "add_torchrun_flags"]
+
+NUMA_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
+"""What `--bind` calls the choices of `--numa-binding`."""
+
+_START_METHODS = ("spawn", "fork", "forkserver")
+
+
+def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group("for command lines of torchrun")
+    add_flag(
+        group,
+        "--signals-to-handle",
+        type=_signals,
+        default=",".join(ENDING),
+        metavar="NAMES",
+        help=f"signals that end the launch ({','.join(ENDING)}); SIGUSR1 and SIGUSR2 are "
+        "otherwise passed on to the workers",
+    )
+    add_flag(
+        group,
+        "--virtual-local-rank",
+        action="store_true",
+        help="each worker sees one GPU only (CUDA_VISIBLE_DEVICES) and has LOCAL_RANK=0",
+    )
+    add_flag(
+        group,
+        "--numa-binding",
+        choices=sorted(NUMA_BINDINGS),
+        default=None,
+        help="node and socket are --bind numa, the others --bind core",
+    )
+    add_flag(
+        group,
+        "--start-method",
+        choices=_START_METHODS,
+        default="spawn",
+        help="no effect: a script is always a fresh process",
+    )
+    add_flag(
+        group,
+        "--event-log-handler",
+        choices=("null", "console"),
+        default="null",
+        help="no effect: events are told on standard error in any case",
+    )
+    add_flag(
+        group,
+        "--logs-specs",
+        type=_no_plug_in,
+        default=None,
+        metavar="NAME",
+        help="a plug-in for logs; unisono has none, so this is an error",
+    )
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise argparse.ArgumentTypeError(f"{name!r} is no signal that a program can handle")
+    return names
+
+
+def _no_plug_in(name: str) -> Any:
+    raise argparse.ArgumentTypeError(
+        f"{name!r}: torchrun's plug-ins for logs cannot be used here; see --log-dir, --prefix"
+    )

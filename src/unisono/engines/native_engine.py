@@ -1,0 +1,498 @@
+"""The native engine: programs executed in C++, without the interpreter lock.
+
+Order, threads and errors are those of every engine; only the execution of a task differs. Programs
+of posts and reads run over memory that all ranks of a group share (`Group`), programs of messages
+over rings and wires (`Steps`).
+
+The memory of a group is made when its first call runs: the group's first rank makes it, the others
+open it through that rank's process id and prove by a nonce that it is the same memory. If one of
+them cannot (another process namespace, say), or if there are several hosts, the whole group stays
+with messages.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import struct
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, cast
+
+import numpy as np
+
+from unisono.base import config
+from unisono.base.buffers import as_bytes
+from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
+from unisono.base.log import get_logger, log_once
+from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
+from unisono.engines.api import Call, Communicator, Exchange, Task
+from unisono.engines.array_lists import Memory, are_even, joined, spread
+from unisono.engines.errors import LATE_S, Expired
+from unisono.engines.native_queue import QueueEngine
+from unisono.engines.reference import Run
+from unisono.errors import InternalError, InvalidArgumentError
+from unisono.schedules import (
+    Layout,
+    Program,
+    Schedule,
+    SharedProgram,
+    build,
+    layout_for,
+    lower_shared,
+    lower_uneven,
+)
+from unisono.transports import LinkDown
+from unisono.transports.api import Failure, Question, Status
+
+__all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
+
+_log = get_logger("engines.native")
+
+_APART = (
+    "cannot share memory with another rank of this host (%s): groups with both use messages, "
+    "which are slower"
+)
+
+Array = np.ndarray[Any, Any]
+
+SLOT_BYTES = 512 * 1024
+"""What a rank can post per piece. There are two slots per rank: 8 ranks take 8 MiB."""
+
+_INVITATION = struct.Struct("<iii16s")
+"""errno of making the memory (0: made), process id, file descriptor, nonce."""
+
+# What only moves, such as float8, is bytes to the C++ engine.
+_CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
+if _engine is not None:
+    _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
+
+# How long a rank that takes no part any more may be silent before nothing more is expected of it.
+# Only one that is stopped is, or whose connections outlive it because a child of it has them.
+_SILENCE_S = 1.0
+
+# A rank that was told to abort, and ended then, was told by another one, which tells all.
+_ABORT_WORDS_S = 5.0
+
+_GONE: dict[int, str] = {}
+if _engine is not None:
+    _GONE |= {
+        _engine.LOST: "its process ended",
+        _engine.LEFT: "it left: the group was closed",
+        _engine.UNREACHABLE: "it cannot be reached",
+    }
+
+_INT64 = dtype_named("int64")
+
+_NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
+
+
+def is_native_built() -> bool:
+    """Whether the extension module is there, and fits."""
+    return _engine is not None
+
+
+def host_word() -> str:
+    """Return a word that is equal on ranks that may share memory; "" if this one cannot.
+
+    Its part before the first "/" is equal on ranks whose C++ engines understand each other.
+
+    A rank that is to use the reference engine says so here, or the others would not know; and so
+    does one that is to share no memory.
+    """
+    if _engine is None or config.get("UNISONO_ENGINE") == "reference":
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Memory is opened by way of a process number. Containers count their own processes, so
+        # those of two containers on one machine are hosts of their own.
+        container = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
+    return f"{_engine.ABI}/{boot}/{container}{alone}"
+
+
+class _Repeated(NamedTuple):
+    """What a call that is repeated without Python code comes back with if it goes wrong."""
+
+    call: Call
+    program: Program
+    dtype: DType
+    op: ReduceOp
+    exchange: Exchange | None
+
+
+class _NativeProgram(SharedProgram):
+    """A shared program with its copy in C++."""
+
+    native: Any
+
+    def __init__(self, shared: SharedProgram) -> None:
+        super().__init__(
+            shared.steps, shared.scratch_count, shared.pieces, shared.loops, shared.pieces_scratch
+        )
+        native = _engine.Program(
+            shared.pieces.ctypes.data,
+            len(shared.pieces),
+            shared.loops.ctypes.data,
+            len(shared.loops),
+            shared.pieces_scratch,
+        )
+        object.__setattr__(self, "native", native)
+
+
+@functools.lru_cache(maxsize=1024)
+def _in_messages(program: Program) -> Any:
+    """Return the copy in C++ of a program's steps."""
+    count = len(program.steps)
+    table = np.full((count, 10), -1, np.int64)
+    table[:, :7] = program.steps
+    loop = np.array([0, count, 1, 0, 0])
+    return _engine.Program(table.ctypes.data, count, loop.ctypes.data, 1, program.scratch_count)
+
+
+@functools.lru_cache(maxsize=64)
+def _uneven(
+    messages: Program, counts: bytes, rank: int, size: int, itemsize: int
+) -> _NativeProgram | None:
+    """As `lower_uneven`, once for calls that repeat their sizes."""
+    table = np.frombuffer(counts, np.int64).reshape(size, size)
+    shared = lower_uneven(messages, table, rank, itemsize, SLOT_BYTES)
+    return None if shared is None else _NativeProgram(shared)
+
+
+def _before_exchange(task: Task) -> tuple[Task, int]:
+    """Return what a task begins with, and its word for numbers that may differ."""
+    if task.exchange is None:
+        return task, 1
+    even = task.exchange.even
+    # A program of sizes that nobody has compared yet may name what is not there.
+    return task if even else replace(task, program=_NO_STEPS), even
+
+
+def _whole(memory: Memory) -> Memory:
+    return memory if are_even(memory) else joined(memory)
+
+
+def _flat(memory: Memory) -> Memory:
+    if isinstance(memory, list):
+        return [each.reshape(-1) for each in memory]
+    return None if memory is None else memory.reshape(-1)
+
+
+def _ask_others(engine: NativeEngine | None) -> None:
+    """Ask how far the others are in the call that this rank is in; C++ calls this."""
+    if engine is None:
+        return
+    comm = engine.comm
+    if engine._asked is not None:
+        comm.transport.close_question(engine._asked)
+    engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
+
+
+def _regular(hosts: Sequence[str]) -> int:
+    """Return the ranks per host if they are numbered host by host, as many on each; else 1."""
+    count = hosts.count(hosts[0])
+    rows = [set(hosts[at : at + count]) for at in range(0, len(hosts), count)]
+    regular = all(len(row) == 1 for row in rows) and len(set(hosts)) * count == len(hosts)
+    return count if regular else 1
+
+
+def _choose_isa(name: str) -> None:
+    if name not in _engine.isas():
+        raise InvalidArgumentError(
+            f"UNISONO_CPU={name!r} is no instruction set of this machine "
+            f"(it has: {', '.join(_engine.isas())})"
+        )
+    _engine.set_isa(name)
+
+
+class NativeEngine(QueueEngine):
+    """Runs tasks over shared memory where the ranks have one host, and with messages.
+
+    Args:
+        comm: Its ranks have non-empty host words.
+        crowded: More ranks than cores take part on this host.
+    """
+
+    name = "native"
+
+    def __init__(self, comm: Communicator, *, crowded: bool) -> None:
+        super().__init__(comm)
+        if isa := config.get("UNISONO_CPU"):
+            _choose_isa(isa)
+        self._crowded = crowded
+        self._hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
+        self.shares_memory = len(set(self._hosts)) == 1
+        self.ranks_per_host = _regular(self._hosts)
+        self.over = "shared memory" if self.shares_memory else "messages"
+        self._group: Any = None
+        self._steps: Any = None
+        # What gathers so many numbers of each rank.
+        self._tables: dict[int, Program] = {}
+        self._told = threading.Event()
+        self._connected = False
+        self._asked: Question | None = None
+        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._begun_again)
+        comm.transport.watch_calls(comm.context, self._last_without_python)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        super().set_timeout(timeout_s)
+        self.calls.set_timeout(timeout_s)
+
+    def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
+        if self.shares_memory and layout.in_splits is None and layout.out_splits is None:
+            rank, count = self.comm.rank, layout.count
+            shared = lower_shared(schedule, rank, count, itemsize, SLOT_BYTES)
+            if shared is not None:
+                return _NativeProgram(shared)
+        return super().lower(schedule, layout, itemsize)
+
+    def perform(self, task: Task) -> None:
+        if not self._connected:
+            with Run(self.comm, task) as run:
+                self._connect(run)
+        if self.comm.size == 1:
+            with Run(self.comm, task) as run:
+                run.execute(task.program)
+            return
+        first, even = _before_exchange(task)
+        if not self._execute(first, task.call.fingerprint, even):
+            self._exchange(task)
+
+    def prepare(self, task: Task) -> Any:
+        ready = self._connected and self.comm.size > 1
+        plain = task.begin is None and task.finish is None
+        if not (ready and plain and are_even(task.input) and are_even(task.output)):
+            return None
+        first, even = _before_exchange(task)
+        return self._flight(first, task.call.fingerprint, even)
+
+    def _exchange(self, task: Task) -> None:
+        """Compare the numbers that may differ by rank, and run the program for such."""
+        exchange = task.exchange
+        assert exchange is not None
+        table = self._gather(task, exchange.mine)
+        exchange.check(task.call, table)
+        program, shared = exchange.program, None
+        if self._group is not None and exchange.counts is not None:
+            counts = exchange.counts(table).tobytes()
+            shared = _uneven(program, counts, self.comm.rank, self.comm.size, task.dtype.itemsize)
+        self._execute(replace(task, program=shared or program))
+
+    def close(self) -> None:
+        self.calls.close()
+        if self._group is not None:
+            self._group.leave()
+        super().close()
+
+    # ---- repeated calls -------------------------------------------------------------------
+
+    def _last_without_python(self) -> Status | None:
+        """Return the last call that this rank has begun without `Transport.enter`."""
+        queued, last = self.last_queued(), self.calls.last()
+        if last is None or (queued is not None and queued.seq > last[0]):
+            return queued
+        return Status(last[0], last[1].call.text)
+
+    def _repeated_badly(
+        self,
+        what: _Repeated,
+        seq: int,
+        status: tuple[int, int],
+        raised: BaseException | None,
+        buffers: tuple[Memory, Memory],
+    ) -> None:
+        """Do what remains of a repeated call that did not end well; it has the turn still."""
+        if raised is not None:
+            self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
+            raise raised
+        task = self.task_again(what, buffers, seq)
+        error = self._run(task, lambda task: self.perform_rest(task, *status))
+        if error is not None:
+            raise error
+
+    def task_again(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
+        call, program, dtype, op, exchange = repeated
+        source, target = map(_flat, buffers)
+        deadline = Deadline(self.timeout_s)
+        call = call._replace(seq=seq)
+        return Task(call, program, source, target, dtype, op, deadline, exchange)
+
+    def perform_rest(self, task: Task, code: int, peer: int) -> None:
+        if code != _engine.UNEVEN:
+            self._raise(task, code, peer)
+        self._exchange(task)
+
+    # ---- the C++ engine -------------------------------------------------------------------
+
+    def _execute(self, task: Task, fingerprint: int = 0, even: int = 1) -> bool:
+        """Run a task's program, after an agreement on `fingerprint` unless it is 0: agreed already.
+
+        Returns False, and has written nothing, if the ranks' words `even` differ.
+        """
+        given, result = _whole(task.input), _whole(task.output)
+        changed = given is not task.input or result is not task.output
+        whole = replace(task, input=given, output=result) if changed else task
+        code, peer = self._flight(whole, fingerprint, even).run()
+        if code and code != _engine.UNEVEN:
+            self._raise(task, code, peer)
+        if result is not task.output:
+            spread(cast(Array, result), task.output)
+        return not code
+
+    def _flight(self, task: Task, fingerprint: int, even: int) -> Any:
+        """Return what C++ needs to run a task, here or queued; arguments as in `_execute`."""
+        program, dtype = task.program, task.dtype
+        if self._group is not None and isinstance(program, _NativeProgram):
+            runner, native = self._group, program.native
+        else:
+            runner, native = self._steps, _in_messages(program)
+        calls = repeated = None
+        if fingerprint and task.begin is None and task.finish is None:
+            calls = self.calls
+            repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
+        return _engine.Flight(
+            runner,
+            native,
+            task.input,
+            task.output,
+            dtype.itemsize,
+            _CODES[dtype.name],
+            task.op.op.value,
+            fingerprint,
+            even,
+            task.deadline.remaining(),
+            calls,
+            repeated,
+        )
+
+    def _gather(self, task: Task, mine: Array) -> Array:
+        """Return [world_size, k]: the numbers of all ranks."""
+        comm = self.comm
+        table = np.empty((comm.size, mine.size), np.int64)
+        program = self._tables.get(mine.size)
+        if program is None:
+            schedule = build("all_gather", "one_shot", comm.size)
+            program = self.lower(schedule, layout_for(schedule, mine.size), 8)
+            self._tables[mine.size] = program
+        flat = table.reshape(-1)
+        self._execute(replace(task, program=program, dtype=_INT64, input=mine, output=flat))
+        return table
+
+    def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
+        """Raise what the reference engine would raise for this status."""
+        comm = self.comm
+        if code == _engine.MISMATCH:
+            with Run(comm, task) as run:
+                raise run.mismatch()
+        if (code in _GONE or code == _engine.ABORTED) and self._is_told(comm.ranks[peer], code):
+            code = _engine.ABORTED
+        if code in _GONE:
+            rank, left = comm.ranks[peer], code == _engine.LEFT
+            down = comm.transport.mailbox.down(rank)
+            if down is not None and down.left and code == _engine.LOST and self._group is not None:
+                # To who was never linked to it, a rank that was killed looks like one that left.
+                down = None
+            raise down or LinkDown(rank, _GONE[code], left=left)
+        if code == _engine.TIMEOUT:
+            raise Expired(self._asked)
+        failure = comm.transport.failure(comm.context)
+        if code == _engine.ABORTED:
+            blamed = comm.ranks[peer]
+            raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
+        if code == _engine.NO_MEMORY:
+            raise MemoryError(f"{task.call.text} needs more than there is")
+        raise InternalError(f"the native engine ended with status {code}, peer {peer}")
+
+    def _is_told(self, peer: int, code: int) -> bool:
+        """Return whether a rank that takes no part any more, or another one, has said why.
+
+        The shared memory tells of its end at once, its reason comes over its link: before its
+        answer to any question, and before the end of the link, which ends the question as well.
+        """
+        if not self._told.is_set():
+            transport = self.comm.transport
+            transport.ask(self.comm.context, 0, [peer], Deadline(_SILENCE_S))
+        return self._told.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
+
+    # ---- setting up -----------------------------------------------------------------------
+
+    def _connect(self, run: Run) -> None:
+        """Make or open the group's memory; all ranks come to the same verdict."""
+        comm = self.comm
+        if comm.size == 1:
+            self._connected = True
+            return
+        if self.shares_memory:
+            segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
+            if verdict:
+                self._group = _engine.Group(segment, comm.rank, pids, self._crowded)
+            else:
+                self.over = "messages"
+                _log.info("group '%s' cannot share memory; it uses messages", comm.name)
+        messages = comm.transport.messages
+        if messages is None:
+            raise InternalError("a world with the native engine has messages in C++")
+        numbers = [self._hosts.index(host) for host in self._hosts]
+        self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
+        runners = [each for each in (self._group, self._steps) if each is not None]
+        # Without a reference to the engine: nobody can see cycles through C++.
+        here = weakref.ref(self)
+        for each in runners:
+            each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
+
+        def end(failure: Failure) -> None:
+            self._told.set()
+            for each in runners:
+                each.abort()
+
+        comm.transport.on_failure(comm.context, end)
+        self._connected = True
+
+    def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
+        size, nonce = self.comm.size, os.urandom(16)
+        error, segment = _engine.Segment.create(size, SLOT_BYTES, nonce)
+        others = range(1, size)
+        pids = np.full(size, os.getpid(), np.int32)
+        for transfer in [run.recv(r, as_bytes(pids[r : r + 1])) for r in others]:
+            run.wait(transfer)
+        invitation = _INVITATION.pack(error, os.getpid(), segment.fd(), nonce) + pids.tobytes()
+        for rank in others:
+            run.send(rank, memoryview(invitation))
+        answers = np.full(size, error == 0, np.uint8)
+        for transfer in [run.recv(r, as_bytes(answers[r : r + 1])) for r in others]:
+            run.wait(transfer)
+        verdict = bool(answers.all())
+        for rank in others:
+            run.send(rank, memoryview(bytes([verdict])))
+        run.settle()
+        segment.close_fd()
+        return segment, pids.tolist(), verdict
+
+    def _accept(self, run: Run) -> tuple[Any, list[int], bool]:
+        size = self.comm.size
+        run.send(0, memoryview(struct.pack("<i", os.getpid())))
+        invitation = bytearray(_INVITATION.size + 4 * size)
+        run.wait(run.recv(0, memoryview(invitation)))
+        error, pid, fd, nonce = _INVITATION.unpack_from(invitation)
+        pids = np.frombuffer(invitation, np.int32, offset=_INVITATION.size)
+        segment = None
+        if error == 0:
+            error, segment = _engine.Segment.attach(pid, fd, nonce)
+        if error:
+            reason = "it is not the same" if error == errno.EXDEV else os.strerror(error)
+            log_once(_log, logging.WARNING, _APART, reason)
+        run.send(0, memoryview(bytes([error == 0])))
+        verdict = bytearray(1)
+        run.wait(run.recv(0, memoryview(verdict)))
+        run.settle()
+        return segment, pids.tolist(), bool(verdict[0])

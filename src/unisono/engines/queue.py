@@ -1,0 +1,240 @@
+"""The order of a group's tasks: on the caller's thread, or on a progress thread.
+
+What all engines share: sequence numbers, the queue, and what becomes of an error. How a task is
+executed is the sub-class's business.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from unisono.base.completion import Completion
+from unisono.base.worker import Worker
+from unisono.engines.api import Call, Communicator, Engine, Task
+from unisono.engines.errors import (
+    Expired,
+    break_group,
+    broken_group_error,
+    to_failure,
+)
+from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
+from unisono.transports import LinkDown
+from unisono.transports.api import Failure
+
+__all__ = ["OrderedEngine"]
+
+# How long close() waits for the call that it has broken, and for callbacks that run.
+_CLOSE_S = 10.0
+
+
+class Turn:
+    """Whose turn it is: calls run one after another, and are counted.
+
+    The C++ engine has its own, which is its queue as well. Here everything happens under the
+    engine's lock, and `wanted` says that something is queued.
+    """
+
+    def __init__(self) -> None:
+        self.busy = False
+        self.wanted = False
+        self.last = 0
+
+    def count(self) -> int:
+        """Return the next number."""
+        self.last += 1
+        return self.last
+
+    def take(self) -> int:
+        """Take the turn and return the next number; 0 if it is not free, or wanted."""
+        if self.wanted or not self.seize():
+            return 0
+        return self.count()
+
+    def seize(self) -> bool:
+        """Take the turn if it is free, wanted or not."""
+        if self.busy:
+            return False
+        self.busy = True
+        return True
+
+    def give(self) -> None:
+        """Give the turn back."""
+        self.busy = False
+
+    def runs(self) -> bool:
+        """Whether a call runs."""
+        return self.busy
+
+    def is_free(self) -> bool:
+        """Whether `take` would take it."""
+        return not self.busy and not self.wanted
+
+
+class OrderedEngine(Engine):
+    """Runs tasks on the caller's thread, or on a progress thread made when first needed.
+
+    Args:
+        comm: The group.
+        turn: A `Turn`, or the C++ engine's.
+    """
+
+    def __init__(self, comm: Communicator, turn: Any = None) -> None:
+        super().__init__(comm)
+        self._turn: Any = turn or Turn()
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Task, Completion]] = deque()
+        self._closed = False
+        self._worker = Worker(f"unisono-progress-{comm.name}")
+
+    def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
+        # Before the lock, which in the child of a fork another thread may hold for ever.
+        self._require_open(task.call)
+        with self._changed:
+            self._require_open(task.call)
+            free = self._turn.is_free() and self.comm.transport.may_wait()
+            if inline and self.runs_here() and not free:
+                raise UsageError(
+                    f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
+                    hint="in a callback of a future, call it with async_op=True",
+                )
+            seq = self._turn.take() if inline else 0
+            now = seq > 0
+            if not now:
+                self._worker.start(self._progress)
+                seq = self._put(task, completion)
+            task.call = task.call._replace(seq=seq)
+        if now:
+            self._run_and_finish(task, completion, self._turn.give)
+
+    def runs_here(self) -> bool:
+        return self._worker.is_here() or not self.comm.transport.may_wait()
+
+    def last_number(self) -> int:
+        return int(self._turn.last)
+
+    def abort(self, reason: str) -> None:
+        me = self.comm.transport.rank
+        break_group(self.comm, Failure("aborted", reason, [me], me))
+
+    def close(self) -> None:
+        if self.comm.closed():
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            dropped = self._take_back()
+            runs = self._turn.runs()
+        for call, completion in dropped:
+            told = f"group '{self.comm.name}' was destroyed before {call.text} ran"
+            completion.finish(ClosedError(told))
+        if runs:
+            # Its peers are in this call too, and it cannot end any more.
+            self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
+            self._wait_until_still(_CLOSE_S)
+        self._worker.join(_CLOSE_S)
+        self.comm.close()
+
+    def _require_open(self, call: Call) -> None:
+        closed = self.comm.closed() or ("was destroyed" if self._closed else None)
+        if closed:
+            raise ClosedError(f"{call.op} on group '{self.comm.name}', which {closed}")
+
+    # ---- order ----------------------------------------------------------------------------
+
+    def _put(self, task: Task, completion: Completion) -> int:
+        """Queue a task and return its number; under the lock."""
+        self._turn.wanted = True
+        self._queue.append((task, completion))
+        self._changed.notify_all()
+        return int(self._turn.count())
+
+    def _take_back(self) -> list[tuple[Call, Completion]]:
+        """Return what has not begun, and let the progress thread end; under the lock."""
+        dropped, self._queue = self._queue, deque()
+        self._turn.wanted = True
+        self._changed.notify_all()
+        return [(task.call, completion) for task, completion in dropped]
+
+    def _wait_until_still(self, limit_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._turn.runs(), limit_s)
+
+    def _progress(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not (self._queue and self._turn.seize()):
+                    self._changed.wait()
+                if self._closed:
+                    return
+                task, completion = self._queue.popleft()
+                self._turn.wanted = bool(self._queue)
+            self._run_and_finish(task, completion, self._turn.give)
+            # A waiting thread must not keep the buffers of a finished task alive.
+            del task, completion
+
+    def _run_and_finish(
+        self,
+        task: Task,
+        completion: Completion,
+        give: Callable[[], object],
+        perform: Callable[[Task], None] | None = None,
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            error = self._run(task, perform or self.perform)
+        except BaseException as interrupt:
+            # Ctrl-C in the middle of a collective: the other ranks cannot finish it any more.
+            error = interrupt
+            self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
+            raise
+        finally:
+            give()
+            self._wake()
+            # Not before: a callback may make the next call, which must find the engine free.
+            completion.finish(error)
+
+    def _wake(self) -> None:
+        """Look again whose turn it is, if anybody waits for it."""
+        with self._changed:
+            if self._queue or self._closed:
+                self._changed.notify_all()
+
+    # ---- one task -------------------------------------------------------------------------
+
+    def _run(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
+        """Run a task; return its error."""
+        comm, call = self.comm, task.call
+        comm.transport.enter(comm.context, call.seq, call.text)
+        try:
+            if task.begin is not None:
+                task.begin()
+            perform(task)
+            if task.finish is not None:
+                task.finish()
+        except CollectiveMismatchError as error:
+            return error
+        except Exception as error:
+            failure = to_failure(error, comm, call, task.deadline)
+            break_group(comm, failure)
+            told = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
+            if isinstance(error, (Failure, LinkDown, Expired)):
+                # The transport keeps it, and its frames would keep the task's buffers.
+                error.__traceback__ = None
+            else:
+                told.__cause__ = error
+            return told
+        return None
+
+    @abstractmethod
+    def perform(self, task: Task) -> None:
+        """Agree with the other ranks on the call, then execute its program.
+
+        Raises:
+            CollectiveMismatchError: The ranks disagree.
+            LinkDown, Failure, Expired: The group is broken.
+        """

@@ -1,0 +1,107 @@
+"""`launch`: call a function on N processes and get every result back, from a notebook too."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher.spawn import SpawnContext, check_start
+
+__all__ = ["launch"]
+
+
+def launch(
+    fn: Callable[..., Any],
+    nprocs: int,
+    args: Sequence[object] = (),
+    *,
+    start_method: str = "spawn",
+) -> list[Any]:
+    """Call `fn(rank, *args)` in `nprocs` new processes and return the results, by rank.
+
+    `init_process_group()` needs no arguments inside `fn`, as with `spawn`. With cloudpickle
+    installed, `fn` may be a lambda or be defined in a notebook; without it, it must be
+    importable. In a script the call belongs under `if __name__ == "__main__":`.
+
+    Args:
+        fn: The function.
+        nprocs: Number of processes.
+        args: Further arguments, the same for every rank.
+        start_method: "spawn", "fork" or "forkserver".
+
+    Returns:
+        [nprocs] results.
+
+    Raises:
+        InvalidArgumentError: Bad `nprocs` or `start_method`, or something cannot be pickled.
+        WorkerFailedError: A process died without an exception.
+        Exception: What the rank that failed first raised; its cause is a WorkerFailedError
+            that names the rank and ends with the traceback there. The others were ended.
+    """
+    check_start(nprocs, start_method)
+    payload = _pickled((fn, tuple(args)), "the function or its arguments")
+    context = SpawnContext(
+        _call,
+        (payload,),
+        nprocs,
+        daemon=False,
+        start_method=start_method,
+        # The fork server lives as long as its children, so its end is no sign.
+        use_death_signal=start_method != "forkserver",
+        return_results=True,
+    )
+    try:
+        context.join()
+    except WorkerFailedError as failure:
+        rank = failure.context.rank
+        original = None if rank is None else context.error_of(rank)
+        if original is None:
+            raise
+        original.add_note(f"raised on rank {rank} of {nprocs}")
+        raise original from failure
+    finally:
+        for process in context.processes:
+            if process.exitcode is not None:
+                process.close()
+    return [pickle.loads(context.results[rank]) for rank in range(nprocs)]
+
+
+def _call(rank: int, payload: bytes) -> bytes:
+    fn, args = pickle.loads(payload)
+    return _pickled(fn(rank, *args), f"the result of rank {rank}")
+
+
+def _pickled(value: object, what: str) -> bytes:
+    pickler = _cloudpickle()
+    if pickler is None and _is_out_of_reach(value):
+        raise InvalidArgumentError(
+            f"{what} cannot be sent to other processes: it is defined in a session without a file",
+            hint="pip install cloudpickle, or define it in a module and import it",
+        )
+    try:
+        return bytes((pickler or pickle).dumps(value))
+    except Exception as error:
+        hint = None if pickler else "pip install cloudpickle: it pickles lambdas and closures too"
+        raise InvalidArgumentError(
+            f"{what} cannot be sent to other processes: {type(error).__name__}: {error}", hint=hint
+        ) from error
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+    return cloudpickle
+
+
+def _is_out_of_reach(value: object) -> bool:
+    """Whether a child could not import what plain pickle would refer to by name."""
+    parts = value if isinstance(value, tuple) else (value,)
+    in_main = any(getattr(part, "__module__", None) == "__main__" for part in parts)
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return in_main and (path is None or not os.path.exists(path))

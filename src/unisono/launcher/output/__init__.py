@@ -1,0 +1,1 @@
+"""What workers write: read from pipes, shown on the console, kept in files."""

@@ -1,0 +1,426 @@
+"""`spawn`: run a function in N processes that know their place in the world.
+
+Each child gets its environment and reports its exception over a socket pair. The environment
+is sent after all children have been started: the store can then be made after them, so that
+a forked child inherits neither its sockets nor a lock that its server thread holds, and the
+parent's own environment is never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, overload
+
+from unisono.base.config import environ, get
+from unisono.base.deadline import Deadline, Timeout
+from unisono.base.host import GUARD_HINT, is_importing_main
+from unisono.errors import (
+    Context,
+    InvalidArgumentError,
+    LaunchError,
+    UsageError,
+    WorkerFailedError,
+)
+from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
+from unisono.launcher.report import Ends, leavers
+from unisono.launcher.spec import GRACE_S
+from unisono.launcher.workers.worker import parent_death_hook
+from unisono.stores import TCPStore
+
+__all__ = ["SpawnContext", "check_start", "spawn"]
+
+_START_METHODS = ("spawn", "fork", "forkserver")
+_POLL_S = 0.5
+_KILL_TIMEOUT_S = 10.0
+
+
+def _watch_parent(use_death_signal: bool) -> None:
+    """See to it that this child does not outlive its parent."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if use_death_signal and parent_death_hook()():
+        if not parent.is_alive():
+            os._exit(1)
+        return
+
+    def die_with_parent() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die_with_parent, name="unisono-parent", daemon=True).start()
+
+
+def _child(
+    fn: Callable[..., object],
+    rank: int,
+    args: Sequence[object],
+    link: Connection,
+    use_death_signal: bool,
+    return_results: bool,
+) -> None:
+    _watch_parent(use_death_signal)
+    os.environ.update(link.recv())
+    # The parent tells the traceback. What others put around this hook must run all the same: a
+    # process group tells the other ranks why this one failed.
+    sys.excepthook = _print_nothing
+    try:
+        result = fn(rank, *args)
+        if return_results:
+            link.send(_Message(result=result))
+    except KeyboardInterrupt:
+        # Ctrl-C reaches the parent too, and it is the parent that tells about it.
+        sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        # Without the frame of this function: the traceback shall start in the user's code.
+        below = error.__traceback__ and error.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
+        link.send(_Message(text=text, error=_pickled(error)))
+        sys.excepthook(type(error), error, below)
+        sys.exit(1)
+
+
+class _Message(NamedTuple):
+    """What a child says at its end: its function's result, or what it raised."""
+
+    result: Any = None
+    text: str | None = None
+    error: bytes = b""
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an exception for the parent to raise again; empty if that is impossible."""
+    try:
+        # An exception of a notebook's own class can be pickled by cloudpickle only.
+        pickler: Any = sys.modules.get("cloudpickle", pickle)
+        return bytes(pickler.dumps(error))
+    except Exception:
+        return b""
+
+
+@contextlib.contextmanager
+def _importable_main() -> Iterator[None]:
+    """Hide from multiprocessing the "file" of a program that was read from standard input.
+
+    It would try to run `<stdin>` in each child. An interactive session has no such attribute.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
+
+
+def _print_nothing(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Stand in for Python's own excepthook."""
+
+
+class SpawnContext:
+    """The children of one `spawn`.
+
+    Attributes:
+        processes: One per rank.
+        results: What `fn` returned, by rank, of the ranks that ended well (with
+            `return_results`).
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        nprocs: int,
+        *,
+        daemon: bool,
+        start_method: str,
+        use_death_signal: bool,
+        return_results: bool = False,
+    ) -> None:
+        self.processes: list[BaseProcess] = []
+        self.results: dict[int, Any] = {}
+        self._return_results = return_results
+        self._links: dict[int, Connection] = {}
+        self._texts: dict[int, str] = {}
+        self._errors: dict[int, bytes] = {}
+        self._running = set(range(nprocs))
+        self._stopped: set[int] = set()
+        self._ends = Ends(lambda rank: self._texts.get(rank, ""))
+        self._store: TCPStore | None = None
+        try:
+            with _importable_main():
+                for rank in range(nprocs):
+                    self._start(fn, rank, args, daemon, start_method, use_death_signal)
+            token = get("UNISONO_TOKEN") or new_launch_id()
+            self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token)
+            self._send_environment(self._store.port, token)
+        except BaseException:
+            self._running &= set(range(len(self.processes)))
+            self._end(grace_s=0.0)
+            raise
+
+    def _start(
+        self,
+        fn: Callable[..., object],
+        rank: int,
+        args: Sequence[object],
+        daemon: bool,
+        start_method: str,
+        use_death_signal: bool,
+    ) -> None:
+        context: Any = multiprocessing.get_context(start_method)
+        link, child_link = multiprocessing.Pipe(duplex=True)
+        self._links[rank] = link
+        with child_link:
+            process: BaseProcess = context.Process(
+                target=_child,
+                args=(fn, rank, args, child_link, use_death_signal, self._return_results),
+                name=f"unisono-rank-{rank}",
+                daemon=daemon,
+            )
+            process.start()
+        self.processes.append(process)
+
+    def _send_environment(self, port: int, token: str) -> None:
+        launch_id = new_launch_id()
+        place = Place.alone(len(self.processes), master_port=port, run_id=launch_id, token=token)
+        for rank, link in self._links.items():
+            env = worker_environment(rank, place, inherited=environ())
+            with contextlib.suppress(OSError):  # that child has died; join() will tell
+                link.send(env)
+
+    def pids(self) -> list[int | None]:
+        """Return the children's process ids, by rank."""
+        return [process.pid for process in self.processes]
+
+    def join(
+        self,
+        timeout: Timeout | None = None,
+        grace_period: Timeout | None = None,
+        *,
+        stop_on_failure: bool = True,
+    ) -> bool:
+        """Wait until all children have ended; False if `timeout` passes first.
+
+        Args:
+            timeout: None waits for ever.
+            grace_period: If a child fails, the others get SIGTERM, and after this time (5 s
+                if None) SIGKILL.
+            stop_on_failure: Otherwise they are left to end by themselves.
+
+        Raises:
+            WorkerFailedError: A child failed. The text ends with the traceback of the one
+                that failed first.
+        """
+        deadline = Deadline(float("inf") if timeout is None else timeout)
+        grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
+        wait_s = self._ends.known_in_s if stop_on_failure else lambda: float("inf")
+        try:
+            while self._running and wait_s() > 0.0:
+                self._wait(min(deadline.remaining(), wait_s()))
+                if self._running and deadline.expired():
+                    return False
+        except BaseException:
+            self._end(grace_s)
+            raise
+        self._end(grace_s)
+        self._raise_failure()
+        return True
+
+    def kill(self) -> None:
+        """End the children that still run, without a grace period."""
+        self._end(grace_s=0.0)
+
+    def error_of(self, rank: int) -> Exception | None:
+        """Return what a child raised; None if it did not, or if that cannot be pickled."""
+        try:
+            error = pickle.loads(self._errors.get(rank, b""))
+        except Exception:
+            return None
+        return error if isinstance(error, Exception) else None
+
+    def _wait(self, limit_s: float) -> None:
+        """Wait for something to happen, and note which children ended."""
+        links = {self._links[rank]: rank for rank in self._running if rank in self._links}
+        sentinels = [self.processes[rank].sentinel for rank in self._running]
+        # Not longer than _POLL_S: a grandchild that was forked keeps the sentinel's pipe
+        # open, so that the end of the child may not show on it.
+        ready = multiprocessing.connection.wait([*links, *sentinels], min(limit_s, _POLL_S))
+        for link in ready:
+            if isinstance(link, Connection):
+                self._read(links[link])
+        for rank in sorted(self._running):
+            process = self.processes[rank]
+            if process.exitcode is not None:
+                self._read(rank)
+                # Otherwise multiprocessing keeps the object, and its descriptors, in a list.
+                process.join()
+                self._running.discard(rank)
+                if rank not in self._stopped:
+                    self._ends.note(rank, process.pid or 0, process.exitcode)
+
+    def _read(self, rank: int) -> None:
+        link = self._links.get(rank)
+        try:
+            if link is not None and link.poll(0):
+                message = link.recv()
+                if message.text is None:
+                    self.results[rank] = message.result
+                else:
+                    self._texts[rank], self._errors[rank] = message.text, message.error
+        except (EOFError, OSError):
+            self._links.pop(rank).close()
+
+    def _raise_failure(self) -> None:
+        failures = self._ends.failures()
+        if not failures:
+            return
+        first, *others = failures
+        lines = [f"first failure of {len(self.processes)} processes: {first.line_with_reason()}"]
+        lines += [f"then {other.line_with_reason()}" for other in others]
+        if told := leavers(first, self._ends.left_s):
+            lines.append(told)
+        lines.append(first.text or "it left no traceback; see its standard error")
+        context = Context(rank=first.rank, world_size=len(self.processes))
+        raise WorkerFailedError("\n".join(lines), context=context)
+
+    def _end(self, grace_s: float) -> None:
+        """End the children that still run, and release what this context holds."""
+        self._wait(0.0)
+        self._stopped |= self._running
+        try:
+            for rank in self._running:
+                self.processes[rank].terminate()
+            grace = Deadline(grace_s)
+            while self._running and not grace.expired():
+                self._wait(grace.remaining())
+            for rank in self._running:
+                self.processes[rank].kill()
+            last = Deadline(_KILL_TIMEOUT_S)
+            while self._running and not last.expired():
+                self._wait(last.remaining())
+        finally:
+            self._release()
+        if self._running:
+            raise LaunchError(
+                f"ranks {sorted(self._running)} did not end within {_KILL_TIMEOUT_S:g} s of SIGKILL"
+            )
+
+    def _release(self) -> None:
+        while self._links:
+            self._links.popitem()[1].close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def check_start(nprocs: int, start_method: str) -> None:
+    """Check what `spawn` and `launch` are asked for.
+
+    Raises:
+        InvalidArgumentError: Bad `nprocs` or `start_method`.
+        UsageError: A child that runs the parent's script again would start children, too.
+    """
+    if is_importing_main():
+        raise UsageError("processes cannot be started by one that is starting", hint=GUARD_HINT)
+    if nprocs < 1:
+        raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
+    if start_method not in _START_METHODS:
+        known = ", ".join(_START_METHODS)
+        raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[object] = ...,
+    nprocs: int = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> None: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[object] = ...,
+    nprocs: int = ...,
+    *,
+    join: Literal[False],
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> SpawnContext: ...
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[object] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> SpawnContext | None:
+    """Run `fn(i, *args)` in `nprocs` processes, i = 0 .. nprocs - 1.
+
+    Each child has RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ... in its environment and the
+    parent serves the store, so `init_process_group()` needs no arguments inside `fn`. If the
+    parent dies, however it does, the children are killed.
+
+    Args:
+        fn: With "spawn" and "forkserver" it must be importable from its module.
+        args: Passed on to every child.
+        nprocs: Number of processes.
+        join: Wait for them; otherwise call `join()` on the result.
+        daemon: As in `multiprocessing`: the children may have no children of their own.
+        start_method: "spawn", "fork" or "forkserver".
+
+    Returns:
+        None, or with `join=False` the context of the running children.
+
+    Raises:
+        InvalidArgumentError: Bad `nprocs` or `start_method`.
+        UsageError: A child has come to this call, too, as it runs the script to find `fn`.
+        WorkerFailedError: A child failed (`join=True`). The others have been ended; the text
+            ends with the traceback of the one that failed first.
+
+    Source: torch 2.13, torch.multiprocessing.spawn.
+    """
+    check_start(nprocs, start_method)
+    # The kernel sends the signal when the *thread* that forked ends, and a thread that does
+    # not wait for the children may end long before them. The fork server is no parent to go
+    # by either: it lives as long as its children.
+    main = threading.current_thread() is threading.main_thread()
+    context = SpawnContext(
+        fn,
+        args,
+        nprocs,
+        daemon=daemon,
+        start_method=start_method,
+        use_death_signal=(join or main) and start_method != "forkserver",
+    )
+    if not join:
+        return context
+    try:
+        context.join()
+    finally:
+        for process in context.processes:
+            with contextlib.suppress(ValueError):  # it resists even SIGKILL
+                process.close()
+    return None

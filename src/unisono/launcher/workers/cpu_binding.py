@@ -1,0 +1,172 @@
+"""Which CPUs each worker of a host may run on, and how many threads that makes sense for.
+
+Everything starts from the CPUs that the launcher itself may use: a batch system's cpuset is
+respected, never widened. A cgroup's time limit cannot be divided by binding; it only lowers
+the number of threads.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from unisono.errors import InvalidArgumentError, LaunchError
+from unisono.launcher.ranges import format_ranges, parse_ranges
+
+__all__ = ["MODES", "Binding", "Machine"]
+
+MODES = ("none", "core", "numa", "auto")
+"""What `--bind` accepts.
+
+none leaves all CPUs to every worker; core gives each an equal share of the cores, next to each
+other, hardware threads of a core together; numa gives each a whole NUMA node; auto is core
+where there are enough cores, and none otherwise.
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The part of a host that the launcher may use.
+
+    Attributes:
+        nodes: Its NUMA nodes; each is a list of cores, each core a list of hardware threads.
+        quota_cpus: CPUs' worth of time that the cgroup allows; infinity without a limit.
+    """
+
+    nodes: Sequence[Sequence[Sequence[int]]]
+    quota_cpus: float = math.inf
+
+    @property
+    def cores(self) -> list[Sequence[int]]:
+        """All cores, NUMA node by NUMA node."""
+        return [core for node in self.nodes for core in node]
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return this host, as far as the process may use it."""
+        allowed = sorted(_allowed_cpus())
+        nodes = []
+        placed: set[int] = set()
+        for path in sorted(glob.glob("/sys/devices/system/node/node[0-9]*/cpulist")):
+            cpus = [cpu for cpu in parse_ranges(_read(path)) if cpu in allowed]
+            placed.update(cpus)
+            nodes.append(_cores(cpus))
+        nodes.append(_cores([cpu for cpu in allowed if cpu not in placed]))
+        return cls([node for node in nodes if node], _quota_cpus())
+
+
+def _allowed_cpus() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _cores(cpus: Sequence[int]) -> list[list[int]]:
+    """Group hardware threads by the core that they belong to."""
+    cores: dict[str, list[int]] = {}
+    for cpu in cpus:
+        siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.setdefault(siblings or str(cpu), []).append(cpu)
+    return list(cores.values())
+
+
+def _quota_cpus() -> float:
+    """Return the strictest time limit of this process's cgroup and those above it."""
+    path = next(
+        (line[3:] for line in _read("/proc/self/cgroup").splitlines() if line[:3] == "0::"), ""
+    )
+    limits = [math.inf]
+    while True:
+        quota, _, period = _read(f"/sys/fs/cgroup{path}/cpu.max").strip().partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            limits.append(int(quota) / int(period))
+        if path in ("", "/"):
+            return min(limits)
+        path = os.path.dirname(path)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The decision for one host.
+
+    Attributes:
+        shares: CPUs of each local rank; empty where nothing is bound.
+        threads: Threads that each local rank should use; empty likewise.
+        report: One line that tells what was done and why.
+    """
+
+    shares: Sequence[Sequence[int]] = ()
+    threads: Sequence[int] = ()
+    report: str = ""
+
+    @classmethod
+    def make(cls, mode: str, nprocs: int, machine: Machine | None = None) -> Binding:
+        """Decide for `nprocs` workers.
+
+        Raises:
+            InvalidArgumentError: Unknown mode.
+            LaunchError: More workers than cores, with "core".
+        """
+        if mode not in MODES:
+            raise InvalidArgumentError(f"bind must be one of {', '.join(MODES)}; got {mode!r}")
+        if mode == "none":
+            return cls()
+        machine = machine or Machine.here()
+        cores = machine.cores
+        if mode != "numa" and nprocs > len(cores):
+            short = f"{nprocs} workers, {len(cores)} cores"
+            if mode == "core":
+                raise LaunchError(
+                    f"cannot bind each worker to cores of its own: {short}",
+                    hint="use --bind none, or fewer workers",
+                )
+            return cls(report=f"bind: none ({short})")
+        if not hasattr(os, "sched_setaffinity"):
+            return cls(report="bind: none (this system cannot bind processes)")
+        groups = _whole_nodes(machine, nprocs) if mode == "numa" else _equal(cores, nprocs)
+        # A node that several workers have in common has threads for all of them together.
+        sharers = [sum(other == group for other in groups) for group in groups]
+        limit = max(1, int(machine.quota_cpus // nprocs)) if machine.quota_cpus < math.inf else None
+        threads = [max(1, len(g) // n) for g, n in zip(groups, sharers, strict=True)]
+        shares = [sorted(cpu for core in group for cpu in core) for group in groups]
+        return cls(
+            shares=shares,
+            threads=[min(n, limit or n) for n in threads],
+            report=_report("core" if mode == "auto" else mode, shares, machine.quota_cpus),
+        )
+
+    def cpus(self, local_rank: int) -> Sequence[int]:
+        """Return the CPUs of a worker; empty if it is not bound."""
+        return self.shares[local_rank] if self.shares else ()
+
+    def environment(self, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return OMP_NUM_THREADS for a bound worker, unless the user has set it."""
+        if not self.threads or inherited.get("OMP_NUM_THREADS"):
+            return {}
+        return {"OMP_NUM_THREADS": str(self.threads[local_rank])}
+
+
+def _equal(cores: Sequence[Sequence[int]], nprocs: int) -> list[Sequence[Sequence[int]]]:
+    edges = [rank * len(cores) // nprocs for rank in range(nprocs + 1)]
+    return [cores[edges[rank] : edges[rank + 1]] for rank in range(nprocs)]
+
+
+def _whole_nodes(machine: Machine, nprocs: int) -> list[Sequence[Sequence[int]]]:
+    return [machine.nodes[rank * len(machine.nodes) // nprocs] for rank in range(nprocs)]
+
+
+def _report(kind: str, shares: Sequence[Sequence[int]], quota_cpus: float) -> str:
+    ranks = " ".join(f"{rank}:{format_ranges(cpus)}" for rank, cpus in enumerate(shares))
+    limit = f", cgroup limit {quota_cpus:g} CPUs" if quota_cpus < math.inf else ""
+    return f"bind: {kind} (local rank:CPUs {ranks}{limit})"

@@ -1,0 +1,1 @@
+"""FileStore: a log in one file, and the lock that guards it."""

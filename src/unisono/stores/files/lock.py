@@ -1,0 +1,123 @@
+"""A lock between processes that is one file with changing names; it needs nothing but rename.
+
+Whoever renames "<run>.free" to a name that says who it is has the lock, and renames it back
+afterwards. A rename is atomic on every file system, also on NFS and where flock is not there or
+ends at the host. The file exists once and has one name, so nobody can have the lock twice; and
+because that name says whose it is, the lock of a killed process can be taken from it, by one of
+those who try.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from unisono.base.deadline import Deadline
+from unisono.base.process_identity import describe, is_dead, new_user
+from unisono.errors import StoreError, StoreTimeoutError
+
+__all__ = ["FileLock"]
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
+# Most holders are gone before this; only then is it worth listing a directory.
+_LOOK_AFTER_S = 0.004
+
+
+class FileLock:
+    """One process's handle of the lock of a store file.
+
+    Args:
+        path: The store file; the lock is in the same directory.
+        run: Name of the run that uses the file; a lock belongs to one run.
+        held: Create the lock, and have it; otherwise it exists.
+    """
+
+    def __init__(self, path: str, run: str, *, held: bool = False) -> None:
+        self._path = path
+        self._run = run
+        self._folder, self._prefix = os.path.dirname(path) or ".", f".{run}."
+        self._free = self._name("free")
+        self._pid = os.getpid()
+        self._mine = self._name(new_user())
+        if held:
+            os.close(os.open(self._mine, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+    def _name(self, end: str) -> str:
+        return os.path.join(self._folder, self._prefix + end)
+
+    def acquire(self, deadline: Deadline, check: Callable[[], object]) -> bool:
+        """Take the lock; return whether it had to be taken from a dead process.
+
+        Args:
+            deadline: When to give up.
+            check: Raises if there is no point in waiting: the store is gone, and its lock.
+
+        Raises:
+            StoreTimeoutError: Another process keeps it; the text says which.
+        """
+        if self._pid != os.getpid():
+            # After a fork parent and child must not both think that they have it.
+            self._pid, self._mine = os.getpid(), self._name(new_user())
+        pause_s = _FIRST_PAUSE_S
+        while not self._move(self._free, self._mine):
+            holder = ""
+            if pause_s >= _LOOK_AFTER_S or deadline.expired():
+                check()
+                holder = self._holder()
+                if holder and is_dead(holder) and self._move(self._name(holder), self._mine):
+                    return True
+            if deadline.expired():
+                raise self._timeout(holder, deadline.timeout_s)
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        return False
+
+    def release(self) -> None:
+        """Let the lock go; nothing happens if this process does not have it."""
+        if self._pid == os.getpid():
+            self._move(self._mine, self._free)
+
+    def discard(self) -> None:
+        """Delete the lock, which this process must have: the run is over."""
+        os.unlink(self._mine)
+
+    def discard_free(self) -> None:
+        """Delete the lock if nobody has it: its store is gone."""
+        with suppress(OSError):
+            os.unlink(self._free)
+
+    def _move(self, source: str, target: str) -> bool:
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            # NFS says so also if the answer to a first, successful attempt was lost.
+            return target == self._mine and os.path.exists(target)
+        except OSError as error:
+            raise StoreError(
+                f"cannot lock the store file {self._path!r}: {error.strerror}",
+                hint="every rank needs the right to create and rename files in its directory",
+            ) from error
+        return True
+
+    def _holder(self) -> str:
+        """Return who has the lock, or nothing if nobody has or it changes hands just now."""
+        for entry in os.listdir(self._folder):
+            if entry.startswith(self._prefix) and self._name(entry) != self._free:
+                holder = entry.removeprefix(self._prefix)
+                if holder != "free":
+                    return holder
+        return ""
+
+    def _timeout(self, holder: str, timeout_s: float) -> StoreTimeoutError:
+        if not holder:
+            return StoreTimeoutError(
+                f"the store file {self._path!r} could not be locked for {timeout_s:g} s",
+                hint=f"if the file {self._free!r} is missing, delete the store file too",
+            )
+        return StoreTimeoutError(
+            f"the store file {self._path!r} stayed locked for {timeout_s:g} s by "
+            f"{describe(holder)}",
+            hint="it is stopped, or it died on another host: then delete the file and start again",
+        )

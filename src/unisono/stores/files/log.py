@@ -1,0 +1,316 @@
+"""An append-only file of records that several processes write in turn.
+
+    header: "unisono store 2", name of the run, label, each with a newline
+    record: checksum of the rest, length of the rest, changes
+    change: kind, lengths of key and of the two values, these three
+
+The header comes into being whole, by link or rename, and never changes. Records are written under
+the lock and read without: one that is incomplete is still being written, or its writer died.
+The file is opened for each request, which makes NFS look for what others have written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from unisono.base.deadline import Deadline
+from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from unisono.stores.files.lock import FileLock
+from unisono.stores.table import Change, ChangeKind
+
+__all__ = ["RecordLog"]
+
+_MAGIC = b"unisono store 2\n"
+_FRAME = struct.Struct("<II")
+_CHANGE = struct.Struct("<BIII")
+_HEADER_BYTES = 1024
+_PAUSE_S = 0.005
+
+
+class RecordLog:
+    """The file of one run, and how far this process has read it.
+
+    Attributes:
+        label: What the first rank called the run; may be empty.
+        torn: Whether the last `read` found an incomplete record at the end.
+
+    Args:
+        path: The file; made if it does not exist or is empty.
+        label: For a new file.
+        deadline: When to give up.
+
+    Raises:
+        StoreError: The directory is missing, the file cannot be opened, or is no store.
+    """
+
+    def __init__(self, path: str, label: str, deadline: Deadline) -> None:
+        self.path = path
+        self.torn = False
+        self._stolen = False
+        while not (header := self._read_or_create(label, deadline)):
+            pass
+        self._begin_run(header)
+        self._lock = FileLock(path, self._run)
+
+    def _begin_run(self, header: bytes) -> None:
+        magic, run, label, *_ = [*header.split(b"\n", 3), b"", b""]
+        if magic + b"\n" != _MAGIC:
+            raise StoreError(
+                f"{self.path!r} is not a unisono store: it begins with {header[:16]!r}",
+                hint="choose another path, or delete the file",
+            )
+        self._run, self.label = run.decode(), label.decode()
+        self._header = _header(self._run, self.label)
+        self._position = len(self._header)
+
+    def _read_or_create(self, label: str, deadline: Deadline) -> bytes:
+        """Return the header, or nothing if other processes are about to write one."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._put(label, os.link, FileExistsError)
+            return b""
+        except OSError as error:
+            raise self._failed("open", error) from error
+        try:
+            if not (header := os.pread(fd, _HEADER_BYTES, 0)):
+                self._fill(fd, label, deadline)
+            return header
+        finally:
+            os.close(fd)
+
+    def _fill(self, fd: int, label: str, deadline: Deadline) -> None:
+        """Put a new store in place of an empty file, which somebody made beforehand (mktemp).
+
+        Of several processes that find it empty only one may: the others would throw away what was
+        written. This is the one place that needs flock.
+        """
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise self._failed("use", error, "delete the empty file; ranks make it") from error
+            if deadline.expired():
+                raise StoreTimeoutError(
+                    f"the empty store file {self.path!r} stayed locked by another process for "
+                    f"{deadline.timeout_s:g} s"
+                )
+            time.sleep(min(_PAUSE_S, deadline.remaining()))
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                self._put(label, os.replace)
+
+    def _put(
+        self,
+        label: str,
+        place: Callable[[str, str], None],
+        lost: type[OSError] | tuple[()] = (),
+        *,
+        hold: bool = False,
+    ) -> tuple[bytes, FileLock]:
+        """Make a new store and `place` it at the path; `lost` means that another one is there."""
+        run = uuid.uuid4().hex
+        header = _header(run, label)
+        draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.new")
+        placed = False
+        try:
+            lock = FileLock(self.path, run, held=True)
+        except OSError as error:
+            raise self._failed("open", error) from error
+        try:
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(header)
+            place(draft, self.path)
+            placed = True
+        except lost:
+            pass
+        except OSError as error:
+            raise self._failed("open", error) from error
+        finally:
+            with suppress(OSError):
+                os.unlink(draft)
+            if not placed:
+                lock.discard()
+            elif not hold:
+                lock.release()
+        return header, lock
+
+    def _failed(self, what: str, error: OSError, hint: str = "") -> StoreError:
+        return StoreError(
+            f"cannot {what} the store file {self.path!r}: {error.strerror}",
+            hint=hint or "its directory must exist, and every rank must be able to write there",
+        )
+
+    @contextmanager
+    def locked(self, deadline: Deadline) -> Iterator[None]:
+        """Keep all other writers out.
+
+        Raises:
+            StoreTimeoutError: Another process keeps the lock.
+            StoreConnectionError: The file was removed, or belongs to another run now.
+        """
+        try:
+            self._stolen = self._lock.acquire(deadline, self._check) or self._stolen
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Open the file, and check that it is still that of this run."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise StoreConnectionError(
+                f"the store file {self.path!r} was removed while in use"
+            ) from None
+        except OSError as error:
+            raise self._failed("open", error) from error
+        try:
+            if os.pread(fd, len(self._header), 0) != self._header:
+                size = os.fstat(fd).st_size
+                if size < self._position:
+                    raise StoreError(
+                        f"the store file {self.path!r} shrank from {self._position} to {size} bytes"
+                    )
+                raise StoreConnectionError(
+                    f"the store file {self.path!r} was taken over by another run while in use",
+                    hint="give every run that lives at the same time a file of its own",
+                )
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check(self) -> None:
+        with self._opened():
+            pass
+
+    def removed(self) -> bool:
+        """Return whether the path no longer leads to this run's file."""
+        try:
+            self._check()
+        except StoreConnectionError:
+            return True
+        return False
+
+    def read(self, *, locked: bool) -> list[Change]:
+        """Return the changes that were not read yet.
+
+        Args:
+            locked: Whether the lock is held. Then an incomplete record at the end is what a dead
+                process left if the lock had to be taken from it, and is cut off; else damage.
+
+        Raises:
+            StoreError: The file was truncated or damaged.
+        """
+        with self._opened() as fd:
+            size = os.fstat(fd).st_size
+            if size < self._position:
+                raise StoreError(
+                    f"the store file {self.path!r} shrank from {self._position} to {size} bytes"
+                )
+            data = os.pread(fd, size - self._position, self._position)
+            changes: list[Change] = []
+            end = 0
+            while (record := _parse(data, end)) is not None:
+                found, end = record
+                changes += found
+            self.torn = end < len(data)
+            if self.torn and locked:
+                if not self._stolen:
+                    raise StoreError(
+                        f"the store file {self.path!r} is damaged at byte {self._position + end} "
+                        f"of {size}",
+                        hint="delete the file and start all ranks again",
+                    )
+                os.ftruncate(fd, self._position + end)
+                self.torn = False
+            if locked:
+                self._stolen = False
+            self._position += end
+        return changes
+
+    def append(self, changes: Sequence[Change]) -> None:
+        """Write one record; the lock must be held and all records read.
+
+        Raises:
+            StoreError: The disk is full; the file is as before.
+        """
+        data = b"".join(map(_pack, changes))
+        data = _FRAME.pack(zlib.crc32(data), len(data)) + data
+        with self._opened() as fd:
+            try:
+                written = 0
+                while written < len(data):
+                    view = memoryview(data)[written:]
+                    written += os.pwrite(fd, view, self._position + written)
+            except BaseException as error:
+                os.ftruncate(fd, self._position)
+                if isinstance(error, OSError):
+                    raise self._failed("write to", error, " ") from error
+                raise
+        self._position += len(data)
+
+    def rewind(self) -> None:
+        """Read from the first record next time."""
+        self._position = len(self._header)
+
+    def replace(self, label: str) -> None:
+        """Put the empty file of a new run in place; the lock must be held, and then is."""
+        header, lock = self._put(label, os.replace, hold=True)
+        self._lock.discard()
+        self._lock = lock
+        self._begin_run(header)
+
+    def remove(self) -> None:
+        """Delete the file and its lock, which must be held."""
+        os.unlink(self.path)
+        self._lock.discard()
+
+    def forget(self) -> None:
+        """Delete the lock of a run whose file somebody has deleted."""
+        self._lock.discard_free()
+
+
+def _header(run: str, label: str) -> bytes:
+    return _MAGIC + f"{run}\n{label}\n".encode()
+
+
+def _pack(change: Change) -> bytes:
+    key = change.key.encode("utf-8", "surrogateescape")
+    sizes = len(key), len(change.first), len(change.second)
+    return _CHANGE.pack(change.kind, *sizes) + key + change.first + change.second
+
+
+def _parse(data: bytes, start: int) -> tuple[list[Change], int] | None:
+    """Return the changes of the record at `start` and where it ends; None if it is incomplete."""
+    place = start + _FRAME.size
+    if place > len(data):
+        return None
+    checksum, length = _FRAME.unpack_from(data, start)
+    end = place + length
+    # Without a length it is no record, but a hole: NFS may write the second page before the first.
+    if not length or end > len(data) or zlib.crc32(data[place:end]) != checksum:
+        return None
+    changes = []
+    while place < end:
+        kind, *sizes = _CHANGE.unpack_from(data, place)
+        place += _CHANGE.size
+        parts = []
+        for size in sizes:
+            parts.append(data[place : place + size])
+            place += size
+        key = parts[0].decode("utf-8", "surrogateescape")
+        changes.append(Change(ChangeKind(kind), key, parts[1], parts[2]))
+    return changes, end

@@ -1,0 +1,274 @@
+"""FileStore: a store in one file, for ranks that share a file system."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.base.deadline import Deadline, Timeout
+from unisono.base.log import get_logger
+from unisono.base.process_identity import Life, describe, life_of, new_user
+from unisono.errors import ClosedError, InvalidArgumentError, StoreError, StoreTimeoutError
+from unisono.stores.api import DEFAULT_TIMEOUT
+from unisono.stores.files.log import RecordLog
+from unisono.stores.table import Change, ChangeKind, Table
+from unisono.stores.table_store import T, TableStore
+
+__all__ = ["FileStore"]
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
+# A wait whose time is nearly over still gets the lock from others that hold it for a moment.
+_LOCK_GRACE_S = 0.1
+_CLOSE_TIMEOUT_S = 5.0
+_LOG = get_logger("stores.file")
+_MAY_DO_NOTHING = {ChangeKind.POP, ChangeKind.DELETE, ChangeKind.WITHDRAW}
+
+
+class FileStore(TableStore):
+    """Keys and values in a file that every rank can open, on NFS too.
+
+    The file is a log of changes; each process replays it into a table of its own. Waiting
+    looks at the file at most every 10 ms. The log only grows, so this store is for rendezvous,
+    not for steady traffic. Beside the file there is its lock, "<directory>/.<run>.free".
+
+    A file that a killed run left is not trusted but made anew, if `world_size` is given and
+
+    - one of the processes that used it is dead (seen on the machine where it ran), or
+    - it was made under another `run_id`.
+
+    Without a run id, a run that was killed on other machines cannot be told from one that goes
+    on: a new world of the same size waits for its end and then says whose it is.
+
+    Args:
+        file_name: The file; created if missing. Its directory must exist.
+        world_size: Number of ranks. The last of them to close the store deletes the file.
+            -1: the file is kept, and so are its keys.
+        timeout: Default for every blocking call, this one included; seconds or timedelta.
+        run_id: The same on all ranks and another one in every run, a job's number for example.
+
+    Raises:
+        StoreError: The file cannot be opened, is no store, was damaged, or a living run with
+            another run id has it.
+        StoreTimeoutError: The run that has the file does not end.
+
+    Source: torch.distributed.FileStore, torch 2.13, which hangs on a missing directory, a
+    damaged file and the file of a killed run.
+    """
+
+    def __init__(
+        self,
+        file_name: str,
+        world_size: int = -1,
+        *,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        run_id: str = "",
+    ) -> None:
+        super().__init__(timeout)
+        if world_size == 0 or world_size < -1:
+            raise InvalidArgumentError(f"world_size of a FileStore cannot be {world_size}")
+        self.path = os.fspath(file_name)
+        self.world_size = world_size
+        self._run_id = run_id.replace("\n", " ")
+        self._state = _FileState(self.path, world_size, self._run_id, Deadline(timeout))
+        self._finalizer = weakref.finalize(self, self._state.leave)
+
+    def clone(self) -> FileStore:
+        """Open the same file once more."""
+        self._check_open()
+        return FileStore(self.path, self.world_size, timeout=self._timeout_s, run_id=self._run_id)
+
+    def close(self) -> None:
+        """Leave the file; the last of `world_size` ranks deletes it."""
+        super().close()
+        self._finalizer()
+
+    def _change(self, changes: Sequence[Change]) -> list[Any]:
+        with self._state.locked(Deadline(self._timeout_s)):
+            return self._state.change(changes)
+
+    def _look(self, question: Callable[[Table], T]) -> T:
+        with self._state.up_to_date(Deadline(self._timeout_s)):
+            return question(self._state.table)
+
+    def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
+        pause_s = _FIRST_PAUSE_S
+        seen = -1
+        while True:
+            with self._state.up_to_date(Deadline(deadline.remaining() + _LOCK_GRACE_S)):
+                if seen != self._state.applied and question(self._state.table):
+                    return True
+                seen = self._state.applied
+            if deadline.expired():
+                return False
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+            self._check_open()
+
+    def __repr__(self) -> str:
+        return f"<FileStore {self.path!r}>"
+
+
+class _FileState:
+    """The log, the table it leads to, and who uses the file."""
+
+    def __init__(self, path: str, world_size: int, run_id: str, deadline: Deadline) -> None:
+        self._world_size = world_size
+        self._run_id = run_id
+        self._lock = threading.Lock()
+        self._user = new_user()
+        self._pid = os.getpid()
+        self._closed = False
+        while True:
+            self._log = RecordLog(path, run_id, deadline)
+            self._forget()
+            try:
+                while not self._join(deadline):
+                    time.sleep(_LAST_PAUSE_S)
+                return
+            except StoreError:
+                # The last user of an earlier world deleted the file while we opened it, or another
+                # rank of ours has replaced it.
+                if deadline.expired() or not self._log.removed():
+                    raise
+
+    def _join(self, deadline: Deadline) -> bool:
+        """Sign on; False if the run before has to end first."""
+        with self.locked(deadline):
+            if self._world_size > 0 and self._users and not self._is_ours(deadline):
+                return False
+            self.change([Change(ChangeKind.JOIN, self._user)])
+            return True
+
+    def _is_ours(self, deadline: Deadline) -> bool:
+        """Return whether this rank may join, after making the file anew if its run is over."""
+        lives = {user: life_of(user) for user in self._users}
+        alive = [user for user, life in lives.items() if life is Life.ALIVE]
+        renamed = self._run_id and self._log.label and self._run_id != self._log.label
+        if renamed and alive:
+            raise StoreError(
+                f"the store file {self._log.path!r} belongs to run {self._log.label!r} of "
+                f"{describe(alive[0])}, this is run {self._run_id!r}",
+                hint="give every run that lives at the same time a file of its own",
+            )
+        if renamed or Life.DEAD in lives.values():
+            _LOG.warning("%s was left by a run that is over; it is made anew", self._log.path)
+            self._log.replace(self._run_id)
+            self._forget()
+            return True
+        if alive or self._joined < self._world_size:
+            return True
+        if deadline.expired():
+            raise StoreTimeoutError(
+                f"the store file {self._log.path!r} belongs to a run of {self._joined} ranks that "
+                f"did not end within {deadline.timeout_s:g} s: "
+                f"{', '.join(map(describe, sorted(self._users)))} never left it",
+                hint="if they are dead, delete the file; a run_id makes that unnecessary",
+            )
+        return False
+
+    @contextmanager
+    def locked(self, deadline: Deadline) -> Iterator[None]:
+        """Keep other threads and processes out, with the table up to date."""
+        with self._thread_lock(deadline), self._log.locked(deadline):
+            self._catch_up(locked=True)
+            yield
+
+    @contextmanager
+    def up_to_date(self, deadline: Deadline) -> Iterator[None]:
+        """Keep other threads out, with the table up to date; other processes may go on writing."""
+        with self._thread_lock(deadline):
+            self._catch_up(locked=False)
+            if self._log.torn:
+                # Whoever has the lock is writing; if nobody is, this finds out why.
+                with self._log.locked(deadline):
+                    self._catch_up(locked=True)
+            yield
+
+    def _catch_up(self, *, locked: bool) -> None:
+        for change in self._log.read(locked=locked):
+            self._apply(change)
+
+    @contextmanager
+    def _thread_lock(self, deadline: Deadline) -> Iterator[None]:
+        if self._pid != os.getpid():
+            # Another thread of the parent may have held the lock at the fork.
+            self._pid, self._lock = os.getpid(), threading.Lock()
+        if not self._lock.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX)):
+            raise StoreTimeoutError(
+                f"the store file {self._log.path!r} was in use by another thread of this "
+                f"process for {deadline.timeout_s:g} s"
+            )
+        try:
+            if self._closed:
+                raise ClosedError(f"the store file {self._log.path!r} was closed by another thread")
+            yield
+        finally:
+            self._lock.release()
+
+    def change(self, changes: Sequence[Change]) -> list[Any]:
+        """Apply changes and write those down, as one record, that change something.
+
+        Raises:
+            StoreError: The disk is full; nothing is changed.
+        """
+        results, written = [], []
+        try:
+            for change in changes:
+                results.append(self._apply(change))
+                if not _did_nothing(change, results[-1]):
+                    written.append(change)
+            if written:
+                self._log.append(written)
+        except BaseException:
+            # The table is ahead of the file now; build it anew from what is written.
+            self._forget()
+            self._log.rewind()
+            raise
+        return results
+
+    def leave(self) -> None:
+        """Sign off; the last of all ranks deletes the file."""
+        deadline = Deadline(_CLOSE_TIMEOUT_S)
+        try:
+            if self._user.endswith(f"~{os.getpid()}"):
+                if self._log.removed():
+                    self._log.forget()
+                else:
+                    self._sign_off(deadline)
+        except (StoreError, OSError) as error:
+            # Also runs at exit, where an error helps nobody; users saw the reason before.
+            _LOG.warning("could not sign off from %s: %s", self._log.path, error)
+        self._closed = True
+
+    def _sign_off(self, deadline: Deadline) -> None:
+        with self.locked(deadline):
+            self.change([Change(ChangeKind.LEAVE, self._user)])
+            if 0 < self._world_size <= self._joined and not self._users:
+                self._log.remove()
+
+    def _forget(self) -> None:
+        self.table = Table()
+        self.applied = 0
+        self._users: set[str] = set()
+        self._joined = 0
+
+    def _apply(self, change: Change) -> Any:
+        self.applied += 1
+        if change.kind is ChangeKind.JOIN:
+            self._users.add(change.key)
+            self._joined += 1
+        elif change.kind is ChangeKind.LEAVE:
+            self._users.discard(change.key)
+        return self.table.apply(change)
+
+
+def _did_nothing(change: Change, result: Any) -> bool:
+    """Polling a queue or deleting what is not there must not make the file grow."""
+    if change.kind is ChangeKind.COMPARE_SET:
+        return bool(result != change.second)
+    return change.kind in _MAY_DO_NOTHING and result in (None, False)

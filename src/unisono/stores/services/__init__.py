@@ -1,0 +1,1 @@
+"""Stores on key-value services that run elsewhere: etcd and Redis."""

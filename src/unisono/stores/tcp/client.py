@@ -1,0 +1,388 @@
+"""TCPStore: a store on a server, in torch's TCPStore protocol."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from unisono.base import config
+from unisono.base.deadline import Deadline, Timeout
+from unisono.base.sockets import format_address, listen, listen_on_fd
+from unisono.errors import (
+    InvalidArgumentError,
+    QueueEmptyError,
+    StoreConnectionError,
+    StoreError,
+    StoreTimeoutError,
+)
+from unisono.stores.api import (
+    DEFAULT_TIMEOUT,
+    Store,
+    Value,
+    barrier_timeout,
+    check_integer,
+    check_key,
+    check_keys,
+    check_value,
+    check_world_size,
+    keys_timeout,
+)
+from unisono.stores.table import checked_sum
+from unisono.stores.tcp.connection import ConnectionPool
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.start import StoreServer, start_server
+from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
+
+__all__ = ["TCPStore"]
+
+# torch puts these before user keys; a torch program on the same server finds our keys by them.
+_KEY_PREFIX = "/"
+_INIT_KEY = "init/"
+_POLL_S = 0.01
+_MAX_PORT = 65535
+
+
+class TCPStore(Store):
+    """A store on a TCP server, which rank 0 (or the launcher) runs in its process.
+
+    Every call returns when the server has done it, writes included. Threads do not block each
+    other: each request in flight has its own connection, taken from a small pool. After a fork
+    the child opens connections of its own.
+
+    Args:
+        host_name: Name or address of the server; IPv4 and IPv6.
+        port: Its port; 0 lets the server choose (see `port` afterwards).
+        world_size: How many clients will come; None or -1 if unknown.
+        is_master: Whether to run the server here.
+        timeout: Default for every blocking call, this one included; seconds or timedelta.
+        wait_for_workers: Whether the master waits until `world_size` clients have come.
+        multi_tenant: Share one server per port among the stores of this process.
+        master_listen_fd: Listening socket for the server, taken over; it avoids the race
+            between choosing a free port and listening on it.
+        use_libuv: Accepted for torch's sake; there is one server.
+        token: Secret that server and clients must share; UNISONO_TOKEN if None. Without one
+            (empty) the server serves clients of its own machine only, unless UNISONO_INSECURE=1.
+
+    Raises:
+        StoreConnectionError: Nobody answers at host_name:port, or the port is in use.
+        HandshakeError: Something else listens there, or the token is missing or wrong.
+        StoreTimeoutError: Not all workers came.
+
+    Source: torch.distributed.TCPStore, torch 2.13.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int = 29500,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        token: str | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        deadline = Deadline(timeout)
+        if not 0 <= check_integer(port, "port") <= _MAX_PORT:
+            raise InvalidArgumentError(f"port must be 0 to {_MAX_PORT}, got {port}")
+        if world_size is not None and (world_size == 0 or world_size < -1):
+            raise InvalidArgumentError(f"world_size of a TCPStore cannot be {world_size}")
+        self.host = host_name
+        self._token = (config.get("UNISONO_TOKEN") if token is None else token).encode()
+        self._server = (
+            _SharedServer.start(host_name, port, multi_tenant, master_listen_fd, self._token)
+            if is_master
+            else None
+        )
+        self.port = self._server.port if self._server else port
+        self._pool = ConnectionPool(host_name, self.port, self._token)
+        self._finalizer = weakref.finalize(self, _release, self._pool, self._server)
+        try:
+            self._pool.open_first(deadline)
+            if wait_for_workers and world_size is not None and world_size > 0:
+                self._wait_for_workers(world_size, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the server runs in this process."""
+        return self._server is not None
+
+    def set(self, key: str, value: Value) -> None:
+        """Store `value` under `key`."""
+        self._call(Op.SET, _wire_key(key), check_value(value))
+
+    def append(self, key: str, value: Value) -> None:
+        """Append `value` to what `key` holds."""
+        more = check_value(value)
+        try:
+            self._call(Op.APPEND, _wire_key(key), more)
+        except StoreConnectionError:
+            # As for add: a server drops whoever makes a value too long.
+            self._explain_append(key, len(more))
+            raise
+
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        """Return the value of `key`, waiting until there is one."""
+        wire_key = _wire_key(key)
+        if timeout is None:
+            # Mostly it is there already. An empty reply may mean an empty value, or none.
+            value: bytes = self._call(Op.GET, wire_key)
+            if value:
+                return value
+        value = self._fetch("get", (Op.GET, wire_key), [wire_key], timeout)
+        return value
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Return the values of all keys, waiting until each has one."""
+        wire_keys = _wire_keys(keys)
+        if not wire_keys:
+            self._check_open()
+            return []
+        values: list[bytes] = self._fetch(
+            "multi_get", (Op.MULTI_GET, wire_keys), wire_keys, timeout
+        )
+        return values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """Store each value under the key at the same position, all at once."""
+        pairs = self._pairs(keys, values)
+        self._call(Op.MULTI_SET, [(_wire_key(key), value) for key, value in pairs])
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number stored under `key` and return the sum."""
+        check_integer(amount, "amount")
+        try:
+            return int(self._call(Op.ADD, _wire_key(key), amount))
+        except StoreConnectionError:
+            # The protocol has no error reply: a server drops whoever adds to what is no number.
+            self._explain_add(key, amount)
+            raise
+
+    def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
+        """Store `desired` if `key` holds `expected`; see Store.compare_set."""
+        return bytes(
+            self._call(Op.COMPARE_SET, _wire_key(key), check_value(expected), check_value(desired))
+        )
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether every key has a value."""
+        return bool(self._call(Op.CHECK, _wire_keys(keys)) == READY)
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Block until every key has a value."""
+        self._wait("wait", _wire_keys(keys), self._deadline(timeout))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove the value of `key`; return whether there was one."""
+        return bool(self._call(Op.DELETE_KEY, _wire_key(key)))
+
+    def num_keys(self) -> int:
+        """Return the number of keys on the server, torch's internal ones included."""
+        return int(self._call(Op.NUM_KEYS))
+
+    def list_keys(self) -> list[str]:
+        """Return all keys with a value, sorted."""
+        found = self._call(Op.LIST_KEYS)
+        return sorted(key.removeprefix(_KEY_PREFIX) for key in found if key[:1] == _KEY_PREFIX)
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Append `value` to the queue `key`."""
+        self._call(Op.QUEUE_PUSH, _wire_key(key), check_value(value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
+        """Remove and return the oldest value of the queue `key`."""
+        wire_key = _wire_key(key)
+        deadline = self._deadline(timeout)
+        while True:
+            # On the connection that waited: the server keeps the value for that one.
+            with self._pool.lease(_patience(deadline.remaining())) as connection:
+                if block and not connection.wait(deadline.remaining(), Op.WAIT, [wire_key]):
+                    break
+                before, value = connection.ask(
+                    _patience(deadline.remaining()), ((Op.QUEUE_POP, wire_key),)
+                )[0]
+            if before:
+                return bytes(value)
+            if not block:
+                raise QueueEmptyError(f"queue {key!r} on {self!r} is empty")
+            if deadline.expired():
+                break
+            # Another client was faster, or a plain value of that name ended the wait.
+            time.sleep(min(_POLL_S, deadline.remaining()))
+        raise keys_timeout(self, "queue_pop", [key], [key], deadline.timeout_s)
+
+    def queue_len(self, key: str) -> int:
+        """Return the number of values in the queue `key`."""
+        return int(self._call(Op.QUEUE_LEN, _wire_key(key)))
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Block until `world_size` callers are inside `barrier(key)`."""
+        check_world_size(world_size)
+        deadline = self._deadline(timeout)
+        wire_key = _wire_key(key)
+        with self._pool.lease(_patience(deadline.remaining())) as connection:
+            passed = connection.wait(deadline.remaining(), Op.BARRIER, wire_key, world_size)
+        if not passed:
+            came = f"at most {world_size - 1}"
+            raise barrier_timeout(self, key, came, world_size, deadline.timeout_s)
+
+    def clone(self) -> TCPStore:
+        """Return another handle to the same server, which lives until both are closed."""
+        self._check_open()
+        other = TCPStore.__new__(TCPStore)
+        Store.__init__(other, self._timeout_s)
+        other.host, other.port, other._token = self.host, self.port, self._token
+        other._server = self._server.share() if self._server else None
+        other._pool = ConnectionPool(self.host, self.port, self._token)
+        other._finalizer = weakref.finalize(other, _release, other._pool, other._server)
+        return other
+
+    def has_extended_api(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the connections, and the server if it runs here; blocked threads wake up."""
+        super().close()
+        self._finalizer()
+
+    def _call(self, op: Op, *args: Any) -> Any:
+        """Do one request that does not wait for others."""
+        self._check_open()
+        return self._pool.ask(_patience(self._timeout_s), (op, *args))[0]
+
+    def _fetch(
+        self, operation: str, request: tuple[Op, Any], keys: list[str], timeout: Timeout | None
+    ) -> Any:
+        deadline = self._deadline(timeout)
+        while True:
+            # Both in one round trip, so that nobody can delete the key in between.
+            answers = self._pool.ask(_patience(deadline.remaining()), (Op.CHECK, keys), request)
+            if answers[0] == READY:
+                return answers[1]
+            self._wait(operation, keys, deadline)
+
+    def _wait(self, operation: str, keys: list[str], deadline: Deadline) -> None:
+        with self._pool.lease(_patience(deadline.remaining())) as connection:
+            if connection.wait(deadline.remaining(), Op.WAIT, keys):
+                return
+            flags = connection.ask(1.0, tuple((Op.CHECK, [key]) for key in keys[:1024]))
+        missing = [key for key, flag in zip(keys, flags, strict=False) if flag != READY]
+        if missing:
+            names = [key.removeprefix(_KEY_PREFIX) for key in missing]
+            raise keys_timeout(self, operation, keys, names, deadline.timeout_s)
+
+    def _wait_for_workers(self, world_size: int, deadline: Deadline) -> None:
+        joined = int(self._call(Op.ADD, _INIT_KEY, 1))
+        while self._server is not None and joined < world_size:
+            if deadline.expired():
+                raise StoreTimeoutError(
+                    f"{self!r} timed out after {deadline.timeout_s:g} s waiting for clients: "
+                    f"{joined} of {world_size} joined",
+                    hint="were all ranks started, with the same address and port?",
+                )
+            time.sleep(min(_POLL_S, deadline.remaining()))
+            joined = int(self._call(Op.GET, _INIT_KEY))
+
+    def _explain_add(self, key: str, amount: int) -> None:
+        """Raise StoreKeyError if the stored value is why the server ended the connection."""
+        value = self._present(key)
+        if value is not None:
+            checked_sum(key, value, amount)
+
+    def _explain_append(self, key: str, nbytes: int) -> None:
+        """Raise InvalidArgumentError if the sum of sizes is why the server ended the connection."""
+        present = len(self._present(key) or b"")
+        if present + nbytes > MAX_VALUE_BYTES:
+            raise InvalidArgumentError(
+                f"append of {nbytes} bytes to the {present} bytes of {key!r}: a value has at most "
+                f"{MAX_VALUE_BYTES} bytes"
+            )
+
+    def _present(self, key: str) -> bytes | None:
+        """Return the value of a key; None if there is none, or no server to ask."""
+        self._check_open()
+        try:
+            value: bytes = self._call(Op.GET, _wire_key(key))
+            return value if self._call(Op.CHECK, [_wire_key(key)]) == READY else None
+        except StoreError:
+            return None
+
+    def __repr__(self) -> str:
+        role = ", master" if self._server else ""
+        return f"<TCPStore {format_address(self.host, self.port)}{role}>"
+
+
+class _SharedServer:
+    """A server and the number of stores that keep it alive."""
+
+    _by_port: dict[int, _SharedServer] = {}  # noqa: RUF012 - one table for the process on purpose
+    _lock = threading.Lock()
+
+    def __init__(self, server: StoreServer) -> None:
+        self.port = server.port
+        self._server = server
+        self._users = 1
+        self._pid = os.getpid()
+
+    @classmethod
+    def start(
+        cls, host: str, port: int, multi_tenant: bool, listen_fd: int | None, token: bytes
+    ) -> _SharedServer:
+        """Return the server of that port, if it may be shared and exists; else a new one."""
+        with cls._lock:
+            known = cls._by_port.get(port) if multi_tenant else None
+            if known is not None and known._pid == os.getpid():
+                known._users += 1
+                return known
+            sockets = listen(host, port) if listen_fd is None else listen_on_fd(listen_fd, port)
+            shared = cls(start_server(sockets, ServerOptions(token=token)))
+            if multi_tenant:
+                cls._by_port[shared.port] = shared
+            return shared
+
+    def share(self) -> _SharedServer:
+        """Count one more user."""
+        with self._lock:
+            self._users += 1
+        return self
+
+    def release(self) -> None:
+        """Count one user less; the last one closes the server."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            if self._by_port.get(self.port) is self:
+                del self._by_port[self.port]
+        self._server.close()
+
+
+def _release(pool: ConnectionPool, server: _SharedServer | None) -> None:
+    """Let go of everything; a function because the finalizer must not hold the store."""
+    pool.close()
+    if server is not None:
+        server.release()
+
+
+def _patience(timeout_s: float) -> float:
+    """Give a server that is alive the time to answer, even when no wait is wanted."""
+    return timeout_s if timeout_s >= _POLL_S else 1.0
+
+
+def _wire_key(key: str) -> str:
+    return _KEY_PREFIX + check_key(key)
+
+
+def _wire_keys(keys: Sequence[str]) -> list[str]:
+    return [_wire_key(key) for key in check_keys(keys)]

@@ -1,0 +1,240 @@
+"""Connections of a TCPStore client: requests, waits, and a pool for threads and forks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from unisono.base.deadline import Deadline
+from unisono.base.sockets import connect, format_address
+from unisono.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    StoreConnectionError,
+    StoreTimeoutError,
+)
+from unisono.stores.tcp.handshake import shake_hands
+from unisono.stores.tcp.link import Request, open_link
+from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
+
+__all__ = ["Connection", "ConnectionPool"]
+
+_MAX_IDLE = 4
+_RETRY_S = 0.01
+# What a live server needs to answer a cancelled wait; a stopped one is not waited for longer.
+_CANCEL_GRACE_S = 0.2
+_LOST_HINT = "the process that runs the store's server ended, or refused the request (see its log)"
+
+
+class Connection:
+    """One TCP connection, used by one thread at a time.
+
+    After an exception it is in an unknown state and must be closed.
+    """
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self._sock = sock
+        self._address = address
+        self._link = open_link(sock)
+
+    def ask(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+        """Do requests in one round trip and return their results; None where there is none.
+
+        Raises:
+            StoreConnectionError: The server went away.
+            StoreTimeoutError: It does not answer.
+        """
+        try:
+            return self._link.exchange(timeout_s, requests)
+        except (OSError, OverflowError, ValueError) as error:
+            raise self._failure(error, timeout_s, requests) from error
+
+    def wait(self, timeout_s: float, op: Op, *args: Any) -> bool:
+        """Do a WAIT or BARRIER; False if the time is over, and the server knows we left.
+
+        Raises:
+            StoreConnectionError: The server went away.
+            StoreTimeoutError: It is connected, but does not answer.
+        """
+        requests = ((op, *args),)
+        try:
+            answer = self._link.exchange(max(timeout_s, 0.001), requests)[0]
+        except TimeoutError:
+            pass
+        except (OSError, OverflowError, ValueError) as error:
+            raise self._failure(error, timeout_s, requests) from error
+        else:
+            return bool(answer == STOP_WAITING)
+        try:
+            return self._link.cancel(_CANCEL_GRACE_S)
+        except (OSError, ValueError) as error:
+            raise self._failure(error, timeout_s + _CANCEL_GRACE_S, requests) from error
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def interrupt(self) -> None:
+        """Wake the thread that waits on this connection."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def _failure(
+        self, error: Exception, timeout_s: float, requests: tuple[Request, ...]
+    ) -> Exception:
+        """Return what a user is told of a link's exception."""
+        operation = Op(requests[0][0]).name
+        if isinstance(error, InvalidArgumentError):
+            return error
+        if isinstance(error, OverflowError):
+            # The native link only says that a request is too large; this one says which part.
+            for request in requests:
+                encode_request(*request)
+            return error
+        if isinstance(error, TimeoutError):
+            waited = Deadline(timeout_s)
+            return StoreTimeoutError(
+                f"{operation} timed out: the store server at {self._address} is connected but "
+                f"did not answer within {waited}",
+                hint="the process that runs the server is stopped or overloaded",
+            )
+        if isinstance(error, OSError):
+            return StoreConnectionError(
+                f"{operation} failed: lost the connection to the store at {self._address} "
+                f"({error})",
+                hint=_LOST_HINT,
+            )
+        return StoreConnectionError(
+            f"{operation} on the store at {self._address}: bad reply: {error}"
+        )
+
+
+class ConnectionPool:
+    """Connections to one server: as many as requests are in flight, a few kept when idle."""
+
+    def __init__(self, host: str, port: int, token: bytes) -> None:
+        self._host = host
+        self._port = port
+        self._token = token
+        self._address = format_address(host, port)
+        # No lock: each change of these is one call that threads cannot divide.
+        self._idle: list[Connection] = []
+        self._busy: set[Connection] = set()
+        self._closed = False
+        _POOLS.add(self)
+
+    def open_first(self, deadline: Deadline) -> None:
+        """Connect, waiting for a server that is not up yet."""
+        while True:
+            try:
+                connection = self._open(deadline, retry=True)
+                break
+            except StoreConnectionError:
+                # A server that is just going down accepts and hangs up; the next one may come.
+                if deadline.expired():
+                    raise
+                time.sleep(min(_RETRY_S, deadline.remaining()))
+        self._idle.append(connection)
+
+    def ask(self, timeout_s: float, *requests: Request) -> list[Any]:
+        """Do requests on a connection that is free; see Connection.ask."""
+        connection = self._take(timeout_s)
+        try:
+            results = connection.ask(timeout_s, requests)
+        except BaseException as error:
+            self._discard(connection, error)
+            raise
+        self._give_back(connection)
+        return results
+
+    @contextmanager
+    def lease(self, timeout_s: float) -> Iterator[Connection]:
+        """Lend a connection to this thread; it is kept for the next one unless the body fails."""
+        connection = self._take(timeout_s)
+        try:
+            yield connection
+        except BaseException as error:
+            self._discard(connection, error)
+            raise
+        self._give_back(connection)
+
+    def close(self) -> None:
+        """Close idle connections and wake the threads that wait on busy ones."""
+        self._closed = True
+        self._close_idle()
+        for connection in list(self._busy):
+            connection.interrupt()
+
+    def _take(self, timeout_s: float) -> Connection:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._open(Deadline(timeout_s), retry=False)
+        self._busy.add(connection)
+        if self._closed:
+            self._busy.discard(connection)
+            connection.close()
+            raise ClosedError(f"the store at {self._address} is closed")
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        self._busy.discard(connection)
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+        # Another thread may have closed the pool since; asked last, so that none is missed.
+        if self._closed:
+            self._close_idle()
+
+    def _discard(self, connection: Connection, error: BaseException) -> None:
+        self._busy.discard(connection)
+        connection.close()
+        if self._closed and isinstance(error, StoreConnectionError):
+            raise ClosedError(
+                f"the store at {self._address} was closed while a thread waited on it"
+            ) from None
+
+    def _close_idle(self) -> None:
+        while True:
+            try:
+                self._idle.pop().close()
+            except IndexError:
+                return
+
+    def drop_copies(self) -> None:
+        """Close the copies that a fork made; two processes on one connection mix their bytes."""
+        # Close only: a shutdown would end the parent's connection, too.
+        for connection in [*self._idle, *self._busy]:
+            connection.close()
+        self._idle.clear()
+        self._busy.clear()
+
+    def _open(self, deadline: Deadline, retry: bool) -> Connection:
+        sock = connect(self._host, self._port, deadline, retry=retry)
+        try:
+            # Some time also for a caller whose own is over: the server did accept.
+            patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
+            shake_hands(sock, self._address, self._token, patience)
+            return Connection(sock, self._address)
+        except BaseException:
+            sock.close()
+            raise
+
+
+_POOLS: weakref.WeakSet[ConnectionPool] = weakref.WeakSet()
+
+
+def _drop_copies_in_child() -> None:
+    for pool in list(_POOLS):
+        pool.drop_copies()
+
+
+os.register_at_fork(after_in_child=_drop_copies_in_child)

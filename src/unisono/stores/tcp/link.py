@@ -1,0 +1,112 @@
+"""Requests out, results in, over one connection: in C++ where that is built, else in Python."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Protocol
+
+from unisono.base.deadline import Deadline
+from unisono.stores.tcp.native_server import engine
+from unisono.stores.tcp.wire import (
+    NO_REPLY,
+    WAIT_CANCELED,
+    Op,
+    ReplyDecoder,
+    WireError,
+    encode_request,
+)
+
+__all__ = ["Link", "PythonLink", "Request", "open_link"]
+
+_READ_BYTES = 256 * 1024
+
+Request = tuple[Any, ...]
+"""An Op and its arguments."""
+
+
+class Link(Protocol):
+    """One end of a connection, used by one thread at a time; of no more use after an exception.
+
+    Both calls raise TimeoutError, another OSError if the connection is lost, ValueError for a
+    reply that makes no sense, and OverflowError or InvalidArgumentError for a request beyond the
+    limits.
+    """
+
+    def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+        """Do requests in one round trip and return their results; None for a write."""
+
+    def cancel(self, timeout_s: float) -> bool:
+        """End a WAIT or BARRIER that timed out; return whether it had come to its end by then."""
+
+
+def open_link(sock: socket.socket) -> Link:
+    """Return a link over a connected socket, which stays the caller's."""
+    if engine() is not None:
+        sock.settimeout(None)
+        link: Link = engine().StoreLink(sock.fileno())
+        return link
+    return PythonLink(sock)
+
+
+class PythonLink:
+    """The link in Python."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._decoder = ReplyDecoder()
+        self._replies: list[Any] = []
+
+    def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
+        """Do requests in one round trip; see Link."""
+        deadline = Deadline(timeout_s)
+        data = []
+        for op, *args in requests:
+            data.append(encode_request(op, *args))
+            if op in NO_REPLY:
+                # So that a write is done, and visible to every other connection, on return.
+                data.append(encode_request(Op.PING, 0))
+        answered = [request for request in requests if request[:2] != (Op.MULTI_GET, [])]
+        for op, *args in answered:
+            self._decoder.expect(
+                Op.PING if op in NO_REPLY else op, len(args[0]) if op is Op.MULTI_GET else 0
+            )
+        self._send(b"".join(data), deadline)
+        answers = iter([self._receive(deadline) for _ in answered])
+        results = [next(answers) if request in answered else [] for request in requests]
+        return [
+            None if request[0] in NO_REPLY else result
+            for request, result in zip(requests, results, strict=True)
+        ]
+
+    def cancel(self, timeout_s: float) -> bool:
+        """End a wait; see Link."""
+        deadline = Deadline(timeout_s)
+        self._send(encode_request(Op.CANCEL_WAIT), deadline)
+        # The reply still expected is either the late end of the wait or its cancellation.
+        if self._receive(deadline) == WAIT_CANCELED:
+            return False
+        self._decoder.expect(Op.CANCEL_WAIT)
+        self._receive(deadline)
+        return True
+
+    def _send(self, data: bytes, deadline: Deadline) -> None:
+        # settimeout() refuses infinity and anything beyond the C time type.
+        self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
+        self._sock.sendall(data)
+
+    def _receive(self, deadline: Deadline) -> Any:
+        while not self._replies:
+            self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
+            try:
+                chunk = self._sock.recv(_READ_BYTES)
+            except TimeoutError:
+                if deadline.expired():
+                    raise
+                continue
+            if not chunk:
+                raise ConnectionResetError("the server closed the connection")
+            try:
+                self._replies += self._decoder.feed(chunk)
+            except WireError as error:
+                raise ValueError(error.what) from error
+        return self._replies.pop(0)

@@ -1,0 +1,86 @@
+"""The TCPStore server in C++: a thread of its own that never waits for Python.
+
+Rank 0 may compute for minutes without letting other Python threads run; its store goes on all
+the same. What the server has to say comes through a pipe to a Python thread that logs it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from typing import Any
+
+from unisono.base import config
+from unisono.base.extension import extension as _engine
+from unisono.base.log import get_logger
+from unisono.stores.tcp.python_server import ServerOptions
+
+__all__ = ["NativeServer", "engine"]
+
+# The name of the module whose server this one replaces: one server, one logger.
+_LOG = get_logger("stores.tcp_server")
+
+
+def engine() -> Any:
+    """Return the extension module; None if it is not built, or not wanted (UNISONO_ENGINE)."""
+    return None if config.get("UNISONO_ENGINE") == "reference" else _engine
+
+
+class NativeServer:
+    """Serves torch's TCPStore protocol on listening sockets that it takes over.
+
+    In the child of a fork its sockets are closed, and it does nothing any more.
+
+    Args:
+        listeners: Listening sockets, all on the same port.
+        options: Whom it serves, and what it refuses.
+    """
+
+    def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
+        self.port: int = listeners[0].getsockname()[1]
+        self._pid = os.getpid()
+        lines, log_fd = os.pipe()
+        os.set_blocking(log_fd, False)
+        sockets = [listener.detach() for listener in listeners]
+        try:
+            self._server = _engine.StoreServer(
+                sockets,
+                log_fd,
+                options.token,
+                options.serves_strangers,
+                options.max_reply_bytes,
+                options.max_greetings,
+            )
+        except RuntimeError as error:
+            os.close(lines)
+            raise OSError(errno.EMFILE, str(error)) from error
+        self._logger = threading.Thread(
+            target=_log_lines, args=(lines, self.port), name=f"unisono-store-{self.port}-log"
+        )
+        self._logger.daemon = True
+        self._logger.start()
+
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+        return int(self._server.clients)
+
+    def close(self) -> None:
+        """Stop the thread and close every socket; clients that wait see the connection end."""
+        if os.getpid() != self._pid:
+            return
+        self._server.stop()
+        if threading.current_thread() is not self._logger:
+            self._logger.join()
+
+    def __repr__(self) -> str:
+        return f"<NativeServer port={self.port} clients={self.clients}>"
+
+
+def _log_lines(fd: int, port: int) -> None:
+    """Log what the server says until it has closed its end of the pipe."""
+    with open(fd, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            _LOG.warning("port %d: %s", port, line.rstrip())

@@ -1,0 +1,427 @@
+"""The TCPStore server in Python, for where the C++ one is not built: one thread, one selector.
+
+Rule: only the server's thread touches the table and the connections. `close` wakes it through
+a socket pair and joins it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.base.log import get_logger
+from unisono.base.sockets import format_address, is_local
+from unisono.errors import InvalidArgumentError, StoreKeyError
+from unisono.stores.table import Table, Watch
+from unisono.stores.tcp.peer_uid import is_foreign
+from unisono.stores.tcp.token import Gate, Refused
+from unisono.stores.tcp.wire import (
+    MAX_REPLY_BYTES,
+    MAX_VALUE_BYTES,
+    NOT_READY,
+    READY,
+    STOP_WAITING,
+    WAIT_CANCELED,
+    Op,
+    Request,
+    RequestDecoder,
+    WireError,
+    encode_reply,
+)
+
+__all__ = ["PythonServer", "ServerOptions"]
+
+_LOG = get_logger("stores.tcp_server")
+_READ_BYTES = 64 * 1024
+# A client that does not read its replies is not read from either once this much is queued.
+_UNSENT_BYTES = 1024 * 1024
+# How long a client may take to say what it is: less when there are no descriptors left, for who
+# says nothing must not keep out the job's own clients.
+_GREETING_S = 30.0
+_HURRY_S = 1.0
+_REST_S = 0.1
+
+_SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
+
+
+class _Connection:
+    """One client: what it sent in part, what it has not read yet, what it waits for."""
+
+    __slots__ = (
+        "barrier",
+        "decoder",
+        "gate",
+        "peer",
+        "pending",
+        "promised",
+        "sock",
+        "unsent",
+        "watch",
+    )
+
+    def __init__(self, sock: socket.socket, peer: str, gate: Gate) -> None:
+        self.sock = sock
+        self.gate: Gate | None = gate
+        self.peer = peer
+        self.decoder = RequestDecoder()
+        self.pending: list[Request] = []
+        self.unsent = bytearray()
+        self.watch: Watch | None = None
+        self.barrier: str | None = None
+        self.promised: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Whom a store server serves, and what it refuses.
+
+    Attributes:
+        token: Of the job; empty if there is none.
+        serves_strangers: Clients without a token may be of other machines and users; only with
+            UNISONO_INSECURE=1 if not given.
+        max_reply_bytes: A larger multi_get is refused.
+        max_greetings: So many may come after a client that has not said yet what it is; then it
+            is dropped.
+    """
+
+    token: bytes = b""
+    serves_strangers: bool = field(default_factory=lambda: config.get("UNISONO_INSECURE") == "1")
+    max_reply_bytes: int = MAX_REPLY_BYTES
+    max_greetings: int = 4096
+
+
+class PythonServer:
+    """Serves torch's TCPStore protocol on listening sockets that it takes over.
+
+    Args:
+        listeners: Listening sockets, all on the same port.
+        options: Whom it serves, and what it refuses.
+    """
+
+    def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
+        self._options = options
+        self._greetings: deque[tuple[float, _Connection]] = deque()
+        # Those not listened to for now: there are no descriptors left.
+        self._resting: list[socket.socket] = []
+        self._rest = Deadline(_REST_S)
+        self.port: int = listeners[0].getsockname()[1]
+        self._listeners = listeners
+        self._table = Table()
+        self._connections: set[_Connection] = set()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._stopping = False
+        self._pid = os.getpid()
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(
+            target=self._run, name=f"unisono-store-{self.port}", daemon=True
+        )
+        _SERVERS.add(self)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and close every socket; clients that wait see the connection end."""
+        if os.getpid() != self._pid or self._stopping:
+            return
+        self._stopping = True
+        # The thread may have seen the flag already, and closed the other end.
+        with contextlib.suppress(OSError):
+            self._wake_in.send(b"x")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._wake_in.close()
+
+    @property
+    def clients(self) -> int:
+        """Number of connections."""
+        return len(self._connections)
+
+    def __repr__(self) -> str:
+        return f"<PythonServer port={self.port} clients={self.clients}>"
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                for key, events in self._selector.select(self._patience_s()):
+                    if key.data is None:
+                        continue
+                    if isinstance(key.data, _Connection):
+                        self._serve(key.data, events)
+                    else:
+                        key.data(key.fileobj)
+        except Exception:
+            # Clients see their connections end at once instead of waiting for a dead thread.
+            _LOG.exception("the store server on port %d failed", self.port)
+        finally:
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._selector.close()
+        for sock in [*self._listeners, self._wake_out, *(c.sock for c in self._connections)]:
+            sock.close()
+        self._connections.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if not self._resting:
+                _LOG.warning("port %d: accept failed: %s", self.port, error)
+            # Mostly no descriptors: the connection stays queued, and select would return at once.
+            self._selector.unregister(listener)
+            self._resting.append(listener)
+            self._rest = Deadline(_REST_S)
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        gate = Gate(
+            self._options.token,
+            self._options.serves_strangers,
+            lambda: is_local(sock),
+            lambda: is_foreign(sock),
+        )
+        connection = _Connection(sock, format_address(*address[:2]), gate)
+        self._greetings.append((time.monotonic(), connection))
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _serve(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                chunk = connection.sock.recv(_READ_BYTES)
+                if not chunk:
+                    self._drop(connection)
+                    return
+                if connection.gate is not None:
+                    chunk = self._greet(connection, connection.gate, chunk)
+                connection.pending += connection.decoder.feed(chunk)
+            self._answer(connection)
+        except BlockingIOError:
+            return
+        except Refused as error:
+            connection.unsent += error.answer
+            with contextlib.suppress(OSError):
+                self._flush(connection)
+            self._drop(connection, error.why)
+        except (WireError, StoreKeyError, InvalidArgumentError) as error:
+            # The protocol has no error reply; torch's server closes the connection as well.
+            self._drop(connection, error.what)
+        except OSError:
+            self._drop(connection)
+
+    def _greet(self, connection: _Connection, gate: Gate, chunk: bytes) -> bytes:
+        """Do what comes before the first request; return what came after that."""
+        answer, rest = gate.feed(chunk)
+        connection.unsent += answer
+        if gate.is_open:
+            connection.gate = None
+        return rest
+
+    def _patience_s(self) -> float | None:
+        """Drop who did not say in time what it is; return when to look again."""
+        if self._resting and self._rest.expired():
+            for listener in self._resting:
+                self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._resting.clear()
+        rest_s = self._rest.remaining() if self._resting else None
+        allowed_s = _HURRY_S if self._resting else _GREETING_S
+        while self._greetings:
+            came_s, connection = self._greetings[0]
+            if connection.gate is not None and connection in self._connections:
+                left_s = came_s + allowed_s - time.monotonic()
+                if left_s > 0 and len(self._greetings) <= self._options.max_greetings:
+                    return left_s if rest_s is None else min(left_s, rest_s)
+                self._drop(connection, "it did not say what it is")
+            self._greetings.popleft()
+        return rest_s
+
+    def _answer(self, connection: _Connection) -> None:
+        """Handle what was received, as far as the client reads its replies."""
+        done = 0
+        for request in connection.pending:
+            if len(connection.unsent) > _UNSENT_BYTES and not self._flush(connection):
+                break
+            self._handle(connection, request)
+            done += 1
+        del connection.pending[:done]
+        self._flush(connection)
+        self._watch_socket(connection)
+
+    def _handle(self, connection: _Connection, request: Request) -> None:
+        promised, connection.promised = connection.promised, None
+        match request.op:
+            case Op.WAIT:
+                self._wait(connection, request.args[0])
+            case Op.BARRIER:
+                self._barrier(connection, *request.args)
+            case Op.CANCEL_WAIT:
+                self._forget_wait(connection)
+                connection.unsent += encode_reply(Op.CANCEL_WAIT, WAIT_CANCELED)
+            case _:
+                result = self._apply(request)
+                connection.unsent += encode_reply(request.op, result)
+        if promised is not None:
+            self._end_promise(promised)
+
+    def _apply(self, request: Request) -> Any:
+        """Do one request that is answered at once and return its result."""
+        args = request.args
+        table = self._table
+        match request.op:
+            case Op.SET:
+                return table.set(*args)
+            case Op.GET:
+                return table.values.get(args[0], b"")
+            case Op.ADD:
+                return table.add(*args)
+            case Op.CHECK:
+                return NOT_READY if table.missing(args[0]) else READY
+            case Op.COMPARE_SET:
+                return table.compare_set(*args)
+            case Op.APPEND:
+                return self._append(*args)
+            case Op.DELETE_KEY:
+                return int(table.delete_key(*args))
+            case Op.NUM_KEYS:
+                return len(table.values)
+            case Op.LIST_KEYS:
+                return list(table.values)
+            case Op.MULTI_GET:
+                return self._multi_get(args[0])
+            case Op.MULTI_SET:
+                for key, value in args[0]:
+                    table.set(key, value)
+                return None
+            case Op.QUEUE_PUSH:
+                return table.queue_push(*args)
+            case Op.QUEUE_POP:
+                before = table.queue_len(args[0])
+                return before, table.queue_pop(args[0])
+            case Op.QUEUE_LEN:
+                return table.queue_len(args[0])
+            case Op.PING:
+                return args[0]
+            case _:
+                return None
+
+    def _append(self, key: str, value: bytes) -> None:
+        if len(self._table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
+            raise InvalidArgumentError(f"append({key!r}): the value becomes too long")
+        self._table.append(key, value)
+
+    def _multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [self._table.values.get(key, b"") for key in keys]
+        if (nbytes := sum(map(len, values))) > self._options.max_reply_bytes:
+            raise InvalidArgumentError(
+                f"multi_get of {len(keys)} keys has {nbytes} bytes; at most "
+                f"{self._options.max_reply_bytes} are sent"
+            )
+        return values
+
+    def _wait(self, connection: _Connection, keys: list[str]) -> None:
+        self._forget_wait(connection)
+        if self._table.ready(keys):
+            self._promise(connection, keys)
+            connection.unsent += encode_reply(Op.WAIT, STOP_WAITING)
+            return
+
+        def notify() -> None:
+            connection.watch = None
+            self._promise(connection, keys)
+            self._send_later(connection, encode_reply(Op.WAIT, STOP_WAITING))
+
+        connection.watch = self._table.watch(keys, notify)
+
+    def _promise(self, connection: _Connection, keys: list[str]) -> None:
+        """Keep one value of a queue for a waiter, which will ask for it in its next request."""
+        if len(keys) == 1 and keys[0] not in self._table.values:
+            connection.promised = keys[0]
+            self._table.reserved[keys[0]] += 1
+
+    def _end_promise(self, key: str) -> None:
+        self._table.reserved[key] -= 1
+        if not self._table.reserved[key]:
+            del self._table.reserved[key]
+        # If the value was not fetched after all, the next waiter gets its turn.
+        self._table.changed(key)
+
+    def _barrier(self, connection: _Connection, key: str, world_size: int) -> None:
+        self._forget_wait(connection)
+
+        def release() -> None:
+            connection.barrier = None
+            self._send_later(connection, encode_reply(Op.BARRIER, STOP_WAITING))
+
+        connection.barrier = key
+        self._table.arrive(key, world_size, connection, release)
+
+    def _forget_wait(self, connection: _Connection) -> None:
+        if connection.watch is not None:
+            self._table.unwatch(connection.watch)
+            connection.watch = None
+        if connection.barrier is not None:
+            self._table.withdraw(connection.barrier, connection)
+            connection.barrier = None
+
+    def _send_later(self, connection: _Connection, data: bytes) -> None:
+        """Queue bytes for a client other than the one being served."""
+        connection.unsent += data
+        self._watch_socket(connection)
+
+    def _flush(self, connection: _Connection) -> bool:
+        """Send what the socket takes; return whether that was all."""
+        while connection.unsent:
+            try:
+                sent = connection.sock.send(memoryview(connection.unsent)[: 1 << 20])
+            except BlockingIOError:
+                return False
+            del connection.unsent[:sent]
+        return True
+
+    def _watch_socket(self, connection: _Connection) -> None:
+        events = selectors.EVENT_WRITE if connection.unsent else 0
+        if not connection.pending:
+            events |= selectors.EVENT_READ
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: _Connection, why: str = "") -> None:
+        if why:
+            _LOG.warning("port %d: closing %s: %s", self.port, connection.peer, why)
+        self._connections.discard(connection)
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        self._forget_wait(connection)
+        if connection.promised is not None:
+            self._end_promise(connection.promised)
+
+
+def _forget_servers_in_child() -> None:
+    """Close the sockets that a fork copied.
+
+    Otherwise the child would keep the port open with nobody to answer, and the clients of a
+    killed parent would never see their connections end.
+    """
+    for server in list(_SERVERS):
+        server._stopping = True
+        server._wake_in.close()
+        server._close_sockets()
+
+
+os.register_at_fork(after_in_child=_forget_servers_in_child)

@@ -1,0 +1,457 @@
+"""Messages in C++: over rings in shared memory inside a host, over wires between hosts.
+
+Every rank makes an inbox and publishes where it is. Who sends to a rank of its host opens the
+inbox through the owner's process id and compares a nonce. If that fails (another process
+namespace, say), and for ranks of other hosts, the transport makes a wire: a connection whose
+socket C++ takes over. A rank that has no inbox, for want of the extension, gets its messages
+through the transport. Matching is in C++ for all of them, so that a receive from any source has
+one place to look.
+
+A rank that waits moves the bytes itself. For sends and receives that nobody waits for there is a
+server thread, made when it is first needed; it gives up the interpreter lock while it works or
+sleeps. What ends from outside (a lost rank, a broken group) is noticed by the transport, as for
+its own messages.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
+from unisono.base.log import get_logger
+from unisono.base.worker import Worker
+from unisono.errors import ClosedError
+from unisono.transports.mailbox import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
+from unisono.transports.message import Key, Kind
+
+if TYPE_CHECKING:
+    from unisono.transports.api import Transport
+
+__all__ = ["NativeMessages", "NativeTransfer", "tag_of"]
+
+_log = get_logger("transports.native")
+
+Told = tuple[int, int, int, int, int]
+"""(number, code, source, nbytes, info) of a send or receive."""
+
+# As for TCP: how long close() goes on sending what isend left.
+_LINGER_S = 2.0
+
+# How long cancel() waits for another thread that has ended the transfer.
+_COPY_S = 5.0
+
+# How often who waits for that looks himself.
+_LOOK_S = 1.0
+
+_NONCE_BYTES = 16
+
+# Each costs a descriptor and a look at it; beyond this many a network has no more to give.
+_MOST_CHANNELS = 16
+
+_NOTHING = memoryview(b"")
+
+
+def tag_of(kind: Kind, tag: int) -> int:
+    """Return the one number that stands for both in C++.
+
+    Tags of calls are not negative. Programs in C++ use -1, -2, ... of the same contexts.
+    """
+    return tag if kind is Kind.P2P else tag - (1 << 62)
+
+
+class NativeTransfer(Transfer):
+    """A send or receive in C++; whoever waits for it does the work."""
+
+    __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
+
+    _messages: NativeMessages
+    _quiet: bool
+    _cause: BaseException | None
+    number: int
+    outcomes: list[Told]
+    receives: bool
+
+    def done(self) -> bool:
+        # Whoever took its outcome may have been interrupted before he could say so.
+        if not self._done and self.outcomes:
+            self._messages.settle(self)
+        return self._done
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        return self.done() or self._messages.wait(self, deadline)
+
+    def watch(self) -> None:
+        if self._quiet and not self.done():
+            self._quiet = False
+            self._messages.watch(self)
+
+
+class NativeMessages:
+    """One rank's end of the messages in C++.
+
+    Args:
+        transport: Makes wires, carries what can go no other way, and notices who is gone.
+
+    Raises:
+        OSError: The memory cannot be made.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._nonce = os.urandom(_NONCE_BYTES)
+        self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
+        self._lock = threading.Lock()
+        self._open: dict[int, NativeTransfer] = {}
+        self._early: dict[int, Told] = {}
+        # By id: memory of calls between Python and C++, where Ctrl-C would free it under C++.
+        self._held: dict[int, object] = {}
+        self._server = Worker(f"unisono-messages-{transport.rank}")
+        self._closed = False
+        self.reaches_all = False
+        self.native = _engine.Messages(transport.rank, transport.world_size)
+        if error := self.native.create(self._nonce):
+            raise OSError(error, os.strerror(error))
+        # Weak: the collector of cycles does not see through C++.
+        told = weakref.WeakMethod(self._stuck)
+        self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
+        news = weakref.WeakMethod(self._wire)
+        self.native.set_wire(lambda *told: (method := news()) and method(*told))
+
+    @classmethod
+    def make(cls, transport: Transport) -> NativeMessages | None:
+        """Return new messages, or None where there can be none."""
+        if _engine is None:
+            return None
+        try:
+            return cls(transport)
+        except OSError as error:
+            level = "info" if error.errno == errno.ENOSYS else "warning"
+            getattr(_log, level)("no shared memory for messages: %s", error)
+            return None
+
+    @property
+    def word(self) -> str:
+        """What the other ranks need to find this rank's inbox, or wires to it; without spaces."""
+        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
+
+    def introduce(self, words: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
+        """Say where the inboxes are, before anything is sent from here.
+
+        Args:
+            words: Of all ranks; "" for one that has none.
+            near: Whether a rank's memory may be opened.
+            crowded: More ranks than cores take part on this host.
+        """
+        addresses, theirs = [], []
+        for word, is_near in zip(words, near, strict=True):
+            pid, fd, nonce, most = word.split(":") if word else (0, 0, "", self._channels)
+            theirs.append(int(most))
+            channels = (
+                min(self._channels, theirs[-1]) if word and self._transport.makes_wires else 0
+            )
+            addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
+        self._tell_of_channels(theirs)
+        self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
+        self.native.introduce(addresses, crowded)
+
+    def _tell_of_channels(self, channels: Sequence[int]) -> None:
+        others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
+        if others:
+            _log.warning(
+                "UNISONO_CHANNELS is %d on rank %d, %d on rank %d: the lower number of two ranks "
+                "is used between them",
+                *(self._channels, self._transport.rank, channels[others[0]], others[0]),
+            )
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a rank that has sent something has closed its end since."""
+        return bool(self.native.has_left(peer))
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
+        """Start sending; None if `peer` cannot be reached this way."""
+        transfer = self._transfer(peer, key, data, info, receives=False)
+        self.hold(transfer)
+        told = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
+        if told[1] == _engine.UNREACHABLE:
+            self.release(transfer)
+            return None
+        self._begin(transfer, told)
+        self.release(transfer)
+        if not transfer.done():
+            self._transport.notice_end(peer)
+        return transfer
+
+    def recv(
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
+    ) -> NativeTransfer:
+        """Start receiving, from `peer` or from any of `among`.
+
+        Its end may not be noticed, nor its bytes be moved, before somebody waits for it or calls
+        `watch`: a server thread that ran for every message would cost more than the message.
+        """
+        transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
+        source, sources = (-1, list(among)) if peer is None else (peer, [])
+        tag = tag_of(key.kind, key.tag)
+        self.hold(transfer)
+        before = self.native.last_number()
+        try:
+            told = self.native.start_recv(source, key.context, tag, info, into, sources)
+            self._begin(transfer, told)
+        except BaseException:
+            self.abandon(into, before)
+            raise
+        finally:
+            self.release(transfer)
+        return transfer
+
+    def watch(self, transfer: NativeTransfer) -> None:
+        """Move the bytes of a receive and notice its end, whoever waits for it."""
+        self.native.watch(transfer.number)
+        for source in transfer.among if transfer.peer is None else (transfer.peer,):
+            if not transfer.done():
+                self._transport.notice_end(source)
+
+    def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
+        """Move bytes until this transfer is done; False at the deadline."""
+        limit_s = float("inf") if deadline is None else deadline.remaining()
+        try:
+            code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
+        finally:
+            # Also if Ctrl-C came with the end of the message: others may wait for that.
+            transfer.done()
+        if code == _engine.UNKNOWN:
+            # Somebody else waits for it, or the server is about to end it.
+            return self._wait_for_other(transfer, deadline)
+        return transfer.done()
+
+    def settle(self, transfer: NativeTransfer) -> None:
+        """Finish a transfer whose outcome is known; any number of times, by any thread."""
+        told = transfer.outcomes[0]
+        self._forget(told[0])
+        self._finish(transfer, told)
+
+    def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
+        """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
+        # Whoever waits for it right now takes its end, and says why.
+        transfer._cause = error
+        code = self.native.cancel(transfer.number, transfer.outcomes)
+        if not transfer.done() and code == _engine.UNKNOWN and not self.is_server():
+            # Another thread has just ended it, and will say so.
+            self._wait_for_other(transfer, Deadline(_COPY_S))
+
+    def error(self, told: Told, context: int) -> BaseException | None:
+        """Return what an outcome means."""
+        _, code, source, nbytes, info = told
+        if code == _engine.OK:
+            return None
+        if code == _engine.MISMATCH:
+            return MessageMismatch(source, nbytes, info)
+        if code in (_engine.LOST, _engine.LEFT):
+            left = bool(code == _engine.LEFT)
+            return self._transport.mailbox.down(source) or LinkDown(source, "it is gone", left)
+        if code == _engine.ABORTED and (failure := self._transport.failure(context)) is not None:
+            return failure
+        if code in (_engine.CANCELLED, _engine.TIMEOUT):
+            return Cancelled()
+        return ClosedError("the transport was closed")
+
+    def port(self, context: int, ranks: Sequence[int], words: Mapping[str, int]) -> Any:
+        """Return what sends and receives NumPy arrays in one group without Python code.
+
+        Args:
+            context: The group's.
+            ranks: Global ranks of its members.
+            words: What a message's `info` is, by the buffer format of the array.
+        """
+        return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(words))
+
+    def hold(self, owner: object) -> None:
+        """Keep memory until `release`, or for good if an exception comes before that."""
+        self._held[id(owner)] = owner
+
+    def release(self, owner: object) -> None:
+        """Undo one `hold`: somebody else keeps it now."""
+        self._held.pop(id(owner), None)
+
+    def abandon(self, into: Any, before: int) -> None:
+        """End the receive into this memory that Ctrl-C interrupted as it began, if there is one.
+
+        Args:
+            into: What it was called with.
+            before: The last number before that call.
+        """
+        try:
+            number = self.native.number_of(into, before)
+        except (TypeError, ValueError, BufferError):
+            return  # C++ takes no such memory
+        if number:
+            transfer = self._open.get(number)
+            self.native.cancel(number, [] if transfer is None else transfer.outcomes)
+            if transfer is not None:
+                transfer.done()
+
+    def begun(
+        self, peer: int | None, context: int, told: Told, among: frozenset[int]
+    ) -> NativeTransfer:
+        """Return the receive that a port has started, whose memory the caller keeps alive."""
+        key = Key(context, Kind.P2P, 0)
+        transfer = self._transfer(peer, key, _NOTHING, 0, receives=True, among=among)
+        self._begin(transfer, told)
+        return transfer
+
+    # ---- what comes from the transport ----------------------------------------------------
+
+    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
+        """Take in a message that came through the transport."""
+        data = arrival.data if arrival.data.nbytes else b""
+        self.native.deliver(arrival.source, context, tag_of(kind, tag), arrival.info, data)
+
+    def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
+        """Use this connection for messages with a rank."""
+        self.native.add_wire(peer, channel, sock.detach())
+
+    def peer_down(self, error: LinkDown) -> None:
+        """End what waits for a rank that is gone, once everything it sent is taken in."""
+        if self.native.peer_down(error.peer, error.left):
+            self.ensure_server()
+
+    def fail_context(self, context: int) -> None:
+        """End everything of a broken context, now and later."""
+        self.native.fail_context(context)
+        for transfer in self._of_context(context):
+            self.cancel(transfer)
+
+    def forget_context(self, context: int, error: BaseException) -> None:
+        """Drop what a destroyed context still holds; `error` ends its receives."""
+        for transfer in self._of_context(context):
+            if transfer.receives:
+                self.cancel(transfer, error)
+        self.native.forget_context(context)
+
+    def ensure_server(self) -> None:
+        """Make sure that somebody moves what nobody waits for."""
+        if self._server.thread is None:
+            with self._lock:
+                if not self._closed:
+                    self._server.start(self._serve)
+
+    def attend(self) -> None:
+        """Take in what arrives though nobody waits for it: its senders wait."""
+        self.ensure_server()
+        self.native.attend()
+
+    def is_server(self) -> bool:
+        """Whether the calling thread is the server."""
+        return self._server.is_here()
+
+    def close(self) -> None:
+        """End everything, after what was sent has gone out or a moment has passed."""
+        with self._lock:
+            self._closed = True
+        for fd in self.native.close(_LINGER_S):
+            self._transport.read_to_end(socket.socket(fileno=fd))
+        self._server.join()
+
+    # ---- beginning and ending -------------------------------------------------------------
+
+    def _transfer(
+        self,
+        peer: int | None,
+        key: Key,
+        data: memoryview,
+        info: int,
+        *,
+        receives: bool,
+        among: frozenset[int] = frozenset(),
+    ) -> NativeTransfer:
+        transfer = NativeTransfer(peer, key.context, key[1:], data, info, among)
+        transfer._messages, transfer._cause = self, None
+        transfer._quiet = transfer.receives = receives
+        transfer.number, transfer.outcomes = 0, []
+        return transfer
+
+    def _wait_for_other(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
+        """Wait until another thread has said that it has ended, or Ctrl-C has kept it from that."""
+        while not transfer.done():
+            left_s = math.inf if deadline is None else deadline.remaining()
+            if not left_s:
+                return False
+            Transfer.wait_until(transfer, Deadline(min(left_s, _LOOK_S)))
+        return True
+
+    def _of_context(self, context: int) -> list[NativeTransfer]:
+        with self._lock:
+            return [t for t in self._open.values() if t.context == context]
+
+    def _begin(self, transfer: NativeTransfer, told: Told) -> None:
+        transfer.number = number = told[0]
+        if not number:
+            self._finish(transfer, told)
+            return
+        with self._lock:
+            early = self._early.pop(number, None)
+            if early is None:
+                self._open[number] = transfer
+        if early is not None:
+            self._finish(transfer, early)
+        self.ensure_server()
+
+    def _end(self, told: Told) -> None:
+        transfer = self._forget(told[0], told)
+        if transfer is not None:
+            self._finish(transfer, told)
+
+    def _forget(self, number: int, told: Told | None = None) -> NativeTransfer | None:
+        with self._lock:
+            transfer = self._open.pop(number, None)
+            if transfer is None and told is not None:
+                # It ended before the call that started it came back.
+                self._early[number] = told
+            return transfer
+
+    def _finish(self, transfer: NativeTransfer, told: Told) -> None:
+        error = self.error(told, transfer.context)
+        if isinstance(error, Cancelled):
+            error = transfer._cause or error
+        if error is None and transfer.peer is None:
+            transfer.peer = told[2]
+        transfer.finish(error)
+
+    # ---- threads --------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            outcomes, stuck = self.native.serve()
+            if not outcomes and not stuck:
+                return
+            for told in outcomes:
+                self._end(told)
+            self._stuck(stuck, True)
+
+    def _wire(self, rank: int, channel: int, ended: bool) -> None:
+        if ended:
+            self._transport.wire_ended(rank, "a data connection to it was closed")
+        else:
+            self._transport.make_wire(rank, channel)
+
+    def _stuck(self, ranks: list[int], sends: bool) -> None:
+        """See to it that the end of these ranks is noticed, and that they take in messages."""
+        transport = self._transport
+        for rank in ranks:
+            if rank != transport.rank:
+                transport.notice_end(rank)
+                if sends:
+                    transport.knock(rank)

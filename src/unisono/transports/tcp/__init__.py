@@ -1,0 +1,1 @@
+"""The transport over TCP: links between ranks, and the thread that serves them."""

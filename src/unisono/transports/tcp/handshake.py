@@ -1,0 +1,250 @@
+"""The handshake of a TCP connection: an outgoing call, and the greeting of a caller.
+
+Both live on the I/O thread, until the connection becomes a link or ends.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from unisono.base.host import reason_of
+from unisono.base.log import get_logger
+from unisono.base.sockets import CONNECT_S, STAGGER_S, begin_call, why_not
+from unisono.errors import HandshakeError
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.io_loop import READ, WRITE, Loop
+from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
+
+__all__ = ["Call", "Greeting"]
+
+_log = get_logger("transports.tcp")
+
+# How long a caller may take to say who it is. Ranks do so at once; this is for strangers.
+_HELLO_S = 30.0
+
+
+class _Attempt:
+    """One address being called; ends with `ended(attempt, reason)`, "" if it is connected."""
+
+    def __init__(
+        self, loop: Loop, host: str, port: int, ended: Callable[[_Attempt, str], None]
+    ) -> None:
+        self.host = host
+        self.at = f"{host}:{port}"
+        self.sock: socket.socket | None = None
+        self._loop = loop
+        self._port = port
+        self._ended = ended
+
+    def start(self, *, limited: bool) -> None:
+        """Call; for so long as the kernel likes, or for CONNECT_S at most."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            self.sock = begin_call(family, (self.host, self._port))
+        except OSError as error:
+            self._ended(self, reason_of(error))
+            return
+        self._loop.watch(self.sock, WRITE, self._connected)
+        if limited:
+            self._loop.start_timer(self._too_slow, CONNECT_S)
+
+    def leave(self) -> socket.socket | None:
+        """Stop watching the connection and return it."""
+        self._loop.stop_timer(self._too_slow)
+        if self.sock is not None:
+            self._loop.unwatch(self.sock)
+        return self.sock
+
+    def close(self) -> None:
+        """Stop calling."""
+        if (sock := self.leave()) is not None:
+            sock.close()
+
+    def _connected(self, events: int) -> None:
+        assert self.sock is not None
+        self._ended(self, why_not(self.sock))
+
+    def _too_slow(self) -> None:
+        self._ended(self, f"no connection after {CONNECT_S:g} s")
+
+
+class Call:
+    """An outgoing connection until the peer has answered; tries all its addresses.
+
+    The next address is called when one fails or takes long; the first connection is used, and if
+    it turns out to lead elsewhere, the others are tried again.
+
+    There is no limit on the answer: a peer that is stopped or busy has not refused, and whoever
+    waits for it has a deadline.
+
+    Args:
+        loop: Of the I/O thread.
+        hello: What to say.
+        address: Where the peer listens.
+        done: Gets the connected socket, or None and the reasons why there is none.
+
+    Source: RFC 8305, "Happy Eyeballs", for the overlap of attempts.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        hello: Hello,
+        address: TCPAddress,
+        done: Callable[[socket.socket | None, str], None],
+    ) -> None:
+        self._loop = loop
+        self._hello = hello
+        self._hosts = deque(address.hosts)
+        self._port = address.port
+        self._done = done
+        self._errors: list[str] = []
+        self._attempts: list[_Attempt] = []
+        self._at = ""
+        self._sock: socket.socket | None = None  # where hello was said
+        self._spare: socket.socket | None = None
+
+    def start(self) -> None:
+        """Call the next address; without one, take the peer's own call, or give it up."""
+        self._loop.stop_timer(self.start)
+        if self._hosts:
+            attempt = _Attempt(self._loop, self._hosts.popleft(), self._port, self._ended)
+            self._attempts.append(attempt)
+            if self._hosts:
+                self._loop.start_timer(self.start, STAGGER_S)
+            attempt.start(limited=bool(self._hosts))
+        elif not self._attempts:
+            spare, self._spare = self._spare, None
+            self._done(spare, "; ".join(self._errors))
+
+    @property
+    def said_hello(self) -> bool:
+        """Whether the peer may have accepted the call; its answer has not come yet."""
+        return self._sock is not None
+
+    def unreached(self) -> list[str]:
+        """Return the addresses that did not take the call so far, each with the reason."""
+        return [*self._errors, *(f"{attempt.at}: no answer yet" for attempt in self._attempts)]
+
+    def park(self, sock: socket.socket) -> None:
+        """Keep the peer's own call, unanswered, in case that this one fails.
+
+        Of two ranks that call each other the lower one does this, so that one connection stays.
+        """
+        self.close_spare()
+        self._spare = sock
+
+    def close_spare(self) -> None:
+        """Close the parked connection, if there is one."""
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+
+    def cancel(self) -> None:
+        """Stop calling; the peer's own call was accepted, or the transport ends."""
+        self._put_back()
+        self._hang_up()
+        self.close_spare()
+
+    def _ended(self, attempt: _Attempt, reason: str) -> None:
+        self._attempts.remove(attempt)
+        self._at = attempt.at
+        if reason:
+            attempt.close()
+            self._failed(reason)
+            return
+        self._sock = sock = attempt.leave()
+        assert sock is not None
+        self._put_back()
+        try:
+            sock.send(self._hello.pack())
+        except OSError as error:
+            self._failed(reason_of(error))
+            return
+        self._loop.watch(sock, READ, self._answered)
+
+    def _put_back(self) -> None:
+        """Stop the other attempts; their addresses are there for another time."""
+        self._loop.stop_timer(self.start)
+        for attempt in reversed(self._attempts):
+            attempt.close()
+            self._hosts.appendleft(attempt.host)
+        self._attempts.clear()
+
+    def _answered(self, events: int) -> None:
+        sock = self._sock
+        assert sock is not None
+        try:
+            answer = sock.recv(1)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._failed(reason_of(error))
+            return
+        if answer != ACCEPT:
+            self._failed("refused this rank" if answer else "hung up during the handshake")
+            return
+        self._sock = None
+        self._loop.unwatch(sock)
+        self.close_spare()
+        self._done(sock, "")
+
+    def _failed(self, reason: str) -> None:
+        self._errors.append(f"{self._at}: {reason}")
+        self._hang_up()
+        self.start()
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._loop.unwatch(self._sock)
+            self._sock.close()
+            self._sock = None
+
+
+class Greeting:
+    """An accepted connection until its hello is complete; a silent one is closed in time.
+
+    Args:
+        loop: Of the I/O thread.
+        sock: The connection.
+        done: Gets it with the hello.
+    """
+
+    def __init__(
+        self, loop: Loop, sock: socket.socket, done: Callable[[socket.socket, Hello], None]
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._done = done
+        self._data = b""
+        loop.watch(sock, READ, self._hear)
+        loop.start_timer(self._too_slow, _HELLO_S)
+
+    def _hear(self, events: int) -> None:
+        try:
+            received = self._sock.recv(HELLO.size - len(self._data))
+            if not received:
+                raise ConnectionResetError("it hung up")
+            self._data += received
+            if len(self._data) < HELLO.size:
+                return
+            hello = Hello.parse(self._data)
+        except BlockingIOError:
+            return
+        except (OSError, HandshakeError) as error:
+            self._end(reason_of(error))
+            return
+        self._loop.stop_timer(self._too_slow)
+        self._loop.unwatch(self._sock)
+        self._done(self._sock, hello)
+
+    def _too_slow(self) -> None:
+        self._end(f"it said nothing for {_HELLO_S:g} s")
+
+    def _end(self, reason: str) -> None:
+        _log.info("a caller was dropped before its hello: %s", reason)
+        self._loop.stop_timer(self._too_slow)
+        self._loop.unwatch(self._sock)
+        self._sock.close()

@@ -1,0 +1,334 @@
+"""One TCP connection between two ranks: frames out, frames in, nothing else.
+
+`write` may be called from any thread; `read` belongs to the I/O thread. Both never block.
+Memory of a transfer can be taken away at any time (`withdraw`): the rest of the frame then
+comes from memory of the link's own, or is thrown away, so that the byte stream stays in step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from unisono.transports.api import Key, Kind, LinkDown, MessageMismatch, Transfer
+from unisono.transports.mailbox import Arrival, Mailbox
+from unisono.transports.tcp.wire import FRAME, Frame
+
+__all__ = ["CHUNK_BYTES", "Link"]
+
+# How often one readable event may read before other links get their turn.
+_READS_PER_TURN = 64
+
+# Small frames are read through a buffer of this size, several in one system call; what is
+# larger goes straight to its place.
+CHUNK_BYTES = 1 << 16
+
+# Control messages are some hundred bytes; a text of this length is not ours.
+_CONTROL_MAX_BYTES = 1 << 24
+
+# Bytes that nobody wants any more are received here, by all links at once.
+_SINK = memoryview(bytearray(CHUNK_BYTES))
+
+_DATA = (Kind.COLLECTIVE, Kind.P2P)
+
+Control = Callable[[int, int, Kind, bytes], None]
+
+
+class _Out:
+    """A frame on its way out: what is left of its header and payload."""
+
+    __slots__ = ("data", "head", "transfer")
+
+    def __init__(self, key: Key, transfer: Transfer) -> None:
+        self.head = memoryview(Frame(key, transfer.into.nbytes, transfer.info).pack())
+        self.data = transfer.into
+        self.transfer = transfer
+
+    @property
+    def started(self) -> bool:
+        return len(self.head) < FRAME.size
+
+    def advance(self, nbytes: int) -> bool:
+        """Note bytes that went out; return whether the frame is complete."""
+        head = min(nbytes, len(self.head))
+        self.head = self.head[head:]
+        self.data = self.data[nbytes - head :]
+        return not self.head and not self.data
+
+
+class _In:
+    """The frame that is coming in; without `data` its payload is thrown away."""
+
+    __slots__ = ("data", "filled", "frame", "transfer")
+
+    def __init__(self, frame: Frame, transfer: Transfer | None, data: memoryview | None) -> None:
+        self.frame = frame
+        self.transfer = transfer
+        self.data = data
+        self.filled = 0
+
+    @property
+    def missing(self) -> int:
+        return self.frame.nbytes - self.filled
+
+    def room(self) -> memoryview:
+        """Return where the next bytes go."""
+        return _SINK[: self.missing] if self.data is None else self.data[self.filled :]
+
+    def take(self, chunk: memoryview) -> int:
+        """Copy as much of the payload as `chunk` has; return how much that was."""
+        count = min(len(chunk), self.missing)
+        if self.data is not None:
+            self.data[self.filled : self.filled + count] = chunk[:count]
+        self.filled += count
+        return count
+
+
+class Link:
+    """Frames between this rank and `peer` over a connected, non-blocking socket.
+
+    Without a socket yet, frames wait in the outbox until `attach`.
+
+    Args:
+        peer: The other rank.
+        mailbox: Gets the messages.
+        control: Gets the control messages: (peer, context, kind, body).
+        chunk: [CHUNK_BYTES] the I/O thread's buffer; nothing stays in it between two reads.
+    """
+
+    def __init__(self, peer: int, mailbox: Mailbox, control: Control, chunk: memoryview) -> None:
+        self.peer = peer
+        self.sock: socket.socket | None = None
+        self.ready = False
+        self._closed: LinkDown | None = None
+        self._mailbox = mailbox
+        self._control = control
+        self._outbox: deque[_Out] = deque()
+        self._write_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._chunk = chunk
+        self._rest = b""  # the beginning of a header, from the last read
+        self._in: _In | None = None
+
+    def attach(self, sock: socket.socket) -> None:
+        """Use this socket from now on; the handshake on it is over."""
+        with self._write_lock:
+            self.sock = sock
+            self.ready = True
+
+    # ---- out ------------------------------------------------------------------------------
+
+    def submit(self, key: Key, transfer: Transfer) -> bool:
+        """Queue a frame and send what the socket takes; return whether some is left.
+
+        Raises:
+            OSError: The connection is broken.
+        """
+        out = _Out(key, transfer)
+        with self._write_lock:
+            closed = self._closed
+            if closed is None:
+                self._outbox.append(out)
+            idle = len(self._outbox) == 1
+        if closed is not None:
+            transfer.finish(closed)
+            return False
+        # Not idle: somebody else is writing, or the I/O thread waits until the socket takes more.
+        return not (self.ready and idle) or self.write()
+
+    def write(self) -> bool:
+        """Send what the socket takes now; return whether the outbox still holds something.
+
+        Raises:
+            OSError: The connection is broken.
+        """
+        finished: list[Transfer] = []
+        try:
+            with self._write_lock:
+                self._write(finished)
+                return bool(self._outbox)
+        finally:
+            # Outside the lock: a callback may submit the next frame to this very link.
+            for transfer in finished:
+                transfer.finish()
+
+    def _write(self, finished: list[Transfer]) -> None:
+        if not self.ready or self.sock is None:
+            return
+        while self._outbox:
+            out = self._outbox[0]
+            try:
+                sent = self.sock.sendmsg([out.head, out.data])
+            except (BlockingIOError, InterruptedError):
+                return
+            if out.advance(sent):
+                self._outbox.popleft()
+                finished.append(out.transfer)
+
+    # ---- in -------------------------------------------------------------------------------
+
+    def read(self) -> bool:
+        """Take in what has arrived; return whether there may be more.
+
+        Raises:
+            EOFError: The peer closed the connection.
+            OSError: The connection is broken.
+            ValueError: The stream is not ours.
+        """
+        for _ in range(_READS_PER_TURN):
+            incoming = self._in
+            large = incoming is not None and incoming.missing >= CHUNK_BYTES
+            if not (self._read_body() if large else self._read_chunk()):
+                return False
+        return True
+
+    def _read_body(self) -> bool:
+        """Receive payload straight into its place; return whether there was any."""
+        assert self.sock is not None
+        with self._read_lock:
+            incoming = self._in
+            assert incoming is not None
+            received = _recv_into(self.sock, incoming.room())
+            incoming.filled += received
+            complete = not incoming.missing
+            if complete:
+                self._in = None
+        if complete:
+            self._complete(incoming)
+        return received > 0
+
+    def _read_chunk(self) -> bool:
+        """Receive through the buffer; return whether the socket may hold more."""
+        assert self.sock is not None
+        begin = len(self._rest)
+        received = _recv_into(self.sock, self._chunk[begin:])
+        if not received:
+            return False
+        self._chunk[:begin] = self._rest
+        at, end = 0, begin + received
+        while taken := self._parse(self._chunk[at:end]):
+            at += taken
+        self._rest = bytes(self._chunk[at:end])
+        return end == CHUNK_BYTES
+
+    def _parse(self, chunk: memoryview) -> int:
+        """Take one header, or payload, from the chunk; return its size, 0 if all is used up."""
+        with self._read_lock:
+            taken = 0
+            if self._in is None:
+                if len(chunk) < FRAME.size:
+                    return 0
+                taken = FRAME.size
+                self._in = self._begin(Frame.parse(chunk[:taken]))
+            incoming = self._in
+            taken += incoming.take(chunk[taken:])
+            complete = not incoming.missing
+            if complete:
+                self._in = None
+        if complete:
+            self._complete(incoming)
+        return taken
+
+    def _begin(self, frame: Frame) -> _In:
+        """Find the place of a payload.
+
+        Called with the lock held: between the claim and the note in `_in`, `withdraw` would
+        find the receive nowhere and let its memory be written to later.
+        """
+        if frame.key.kind in _DATA:
+            transfer = self._mailbox.claim(self.peer, frame.key.context, frame.key[1:])
+            if transfer is not None:
+                fits = transfer.into.nbytes == frame.nbytes and transfer.info == frame.info
+                return _In(frame, transfer, transfer.into if fits else None)
+        elif frame.nbytes > _CONTROL_MAX_BYTES:
+            raise ValueError(f"it sent a control message of {frame.nbytes} bytes")
+        try:
+            # Not a bytearray, which would be zeroed first.
+            return _In(frame, None, np.empty(frame.nbytes, np.uint8).data)
+        except (MemoryError, OverflowError, ValueError):
+            raise ValueError(
+                f"it sent {frame.nbytes} bytes before their receive, which do not fit in memory"
+            ) from None
+
+    def _complete(self, incoming: _In) -> None:
+        frame, transfer, data = incoming.frame, incoming.transfer, incoming.data
+        if transfer is not None and data is None:
+            # A transfer that was withdrawn is done already, so that this is without effect.
+            transfer.finish(MessageMismatch(self.peer, frame.nbytes, frame.info))
+        elif transfer is not None:
+            transfer.finish()
+        elif data is not None and frame.key.kind in _DATA:
+            arrival = Arrival(self.peer, data, frame.info)
+            self._mailbox.keep(frame.key.context, frame.key[1:], arrival)
+        elif data is not None:
+            self._control(self.peer, frame.key.context, frame.key.kind, bytes(data))
+
+    # ---- ends -----------------------------------------------------------------------------
+
+    def withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """Stop touching the memory of the transfers that `unwanted` picks, and fail them."""
+        failed: list[Transfer] = []
+        with self._write_lock:
+            kept: deque[_Out] = deque()
+            for out in self._outbox:
+                if unwanted(out.transfer):
+                    failed.append(out.transfer)
+                    if not out.started:
+                        continue
+                    out.data = memoryview(bytes(out.data))
+                kept.append(out)
+            self._outbox = kept
+        with self._read_lock:
+            incoming = self._in
+            if incoming is not None and incoming.transfer and unwanted(incoming.transfer):
+                failed.append(incoming.transfer)
+                incoming.data = None
+        for transfer in failed:
+            transfer.finish(error)
+
+    def pending(self) -> bool:
+        """Whether frames wait to be sent."""
+        return bool(self._outbox)
+
+    def end_writing(self) -> None:
+        """Tell the peer that nothing follows; it can still be heard."""
+        with self._write_lock, contextlib.suppress(OSError):
+            if self.sock is not None:
+                self.sock.shutdown(socket.SHUT_WR)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the link has ended, for good."""
+        return self._closed is not None
+
+    def close(self, error: LinkDown) -> None:
+        """Close the socket and fail whatever was under way."""
+        with self._write_lock, self._read_lock:
+            self.ready = False
+            self._closed = error
+            sock, self.sock = self.sock, None
+            failed = [out.transfer for out in self._outbox]
+            self._outbox.clear()
+            if self._in is not None and self._in.transfer is not None:
+                failed.append(self._in.transfer)
+            self._in = None
+        if sock is not None:
+            sock.close()
+        for transfer in failed:
+            transfer.finish(error)
+
+
+def _recv_into(sock: socket.socket, buffer: memoryview) -> int:
+    """Receive into `buffer`; 0 means nothing is there yet."""
+    try:
+        received = sock.recv_into(buffer)
+    except (BlockingIOError, InterruptedError):
+        return 0
+    if received == 0:
+        raise EOFError("connection closed")
+    return received

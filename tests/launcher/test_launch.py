@@ -1,0 +1,143 @@
+"""`launch`: results, errors, and calls from sessions without a file."""
+
+import importlib
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher import launch
+
+LIMIT_S = 200.0
+
+
+@pytest.fixture
+def targets(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    return importlib.import_module("launch_targets")
+
+
+@pytest.fixture
+def no_cloudpickle(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_results_come_back_by_rank(targets, method):
+    got = launch(targets.scaled, 3, (10,), start_method=method)
+    assert got == [{"rank": rank * 10, "world_size": "3"} for rank in range(3)]
+
+
+def test_works_without_cloudpickle(targets, no_cloudpickle):
+    assert [r["rank"] for r in launch(targets.scaled, 2, (1,))] == [0, 1]
+
+
+def test_lambda_and_closure():
+    offset = 5
+    assert launch(lambda rank, x: rank * x + offset, 2, (3,)) == [5, 8]
+
+
+def test_large_results(targets):
+    assert launch(targets.large, 2, (1 << 20,)) == [bytes([rank]) * (1 << 20) for rank in (0, 1)]
+
+
+def test_first_failure_is_raised_as_it_was_with_rank_and_traceback(targets):
+    with pytest.raises(targets.CustomError) as caught:
+        launch(targets.fail_on_rank_1, 3)
+    assert caught.value.code == 7
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerFailedError)
+    assert cause.context.rank == 1
+    last = str(cause).splitlines()
+    assert "in fail_on_rank_1" in last[-3]
+    assert last[-1] == "launch_targets.CustomError: (7, 'boom')"
+
+
+def test_rank_that_dies_without_an_exception(targets):
+    with pytest.raises(WorkerFailedError, match=r"rank 1 .* exited with code 3"):
+        launch(targets.die_on_rank_1, 2)
+
+
+def test_result_that_cannot_be_pickled(targets):
+    with pytest.raises(InvalidArgumentError, match=r"the result of rank \d cannot be sent"):
+        launch(targets.not_picklable, 2)
+
+
+def test_function_that_cannot_be_pickled_without_cloudpickle(no_cloudpickle):
+    with pytest.raises(InvalidArgumentError, match="the function or its arguments") as caught:
+        launch(lambda rank: rank, 2)
+    assert caught.value.hint.startswith("pip install cloudpickle")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"nprocs": 0}, "nprocs must be at least 1"), ({"start_method": "x"}, "got 'x'")],
+)
+def test_bad_arguments(targets, options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        launch(**{"fn": targets.scaled, "nprocs": 1, "args": (1,)} | options)
+
+
+SESSION = """
+from unisono.launcher import launch
+class MyError(Exception):
+    pass
+def cell(rank, k):
+    import unisono as dist
+    import numpy as np
+    dist.init_process_group()
+    x = np.full(2, float(rank + k))
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return x.tolist()
+def bad(rank):
+    raise MyError("boom")
+print(launch(cell, 2, (1,)))
+try:
+    launch(bad, 1)
+except MyError as error:
+    print(type(error) is MyError, error, error.__notes__)
+"""
+# How a notebook's kernel runs a cell: in a module __main__ that comes from no file.
+NOTEBOOK = """
+import sys, types
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+exec(compile({session!r}, "<ipython-input-1>", "exec"), main.__dict__)
+"""
+
+
+@pytest.mark.parametrize("kind", ["command", "stdin", "notebook"])
+def test_sessions_without_a_file(kind):
+    code = NOTEBOOK.format(session=SESSION) if kind == "notebook" else SESSION
+    arguments, text = (["-"], code) if kind == "stdin" else (["-c", code], None)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    expected = "[[3.0, 3.0], [3.0, 3.0]]\nTrue boom ['raised on rank 0 of 1']\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+def test_session_without_a_file_and_without_cloudpickle():
+    code = textwrap.dedent("""
+        import sys
+        sys.modules["cloudpickle"] = None
+        from unisono.launcher import launch
+        def cell(rank): pass
+        try:
+            launch(cell, 2)
+        except ValueError as error:
+            print(error.what)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert "defined in a session without a file" in done.stdout, done.stderr

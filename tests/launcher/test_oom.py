@@ -1,0 +1,120 @@
+"""The hint after SIGKILL: a worker that the kernel really kills, and one that it did not."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono.launcher
+from unisono.launcher.workers import oom
+
+SRC = str(Path(unisono.launcher.__file__).parents[2])
+LIMIT_S = 200.0
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+EATER = """
+import os
+if os.environ["RANK"] == "1":
+    blocks = []
+    while True:
+        blocks.append(b"x" * (1 << 20))
+os.read(0, 1)
+"""
+
+
+@contextlib.contextmanager
+def small_cgroup(limit_bytes):
+    """A cgroup below our own with little memory; the test is skipped where that is forbidden."""
+    events = Path(oom._cgroup_files()[0])
+    version_1 = events.name == "memory.oom_control"
+    folder = events.parent / f"unisono-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        limit = folder / ("memory.limit_in_bytes" if version_1 else "memory.max")
+        try:
+            limit.write_text(str(limit_bytes))
+        except OSError as error:
+            pytest.skip(f"no memory limit can be set: {error}")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_worker_that_the_kernel_kills_for_want_of_memory(tmp_path):
+    (tmp_path / "eater.py").write_text(EATER)
+    with small_cgroup(96 << 20) as folder:
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono", "run", "-n", "2", "eater.py"],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": SRC},
+            stdin=subprocess.PIPE,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
+        )
+    assert done.returncode == 128 + signal.SIGKILL
+    last = done.stderr.splitlines()[-1]
+    assert "first failure: rank 1 " in last
+    assert " was killed by SIGKILL (out of memory: " in last
+
+
+@pytest.fixture
+def kernel(monkeypatch, tmp_path):
+    """A host whose counts are files here, and whose log is closed to us."""
+    for name in ("memory.events", "vmstat"):
+        (tmp_path / name).write_text("low 0\noom_kill 3\n")
+    (tmp_path / "memory.max").write_text("1048576\n")
+    real = oom._read
+    monkeypatch.setattr(
+        oom, "_read", lambda path: real(path.replace("/proc/vmstat", str(tmp_path / "vmstat")))
+    )
+    files = str(tmp_path / "memory.events"), str(tmp_path / "memory.max")
+    monkeypatch.setattr(oom, "_cgroup_files", lambda: files)
+    monkeypatch.setattr(oom, "_open_end_of_kernel_log", lambda: None)
+    return tmp_path
+
+
+def test_what_the_counts_say(kernel):
+    with oom.OomWatch() as watch:
+        assert watch.hint(1) == "out of memory? see dmesg"
+        (kernel / "vmstat").write_text("oom_kill 4\n")
+        assert watch.hint(1).startswith("probably out of memory: ")
+        (kernel / "memory.events").write_text("oom 1\noom_kill 4\noom_group_kill 0\n")
+        assert watch.hint(1) == "out of memory: its cgroup's limit of 1048576 bytes was reached"
+
+
+def test_what_the_log_says(kernel, monkeypatch):
+    log, kernel_end = os.pipe()
+    os.set_blocking(log, False)
+    monkeypatch.setattr(oom, "_open_end_of_kernel_log", lambda: log)
+    with oom.OomWatch() as watch, open(kernel_end, "wb", buffering=0) as writer:
+        writer.write(b"6,1,2,-;Memory cgroup out of memory: Killed process 123 (python) total-vm\n")
+        for _ in range(2):
+            assert watch.hint(123) == "out of memory: the kernel's log names this process"
+            assert watch.hint(12) == "out of memory? see dmesg"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0::/\n", ("memory.events", "memory.max")),
+        ("0::/user.slice/a\n", ("user.slice/a/memory.events", "user.slice/a/memory.max")),
+        (
+            "9:name=systemd:/\n4:cpuset,memory:/job:1\n0::/\n",
+            ("memory/job:1/memory.oom_control", "memory/job:1/memory.limit_in_bytes"),
+        ),
+        ("", ("memory.events", "memory.max")),
+    ],
+)
+def test_files_of_the_cgroup(monkeypatch, text, expected):
+    monkeypatch.setattr(oom, "_read", lambda path: text)
+    assert oom._cgroup_files() == tuple(f"/sys/fs/cgroup/{name}" for name in expected)

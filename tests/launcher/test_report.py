@@ -1,0 +1,158 @@
+"""Reports: the right traceback out of a standard error, the right failure out of several."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from unisono.launcher.report import (
+    SETTLE_S,
+    Ends,
+    Failure,
+    exception_line,
+    exit_status,
+    extract_traceback,
+    is_consequence,
+    leavers,
+    order,
+    render,
+)
+
+PLAIN = """Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    f()
+ValueError: first line
+second line"""
+
+
+def failure(rank, text="", time_s=0.0, exit_code=1):
+    return Failure(rank=rank, pid=100 + rank, exit_code=exit_code, time_s=time_s, text=text)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "expected"),
+    [
+        ("", ""),
+        ("just\na few\nlines", "just\na few\nlines"),
+        ("\n".join(map(str, range(50))), "\n".join(map(str, range(30, 50)))),
+        (f"warning\n{PLAIN}\n", PLAIN),
+        (f"{PLAIN.replace('a.py', 'thread.py')}\nlog line\n{PLAIN}\n", PLAIN),
+        (f"{PLAIN}\nException ignored in: <f>\nTraceback (most recent call last):\n  x\nE", PLAIN),
+        (f"Exception ignored in: <f>\nTraceback (most recent call last):\n  x\nE\n{PLAIN}", PLAIN),
+        (f"log\nFatal Python error: Aborted\n\n{'x'}", "Fatal Python error: Aborted\n\nx"),
+        ('log\n  File "a.py", line 1\n    (\nSyntaxError: bad', None),
+    ],
+)
+def test_traceback_is_found_among_other_lines(stderr, expected):
+    if expected is None:
+        expected = stderr.removeprefix("log\n")
+    assert extract_traceback(stderr) == expected
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "raise ValueError('boom')",
+        "try:\n  1/0\nexcept ZeroDivisionError as e:\n  raise ValueError('boom') from e",
+        "try:\n  1/0\nexcept ZeroDivisionError:\n  raise ValueError('boom')",
+        "def f(n): raise ValueError('boom') if not n else f(n - 1)\nf(5)",
+        "x = (",
+        "raise ExceptionGroup('boom', [ValueError(1), KeyError(2)])",
+    ],
+)
+def test_whole_text_of_the_real_interpreter_is_kept(program):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert extract_traceback(f"a line before\n{done.stderr}") == done.stderr.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PLAIN, "ValueError: first line"),
+        (f"KeyError: 1\n\n{PLAIN}", "ValueError: first line"),
+        ("\n".join(f"[rank1]: {line}" for line in PLAIN.splitlines()), "ValueError: first line"),
+        ("no traceback: at all", ""),
+        ("", ""),
+    ],
+)
+def test_exception_line(text, expected):
+    assert exception_line(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("last_line", "expected"),
+    [
+        ("ValueError: boom", False),
+        ("ValueError: caused by a PeerLostError", False),
+        ("PeerLostError", True),
+        ("unisono.errors.PeerLostError: all_reduce #4: rank 1 is gone", True),
+        ("unisono.errors.CollectiveAbortedError: x", True),
+        ("unisono.errors.CollectiveTimeoutError: x", False),
+        ("ConnectionResetError: [Errno 104] Connection reset by peer", True),
+        ("RuntimeError: [gloo/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:9", True),
+    ],
+)
+def test_consequences_of_another_ranks_end(last_line, expected):
+    text = f'Traceback (most recent call last):\n  File "a.py", line 1\n{last_line}'
+    assert is_consequence(text) is expected
+
+
+def test_root_cause_is_the_earliest_original_failure():
+    lost = PLAIN.replace("ValueError: first", "PeerLostError: first")
+    failures = [failure(0, lost, 1.0), failure(1, PLAIN, 3.0), failure(2, "", 2.0, -9)]
+    assert [f.rank for f in order(failures)] == [2, 1, 0]
+    assert [f.rank for f in order([failures[0], failure(3, lost, 0.5)])] == [3, 0]
+
+
+def test_first_failure_is_known_at_once_unless_it_is_a_consequence():
+    texts = {0: PLAIN.replace("ValueError: first", "PeerLostError: first"), 1: PLAIN}
+    ends = Ends(lambda rank: texts.get(rank, ""))
+    ends.note(2, 102, 0)
+    assert (ends.failures(), list(ends.left_s), ends.known_in_s()) == ([], [2], float("inf"))
+    ends.note(0, 100, 1)
+    assert ends.known_in_s() <= SETTLE_S
+    ends.note(1, 101, -9, "a hint")
+    assert ends.known_in_s() == 0.0
+    texts[0] += " and more"
+    first, second = ends.failures()
+    assert (first.rank, first.exit_code, first.hint, first.text) == (1, -9, "a hint", PLAIN)
+    assert (second.rank, second.pid, second.text) == (0, 100, texts[0])
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exited with code 3"),
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+        (-signal.SIGKILL, "was killed by SIGKILL"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_exit_status_in_words(code, words):
+    assert exit_status(code) == words
+
+
+def test_leavers_are_told_if_there_are_any():
+    first = failure(0, "", 100.0)
+    assert leavers(first, {}) == leavers(first, {1: 100.5}) == ""
+    many = leavers(first, {rank: 90.0 + rank / 10 for rank in range(1, 12)})
+    assert many.startswith(
+        "left with exit code 0 before the first failure: rank 1 9.9 s, rank 2 9.8"
+    )
+    assert many.endswith("rank 8 9.2 s, ...")
+
+
+def test_report_ends_with_the_first_failures_text():
+    failures = [failure(1, PLAIN, 100.0), failure(0, "", 101.0, 7)]
+    text = render(failures, [2, 3], {4: 96.9, 5: 99.8, 6: 100.5}, prefix="> ")
+    lines = text.splitlines()
+    assert lines[0].startswith("> rank 0 (pid 100, host ")
+    assert lines[0].endswith("exited with code 7")
+    assert lines[1] == "> ranks 2, 3 stopped by the launcher"
+    assert (
+        lines[2] == "> left with exit code 0 before the first failure: rank 4 3.1 s, rank 5 0.2 s"
+    )
+    assert lines[3].startswith("> first failure: rank 1 (pid 101, host ")
+    assert lines[4:] == PLAIN.splitlines()
