@@ -32,7 +32,8 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.api import Failure
+from unisono.transports.messages import Failure
+from unisono.transports.native_messages import NativeMessages
 
 __all__ = ["CPUBackend"]
 
@@ -76,8 +77,9 @@ class CPUBackend(DeviceBackend):
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
         self._planner = Planner(comm, self._engine)
-        if comm.transport.messages is not None:
-            self.port = p2p.Port(comm, comm.transport.messages)
+        messages = comm.transport.messages
+        if isinstance(messages, NativeMessages):
+            self.port = p2p.Port(comm, messages)
             if self.calls is not None:
                 self.port.serve(self.calls)
 

@@ -27,7 +27,7 @@ from unisono.errors import (
     UsageError,
 )
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch, Transfer
-from unisono.transports.api import Failure, Kind
+from unisono.transports.messages import Failure, Kind
 from unisono.transports.native_messages import NativeMessages, Told
 
 __all__ = ["Port", "recv", "send"]
@@ -90,7 +90,7 @@ class _Message(Pending):
     def expire(self) -> None:
         """Give up; the group stays usable, and the memory is not touched any more."""
         if self._transfer is not None:
-            self._comm.transport.cancel(self._transfer)
+            self._transfer.cancel()
 
     def explain(self, error: BaseException | None) -> BaseException | None:
         """Return the error that a user reads."""

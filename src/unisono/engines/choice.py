@@ -14,6 +14,7 @@ from unisono.engines.info import engine_info
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.transports.native_messages import NativeMessages
 
 __all__ = ["make_engine"]
 
@@ -59,4 +60,4 @@ def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
     """Whether ranks of several hosts have messages in C++ that understand each other."""
     messages = comm.transport.messages
     versions = {word.partition("/")[0] for word in words}
-    return messages is not None and messages.reaches_all and len(versions) == 1
+    return isinstance(messages, NativeMessages) and messages.reaches_all and len(versions) == 1

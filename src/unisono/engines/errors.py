@@ -20,7 +20,8 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question, Status, Unreached
+from unisono.transports.api import Question
+from unisono.transports.messages import CallStatus, Failure, Unreached
 
 __all__ = [
     "LATE_S",
@@ -140,7 +141,7 @@ def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
     return _table(transport.rank, mine, answers)
 
 
-def _table(me: int, mine: Unreached, answers: dict[int, Status]) -> list[str]:
+def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str]:
     """Return a line for each rank that could not reach another one at some address, and why."""
     told = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
     return [
@@ -197,7 +198,7 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
 
 
 def mismatch_error(
-    comm: Communicator, call: Call, answers: dict[int, Status]
+    comm: Communicator, call: Call, answers: dict[int, CallStatus]
 ) -> CollectiveMismatchError:
     """Return the error of ranks that made different calls: every variant with its ranks."""
     me = comm.transport.rank

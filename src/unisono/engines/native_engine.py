@@ -50,7 +50,8 @@ from unisono.schedules import (
     lower_uneven,
 )
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question, Status
+from unisono.transports.api import Question
+from unisono.transports.messages import CallStatus, Failure
 
 __all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
 
@@ -296,12 +297,12 @@ class NativeEngine(QueueEngine):
 
     # ---- repeated calls -------------------------------------------------------------------
 
-    def _last_without_python(self) -> Status | None:
+    def _last_without_python(self) -> CallStatus | None:
         """Return the last call that this rank has begun without `Transport.enter`."""
         queued, last = self.last_queued(), self.calls.last()
         if last is None or (queued is not None and queued.seq > last[0]):
             return queued
-        return Status(last[0], last[1].call.text)
+        return CallStatus(last[0], last[1].call.text)
 
     def _repeated_badly(
         self,

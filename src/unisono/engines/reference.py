@@ -27,7 +27,8 @@ from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
-from unisono.transports.api import Failure, Kind, Question
+from unisono.transports.api import Question
+from unisono.transports.messages import Failure, Kind
 
 __all__ = ["ReferenceEngine", "Run"]
 
@@ -70,7 +71,7 @@ class Run:
             self._comm.transport.close_question(self._asked)
         for transfer in self._open:
             if not transfer.done():
-                self._comm.transport.cancel(transfer)
+                transfer.cancel()
 
     # ---- agreement ------------------------------------------------------------------------
 
