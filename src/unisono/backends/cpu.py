@@ -15,10 +15,16 @@ from typing import Any
 from unisono.backends import p2p
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.blocks import (
+    Blocks,
+    Splits,
+    require_blocks,
+    require_stripes,
+    require_total,
+    split_sizes,
+)
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
 from unisono.backends.plans import Asked, Planner
-from unisono.backends.sizes import require_blocks, require_stripes, require_total
-from unisono.backends.splits import Blocks, Splits, split_sizes
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
 from unisono.engines import (

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.backends.flat import Flat
-from unisono.backends.splits import (
+from unisono.backends.blocks import (
     Blocks,
     Splits,
     check_blocks,
@@ -29,6 +28,7 @@ from unisono.backends.splits import (
     sent_blocks,
     sent_splits,
 )
+from unisono.backends.flat import Flat
 from unisono.base import config
 from unisono.base.types import DType, ReduceOp
 from unisono.engines import Call, Communicator, Engine, Exchange
