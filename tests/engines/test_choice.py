@@ -75,8 +75,8 @@ def test_engine_info(monkeypatch):
 
 
 def test_engine_info_without_the_extension_module(monkeypatch):
-    monkeypatch.setattr("unisono.engines.info.native", None)
-    monkeypatch.setattr("unisono.engines.info.why_absent", "it is not built")
+    monkeypatch.setattr("unisono.engines.choice.native", None)
+    monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     info = unisono.engine_info()
     assert info.engine == "reference"
     assert "is not built" in str(info)
