@@ -31,7 +31,7 @@ from unisono.engines import (
     Communicator,
     Engine,
     Task,
-    host_word,
+    host_id,
     make_engine,
 )
 from unisono.engines.errors import already_broken_error
@@ -74,7 +74,7 @@ class CPUBackend(DeviceBackend):
             )
         if comm is None:
             deadline = Deadline(spec.timeout_s)
-            host = "" if options.engine == "reference" else host_word()
+            host = "" if options.engine == "reference" else host_id()
             transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,8 +12,9 @@ from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
-from unisono.engines.native_engine import NativeEngine, host_word, is_native_built
+from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
+from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.transports.native_messages import NativeMessages
 
@@ -99,13 +99,13 @@ def engine_info() -> EngineInfo:
     A group of which one rank has another word here uses the reference engine all the same;
     `repr(group)` and the log say so.
     """
-    memory = _shared_memory()
+    memory = memory_kind()
     wish = config.get("UNISONO_ENGINE")
     if native is None:
         engine, why = "reference", why_absent
     elif wish == "reference":
         engine, why = wish, "UNISONO_ENGINE=reference"
-    elif not host_word() or memory != "memfd":
+    elif not host_id() or memory != "memfd":
         engine, why = "reference", "ranks cannot share memory here"
     else:
         engine, why = "native", "UNISONO_ENGINE=native" if wish == "native" else "it is built"
@@ -118,18 +118,3 @@ def engine_info() -> EngineInfo:
         usable_cores(),
         "" if native is None else native.BUILD,
     )
-
-
-def _shared_memory() -> str:
-    """Make an anonymous file and open it as another process would; return what came of it."""
-    if not hasattr(os, "memfd_create"):
-        return "this system has no memfd_create"
-    try:
-        made = os.memfd_create("unisono-probe")
-        try:
-            os.close(os.open(f"/proc/{os.getpid()}/fd/{made}", os.O_RDWR | os.O_CLOEXEC))
-        finally:
-            os.close(made)
-    except OSError as error:
-        return f"{error.strerror}: {error.filename or 'memfd_create'}"
-    return "memfd"
