@@ -87,7 +87,7 @@ class CPUBackend(DeviceBackend):
         if isinstance(messages, NativeMessages):
             self.port = p2p.Port(comm, messages)
             if self.calls is not None:
-                self.port.serve(self.calls)
+                self.port.attach(self.calls)
 
     # ---- collectives ----------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.array_lists import Memory, are_even, joined, spread
-from unisono.engines.errors import LATE_S, Expired
+from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
@@ -41,7 +41,6 @@ from unisono.schedules import (
     lower_shared,
     lower_uneven,
 )
-from unisono.transports import LinkDown
 from unisono.transports.api import Question
 from unisono.transports.messages import CallStatus, Failure
 
@@ -62,14 +61,6 @@ _SILENCE_S = 1.0
 
 # A rank that was told to abort, and ended then, was told by another one, which tells all.
 _ABORT_WORDS_S = 5.0
-
-_GONE: dict[int, str] = {}
-if _engine is not None:
-    _GONE |= {
-        _engine.LOST: "its process ended",
-        _engine.LEFT: "it left: the group was closed",
-        _engine.UNREACHABLE: "it cannot be reached",
-    }
 
 _INT64 = dtype_named("int64")
 
@@ -350,29 +341,21 @@ class NativeEngine(QueueEngine):
         return table
 
     def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
-        """Raise what the reference engine would raise for this status."""
+        """Raise the exception that the reference engine would raise for this code."""
         comm = self.comm
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        if (code in _GONE or code == _engine.ABORTED) and self._is_told(comm.ranks[peer], code):
+        if takes_no_part(code) and self._is_told(comm.ranks[peer], code):
             code = _engine.ABORTED
-        if code in _GONE:
-            rank, left = comm.ranks[peer], code == _engine.LEFT
-            down = comm.transport.mailbox.down(rank)
-            if down is not None and down.left and code == _engine.LOST and self._group is not None:
-                # To who was never linked to it, a rank that was killed looks like one that left.
-                down = None
-            raise down or LinkDown(rank, _GONE[code], left=left)
-        if code == _engine.TIMEOUT:
-            raise Expired(self._asked)
-        failure = comm.transport.failure(comm.context)
-        if code == _engine.ABORTED:
-            blamed = comm.ranks[peer]
-            raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
-        if code == _engine.NO_MEMORY:
-            raise MemoryError(f"{task.call.text} needs more than there is")
-        raise InternalError(f"the native engine ended with status {code}, peer {peer}")
+        raise status_of_code(
+            comm,
+            task.call,
+            code,
+            peer,
+            asked=self._asked,
+            shares_memory=self._group is not None,
+        )
 
     def _is_told(self, peer: int, code: int) -> bool:
         """Return whether a rank that takes no part any more, or another one, has said why.

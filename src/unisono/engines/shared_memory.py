@@ -106,7 +106,7 @@ def _make(comm: Communicator, run: Run) -> tuple[Any, list[int], bool]:
     shared = bool(answers.all())
     for rank in others:
         run.send(rank, memoryview(bytes([shared])))
-    run.settle()
+    run.wait_for_sends()
     segment.close_fd()
     return segment, pids.tolist(), shared
 
@@ -127,5 +127,5 @@ def _open(comm: Communicator, run: Run) -> tuple[Any, list[int], bool]:
     run.send(0, memoryview(bytes([error == 0])))
     shared = bytearray(1)
     run.wait(run.recv(0, memoryview(shared)))
-    run.settle()
+    run.wait_for_sends()
     return segment, pids.tolist(), bool(shared[0])

@@ -48,7 +48,7 @@ __all__ = ["NativeMessages", "NativeTransfer", "tag_of"]
 
 _log = get_logger("transports.native")
 
-Told = tuple[int, int, int, int, int]
+Outcome = tuple[int, int, int, int, int]
 """(number, code, source, nbytes, info) of a send or receive."""
 
 # As for TCP: how long close() goes on sending what isend left.
@@ -115,13 +115,13 @@ class NativeTransfer(Transfer):
     _quiet: bool
     _cause: BaseException | None
     number: int
-    outcomes: list[Told]
+    outcomes: list[Outcome]
     receives: bool
 
     def done(self) -> bool:
         # Whoever took its outcome may have been interrupted before he could say so.
         if not self._done and self.outcomes:
-            self._messages.settle(self)
+            self._messages.finish(self)
         return self._done
 
     def wait_until(self, deadline: Deadline | None) -> bool:
@@ -154,7 +154,7 @@ class NativeMessages:
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
-        self._early: dict[int, Told] = {}
+        self._early: dict[int, Outcome] = {}
         # By id: memory of calls between Python and C++, where Ctrl-C would free it under C++.
         self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{links.rank}")
@@ -250,7 +250,7 @@ class NativeMessages:
             told = self.native.start_recv(source, key.context, tag, info, into, sources)
             self._begin(transfer, told)
         except BaseException:
-            self.abandon(into, before)
+            self.cancel_interrupted(into, before)
             raise
         finally:
             self.release(transfer)
@@ -276,7 +276,7 @@ class NativeMessages:
             return self._wait_for_other(transfer, deadline)
         return transfer.done()
 
-    def settle(self, transfer: NativeTransfer) -> None:
+    def finish(self, transfer: NativeTransfer) -> None:
         """Finish a transfer whose outcome is known; any number of times, by any thread."""
         told = transfer.outcomes[0]
         self._forget(told[0])
@@ -291,9 +291,9 @@ class NativeMessages:
             # Another thread has just ended it, and will say so.
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
-    def error(self, told: Told, context: int) -> BaseException | None:
+    def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
         """Return what an outcome means."""
-        _, code, source, nbytes, info = told
+        _, code, source, nbytes, info = outcome
         if code == _engine.OK:
             return None
         if code == _engine.MISMATCH:
@@ -325,7 +325,7 @@ class NativeMessages:
         """Undo one `hold`: somebody else keeps it now."""
         self._held.pop(id(owner), None)
 
-    def abandon(self, into: Any, before: int) -> None:
+    def cancel_interrupted(self, into: Any, before: int) -> None:
         """End the receive into this memory that Ctrl-C interrupted as it began, if there is one.
 
         Args:
@@ -343,7 +343,7 @@ class NativeMessages:
                 transfer.done()
 
     def begun(
-        self, peer: int | None, context: int, told: Told, among: frozenset[int]
+        self, peer: int | None, context: int, told: Outcome, among: frozenset[int]
     ) -> NativeTransfer:
         """Return the receive that a port has started, whose memory the caller keeps alive."""
         key = Key(context, Kind.P2P, 0)
@@ -435,7 +435,7 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, told: Told) -> None:
+    def _begin(self, transfer: NativeTransfer, told: Outcome) -> None:
         transfer.number = number = told[0]
         if not number:
             self._finish(transfer, told)
@@ -448,12 +448,12 @@ class NativeMessages:
             self._finish(transfer, early)
         self.ensure_server()
 
-    def _end(self, told: Told) -> None:
+    def _end(self, told: Outcome) -> None:
         transfer = self._forget(told[0], told)
         if transfer is not None:
             self._finish(transfer, told)
 
-    def _forget(self, number: int, told: Told | None = None) -> NativeTransfer | None:
+    def _forget(self, number: int, told: Outcome | None = None) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
             if transfer is None and told is not None:
@@ -461,8 +461,8 @@ class NativeMessages:
                 self._early[number] = told
             return transfer
 
-    def _finish(self, transfer: NativeTransfer, told: Told) -> None:
-        error = self.error(told, transfer.context)
+    def _finish(self, transfer: NativeTransfer, told: Outcome) -> None:
+        error = self.status_of(told, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
         if error is None and transfer.peer is None:
