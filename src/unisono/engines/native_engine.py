@@ -317,14 +317,14 @@ class NativeEngine(QueueEngine):
             native,
             task.input,
             task.output,
-            dtype.itemsize,
-            _CODES[dtype.name],
-            task.op.op.value,
-            fingerprint,
-            even,
-            task.deadline.remaining(),
-            calls,
-            repeated,
+            itemsize=dtype.itemsize,
+            dtype=_CODES[dtype.name],
+            op=task.op.op.value,
+            fingerprint=fingerprint,
+            even=even,
+            timeout_s=task.deadline.remaining(),
+            calls=calls,
+            call=repeated,
         )
 
     def _gather(self, task: Task, mine: Array) -> Array:
