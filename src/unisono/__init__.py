@@ -20,7 +20,7 @@ _HOMES = {
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "launcher": "launch spawn",
-    "engines.info": "EngineInfo engine_info",
+    "engines.choice": "EngineInfo engine_info",
     "groups.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "

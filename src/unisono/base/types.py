@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,9 @@ __all__ = [
     "RedOpType",
     "ReduceOp",
     "all_dtypes",
+    "code_of",
     "dtype_named",
+    "dtype_of_code",
     "dtype_of_numpy",
     "reduce_ops_of",
     "require_reducible",
@@ -174,3 +177,16 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
     if op.op not in reduce_ops_of(dtype):
         has = ", ".join(sorted(o.name for o in reduce_ops_of(dtype))) or "none: it only moves"
         raise UnsupportedError(f"reduce op {op.name} is not defined on {dtype} (defined: {has})")
+
+
+def code_of(dtype: DType) -> int:
+    """Return the number that stands for a dtype in a message; equal in every process."""
+    return zlib.crc32(dtype.name.encode())
+
+
+_BY_CODE = {code_of(dtype): dtype for dtype in _BY_NAME.values()}
+
+
+def dtype_of_code(code: int) -> DType | None:
+    """Return the dtype of a message, or None if the number stands for none."""
+    return _BY_CODE.get(code)

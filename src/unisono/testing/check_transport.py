@@ -19,7 +19,8 @@ from unisono.testing.transport_tools import (
     wait,
 )
 from unisono.transports import Cancelled, Key, MessageMismatch
-from unisono.transports.api import Kind, Transfer
+from unisono.transports.messages import Kind
+from unisono.transports.transfers import Transfer
 
 __all__ = ["TRANSPORT_CHECKS", "check_transport", "check_vanishing"]
 

@@ -17,8 +17,8 @@ from unisono.testing.transport_tools import (
     room_for,
     wait,
 )
-from unisono.transports import LinkDown, Status, Transport
-from unisono.transports.api import Failure
+from unisono.transports import CallStatus, LinkDown, Transport
+from unisono.transports.messages import Failure
 
 __all__ = ["LIFE_CHECKS", "check_vanishing"]
 
@@ -56,15 +56,17 @@ def _check_ask(make: Make) -> None:
             b.enter(CONTEXT, seq, f"call {seq}")
         c.enter(CONTEXT, 3, "call 3")
         answers = a.ask(CONTEXT, 18, range(4), Deadline(PATIENCE_S))
-        expected = {1: Status(18, "call 18"), 2: Status(3, "call 3"), 3: Status(0, "")}
+        expected = {1: CallStatus(18, "call 18"), 2: CallStatus(3, "call 3"), 3: CallStatus(0, "")}
         equal("answers", answers, expected)
         later = a.ask(CONTEXT, 1000, [1], Deadline(PATIENCE_S))
-        equal("the last call of a rank behind", later, {1: Status(19, "call 19")})
+        equal("the last call of a rank behind", later, {1: CallStatus(19, "call 19")})
         elsewhere = a.ask(CONTEXT + 1, 1, [1], Deadline(PATIENCE_S))
-        equal("another context", elsewhere, {1: Status(0, "")})
+        equal("another context", elsewhere, {1: CallStatus(0, "")})
         question = a.inquire(CONTEXT, 0, [1, 3])
         equal("their last calls come in", question.wait_until(Deadline(PATIENCE_S)), True)
-        equal("the last calls", question.answers, {1: Status(19, "call 19"), 3: Status(0, "")})
+        equal(
+            "the last calls", question.answers, {1: CallStatus(19, "call 19"), 3: CallStatus(0, "")}
+        )
         a.close_question(question)
         equal("a question to no other rank", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 

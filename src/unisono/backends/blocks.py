@@ -1,4 +1,4 @@
-"""Blocks of different size: from rows to elements, and whether all ranks' sizes fit."""
+"""Sizes of the blocks of one call: from rows to elements, and the checks that all sizes fit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from unisono.backends.flat import Flat
 from unisono.engines import Call, Communicator
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
@@ -16,6 +17,9 @@ __all__ = [
     "Splits",
     "check_blocks",
     "check_splits",
+    "require_blocks",
+    "require_stripes",
+    "require_total",
     "sent_blocks",
     "sent_splits",
     "split_sizes",
@@ -87,6 +91,54 @@ def split_sizes(
             f"{first} rows"
         )
     return tuple(int(n) * row for n in rows)
+
+
+def require_blocks(sizes: tuple[int, ...], rank: int, count: int, name: str) -> Blocks | None:
+    """Return the sizes of a list's blocks if they differ, None if all are `count`.
+
+    Args:
+        sizes: Elements of the arrays of the list, one for each rank.
+        rank: This rank.
+        count: Elements of its own array.
+        name: Of the list, for errors.
+
+    Raises:
+        InvalidArgumentError: This rank's entry is not as large as its array.
+    """
+    if sizes[rank] != count:
+        raise InvalidArgumentError(
+            f"{name}[{rank}] has {sizes[rank]} elements, this rank's own array {count}"
+        )
+    blocks = Blocks.listed(sizes)
+    return None if blocks.even else blocks
+
+
+def require_total(world_size: int, whole: Flat, part: int, whole_name: str, part_name: str) -> None:
+    """Check that `whole` has one part for each rank.
+
+    Raises:
+        InvalidArgumentError: It has more or less.
+    """
+    if whole.count != world_size * part:
+        raise InvalidArgumentError(
+            f"{whole_name} has {whole.count} elements, expected {world_size * part}: "
+            f"{world_size} ranks x {part} of {part_name}"
+        )
+
+
+def require_stripes(
+    world_size: int, whole: Flat, part: Flat, whole_name: str, part_name: str
+) -> None:
+    """Check that every array of `whole` has one part for each rank.
+
+    Raises:
+        InvalidArgumentError: One has more or less.
+    """
+    if whole.sizes != tuple([n * world_size for n in part.sizes]):
+        raise InvalidArgumentError(
+            f"{whole_name} hold {list(whole.sizes)} elements and {part_name} "
+            f"{list(part.sizes)}; expected {world_size} times as many in {whole_name}"
+        )
 
 
 def check_splits(comm: Communicator, call: Call, table: Array) -> None:
