@@ -18,7 +18,7 @@ import numpy as np
 
 from unisono.base.buffers import BufferView, view
 from unisono.base.types import DType
-from unisono.engines.array_lists import adjacent, spread
+from unisono.engines.array_lists import adjacent, copy_back
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["Flat", "apart", "listed", "many", "one", "striped"]
@@ -84,7 +84,7 @@ class Flat:
     def write_back(self) -> None:
         """Copy results into the user's arrays, as far as they are not there already."""
         if self._private:
-            spread(self.array, [view.array for view in self._views])
+            copy_back(self.array, [view.array for view in self._views])
         for target in self._views:
             target.unpack()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Memory", "adjacent", "are_even", "joined", "spread"]
+__all__ = ["Memory", "adjacent", "are_even", "concatenated", "copy_back"]
 
 Array = np.ndarray[Any, Any]
 
@@ -19,7 +19,7 @@ def are_even(memory: Memory) -> bool:
     return not isinstance(memory, list) or all(each.size == memory[0].size for each in memory)
 
 
-def joined(memory: Memory) -> Array | None:
+def concatenated(memory: Memory) -> Array | None:
     """Return a list as one array: its memory if its arrays lie one after another, else a copy."""
     if not isinstance(memory, list):
         return memory
@@ -27,8 +27,8 @@ def joined(memory: Memory) -> Array | None:
     return np.concatenate(memory) if together is None else together
 
 
-def spread(array: Array | None, memory: Memory) -> None:
-    """Copy what `joined` has returned back into the list, unless it is the list's memory."""
+def copy_back(array: Array | None, memory: Memory) -> None:
+    """Copy what `concatenated` has returned back into the list, unless it is the list's memory."""
     if array is None or not isinstance(memory, list):
         return
     at = 0

@@ -25,7 +25,7 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
-from unisono.engines.array_lists import Memory, are_even, joined, spread
+from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
@@ -131,7 +131,7 @@ def _before_exchange(task: Task) -> tuple[Task, int]:
 
 
 def _whole(memory: Memory) -> Memory:
-    return memory if are_even(memory) else joined(memory)
+    return memory if are_even(memory) else concatenated(memory)
 
 
 def _flat(memory: Memory) -> Memory:
@@ -190,10 +190,10 @@ class NativeEngine(QueueEngine):
         self._steps: Any = None
         # What gathers so many numbers of each rank.
         self._tables: dict[int, Program] = {}
-        self._told = threading.Event()
+        self._failure_known = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._begun_again)
+        self.calls = _engine.Calls(self._turn, self._finish_repeat, self._queue_repeat)
         comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -255,7 +255,7 @@ class NativeEngine(QueueEngine):
             return queued
         return CallStatus(last[0], last[1].call.text)
 
-    def _repeated_badly(
+    def _finish_repeat(
         self,
         what: _Repeated,
         seq: int,
@@ -267,19 +267,19 @@ class NativeEngine(QueueEngine):
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = self.task_again(what, buffers, seq)
-        error = self._run(task, lambda task: self.perform_rest(task, *status))
+        task = self.repeated_task(what, buffers, seq)
+        error = self._run(task, lambda task: self.continue_task(task, *status))
         if error is not None:
             raise error
 
-    def task_again(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
+    def repeated_task(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
         call, program, dtype, op, exchange = repeated
         source, target = map(_flat, buffers)
         deadline = Deadline(self.timeout_s)
         call = call._replace(seq=seq)
         return Task(call, program, source, target, dtype, op, deadline, exchange)
 
-    def perform_rest(self, task: Task, code: int, peer: int) -> None:
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:
             self._raise(task, code, peer)
         self._exchange(task)
@@ -298,7 +298,7 @@ class NativeEngine(QueueEngine):
         if code and code != _engine.UNEVEN:
             self._raise(task, code, peer)
         if result is not task.output:
-            spread(cast(Array, result), task.output)
+            copy_back(cast(Array, result), task.output)
         return not code
 
     def _flight(self, task: Task, fingerprint: int, even: int) -> Any:
@@ -346,7 +346,7 @@ class NativeEngine(QueueEngine):
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        if takes_no_part(code) and self._is_told(comm.ranks[peer], code):
+        if takes_no_part(code) and self._is_explained(comm.ranks[peer], code):
             code = _engine.ABORTED
         raise status_of_code(
             comm,
@@ -357,16 +357,16 @@ class NativeEngine(QueueEngine):
             shares_memory=self._group is not None,
         )
 
-    def _is_told(self, peer: int, code: int) -> bool:
+    def _is_explained(self, peer: int, code: int) -> bool:
         """Return whether a rank that takes no part any more, or another one, has said why.
 
         The shared memory tells of its end at once, its reason comes over its link: before its
         answer to any question, and before the end of the link, which ends the question as well.
         """
-        if not self._told.is_set():
+        if not self._failure_known.is_set():
             transport = self.comm.transport
             transport.ask(self.comm.context, 0, [peer], Deadline(_SILENCE_S))
-        return self._told.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
+        return self._failure_known.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
 
     # ---- setting up -----------------------------------------------------------------------
 
@@ -395,7 +395,7 @@ class NativeEngine(QueueEngine):
             each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
-            self._told.set()
+            self._failure_known.set()
             for each in runners:
                 each.abort()
 

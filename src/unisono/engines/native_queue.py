@@ -130,11 +130,11 @@ class QueueEngine(OrderedEngine):
         """Return the task as a `Flight`, or None if C++ alone cannot run it."""
 
     @abstractmethod
-    def perform_rest(self, task: Task, code: int, peer: int) -> None:
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
         """Do what remains of a task that has ended with this status; raises as `perform` does."""
 
     @abstractmethod
-    def task_again(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
+    def repeated_task(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
         """Return the task of a call that C++ repeats, on these buffers."""
 
     def last_queued(self) -> CallStatus | None:
@@ -151,7 +151,7 @@ class QueueEngine(OrderedEngine):
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         super().submit(task, completion, inline=inline)
-        self._forget()
+        self._discard_ended()
 
     def _append(
         self, call: Call, completion: Completion, flight: Any, task: Callable[[int], Task]
@@ -167,7 +167,7 @@ class QueueEngine(OrderedEngine):
         finally:
             queued.is_put = True
 
-    def _begun_again(
+    def _queue_repeat(
         self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
     ) -> tuple[Completion, str]:
         """Queue a call that C++ has prepared; return its completion and its name."""
@@ -178,12 +178,12 @@ class QueueEngine(OrderedEngine):
         with self._changed:
             self._require_open(call)
             self._worker.start(self._progress)
-            task = partial(self.task_again, repeated, buffers)
+            task = partial(self.repeated_task, repeated, buffers)
             self._append(call, completion, flight, task)
-        self._forget()
+        self._discard_ended()
         return completion, call.op
 
-    def _forget(self) -> None:
+    def _discard_ended(self) -> None:
         """Let go of what is over and told."""
         over = []
         with self._changed:
@@ -199,7 +199,7 @@ class QueueEngine(OrderedEngine):
         for queued in over:
             queued.poll()
 
-    def _take_back(self) -> list[tuple[Call, Completion]]:
+    def _clear_queue(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
         return [
             (queued.call, queued.completion)
@@ -218,7 +218,7 @@ class QueueEngine(OrderedEngine):
             reason, seq, code, peer = self._turn.serve()
             if reason == _engine.Turn.CLOSED:
                 return
-            self._forget()
+            self._discard_ended()
             with self._changed:
                 queued = None if reason == _engine.Turn.IDLE else self._find(seq)
             if queued is not None:
@@ -236,7 +236,7 @@ class QueueEngine(OrderedEngine):
             completion.finish()
             return
         assert make is not None
-        rest = partial(self.perform_rest, code=code, peer=peer)
+        rest = partial(self.continue_task, code=code, peer=peer)
         self._run_and_finish(
             make(queued.seq),
             completion,

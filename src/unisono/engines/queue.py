@@ -127,11 +127,11 @@ class OrderedEngine(Engine):
             if self._closed:
                 return
             self._closed = True
-            dropped = self._take_back()
+            dropped = self._clear_queue()
             runs = self._turn.runs()
         for call, completion in dropped:
-            told = f"group '{self.comm.name}' was destroyed before {call.text} ran"
-            completion.finish(ClosedError(told))
+            why = f"group '{self.comm.name}' was destroyed before {call.text} ran"
+            completion.finish(ClosedError(why))
         if runs:
             # Its peers are in this call too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
@@ -153,7 +153,7 @@ class OrderedEngine(Engine):
         self._changed.notify_all()
         return int(self._turn.count())
 
-    def _take_back(self) -> list[tuple[Call, Completion]]:
+    def _clear_queue(self) -> list[tuple[Call, Completion]]:
         """Return what has not begun, and let the progress thread end; under the lock."""
         dropped, self._queue = self._queue, deque()
         self._turn.wanted = True
@@ -221,13 +221,13 @@ class OrderedEngine(Engine):
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
             break_group(comm, failure)
-            told = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
+            failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
             if isinstance(error, (Failure, LinkDown, Expired)):
                 # The transport keeps it, and its frames would keep the task's buffers.
                 error.__traceback__ = None
             else:
-                told.__cause__ = error
-            return told
+                failed.__cause__ = error
+            return failed
         return None
 
     @abstractmethod

@@ -20,7 +20,7 @@ import numpy as np
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
-from unisono.engines.array_lists import joined, spread
+from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, mismatch_error
 from unisono.engines.kernels import reduce_into
 from unisono.engines.queue import OrderedEngine
@@ -142,7 +142,7 @@ class Run:
         task = self._task
         scratch = np.empty(program.scratch_count, task.dtype.storage)
         received = none = np.empty(0, task.dtype.storage)
-        given, result = joined(task.input), joined(task.output)
+        given, result = concatenated(task.input), concatenated(task.output)
         buffers = {
             Buf.INPUT: none if given is None else given,
             Buf.OUTPUT: none if result is None else result,
@@ -180,7 +180,7 @@ class Run:
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
                 reduce_into(into, other, task.dtype, task.op, swapped=swapped)
         self.wait_for_sends()
-        spread(result, task.output)
+        copy_back(result, task.output)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._comm.size) if rank != self._comm.rank]

@@ -112,7 +112,7 @@ class Transport(ABC):
             self._transmit(peer, key, transfer)
             # The context may have broken after the look above, too early to find this transfer.
             if not transfer.done() and (failure := self._failures.get(key.context)) is not None:
-                self._withdraw(lambda other: other is transfer, failure)
+                self._cancel(lambda other: other is transfer, failure)
         return transfer
 
     def recv(
@@ -168,7 +168,7 @@ class Transport(ABC):
         elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():
-            self._withdraw(lambda other: other is transfer, Cancelled())
+            self._cancel(lambda other: other is transfer, Cancelled())
             transfer.wait_until(Deadline(_COPY_S))
 
     def may_wait(self) -> bool:
@@ -406,7 +406,7 @@ class Transport(ABC):
         """Make sure that the end of `peer` will be noticed although nothing is sent to it."""
 
     @abstractmethod
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Stop touching the memory of transfers that are under way, and end them."""
 
     @abstractmethod
@@ -445,7 +445,7 @@ class Transport(ABC):
         if callback is not None:
             callback(failure)
         self.mailbox.fail_context(context, failure)
-        self._withdraw(lambda transfer: transfer.context == context, failure)
+        self._cancel(lambda transfer: transfer.context == context, failure)
         return True
 
 

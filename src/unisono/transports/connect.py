@@ -62,7 +62,7 @@ def connect(
             transport.use_messages(messages)
         elif world_size > 1:
             host = ""
-        inbox = messages.word if messages is not None else ""
+        inbox = messages.endpoint if messages is not None else ""
         mine = f"{host} {inbox} {transport.address}"
         hosts, inboxes, found = _published(store, rank, world_size, deadline, mine)
         addresses += found

@@ -55,7 +55,7 @@ class InprocTransport(Transport):
     def _watch(self, peer: int) -> None:
         self._link(peer)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Nothing is ever under way: a message is delivered in one step."""
 
     def _shut(self) -> None:

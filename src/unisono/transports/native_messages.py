@@ -164,10 +164,10 @@ class NativeMessages:
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
         # Weak: the collector of cycles does not see through C++.
-        told = weakref.WeakMethod(self._stuck)
-        self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
-        news = weakref.WeakMethod(self._wire)
-        self.native.set_wire(lambda *told: (method := news()) and method(*told))
+        stuck = weakref.WeakMethod(self._stuck)
+        self.native.set_stuck(lambda ranks, sends: (method := stuck()) and method(ranks, sends))
+        wire = weakref.WeakMethod(self._wire)
+        self.native.set_wire(lambda *news: (method := wire()) and method(*news))
 
     @classmethod
     def make(cls, links: Links) -> NativeMessages | None:
@@ -182,7 +182,7 @@ class NativeMessages:
             return None
 
     @property
-    def word(self) -> str:
+    def endpoint(self) -> str:
         """What the other ranks need to find this rank's inbox, or wires to it; without spaces."""
         return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
 
@@ -223,11 +223,11 @@ class NativeMessages:
         """Start sending; None if `peer` cannot be reached this way."""
         transfer = self._transfer(peer, key, data, info, receives=False)
         self.hold(transfer)
-        told = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
-        if told[1] == _engine.UNREACHABLE:
+        outcome = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
+        if outcome[1] == _engine.UNREACHABLE:
             self.release(transfer)
             return None
-        self._begin(transfer, told)
+        self._begin(transfer, outcome)
         self.release(transfer)
         if not transfer.done():
             self._links.notice_end(peer)
@@ -247,8 +247,8 @@ class NativeMessages:
         self.hold(transfer)
         before = self.native.last_number()
         try:
-            told = self.native.start_recv(source, key.context, tag, info, into, sources)
-            self._begin(transfer, told)
+            outcome = self.native.start_recv(source, key.context, tag, info, into, sources)
+            self._begin(transfer, outcome)
         except BaseException:
             self.cancel_interrupted(into, before)
             raise
@@ -278,9 +278,9 @@ class NativeMessages:
 
     def finish(self, transfer: NativeTransfer) -> None:
         """Finish a transfer whose outcome is known; any number of times, by any thread."""
-        told = transfer.outcomes[0]
-        self._forget(told[0])
-        self._finish(transfer, told)
+        outcome = transfer.outcomes[0]
+        self._remove(outcome[0])
+        self._finish(transfer, outcome)
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
@@ -343,12 +343,12 @@ class NativeMessages:
                 transfer.done()
 
     def begun(
-        self, peer: int | None, context: int, told: Outcome, among: frozenset[int]
+        self, peer: int | None, context: int, outcome: Outcome, among: frozenset[int]
     ) -> NativeTransfer:
         """Return the receive that a port has started, whose memory the caller keeps alive."""
         key = Key(context, Kind.P2P, 0)
         transfer = self._transfer(peer, key, _NOTHING, 0, receives=True, among=among)
-        self._begin(transfer, told)
+        self._begin(transfer, outcome)
         return transfer
 
     # ---- what comes from the transport ----------------------------------------------------
@@ -435,10 +435,10 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, told: Outcome) -> None:
-        transfer.number = number = told[0]
+    def _begin(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        transfer.number = number = outcome[0]
         if not number:
-            self._finish(transfer, told)
+            self._finish(transfer, outcome)
             return
         with self._lock:
             early = self._early.pop(number, None)
@@ -448,25 +448,25 @@ class NativeMessages:
             self._finish(transfer, early)
         self.ensure_server()
 
-    def _end(self, told: Outcome) -> None:
-        transfer = self._forget(told[0], told)
+    def _end(self, outcome: Outcome) -> None:
+        transfer = self._remove(outcome[0], outcome)
         if transfer is not None:
-            self._finish(transfer, told)
+            self._finish(transfer, outcome)
 
-    def _forget(self, number: int, told: Outcome | None = None) -> NativeTransfer | None:
+    def _remove(self, number: int, outcome: Outcome | None = None) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
-            if transfer is None and told is not None:
+            if transfer is None and outcome is not None:
                 # It ended before the call that started it came back.
-                self._early[number] = told
+                self._early[number] = outcome
             return transfer
 
-    def _finish(self, transfer: NativeTransfer, told: Outcome) -> None:
-        error = self.status_of(told, transfer.context)
+    def _finish(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        error = self.status_of(outcome, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
         if error is None and transfer.peer is None:
-            transfer.peer = told[2]
+            transfer.peer = outcome[2]
         transfer.finish(error)
 
     # ---- threads --------------------------------------------------------------------------
@@ -476,8 +476,8 @@ class NativeMessages:
             outcomes, stuck = self.native.serve()
             if not outcomes and not stuck:
                 return
-            for told in outcomes:
-                self._end(told)
+            for outcome in outcomes:
+                self._end(outcome)
             self._stuck(stuck, True)
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:

@@ -17,7 +17,7 @@ from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
 
-__all__ = ["Call", "Greeting"]
+__all__ = ["Dial", "Greeting"]
 
 _log = get_logger("transports.tcp")
 
@@ -70,7 +70,7 @@ class _Attempt:
         self._ended(self, f"no connection after {CONNECT_S:g} s")
 
 
-class Call:
+class Dial:
     """An outgoing connection until the peer has answered; tries all its addresses.
 
     The next address is called when one fails or takes long; the first connection is used, and if

@@ -1,7 +1,7 @@
 """One TCP connection between two ranks: frames out, frames in, nothing else.
 
 `write` may be called from any thread; `read` belongs to the I/O thread. Both never block.
-Memory of a transfer can be taken away at any time (`withdraw`): the rest of the frame then
+Memory of a transfer can be taken away at any time (`cancel`): the rest of the frame then
 comes from memory of the link's own, or is thrown away, so that the byte stream stays in step.
 """
 
@@ -109,7 +109,7 @@ class Link:
         self._closed: LinkDown | None = None
         self._mailbox = mailbox
         self._control = control
-        self._outbox: deque[_Out] = deque()
+        self._frames: deque[_Out] = deque()
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
         self._chunk = chunk
@@ -134,8 +134,8 @@ class Link:
         with self._write_lock:
             closed = self._closed
             if closed is None:
-                self._outbox.append(out)
-            idle = len(self._outbox) == 1
+                self._frames.append(out)
+            idle = len(self._frames) == 1
         if closed is not None:
             transfer.finish(closed)
             return False
@@ -152,7 +152,7 @@ class Link:
         try:
             with self._write_lock:
                 self._write(finished)
-                return bool(self._outbox)
+                return bool(self._frames)
         finally:
             # Outside the lock: a callback may submit the next frame to this very link.
             for transfer in finished:
@@ -161,14 +161,14 @@ class Link:
     def _write(self, finished: list[Transfer]) -> None:
         if not self.ready or self.sock is None:
             return
-        while self._outbox:
-            out = self._outbox[0]
+        while self._frames:
+            out = self._frames[0]
             try:
                 sent = self.sock.sendmsg([out.head, out.data])
             except (BlockingIOError, InterruptedError):
                 return
             if out.advance(sent):
-                self._outbox.popleft()
+                self._frames.popleft()
                 finished.append(out.transfer)
 
     # ---- in -------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Link:
     def _begin(self, frame: Frame) -> _In:
         """Find the place of a payload.
 
-        Called with the lock held: between the claim and the note in `_in`, `withdraw` would
+        Called with the lock held: between the claim and the note in `_in`, `cancel` would
         find the receive nowhere and let its memory be written to later.
         """
         if frame.key.kind in _DATA:
@@ -271,19 +271,19 @@ class Link:
 
     # ---- ends -----------------------------------------------------------------------------
 
-    def withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Stop touching the memory of the transfers that `unwanted` picks, and fail them."""
         failed: list[Transfer] = []
         with self._write_lock:
             kept: deque[_Out] = deque()
-            for out in self._outbox:
+            for out in self._frames:
                 if unwanted(out.transfer):
                     failed.append(out.transfer)
                     if not out.started:
                         continue
                     out.data = memoryview(bytes(out.data))
                 kept.append(out)
-            self._outbox = kept
+            self._frames = kept
         with self._read_lock:
             incoming = self._in
             if incoming is not None and incoming.transfer and unwanted(incoming.transfer):
@@ -294,7 +294,7 @@ class Link:
 
     def pending(self) -> bool:
         """Whether frames wait to be sent."""
-        return bool(self._outbox)
+        return bool(self._frames)
 
     def end_writing(self) -> None:
         """Tell the peer that nothing follows; it can still be heard."""
@@ -313,8 +313,8 @@ class Link:
             self.ready = False
             self._closed = error
             sock, self.sock = self.sock, None
-            failed = [out.transfer for out in self._outbox]
-            self._outbox.clear()
+            failed = [out.transfer for out in self._frames]
+            self._frames.clear()
             if self._in is not None and self._in.transfer is not None:
                 failed.append(self._in.transfer)
             self._in = None

@@ -30,7 +30,7 @@ from unisono.base.log import get_logger
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
 from unisono.transports.tcp.address import TCPAddress, listen
-from unisono.transports.tcp.handshake import Call, Greeting
+from unisono.transports.tcp.handshake import Dial, Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import CHUNK_BYTES, Link
 from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
@@ -86,8 +86,8 @@ class TCPTransport(Transport):
         self._links_lock = threading.Lock()
         self._released = False
         # These belong to the I/O thread.
-        self._outgoing: dict[tuple[int, int], Call] = {}
-        self._failed_calls: dict[int, Call] = {}
+        self._outgoing: dict[tuple[int, int], Dial] = {}
+        self._failed_dials: dict[int, Dial] = {}
         self._parting: set[Link] = set()
         self._wired: set[tuple[int, int]] = set()
         self._ending: set[socket.socket] = set()
@@ -127,23 +127,23 @@ class TCPTransport(Transport):
 
     def unreached(self) -> dict[int, list[str]]:
         # Copies, for the I/O thread changes them; a rank whose link stands has been reached.
-        calls = self._failed_calls.copy()
-        for (peer, channel), call in self._outgoing.copy().items():
+        dials = self._failed_dials.copy()
+        for (peer, channel), dial in self._outgoing.copy().items():
             if channel == _LINK:
-                calls[peer] = call
-        return {peer: told for peer, call in calls.items() if (told := call.unreached())}
+                dials[peer] = dial
+        return {peer: rows for peer, dial in dials.items() if (rows := dial.unreached())}
 
     makes_wires = True
 
     def make_wire(self, peer: int, channel: int) -> None:
         self._link(peer)
-        self._loop.later(lambda: self._call_wire(peer, channel + 1))
+        self._loop.later(lambda: self._dial_wire(peer, channel + 1))
 
     def wire_ended(self, peer: int, reason: str) -> None:
-        def give_up() -> None:
-            self._give_up(peer, reason)
+        def declare_lost() -> None:
+            self._declare_lost(peer, reason)
 
-        self._loop.later(lambda: self._loop.start_timer(give_up, _EXPLAIN_S))
+        self._loop.later(lambda: self._loop.start_timer(declare_lost, _EXPLAIN_S))
 
     def read_to_end(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -154,11 +154,11 @@ class TCPTransport(Transport):
 
         self._loop.later(begin)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
             links = list(self._links.values())
         for link in links:
-            link.withdraw(unwanted, error)
+            link.cancel(unwanted, error)
 
     def _shut(self) -> None:
         self._loop.later(self._leave)
@@ -173,7 +173,7 @@ class TCPTransport(Transport):
                 if self._released:
                     link.close(_own_end(peer))
                 else:
-                    self._loop.later(lambda: self._call(link))
+                    self._loop.later(lambda: self._dial(link))
             return link
 
     # ---- the I/O thread -------------------------------------------------------------------
@@ -207,7 +207,7 @@ class TCPTransport(Transport):
                 link.end_writing()
         # Whoever has our hello may have a link already, and must not take its end for a crash.
         unanswered = any(
-            channel == _LINK and call.said_hello for (_, channel), call in self._outgoing.items()
+            channel == _LINK and dial.said_hello for (_, channel), dial in self._outgoing.items()
         )
         open_links = any(link.ready or link.pending() for link in links)
         done = not (self._ending or unanswered or open_links)
@@ -219,8 +219,8 @@ class TCPTransport(Transport):
             links = list(self._links.values())
         for link in links:
             link.close(_own_end(link.peer))
-        for call in self._outgoing.values():
-            call.cancel()
+        for dial in self._outgoing.values():
+            dial.cancel()
         self._close_listeners()
         self._loop.close()
 
@@ -260,12 +260,12 @@ class TCPTransport(Transport):
                 sock.send(REFUSE)
             sock.close()
             return
-        call = self._outgoing.get((peer, channel))
-        if call is not None and self.rank < peer:
-            call.park(sock)
+        dial = self._outgoing.get((peer, channel))
+        if dial is not None and self.rank < peer:
+            dial.park(sock)
             return
-        if call is not None:
-            call.cancel()
+        if dial is not None:
+            dial.cancel()
         self._take(peer, channel, sock)
 
     def _has(self, peer: int, channel: int) -> bool:
@@ -283,7 +283,7 @@ class TCPTransport(Transport):
         )
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Accept a rank's call."""
+        """Accept a rank's dial."""
         with contextlib.suppress(OSError):  # the link or wire will notice
             sock.send(ACCEPT)
         if channel != _LINK:
@@ -296,7 +296,7 @@ class TCPTransport(Transport):
                 link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
         self._establish(link, sock)
 
-    def _call(self, link: Link) -> None:
+    def _dial(self, link: Link) -> None:
         peer = link.peer
         if link.ready or link.closed:
             return
@@ -304,7 +304,7 @@ class TCPTransport(Transport):
         def done(sock: socket.socket | None, reason: str) -> None:
             if sock is None:
                 if not self.has_left(peer):
-                    self._failed_calls[peer] = call
+                    self._failed_dials[peer] = dial
                 # Nothing was ever heard of it: it may have left in peace.
                 self._drop(link, reason, left=True)
             elif reason:
@@ -313,32 +313,34 @@ class TCPTransport(Transport):
                 self._establish(link, sock)
 
         try:
-            call = self._make_call(peer, _LINK, done)
+            dial = self._make_dial(peer, _LINK, done)
         except Exception as error:
             self._drop(link, f"its address is of no use: {reason_of(error)}")
             return
-        call.start()
+        dial.start()
 
-    def _make_call(
+    def _make_dial(
         self, peer: int, channel: int, done: Callable[[socket.socket | None, str], None]
-    ) -> Call:
+    ) -> Dial:
         address = TCPAddress.unpack(self._find(peer))
         hello = Hello(self.world_size, self.rank, peer, channel, address.token)
-        call = self._outgoing[peer, channel] = Call(self._loop, hello, address, done)
-        return call
+        dial = self._outgoing[peer, channel] = Dial(self._loop, hello, address, done)
+        return dial
 
-    def _call_wire(self, peer: int, channel: int) -> None:
+    def _dial_wire(self, peer: int, channel: int) -> None:
         if (peer, channel) in self._wired or self.mailbox.down(peer) is not None:
             return
 
         def done(sock: socket.socket | None, reason: str) -> None:
-            def give_up() -> None:
+            def declare_lost() -> None:
                 if (peer, channel) not in self._wired:  # nor has the peer made it
-                    self._give_up(peer, f"data connection {channel} to it was not made: {reason}")
+                    self._declare_lost(
+                        peer, f"data connection {channel} to it was not made: {reason}"
+                    )
 
             if sock is None:
                 del self._outgoing[peer, channel]
-                self._loop.start_timer(give_up, _EXPLAIN_S)
+                self._loop.start_timer(declare_lost, _EXPLAIN_S)
             elif reason:
                 self._take(peer, channel, sock)
             else:
@@ -346,9 +348,9 @@ class TCPTransport(Transport):
 
         # The link calls first, so an address that is of no use has been noticed.
         with contextlib.suppress(Exception):
-            self._make_call(peer, channel, done).start()
+            self._make_dial(peer, channel, done).start()
 
-    def _give_up(self, peer: int, reason: str) -> None:
+    def _declare_lost(self, peer: int, reason: str) -> None:
         if self.mailbox.down(peer) is None:
             self._drop(self._link(peer), reason)
 
@@ -447,8 +449,8 @@ class TCPTransport(Transport):
         self._closed = True
         if self.messages is not None:
             self.messages.native.close_in_child()
-        for call in self._outgoing.values():
-            call.close_spare()
+        for dial in self._outgoing.values():
+            dial.close_spare()
         self._close_listeners()
         self._loop.close()
 
