@@ -2,10 +2,10 @@
 
 A small collective takes half a microsecond between two processes. The way through the groups, the
 dispatcher, the backend and the engine takes ten times that. So a public function that is decorated
-with `repeatable` first searches, in C++, for an equal earlier call: same function, group, dtypes,
-shapes, root, op and algorithm, on contiguous NumPy arrays or lists of them. If there was one, C++
-runs its program again, or queues it for the progress thread. In all other cases the Python function
-runs, as it does without the C++ engine.
+with `repeatable` first searches, in C++, for an equal earlier call. Equal are: function, group,
+dtypes, shapes, root, op and algorithm. The arrays must be contiguous NumPy arrays or lists of them.
+If there was such a call, C++ runs its program again, or queues it for the progress thread. In all
+other cases the Python function runs, as it does without the C++ engine.
 
 A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more than
 its arguments. With an explicit stream, Python runs every call.

@@ -1,16 +1,17 @@
 """Links over TCP: one listening socket and one I/O thread per rank, connections made lazily.
 
-Any of two ranks may call the other; if both call at once, the call of the lower rank stands.
-One connection per pair carries both directions, so that its end (EOF) cannot overtake data. Where
-both ranks have the C++ extension there are others for messages, wires, made the same way and then
-left to C++ (`native`); the link remains for questions, failures and the end of a rank.
+Each of two ranks may connect to the other. If both dial at once, the connection of the lower rank
+stays. One connection per pair carries both directions, so that its end (EOF) cannot overtake data.
+If both ranks have the C++ extension, there are further connections for messages, called wires. They
+are made the same way and then handed to C++. The link remains for questions, failures and the end
+of a rank.
 
-The I/O thread takes in everything that arrives and finishes sends that the kernel did not take
-at once. It never waits for anything but the selector.
+The I/O thread receives all arriving data and finishes sends that the kernel did not accept at once.
+It waits for nothing but the selector.
 
-Leaving takes two steps, so that no data is lost: say good-bye and end the own direction once
-everything is sent, then read on until the peer has ended its direction. A socket that is closed
-with unread data in it resets the connection, and what its peer has not read yet is gone.
+A rank leaves in two steps, so that no data is lost. First it sends everything and a good-bye, and
+closes its sockets for writing. Then it reads until the peers have done the same. If a socket is
+closed with unread data in it, the kernel resets the connection, and the peer loses unread data.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ __all__ = ["TCPTransport"]
 
 _log = get_logger("transports.tcp")
 
-# How long close() goes on sending what isend left in the outbox, and waits for its peers to
-# close as well. Shorter loses data that a slow peer was about to take; longer makes the exit of
-# a job wait for a peer that is stopped.
+# How long close() goes on sending queued frames, and waits for its peers to close as well. A
+# shorter time loses data that a slow peer was about to receive. A longer time makes the exit of a
+# job wait for a stopped peer.
 _LINGER_S = 2.0
 
-# How long the link may take to explain why a wire has ended. A rank that ends or leaves ends both.
+# How long the link has to show why a wire has ended. A rank that ends or leaves ends both.
 _EXPLAIN_S = 1.0
 
-# What a connection is for, in its hello: the link, or from 1 on a wire.
+# The channel of the link in a hello; wires have the channels from 1 on.
 _LINK = 0
 
-# Pause of accept() after it failed. Without one the loop would spin: the caller still waits.
+# Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
 
 _transports: weakref.WeakSet[TCPTransport] = weakref.WeakSet()
@@ -126,7 +127,7 @@ class TCPTransport(Transport):
             return [peer for peer, link in self._links.items() if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
-        # Copies, for the I/O thread changes them; a rank whose link stands has been reached.
+        # Copies, because the I/O thread changes them. A rank with a link has been reached.
         dials = self._failed_dials.copy()
         for (peer, channel), dial in self._outgoing.copy().items():
             if channel == _LINK:
@@ -195,7 +196,7 @@ class TCPTransport(Transport):
         self._loop.start_timer(lambda: None, _LINGER_S)
 
     def _has_left(self) -> bool:
-        """Go on leaving, if that has begun; return whether nothing is left to do."""
+        """Continue to leave, if that has begun; return whether nothing is left to do."""
         if self._linger_until is None:
             return False
         links = list(self._links.values())
@@ -205,7 +206,7 @@ class TCPTransport(Transport):
                 self._control(link.peer, 0, Kind.GOODBYE, {})
             if link.ready and not link.pending():
                 link.end_writing()
-        # Whoever has our hello may have a link already, and must not take its end for a crash.
+        # A peer that has our hello may have a link already, and must not take its end for a crash.
         unanswered = any(
             channel == _LINK and dial.said_hello for (_, channel), dial in self._outgoing.items()
         )
@@ -238,24 +239,24 @@ class TCPTransport(Transport):
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of file descriptors, most likely. The caller waits in the backlog.
+                # Probably out of file descriptors. The client waits in the backlog.
                 _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
                 self._loop.unwatch(listener)
                 self._loop.start_timer(lambda: self._accept_from(listener), _ACCEPT_PAUSE_S)
                 return
             sock.setblocking(False)
-            with contextlib.suppress(OSError):  # the caller may be gone already
+            with contextlib.suppress(OSError):  # the client may be gone already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             Greeting(self._loop, sock, self._greeted)
 
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
-        """Answer a caller; the connection becomes a link or wire to its rank, waits, or ends."""
+        """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.mailbox.down(peer) is not None:
-            # A rank whose call has crossed ours is nothing that anybody needs to know.
+            # Two ranks that dial each other are normal, so that is no warning.
             level = logging.DEBUG if known else logging.WARNING
-            _log.log(level, "rank %d refused a caller (rank %d, it says)", self.rank, peer)
+            _log.log(level, "rank %d refused a connection that claims rank %d", self.rank, peer)
             with contextlib.suppress(OSError):
                 sock.send(REFUSE)
             sock.close()
@@ -269,7 +270,7 @@ class TCPTransport(Transport):
         self._take(peer, channel, sock)
 
     def _has(self, peer: int, channel: int) -> bool:
-        """Whether such a connection stands, or is not wanted."""
+        """Whether such a connection exists, or is not wanted."""
         if channel != _LINK:
             return (peer, channel) in self._wired or self.messages is None
         link = self._links.get(peer)
@@ -283,8 +284,8 @@ class TCPTransport(Transport):
         )
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Accept a rank's dial."""
-        with contextlib.suppress(OSError):  # the link or wire will notice
+        """Accept the connection of a rank."""
+        with contextlib.suppress(OSError):  # the link or wire will detect it
             sock.send(ACCEPT)
         if channel != _LINK:
             self._link(peer)
@@ -305,7 +306,7 @@ class TCPTransport(Transport):
             if sock is None:
                 if not self.has_left(peer):
                     self._failed_dials[peer] = dial
-                # Nothing was ever heard of it: it may have left in peace.
+                # This rank never had a connection to the peer, which may have left normally.
                 self._drop(link, reason, left=True)
             elif reason:
                 self._take(peer, _LINK, sock)
@@ -346,7 +347,7 @@ class TCPTransport(Transport):
             else:
                 self._hand_over(peer, channel, sock)
 
-        # The link calls first, so an address that is of no use has been noticed.
+        # The link dials first, so a useless address has been detected.
         with contextlib.suppress(Exception):
             self._make_dial(peer, channel, done).start()
 
@@ -355,7 +356,7 @@ class TCPTransport(Transport):
             self._drop(self._link(peer), reason)
 
     def _hand_over(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Make a connected socket a wire to a rank."""
+        """Give a connected socket to C++ as a wire to a rank."""
         self._outgoing.pop((peer, channel), None)
         self._wired.add((peer, channel))
         assert self.messages is not None
@@ -374,7 +375,7 @@ class TCPTransport(Transport):
         sock.close()
 
     def _establish(self, link: Link, sock: socket.socket) -> None:
-        """Make a connected socket the link to its peer and send what waits for it."""
+        """Make a connected socket the link to its peer and send the waiting frames."""
         self._outgoing.pop((link.peer, _LINK), None)
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
@@ -392,7 +393,7 @@ class TCPTransport(Transport):
                 self._loop.want(link.sock, READ | WRITE if left else READ)
 
     def _read(self, link: Link) -> bool:
-        """Take in what has arrived; return whether there may be more."""
+        """Receive what has arrived; return whether there may be more."""
         try:
             return link.read()
         except EOFError:
@@ -428,7 +429,7 @@ class TCPTransport(Transport):
             self.mark_down(error)
 
     def hold(self) -> bool:
-        """Stop the I/O thread between two handlers, where every socket is in its place."""
+        """Stop the I/O thread between two handlers, when every socket has an owner."""
         if not self._loop.hold():
             return False
         if self.messages is not None:
@@ -436,7 +437,7 @@ class TCPTransport(Transport):
         return True
 
     def release(self) -> None:
-        """Let the I/O thread go on, on the thread that called `hold`."""
+        """Let the I/O thread continue; called by the thread that called `hold`."""
         if self.messages is not None:
             self.messages.native.release()
         self._loop.release()
@@ -460,7 +461,7 @@ def _own_end(peer: int) -> LinkDown:
 
 
 def _hold_before_fork() -> None:
-    # In the middle of a handshake a socket has no place yet where the child would find it.
+    # Inside a handler a socket may have no owner yet through which the child would find it.
     _held[threading.get_ident()] = [each for each in list(_transports) if each.hold()]
 
 
