@@ -248,7 +248,7 @@ def broken_group_error(
         verb = "was aborted" if failure.kind == "aborted" else "failed"
         text = f"{what_where} {verb} {on}: {failure.reason}{found}"
     if failure.table:
-        text = "\n    ".join([text, "who could not reach whom:", *failure.table])
+        text = "\n    ".join([text, "failed connections:", *failure.table])
     return _of_class(failure, comm, text, op=what, seq=seq, nbytes=nbytes)
 
 

@@ -1,4 +1,4 @@
-"""What the checks of transports are made of: keys, messages, waits."""
+"""Helpers of the checks of transports: keys, messages, waits."""
 
 from __future__ import annotations
 
