@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
-from unisono.engines.repeat import quick
+from unisono.engines.repeat import repeatable
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
@@ -87,7 +87,7 @@ def _handed(work: Work, async_op: bool) -> Work | None:
     return work if async_op else None
 
 
-@quick(tensor="writes", src="root", group="group", async_op="async_op")
+@repeatable(tensor="writes", src="root", group="group", async_op="async_op")
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -118,7 +118,7 @@ def broadcast(
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
-@quick(tensor="writes", op="op", group="group", async_op="async_op")
+@repeatable(tensor="writes", op="op", group="group", async_op="async_op")
 def all_reduce(
     tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
 ) -> Work | None:
@@ -164,7 +164,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
-@quick(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
+@repeatable(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -184,7 +184,7 @@ def reduce(
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
-@quick(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
+@repeatable(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
 def all_gather(
     tensor_list: Sequence[Any],
     tensor: Any,
@@ -206,7 +206,7 @@ def all_gather(
     return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
 
 
-@quick(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
+@repeatable(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
 def all_gather_into_tensor(
     output_tensor: Any,
     input_tensor: Any,
@@ -249,7 +249,9 @@ def all_gather_coalesced(
     return work.get_future() if async_op else None
 
 
-@quick(tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op")
+@repeatable(
+    tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op"
+)
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -269,7 +271,9 @@ def gather(
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
-@quick(tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op")
+@repeatable(
+    tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op"
+)
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -289,7 +293,7 @@ def scatter(
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 
-@quick(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
+@repeatable(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -304,7 +308,7 @@ def reduce_scatter(
     return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
 
 
-@quick(output="writes", input="reads", op="op", group="group", async_op="async_op")
+@repeatable(output="writes", input="reads", op="op", group="group", async_op="async_op")
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -331,7 +335,7 @@ def reduce_scatter_tensor(
     return _handed(work, async_op)
 
 
-@quick(
+@repeatable(
     output_tensor_list="writes_list",
     input_tensor_list="reads_list",
     group="group",
@@ -354,7 +358,7 @@ def all_to_all(
     return _handed(work, async_op)
 
 
-@quick(output="writes", input="reads", group="group", async_op="async_op")
+@repeatable(output="writes", input="reads", group="group", async_op="async_op")
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -387,7 +391,7 @@ def all_to_all_single(
     return _handed(work, async_op)
 
 
-@quick(group="group", async_op="async_op")
+@repeatable(group="group", async_op="async_op")
 def barrier(
     group: Any = None,
     async_op: bool = False,
