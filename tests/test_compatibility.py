@@ -16,8 +16,7 @@ import pytest
 import unisono
 from tests.overloads import calls, overloads
 from unisono.errors import UnsupportedError
-from unisono.groups.checks import CHECKS
-from unisono.groups.dispatch import OPS
+from unisono.groups.operations import CHECKS, OPS
 from unisono.refused import INCIDENTAL, REFUSED
 from unisono.testing import run
 
@@ -141,7 +140,7 @@ def test_every_function_of_a_group_takes_one():
         name
         for name in unisono.__all__
         if inspect.isfunction(inspect.unwrap(function := getattr(unisono, name)))
-        and function.__module__.startswith("unisono.groups.")
+        and function.__module__.startswith("unisono.c10d.")
         and "async_op" in inspect.signature(function).parameters
     ]
     assert len(talking) >= 14

@@ -42,9 +42,10 @@ _HOMES = {
         "shrink_group split_group"
     ),
     "c10d.collectives": (
-        "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
-        "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
-        "reduce_scatter_tensor scatter"
+        "_all_gather_base _reduce_scatter_base all_gather all_gather_coalesced "
+        "all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all "
+        "all_to_all_single barrier broadcast exscan gather reduce reduce_scatter "
+        "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
     "c10d.debug": (
@@ -52,9 +53,8 @@ _HOMES = {
     ),
     "c10d.other_names": (
         "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
-        "_all_gather_base _coalescing_manager _get_process_group_name _make_nccl_premul_sum "
-        "_rank_not_in_group _reduce_scatter_base all_gather_single default_pg_timeout reduce_op "
-        "reduce_scatter_single"
+        "_coalescing_manager _get_process_group_name _make_nccl_premul_sum _rank_not_in_group "
+        "default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "groups.future": "Future collect_all",
@@ -65,7 +65,6 @@ _HOMES = {
         "scatter_object_list send_object_list"
     ),
     "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
-    "c10d.scans": "exscan scan",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",

@@ -1,25 +1,18 @@
-"""What a backend is: all operations of a process group, for arrays of one device type."""
+"""The interface of a backend: the operations of a process group for arrays of one device type."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
-from unisono.base.types import ReduceOp
-from unisono.errors import UnsupportedError, UsageError
+from unisono.errors import UsageError
 from unisono.stores import Store
 
 __all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
-
-# What a backend has besides operations.
-_NO_OPERATIONS = (
-    "name", "device", "agree", "refuse", "split", "abort", "close", "broken", "info", "runs_here",
-    "last_number",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,12 +136,19 @@ class Pending(Completion):
 
 
 class DeviceBackend(ABC):
-    """One process group's operations on one device type.
+    """The operations of one process group on one device type.
 
-    A backend implements the operations it has; the others raise UnsupportedError naming those
-    that exist. Arguments are checked by the process group as far as ranks and list lengths go;
-    dtypes, sizes and memory are the backend's business. Roots and peers are ranks in the group.
-    Every operation returns a `Pending`; a failed one carries its error there.
+    An operation is a method of the name that it has in `unisono.lowlevel.OPS`. Its arguments are
+    those of the method of `ProcessGroup`, by position, followed by the `CallOptions`:
+
+        def all_reduce(self, tensor, op, options): ...
+
+    A backend has the methods of the operations that it supports. A call of another operation
+    raises UnsupportedError, which lists them.
+
+    The process group has checked ranks, tags, reduce ops and the lengths of lists. The backend
+    checks dtypes, sizes and memory. Roots and peers are ranks in the group. Each operation returns
+    a `Pending`, which also carries the error of a failed operation.
     """
 
     name: str = ""
@@ -162,103 +162,6 @@ class DeviceBackend(ABC):
     def __init__(self, spec: GroupSpec) -> None:
         self.spec = spec
 
-    def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
-        """Copy root's tensor into everybody's."""
-        self._lacks("broadcast")
-
-    def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        """Reduce in place; every rank gets the result."""
-        self._lacks("all_reduce")
-
-    def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        """Reduce several tensors of one dtype as one message."""
-        self._lacks("all_reduce_coalesced")
-
-    def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
-        """Reduce in place; root gets the result."""
-        self._lacks("reduce")
-
-    def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
-        """Copy every rank's tensor into everybody's list."""
-        self._lacks("all_gather")
-
-    def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
-        """Concatenate every rank's tensor in everybody's output."""
-        self._lacks("all_gather_into_tensor")
-
-    def all_gather_coalesced(
-        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        """Gather several tensors of one dtype as one message: outputs[rank][i]."""
-        self._lacks("all_gather_coalesced")
-
-    def all_gather_into_tensor_coalesced(
-        self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        """all_gather_into_tensor of several tensors of one dtype as one message."""
-        self._lacks("all_gather_into_tensor_coalesced")
-
-    def gather(
-        self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
-    ) -> Pending:
-        """Copy every rank's tensor into root's list."""
-        self._lacks("gather")
-
-    def scatter(
-        self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
-    ) -> Pending:
-        """Copy the i-th tensor of root's list to rank i."""
-        self._lacks("scatter")
-
-    def reduce_scatter(
-        self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        """Reduce the i-th tensors of all lists to rank i."""
-        self._lacks("reduce_scatter")
-
-    def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        """Reduce the i-th parts of all tensors to rank i."""
-        self._lacks("reduce_scatter_tensor")
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
-    ) -> Pending:
-        """reduce_scatter_tensor of several tensors of one dtype as one message."""
-        self._lacks("reduce_scatter_tensor_coalesced")
-
-    def all_to_all(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
-    ) -> Pending:
-        """Copy inputs[i] to rank i, whose outputs[this rank] receives it."""
-        self._lacks("all_to_all")
-
-    def all_to_all_single(
-        self,
-        output: Any,
-        tensor: Any,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
-        options: CallOptions,
-    ) -> Pending:
-        """Copy the i-th part of every tensor to rank i; parts are rows of dimension 0."""
-        self._lacks("all_to_all_single")
-
-    def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        """Reduce over the ranks up to this one, in place."""
-        self._lacks("scan")
-
-    def exscan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
-        """Reduce over the ranks before this one, in place; rank 0 keeps its own."""
-        self._lacks("exscan")
-
-    def barrier(self, options: CallOptions) -> Pending:
-        """End on no rank before every rank has begun."""
-        self._lacks("barrier")
-
     def agree(self, text: str, options: CallOptions) -> Pending:
         """End with CollectiveMismatchError on all ranks unless all say the same.
 
@@ -267,18 +170,6 @@ class DeviceBackend(ABC):
         pending = Pending()
         pending.finish(None)
         return pending
-
-    def send(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
-        """Send to a rank; done when the tensor may be changed."""
-        self._lacks("send")
-
-    def recv(self, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
-        """Receive from a rank."""
-        self._lacks("recv")
-
-    def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
-        """Receive from whichever rank sends; `Pending.source` tells which."""
-        self._lacks("recv_any_source")
 
     def refuse(  # noqa: B027  a backend may lack it
         self, op: str, why: str, deadline: Deadline, *, wait: bool
@@ -326,16 +217,3 @@ class DeviceBackend(ABC):
     def info(self) -> dict[str, str]:
         """Return what to show in the group's repr: engine, transport, ..."""
         return {}
-
-    def _lacks(self, op: str) -> NoReturn:
-        has = [
-            name
-            for name, method in vars(DeviceBackend).items()
-            if not name.startswith("_")
-            and name not in _NO_OPERATIONS
-            and getattr(type(self), name, method) is not method
-        ]
-        raise UnsupportedError(
-            f"backend {self.name!r} ({self.device}) has no {op} "
-            f"(it has: {', '.join(has) or 'no operation'})"
-        )

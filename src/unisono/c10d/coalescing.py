@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 from unisono.backends import Pending
@@ -20,6 +22,8 @@ from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.c10d.queries import require_group
 from unisono.errors import InvalidArgumentError
+from unisono.groups.operations import OPS
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.waiting import wait_all
 from unisono.groups.work import Work
 
@@ -80,7 +84,7 @@ def coalescing_manager(
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     # An attribute of the object goes before the method of its class: outside of blocks, nobody
     # has to ask whether there is one. Without `calls` the C++ engine repeats none by itself.
-    vars(pg).update({name: getattr(recorder, name) for name in _KINDS})
+    vars(pg).update({name: partial(recorder.record, name) for name in _KINDS})
     calls, pg.calls = pg.calls, None
     manager = CoalescingManager()
     try:
@@ -95,11 +99,8 @@ def coalescing_manager(
             manager.append(work)
 
 
-_KINDS = {
-    "all_reduce": "all_reduce_coalesced",
-    "all_gather_into_tensor": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
-}
+_KINDS = {name: schema.coalesced for name, schema in OPS.items() if schema.coalesced}
+_SIGNATURES = {name: signature(getattr(ProcessGroup, name)) for name in _KINDS}
 
 
 class _Recorded(NamedTuple):
@@ -110,32 +111,27 @@ class _Recorded(NamedTuple):
 
 
 class _Recorder:
-    """Stands in for the methods of a group during a block."""
+    """Records the calls of a block, in place of the methods of a group."""
 
     def __init__(self) -> None:
         self._calls: list[_Recorded] = []
 
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
-        return self._record("all_reduce", (tensor,), op, how)
-
-    def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
-        return self._record("all_gather_into_tensor", (output, tensor), None, how)
-
-    def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
-    ) -> Work:
-        return self._record("reduce_scatter_tensor", (output, tensor), op, how)
-
-    def _record(
-        self, kind: str, tensors: tuple[Any, ...], op: ReduceOp | None, how: dict[str, Any]
-    ) -> Work:
+    def record(self, kind: str, *arguments: Any, **keywords: Any) -> Work:
+        """Record a call of the method `kind` of the group."""
+        bound = _SIGNATURES[kind].bind(self, *arguments, **keywords)
+        bound.apply_defaults()
+        _, *given = bound.args
         if self._calls and self._calls[0].kind != kind:
             raise InvalidArgumentError(
                 f"{kind} in a coalescing block that began with {self._calls[0].kind}: a block "
                 "takes one kind of collective"
             )
+        schema = OPS[kind]
+        values = dict(zip([*schema.data_names, *schema.settings.split()], given, strict=False))
+        how = {name: value for name, value in keywords.items() if name not in values}
         how.pop("async_op", None)
-        self._calls.append(_Recorded(kind, tensors, op, how))
+        tensors = tuple(values[name] for name in schema.data_names)
+        self._calls.append(_Recorded(kind, tensors, values.get("op"), how))
         return _NotYet()
 
     def batches(self) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:

@@ -14,29 +14,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
-from unisono.engines.repeat import quick
 from unisono.errors import InvalidArgumentError, UsageError
 from unisono.groups.future import Future
+from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import member_group
 
 __all__ = [
+    "_all_gather_base",
+    "_reduce_scatter_base",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "group_rank_of",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "root_of",
+    "scan",
     "scatter",
 ]
 
@@ -87,7 +93,7 @@ def _handed(work: Work, async_op: bool) -> Work | None:
     return work if async_op else None
 
 
-@quick(tensor="writes", src="root", group="group", async_op="async_op")
+@repeatable
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -118,7 +124,7 @@ def broadcast(
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
-@quick(tensor="writes", op="op", group="group", async_op="async_op")
+@repeatable
 def all_reduce(
     tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
 ) -> Work | None:
@@ -164,7 +170,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
-@quick(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -184,7 +190,7 @@ def reduce(
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
-@quick(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
+@repeatable
 def all_gather(
     tensor_list: Sequence[Any],
     tensor: Any,
@@ -206,7 +212,7 @@ def all_gather(
     return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
 
 
-@quick(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
+@repeatable
 def all_gather_into_tensor(
     output_tensor: Any,
     input_tensor: Any,
@@ -249,7 +255,7 @@ def all_gather_coalesced(
     return work.get_future() if async_op else None
 
 
-@quick(tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op")
+@repeatable
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -269,7 +275,7 @@ def gather(
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
-@quick(tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op")
+@repeatable
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -289,7 +295,7 @@ def scatter(
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 
-@quick(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -304,7 +310,7 @@ def reduce_scatter(
     return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
 
 
-@quick(output="writes", input="reads", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -331,12 +337,7 @@ def reduce_scatter_tensor(
     return _handed(work, async_op)
 
 
-@quick(
-    output_tensor_list="writes_list",
-    input_tensor_list="reads_list",
-    group="group",
-    async_op="async_op",
-)
+@repeatable
 def all_to_all(
     output_tensor_list: Sequence[Any],
     input_tensor_list: Sequence[Any],
@@ -354,7 +355,7 @@ def all_to_all(
     return _handed(work, async_op)
 
 
-@quick(output="writes", input="reads", group="group", async_op="async_op")
+@repeatable
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -387,7 +388,49 @@ def all_to_all_single(
     return _handed(work, async_op)
 
 
-@quick(group="group", async_op="async_op")
+def scan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+) -> Work | None:
+    """Replace rank r's tensor by the reduction over ranks 0..r.
+
+    For every rank r:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_r
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks; any layout.
+        op: As for all_reduce; AVG divides by r + 1.
+        group: The default group if None.
+        async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        **how: timeout (seconds or timedelta), algorithm, deterministic.
+
+    Raises:
+        As all_reduce.
+
+    Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
+    Source: MPI_Scan.
+    """
+    if (pg := member_group(group, "scan")) is None:
+        return None
+    return _handed(pg.scan(tensor, op, async_op=async_op, **how), async_op)
+
+
+def exscan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+) -> Work | None:
+    """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own.
+
+    For every rank r > 0:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_{r-1}
+
+    Arguments and errors are those of `scan`; AVG divides by r.
+
+    Cost: one round more than scan where that is small, the same where it is large.
+    Source: MPI_Exscan, which leaves rank 0's result undefined.
+    """
+    if (pg := member_group(group, "exscan")) is None:
+        return None
+    return _handed(pg.exscan(tensor, op, async_op=async_op, **how), async_op)
+
+
+@repeatable
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -402,3 +445,8 @@ def barrier(
     if (pg := member_group(group, "barrier")) is None:
         return None
     return _handed(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
+
+
+# torch's other names of two functions.
+all_gather_single = _all_gather_base = all_gather_into_tensor
+reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor

@@ -21,7 +21,7 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.c10d.queries import get_process_group_ranks, require_group
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
-from unisono.groups.checks import as_integer
+from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import GroupMember, current
 from unisono.stores import PrefixStore

@@ -12,7 +12,6 @@ from typing import Any, NewType
 
 from unisono.base.types import ReduceOp
 from unisono.c10d.coalescing import coalescing_manager
-from unisono.c10d.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
@@ -24,20 +23,14 @@ __all__ = [
     "DistStoreError",
     "GroupName",
     "RankType",
-    "_all_gather_base",
     "_coalescing_manager",
     "_get_process_group_name",
     "_make_nccl_premul_sum",
     "_rank_not_in_group",
-    "_reduce_scatter_base",
-    "all_gather_single",
     "default_pg_timeout",
     "reduce_op",
-    "reduce_scatter_single",
 ]
 
-all_gather_single = _all_gather_base = all_gather_into_tensor
-reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
 _coalescing_manager = coalescing_manager
 
 reduce_op = ReduceOp

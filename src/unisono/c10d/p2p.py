@@ -10,8 +10,8 @@ from typing import Any
 
 from unisono.base.deadline import Timeout
 from unisono.c10d.collectives import group_rank_of
-from unisono.engines.repeat import quick
 from unisono.errors import InvalidArgumentError
+from unisono.groups.operations import repeatable
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
 
@@ -67,7 +67,7 @@ def irecv(
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
-@quick(tensor="sent", dst="peer", group="group", tag="tag")
+@repeatable
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -92,7 +92,7 @@ def send(
     pg.send(tensor, peer, tag, **how)
 
 
-@quick(tensor="received", src="peer", group="group", tag="tag")
+@repeatable
 def recv(
     tensor: Any,
     src: int | None = None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.errors import InvalidArgumentError, RendezvousError
-from unisono.groups.checks import as_integer
+from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current, resolve
 from unisono.rendezvous.launchers import find_place

@@ -2,7 +2,7 @@
 
 c10d's methods take lists of one tensor and an options object, or plain tensors and the options
 one by one; they are asynchronous unless the options say otherwise. All of that is turned into
-one call of our own method, by the table in `groups/dispatch.py`:
+one call of our own method, by the table in `groups/operations.py`:
 
     pg.allreduce([x], opts)          pg.all_reduce(x, opts.reduceOp, async_op=opts.asyncOp)
     pg.allreduce(x, op, timeout)     pg.all_reduce(x, op, async_op=True, timeout=timeout)
@@ -21,17 +21,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from unisono.backends import DeviceBackend
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError
-from unisono.groups.dispatch import OPS, OpSchema
-
-if TYPE_CHECKING:
-    from unisono.backends import DeviceBackend
-    from unisono.groups.process_group import ProcessGroup
-    from unisono.groups.work import Work
-    from unisono.stores import Store
+from unisono.groups.operations import OPS, OpSchema
+from unisono.groups.work import Work
+from unisono.stores import Store
 
 __all__ = [
     "AllToAllOptions",
@@ -184,7 +181,7 @@ _KEYWORDS = {
 
 
 def call_c10d_form(
-    group: ProcessGroup, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
+    group: C10dNames, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
 ) -> Work:
     """Make the call that c10d's arguments mean.
 
@@ -251,7 +248,7 @@ def _unwrapped(value: Any, name: str) -> Any:
     return value[0]
 
 
-def add_c10d_methods(group: type[ProcessGroup]) -> None:
+def add_c10d_methods(group: type[C10dNames]) -> None:
     """Give the class c10d's methods, and c10d's form to those that it has by the same name."""
     for schema in OPS.values():
         for name in schema.c10d_methods:
@@ -260,7 +257,7 @@ def add_c10d_methods(group: type[ProcessGroup]) -> None:
 
 
 def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
-    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
         return call_c10d_form(self, schema.name, arguments, how)
 
     _rename(method, name)
@@ -275,7 +272,7 @@ def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
     most = own.__code__.co_argcount - 1
 
     @functools.wraps(own)
-    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
         foreign = how and not known.isdisjoint(how)
         if arguments and not foreign:
             listed = in_lists and type(arguments[0]) is list

@@ -11,17 +11,14 @@ from __future__ import annotations
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from unisono.errors import Context, UsageError
-
-if TYPE_CHECKING:
-    from unisono.groups.process_group import ProcessGroup
+from unisono.groups.protocols import GroupView
 
 __all__ = ["concurrent_call_error"]
 
 
-def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> UsageError:
+def concurrent_call_error(group: GroupView, op: str, other_thread: int) -> UsageError:
     """Return the error of a call that overlaps one of another thread; names both call sites.
 
     Args:
@@ -42,7 +39,7 @@ def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> Us
     )
 
 
-def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
+def _call_site(group: GroupView, frame: FrameType | None) -> tuple[str, str]:
     """Return "file:line" of the code that called the group, and the function it called."""
     top = frame
     while frame is not None and not _is_call(frame, group):
@@ -61,7 +58,7 @@ def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
     return place, called
 
 
-def _is_call(frame: FrameType, group: ProcessGroup) -> bool:
+def _is_call(frame: FrameType, group: GroupView) -> bool:
     """Whether a frame is a method of the group, or an object call, which holds it as `pg`."""
     names = frame.f_locals
     return names.get("self") is group or (names.get("pg") is group and _is_ours(frame))

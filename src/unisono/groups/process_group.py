@@ -25,8 +25,8 @@ from unisono.base.streams import explicit_stream
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
-from unisono.groups.checks import CHECKS, as_integer
 from unisono.groups.dispatch import dispatcher
+from unisono.groups.operations import CHECKS, as_integer
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.stream_queue import Communication
 from unisono.groups.work import Work

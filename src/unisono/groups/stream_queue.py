@@ -12,16 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from unisono.backends import CallOptions, Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.streams import Stream, current_stream
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
-
-if TYPE_CHECKING:
-    from unisono.groups.process_group import ProcessGroup
+from unisono.groups.protocols import GroupView
 
 __all__ = ["Communication", "StreamCall"]
 
@@ -76,7 +73,7 @@ class StreamCall(Pending):
 class Communication:
     """The calls of one group that wait for their streams, in the order in which they were made."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: GroupView) -> None:
         self._group = group
         self._stream = Stream(f"communication-{group.name}")
         self._waiting: deque[StreamCall] = deque()

@@ -18,7 +18,7 @@ import torch._C._distributed_c10d as c10d
 from unisono.base.buffers import alias_torch
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.c10d import collectives
-from unisono.groups.dispatch import OPS, OpSchema
+from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import UNSET, reduce_op
@@ -121,8 +121,9 @@ def _plain(schema: OpSchema) -> Plain:
     data = [_DATA[word] for word in schema.data.split()]
     settings = [_SETTINGS[word] for word in schema.settings.split()]
     count = len(data)
-    # Alone of all it has its output in another place than in c10d.
-    swapped = schema.name == "gather"
+    # `gather` alone takes its arrays in another order than c10d does.
+    order = [name for name in schema.parameters if name in schema.data_names]
+    swapped = order != schema.data_names
 
     def call(group: ProcessGroup, arguments: Sequence[Any], keywords: dict[str, Any]) -> bool:
         if len(keywords) == 1 and "opts" in keywords:
@@ -147,15 +148,12 @@ def _plain(schema: OpSchema) -> Plain:
 
 
 PLAIN: dict[str, Plain] = {
-    method: _plain(OPS[name])
-    for name in (
-        "broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather",
-        "scatter", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single",
-        "barrier",
-    )
-    for method in (name, *OPS[name].c10d_methods)
-}  # fmt: skip
-"""Method of torch's process group -> makes a call if it is a plain one, and says whether."""
+    method: _plain(schema)
+    for schema in OPS.values()
+    if schema.repeat is not None and hasattr(collectives, schema.name)
+    for method in (schema.name, *schema.c10d_methods)
+}
+"""Method of torch's process group -> function that makes a plain call; False: it is not plain."""
 
 
 def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | None:

@@ -29,7 +29,7 @@ from unisono.errors import (
     InvalidArgumentError,
     UsageError,
 )
-from unisono.groups.checks import list_on_root, one_each
+from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import member_group
