@@ -57,7 +57,6 @@ _HOMES = {
         "default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
-    "groups.future": "Future collect_all",
     "c10d.monitored_barrier": "monitored_barrier",
     "c10d.objects.reductions": "all_reduce_object reduce_object",
     "c10d.objects.functions": (
@@ -68,8 +67,7 @@ _HOMES = {
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",
-    "groups.waiting": "wait_all wait_any",
-    "groups.work": "Work",
+    "groups.work": "Future Work collect_all wait_all wait_any",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",

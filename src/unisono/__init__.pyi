@@ -110,12 +110,12 @@ from unisono.groups.c10d_methods import GatherOptions as GatherOptions
 from unisono.groups.c10d_methods import ReduceOptions as ReduceOptions
 from unisono.groups.c10d_methods import ReduceScatterOptions as ReduceScatterOptions
 from unisono.groups.c10d_methods import ScatterOptions as ScatterOptions
-from unisono.groups.future import Future as Future
-from unisono.groups.future import collect_all as collect_all
 from unisono.groups.process_group import ProcessGroup as ProcessGroup
-from unisono.groups.waiting import wait_all as wait_all
-from unisono.groups.waiting import wait_any as wait_any
+from unisono.groups.work import Future as Future
 from unisono.groups.work import Work as Work
+from unisono.groups.work import collect_all as collect_all
+from unisono.groups.work import wait_all as wait_all
+from unisono.groups.work import wait_any as wait_any
 from unisono.groups.world import GroupMember as GroupMember
 from unisono.groups.world import group as group
 from unisono.launcher import launch as launch

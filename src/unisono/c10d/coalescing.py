@@ -24,8 +24,7 @@ from unisono.c10d.queries import require_group
 from unisono.errors import InvalidArgumentError
 from unisono.groups.operations import OPS
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.waiting import wait_all
-from unisono.groups.work import Work
+from unisono.groups.work import Work, wait_all
 
 __all__ = ["CoalescingManager", "coalescing_manager"]
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from unisono.base.types import ReduceOp
 from unisono.errors import InvalidArgumentError, UsageError
-from unisono.groups.future import Future
 from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
+from unisono.groups.work import Future, Work
 from unisono.groups.world import member_group
 
 __all__ = [

@@ -87,7 +87,7 @@ def _collect(
                 break
     for peer, work in works.items():
         if not work.is_completed():
-            work._pending.expire()
+            work.cancel()
         if verdict[peer] != _LOST:
             pg.send(verdict, peer, tag, async_op=True)
     return verdict

@@ -181,6 +181,6 @@ def batch_isend_irecv(
     except BaseException:
         # A receive that stays posted would swallow a later message.
         for work in works:
-            work._pending.expire()
+            work.cancel()
         raise
     return works
