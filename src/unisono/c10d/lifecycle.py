@@ -20,9 +20,8 @@ from unisono.errors import (
     RendezvousError,
     UnisonoError,
 )
-from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
-from unisono.groups.world import World, current, process_world, resolve
+from unisono.groups.world import World, at_exit, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store

@@ -13,8 +13,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from unisono.errors import ArgumentTypeError, UnisonoError, UnsupportedError
-from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
+from unisono.groups.world import at_exit
 from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
