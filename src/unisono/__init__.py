@@ -27,15 +27,13 @@ _HOMES = {
         "ScatterOptions"
     ),
     "c10d.backend_names": "Backend",
-    "c10d.availability": (
-        "get_default_backend_for_device is_available is_backend_available is_gloo_available "
-        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
-        "is_xccl_available supports_complex"
-    ),
     "c10d.lifecycle": "destroy_process_group init_process_group",
     "c10d.queries": (
-        "get_backend get_backend_config get_global_rank get_group_rank get_node_local_rank "
-        "get_pg_count get_process_group_ranks get_rank get_world_size is_initialized"
+        "get_backend get_backend_config get_default_backend_for_device get_global_rank "
+        "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank "
+        "get_world_size is_available is_backend_available is_gloo_available is_initialized "
+        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
+        "is_xccl_available supports_complex"
     ),
     "c10d.new_groups": (
         "SHRINK_ABORT SHRINK_DEFAULT new_group new_subgroups new_subgroups_by_enumeration "

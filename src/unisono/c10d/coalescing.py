@@ -20,11 +20,11 @@ from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
-from unisono.c10d.queries import require_group
 from unisono.errors import InvalidArgumentError
 from unisono.groups.operations import OPS
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
+from unisono.groups.world import require_group
 
 __all__ = ["CoalescingManager", "coalescing_manager"]
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.c10d.queries import get_process_group_ranks, require_group
+from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
 from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import GroupMember, current
+from unisono.groups.world import GroupMember, current, require_group
 from unisono.stores import PrefixStore
 
 __all__ = [
