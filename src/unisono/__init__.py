@@ -56,10 +56,9 @@ _HOMES = {
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "c10d.monitored_barrier": "monitored_barrier",
-    "c10d.objects.reductions": "all_reduce_object reduce_object",
     "c10d.objects.functions": (
-        "all_gather_object broadcast_object_list gather_object recv_object_list "
-        "scatter_object_list send_object_list"
+        "all_gather_object all_reduce_object broadcast_object_list gather_object "
+        "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
     "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
     "groups.process_group": "ProcessGroup",

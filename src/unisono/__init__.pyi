@@ -49,13 +49,13 @@ from unisono.c10d.new_groups import new_subgroups_by_enumeration as new_subgroup
 from unisono.c10d.new_groups import shrink_group as shrink_group
 from unisono.c10d.new_groups import split_group as split_group
 from unisono.c10d.objects.functions import all_gather_object as all_gather_object
+from unisono.c10d.objects.functions import all_reduce_object as all_reduce_object
 from unisono.c10d.objects.functions import broadcast_object_list as broadcast_object_list
 from unisono.c10d.objects.functions import gather_object as gather_object
 from unisono.c10d.objects.functions import recv_object_list as recv_object_list
+from unisono.c10d.objects.functions import reduce_object as reduce_object
 from unisono.c10d.objects.functions import scatter_object_list as scatter_object_list
 from unisono.c10d.objects.functions import send_object_list as send_object_list
-from unisono.c10d.objects.reductions import all_reduce_object as all_reduce_object
-from unisono.c10d.objects.reductions import reduce_object as reduce_object
 from unisono.c10d.objects.serializer import PickleSerializer as PickleSerializer
 from unisono.c10d.objects.serializer import Serializer as Serializer
 from unisono.c10d.other_names import DistBackendError as DistBackendError

@@ -106,7 +106,7 @@ def _backend_kernel(schema: OpSchema) -> Kernel:
 
 
 def _lacks(backend: DeviceBackend, op: str) -> UnsupportedError:
-    """Return the error of an operation that a backend lacks; it lists those that it has."""
+    """Return the error of an operation that a backend lacks; it lists the supported operations."""
     own = [name for name in OPS if not hasattr(DeviceBackend, name) and hasattr(backend, name)]
     return UnsupportedError(
         f"backend {backend.name!r} ({backend.device}) has no {op} "

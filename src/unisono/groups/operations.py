@@ -1,14 +1,24 @@
 """The operations of a process group: one row each, and what follows from the rows.
 
-A row (`OpSchema`) holds the names of an operation, its data and settings, the check of its
-arguments, and how C++ reads the parameters of its function. The following is derived from it:
-the dispatcher's kernels, c10d's methods of `ProcessGroup`, the calls that C++ repeats, the
-short way of torch's calls, and the coalescing of calls. A new operation needs a row here, a method
-of `ProcessGroup`, a function in `c10d/collectives.py`, its name in `unisono/__init__.py`, and a
-method of each backend that has it.
+A row (`OpSchema`) holds names, data, settings, the check of arguments, and the reading for C++.
+Other code is derived from the rows:
+
+    groups/dispatch.py        kernels, and the error of an operation that a backend lacks
+    groups/c10d_methods.py    c10d's methods of `ProcessGroup`
+    c10d/collectives.py       calls that C++ repeats (`repeatable`)
+    c10d/coalescing.py        calls that a block records
+    torch/operations.py       methods of torch's process group; torch/plain.py: their short way
+
+A new operation needs five things:
+
+    1. a row here
+    2. a method of `ProcessGroup`
+    3. a function in `c10d/collectives.py`
+    4. its name in `unisono/__init__.py`
+    5. a method of each backend that supports it
 
 A check gets the group and the arguments of the method. It returns the array whose device selects
-the backend (None for any device) and the arguments of the kernel.
+the backend (None: the group's first backend) and the arguments of the kernel.
 """
 
 from __future__ import annotations
@@ -175,14 +185,14 @@ class OpSchema(NamedTuple):
         name: Name of the method of `ProcessGroup`, of the backend's method and of the function.
         c10d_op: Name in c10d's dispatcher; "" if c10d has no such operation.
         c10d_methods: Names of the methods of c10d's ProcessGroup.
-        data: Parameters of our method that hold arrays, in c10d's order. c10d takes a parameter
-            in brackets in a list of one as well: [tensor], and [outputs], itself a list already.
+        data: Parameters of our method that hold arrays, in c10d's order. Brackets mark a parameter
+            that c10d also takes inside a list of length 1: [tensor], [outputs].
         settings: Parameters that c10d has in an options object, or after the data.
         check: Check of the method's arguments, called as check(group, *arguments).
-        repeat: The function's parameters before `group`, in its order, with what C++ reads them
-            as (see `engines.repeat.quick`); None if C++ does not repeat calls of the function.
-        coalesced: Operation that does several calls of this one as one message, in a coalescing
-            block; "" if there is none.
+        repeat: The function's parameters before `group`, in its order, each with its kind for
+            `engines.repeat.quick`. None: C++ does not repeat calls of the function.
+        coalesced: Operation that replaces several calls of this operation in a coalescing block;
+            "" if there is none.
     """
 
     name: str
@@ -201,7 +211,7 @@ class OpSchema(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, str]:
-        """What `repeat` describes: name of a parameter here -> what C++ reads it as."""
+        """The parameters in `repeat`: our name -> kind for C++."""
         words = [word.partition(":") for word in (self.repeat or "").split()]
         return {name: kind or name for name, _, kind in words}
 
