@@ -202,12 +202,12 @@ class Recorder(unisono.ProcessGroup):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def _start(self, op, arguments, how):
+    def _call_kernel(self, op, arguments, how):
         CHECKS[op](self, *arguments)
         self._options(op, **how)
         self.asked.append(op)
 
-    _call = _start
+    _call_collective = _call_kernel
     _timeout_s = 60.0
     _rank = 0
     ranks = (0,)

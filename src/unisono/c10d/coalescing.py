@@ -30,7 +30,7 @@ __all__ = ["CoalescingManager", "coalescing_manager"]
 
 
 class CoalescingManager:
-    """What a block of coalesced calls gives: the works to wait for after it."""
+    """Holds the works of a block of coalesced calls, to be waited for after the block."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -41,17 +41,17 @@ class CoalescingManager:
             self.works.append(work)
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Wait for all of them.
+        """Wait for all works.
 
         Args:
             timeout: Of the whole wait; None for no limit but the works' own.
 
         Raises:
             CollectiveTimeoutError: `timeout` passed first. The works go on.
-            UnisonoError: What the first one raises that fails.
+            UnisonoError: The error of the first work that failed.
         """
         if timeout is not None:
-            # On the host, also in a stream: as Work.wait.
+            # Blocks the host in a stream too, as Work.wait does with a time-out.
             wait_all(self.works, timeout)
             return
         for work in self.works:
@@ -65,9 +65,9 @@ def coalescing_manager(
     """Make the collectives of a with block one call when the block ends.
 
     Collects all_reduce, or all_gather_single, or reduce_scatter_single: one kind per block. Calls
-    that differ in dtype, reduce op or time-out make a message each. Other operations run at once.
-    A block left by an exception makes no call, and the group is as before. (With torch it then
-    collects for ever.)
+    that differ in dtype, reduce op or time-out go into separate messages. Other operations run at
+    once. A block left by an exception makes no call, and the group is as before. (With torch the
+    group then collects for ever.)
 
     Args:
         group: The default group if None.
@@ -81,8 +81,8 @@ def coalescing_manager(
     recorder = _Recorder()
     if any(name in vars(pg) for name in _KINDS):
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
-    # An attribute of the object goes before the method of its class: outside of blocks, nobody
-    # has to ask whether there is one. Without `calls` the C++ engine repeats none by itself.
+    # An attribute of the object hides the method of its class, so calls outside of blocks need no
+    # test. Without `calls` the C++ engine repeats no call of the group.
     vars(pg).update({name: partial(recorder.record, name) for name in _KINDS})
     calls, pg.calls = pg.calls, None
     manager = CoalescingManager()

@@ -2,8 +2,10 @@
 
 They take torch's arguments in torch's order, with `timeout` and `algorithm` added as keywords.
 `src` and `dst` are global ranks, `group_src` and `group_dst` ranks in the group. A synchronous
-call returns None, an asynchronous one a `Work`. On a rank that is not a member of the group a
-call warns and returns None. What `all_reduce` says under Raises holds for all of them.
+call returns None, an asynchronous call a `Work`. On a rank that is not a member of the group a
+call warns and returns None. All functions raise the errors of `all_reduce`.
+
+`scan` and `exscan` are not in torch.distributed but in MPI.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -80,7 +82,7 @@ def root_of(
     group_rank: int | None,
     default: int | None = None,
 ) -> int:
-    """As `group_rank_of`, for a collective, in which the other ranks wait meanwhile."""
+    """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
     try:
         return group_rank_of(pg, call, global_rank, group_rank, default)
     except UsageError as error:
@@ -101,7 +103,7 @@ def broadcast(
     group_src: int | None = None,
     **how: Any,
 ) -> Work | None:
-    """Copy the tensor of rank `src` into everybody's.
+    """Copy the tensor of rank `src` into the tensors of all ranks.
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks.
@@ -141,9 +143,9 @@ def all_reduce(
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
-        UnsupportedError: `op` is not defined on the dtype; the group is untouched.
-        CollectiveMismatchError: Ranks disagree about op, dtype or count; nothing was changed.
-        CollectiveTimeoutError, PeerLostError: See `unisono.errors`; the group is broken then.
+        UnsupportedError: `op` is not defined on the dtype. The group stays usable.
+        CollectiveMismatchError: Ranks disagree about op, dtype or count. No tensor was changed.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`. The group is broken then.
 
     Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
     """
@@ -197,7 +199,7 @@ def all_gather(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Copy the tensor of rank i into everybody's tensor_list[i].
+    """Copy the tensor of rank i into tensor_list[i] on all ranks.
 
     Args:
         tensor_list: One output per rank, in group order, each as large as `tensor`.
@@ -219,7 +221,7 @@ def all_gather_into_tensor(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Concatenate the tensors of all ranks in everybody's output.
+    """Concatenate the tensors of all ranks in the output of each rank.
 
     For every rank r:  output_r[i*n : (i+1)*n] = input_i,  n = input.count
 
@@ -303,7 +305,7 @@ def reduce_scatter(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Fill the output of rank i with the reduction of everybody's input_list[i]."""
+    """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
     if (pg := member_group(group, "reduce_scatter")) is None:
         return None
     return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
@@ -346,7 +348,7 @@ def all_to_all(
 ) -> Work | None:
     """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
 
-    Sizes may differ from pair to pair; both ends of a pair must agree.
+    Sizes may differ from pair to pair; both ranks of a pair must give the same size.
     """
     if (pg := member_group(group, "all_to_all")) is None:
         return None
@@ -377,7 +379,8 @@ def all_to_all_single(
 
     Raises:
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
-        CollectiveMismatchError: A rank sends what another does not expect; names the pairs.
+        CollectiveMismatchError: A rank sends another size than the receiver expects; names the
+            pairs.
     """
     if (pg := member_group(group, "all_to_all_single")) is None:
         return None
@@ -421,7 +424,7 @@ def exscan(
 
     Arguments and errors are those of `scan`; AVG divides by r.
 
-    Cost: one round more than scan where that is small, the same where it is large.
+    Cost: small: one round more than scan; large: the same as scan.
     Source: MPI_Exscan, which leaves rank 0's result undefined.
     """
     if (pg := member_group(group, "exscan")) is None:
@@ -437,7 +440,7 @@ def barrier(
     timeout: Any = None,
     **how: Any,
 ) -> Work | None:
-    """Return on no rank before every rank has come here.
+    """Return on no rank before every rank has called it.
 
     `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
     """

@@ -1,6 +1,6 @@
-"""Names of torch that are another word for something here.
+"""Names of torch that are other names of something here.
 
-torch's deprecated names give no warning: they are kept for scripts that nobody will change.
+torch's deprecated names give no warning: they are kept for old scripts.
 
 Source: torch.distributed (2.13).
 """
@@ -48,15 +48,15 @@ RankType = int
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    """Return what no other group of the same world is called."""
+    """Return the name that no other group of the same world has."""
     return pg.group_name
 
 
 def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
-    """Return the reduce op that multiplies by a factor first; for every backend here."""
+    """Return the reduce op that multiplies by a factor first; every backend here has it."""
     return ReduceOp.PREMUL_SUM(factor)
 
 
 def _rank_not_in_group(group: Any) -> bool:
-    """Whether this process is no member of a group."""
+    """Whether this process is not a member of a group."""
     return group is not None and resolve(group) is None

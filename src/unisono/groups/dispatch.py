@@ -7,15 +7,16 @@ a device type. Wrappers (tracing, checks) compose around both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unisono.backends import DeviceBackend, Pending
+from unisono.base.buffers import device_of
 from unisono.engines import repeat
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.groups.protocols import GroupView
 
-__all__ = ["Dispatcher", "Kernel", "dispatcher"]
+__all__ = ["Dispatcher", "Kernel", "backend_of", "dispatcher"]
 
 Kernel = Callable[..., Pending]
 """Called as kernel(group, device, *arguments, options)."""
@@ -112,6 +113,20 @@ def _lacks(backend: DeviceBackend, op: str) -> UnsupportedError:
         f"backend {backend.name!r} ({backend.device}) has no {op} "
         f"(it has: {', '.join(own) or 'no operation'})"
     )
+
+
+def backend_of(group: GroupView, arguments: Sequence[object]) -> DeviceBackend:
+    """Return the backend for the first array of a device that the group serves, else the first."""
+    devices = [device_of(_leaf(argument)) for argument in arguments]
+    known = (group.backends[device] for device in devices if device in group.backends)
+    return next(known, next(iter(group.backends.values())))
+
+
+def _leaf(argument: object) -> object:
+    """Return the first array in an argument that may be a list of lists."""
+    while isinstance(argument, (list, tuple)) and argument:
+        argument = argument[0]
+    return argument
 
 
 dispatcher = Dispatcher()

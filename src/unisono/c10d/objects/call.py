@@ -47,16 +47,16 @@ class ObjectCall:
 
     def __enter__(self) -> ObjectCall:
         # All messages of a call have one tag, so the messages of two calls could be mixed up.
-        self._caller = self._group.enter(self._name)
+        self._caller = self._group.take_guard(self._name)
         try:
             self.check(self.begin)
         except BaseException:
-            self._group.leave(self._caller)
+            self._group.release_guard(self._caller)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._group.leave(self._caller)
+        self._group.release_guard(self._caller)
 
     def check(self, check: Callable[..., object], *arguments: Any) -> None:
         """Check arguments of a collective before its first message; report a failure."""

@@ -8,8 +8,8 @@
 
 A small object is one message. `first` gives the length of `rest`, and `rest` lists the large
 buffers, so no rank waits for a message that is not sent. In messages to a single rank, `rest` and
-`large` have a tag that the sender uses for no other packet. So several threads may send to one rank, or
-receive from it, without mixing their packets.
+`large` have a tag that the sender uses for no other packet. So several threads may send to one
+rank, or receive from one rank, without mixing their packets.
 """
 
 from __future__ import annotations
