@@ -465,7 +465,7 @@ def no_more_processes(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(guard.os, "fork", fork)
-    guard.go_on_guarded(())
+    guard.fork_launcher(())
 
 
 def no_mpi(monkeypatch):
