@@ -141,7 +141,7 @@ def test_every_function_of_a_group_takes_one():
         name
         for name in unisono.__all__
         if inspect.isfunction(inspect.unwrap(function := getattr(unisono, name)))
-        and function.__module__.startswith("unisono.groups.")
+        and function.__module__.startswith("unisono.c10d.")
         and "async_op" in inspect.signature(function).parameters
     ]
     assert len(talking) >= 14

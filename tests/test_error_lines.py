@@ -45,7 +45,7 @@ from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 from unisono.stores.tcp.wire import Op, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp.address import listen
 from unisono.transports.tcp.wire import HELLO, Hello
 

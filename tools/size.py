@@ -19,7 +19,7 @@ TOP_LEVEL = 20
 # Without self and cls.
 PARAMETERS = 8
 # Public methods of a class, properties too; the attributes that its methods assign to self, or, in
-# a dataclass, its fields. What a class inherits does not count.
+# a dataclass, its fields. Inherited members do not count.
 METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
@@ -27,9 +27,9 @@ ATTRIBUTES = 12
 TREE = 25_000
 CPP_FILE = 400
 
-# (path, what) -> (limit, reason); what is "lines", "definitions", the name of a function followed
-# by "parameters", or the name of a class followed by "methods" or "attributes". A new entry is a
-# review topic.
+# Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
+# (path, "NAME parameters"), (path, "NAME methods") and (path, "NAME attributes").
+# A new entry is a review topic.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
@@ -50,7 +50,7 @@ CPP_SUFFIXES = {".cpp", ".cc", ".h", ".hpp", ".inl"}
 
 
 def main() -> int:
-    """Print every violation, or one line saying that there is none."""
+    """Print every violation, or one line with the totals."""
     modules = sorted(Path("src").rglob("*.py"))
     problems = [problem for path in modules for problem in check_module(path)]
     total = sum(code_lines(path) for path in modules)

@@ -97,8 +97,8 @@ from unisono.c10d.queries import get_world_size as get_world_size
 from unisono.c10d.queries import is_initialized as is_initialized
 from unisono.c10d.scans import exscan as exscan
 from unisono.c10d.scans import scan as scan
-from unisono.engines.info import EngineInfo as EngineInfo
-from unisono.engines.info import engine_info as engine_info
+from unisono.engines.choice import EngineInfo as EngineInfo
+from unisono.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
 from unisono.groups.c10d_methods import AllToAllOptions as AllToAllOptions
 from unisono.groups.c10d_methods import AllgatherOptions as AllgatherOptions

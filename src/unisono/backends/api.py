@@ -191,7 +191,7 @@ class DeviceBackend(ABC):
     def all_gather_coalesced(
         self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
     ) -> Pending:
-        """Gather several tensors of one dtype as one message: outputs[rank][i]."""
+        """Gather several tensors of one dtype as one message: `outputs[rank][i]`."""
         self._lacks("all_gather_coalesced")
 
     def all_gather_into_tensor_coalesced(

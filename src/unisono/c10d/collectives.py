@@ -216,7 +216,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Concatenate the tensors of all ranks in everybody's output.
 
-    For every rank r:  output_r[i*n : (i+1)*n] = input_i,  n = input.count
+    For every rank r: `output_r[i*n : (i+1)*n] = input_i`, `n = input.count`
 
     Args:
         output_tensor: [p*n] elements in C order; concatenation or stack along dimension 0.
@@ -240,7 +240,7 @@ def all_gather_coalesced(
 ) -> Future | None:
     """all_gather of several tensors of one dtype, as one message.
 
-    output_tensor_lists[i][j] becomes the j-th tensor of rank i. As in torch, an asynchronous
+    `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
     call returns a `Future`.
     """
     if (pg := member_group(group, "all_gather_coalesced")) is None:
@@ -315,7 +315,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
 
-    For every rank r:  output_r = reduction over q of input_q[r*n : (r+1)*n],  n = output.count
+    For every rank r: `output_r = reduction over q of input_q[r*n : (r+1)*n]`, `n = output.count`
 
     Args:
         output: [n] elements; may be a part of the input.

@@ -26,7 +26,8 @@ def scan(
         **how: timeout (seconds or timedelta), algorithm, deterministic.
 
     Raises:
-        As all_reduce.
+        UnsupportedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: As
+            `all_reduce` does.
 
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.

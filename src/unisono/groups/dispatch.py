@@ -96,6 +96,7 @@ OPS: dict[str, OpSchema] = {
         OpSchema("agree"),
     )
 }  # fmt: skip
+"""Every operation by its name."""
 
 _BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values() if schema.c10d_op}
 

@@ -1,9 +1,9 @@
-"""Plain calls: unisono's public functions on arrays, which C++ repeats.
+"""Plain calls: the fast path that calls unisono's public functions on NumPy arrays.
 
-`engines/repeat.py` remembers calls of those functions on NumPy arrays. A torch tensor of a plain
-kind is such an array at the same address; a description of the memory at an address stays true
-whoever owns it, so descriptions are kept and making them costs nothing the next time. They own
-nothing: only for calls that end before they return. Asynchronous ones get arrays of their own.
+`engines/repeat.py` repeats calls of those functions on NumPy arrays in C++. A plain torch tensor is
+handed over as an array at the same address. The arrays are cached by address, shape and dtype: an
+entry stays valid if another tensor gets the memory. A cached array does not keep its memory alive,
+so it serves only calls that end before they return. Asynchronous calls get new arrays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["PLAIN", "begin_all_reduce", "recv", "send"]
 
 Array = np.ndarray[Any, Any]
 
-# Types that NumPy has as well. Complex tensors may be conjugate views, and arrive as real ones.
+# Types that NumPy has, too. Complex types are left out: a complex tensor may be a conjugate view.
 _DTYPES = {
     getattr(torch, name): dtype_named(name)
     for name in (
@@ -49,14 +49,14 @@ _kept: dict[tuple[Any, ...], Array] = {}
 
 
 class NotPlain(Exception):
-    """The call goes the general way."""
+    """The call cannot use the fast path."""
 
 
 def as_array(tensor: Any, *, keep: bool = False) -> Array:
-    """Return an array over the memory of a tensor, which it keeps alive if told so.
+    """Return an array over the memory of a tensor; the array keeps it alive if `keep`.
 
     Raises:
-        NotPlain: It is of another kind.
+        NotPlain: The tensor has another type, device, layout or dtype.
     """
     if type(tensor) not in _KINDS or not tensor.is_cpu or tensor.layout is not torch.strided:
         raise NotPlain
@@ -93,7 +93,7 @@ def _rank(group: ProcessGroup, rank: int) -> int:
     return group.ranks[rank]
 
 
-# How c10d hands over what `OpSchema.data` and `.settings` name -> what our functions take.
+# Word of `OpSchema.data` or `.settings` -> function that converts c10d's argument to unisono's.
 _DATA: dict[str, Callable[[Any], Any]] = {
     "[tensor]": lambda values: as_array(_first(values)),
     "[output]": lambda values: as_array(_first(values)),
@@ -121,7 +121,7 @@ def _plain(schema: OpSchema) -> Plain:
     data = [_DATA[word] for word in schema.data.split()]
     settings = [_SETTINGS[word] for word in schema.settings.split()]
     count = len(data)
-    # Alone of all it has its output in another place than in c10d.
+    # gather is the only operation whose arguments are in a different order in c10d.
     swapped = schema.name == "gather"
 
     def call(group: ProcessGroup, arguments: Sequence[Any], keywords: dict[str, Any]) -> bool:
@@ -155,11 +155,11 @@ PLAIN: dict[str, Plain] = {
     )
     for method in (name, *OPS[name].c10d_methods)
 }  # fmt: skip
-"""Method of torch's process group -> makes a call if it is a plain one, and says whether."""
+"""Method of torch's process group -> function that makes a plain call; False if it is not plain."""
 
 
 def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | None:
-    """Begin an all_reduce; None: not a plain call."""
+    """Begin an all_reduce; return None if the call is not plain."""
     try:
         array = as_array(tensor, keep=True)
     except NotPlain:
@@ -168,7 +168,7 @@ def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | N
 
 
 def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
-    """Send if nothing has to be waited for; None: nothing was sent."""
+    """Send if the call need not wait; return None if nothing was sent."""
     if (port := group.plain_port) is None:
         return None
     try:
@@ -179,7 +179,7 @@ def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
 
 
 def recv(group: ProcessGroup, tensor: Any, peer: int | None, tag: int) -> Work | None:
-    """Start receiving, from any rank if `peer` is None; None: not a plain call."""
+    """Begin to receive, from any rank if `peer` is None; return None if the call is not plain."""
     if (port := group.plain_port) is None:
         return None
     try:
