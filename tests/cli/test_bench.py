@@ -152,6 +152,11 @@ def test_plan_survives_a_command_line():
     assert BenchPlan.from_json(plan.to_json()) == plan
 
 
+def test_store_names_the_script_that_measures_stores(capsys):
+    assert main(["bench", "store"]) == 1
+    assert "run benchmarks/store.py" in capsys.readouterr().err
+
+
 # ---- how many calls ------------------------------------------------------------------------
 
 

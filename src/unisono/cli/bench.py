@@ -44,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="+",
         choices=[*OPS, "all", "store"],
         metavar="OP",
-        help=", ".join([*OPS, "all"]) + "; or store: TCPStore beside torch's and Redis",
+        help=", ".join([*OPS, "all"]),
     )
     parser.add_argument(
         "--nproc-per-node", type=positive, default=2, metavar="N", help="ranks per host (2)"
@@ -132,7 +132,9 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     if "store" in options.ops:
-        return _bench_store(options)
+        raise InvalidArgumentError(
+            "bench store is not part of the package: run benchmarks/store.py of the repository"
+        )
     # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.bench.launch import check_installed, run_ranks
     from unisono.bench.report import Table, document
@@ -158,16 +160,6 @@ def _bench(options: argparse.Namespace) -> int:
 
         plot(result, options.plot)
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
-
-
-def _bench_store(options: argparse.Namespace) -> int:
-    from unisono.bench.store import bench_store
-
-    if options.ops != ["store"]:
-        raise InvalidArgumentError("bench store compares stores; it goes with no other operation")
-    if options.json:
-        _check_writable(options.json)
-    return bench_store(options.rounds, options.json)
 
 
 def _as_text(result: dict[str, Any]) -> str:
