@@ -315,7 +315,7 @@ OPS: dict[str, OpSchema] = {
         ),
     )
 }  # fmt: skip
-"""Every operation by its name."""
+"""Name of the operation -> its row."""
 
 CHECKS = {name: schema.check for name, schema in OPS.items()}
 
