@@ -9,10 +9,10 @@
 #include <memory>
 #include <vector>
 
-#include "core/fork_guard.hpp"
 #include "bindings/owned_program.hpp"
-#include "core/queue.hpp"
+#include "core/fork_guard.hpp"
 #include "core/program.hpp"
+#include "core/queue.hpp"
 
 namespace unisono {
 

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "bindings/calls.hpp"
-#include "core/clock.hpp"
 #include "bindings/memory.hpp"
+#include "core/clock.hpp"
 #include "core/queue.hpp"
 
 namespace unisono {

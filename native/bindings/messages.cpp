@@ -22,8 +22,8 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
-#include "messages/messages.hpp"
 #include "bindings/waits.hpp"
+#include "messages/messages.hpp"
 
 namespace nb = nanobind;
 using unisono::Code;

@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "shared/group.hpp"
-#include "kernels/kernels.hpp"
 #include "bindings/owned_program.hpp"
+#include "bindings/waits.hpp"
+#include "kernels/kernels.hpp"
+#include "shared/group.hpp"
 #include "shared/segment.hpp"
 #include "steps/steps.hpp"
-#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 

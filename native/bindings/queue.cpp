@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
-#include "core/clock.hpp"
 #include "bindings/flight.hpp"
 #include "bindings/waits.hpp"
+#include "core/clock.hpp"
 
 namespace nb = nanobind;
 

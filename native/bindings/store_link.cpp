@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "bindings/bindings.hpp"
-#include "store/link.hpp"
 #include "bindings/waits.hpp"
+#include "store/link.hpp"
 
 namespace nb = nanobind;
 

@@ -12,7 +12,7 @@ namespace unisono {
 // less time and its thread sleeps sooner. Counts that were calibrated at load time made small calls
 // 5 to 8 % slower.
 struct SpinPolicy {
-  int spins;  // looks per round
+  int spins;        // looks per round
   int busy_rounds;  // rounds before the first yield
   int yield_rounds;
 };

@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "core/agreement.hpp"
-#include "kernels/kernels.hpp"
 #include "core/status.hpp"
+#include "kernels/kernels.hpp"
 
 namespace unisono {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/fork_guard.hpp"
-#include "shared/remote_read.hpp"
 #include "core/program.hpp"
+#include "shared/remote_read.hpp"
 #include "shared/segment.hpp"
 
 namespace unisono {

@@ -1,7 +1,7 @@
 #include "shared/remote_read.hpp"
 
-#include <cstring>
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 
 #include <fcntl.h>

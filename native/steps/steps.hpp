@@ -12,9 +12,9 @@
 #include <memory>
 #include <vector>
 
-#include "shared/group.hpp"
-#include "messages/messages.hpp"
 #include "core/program.hpp"
+#include "messages/messages.hpp"
+#include "shared/group.hpp"
 
 namespace unisono {
 

@@ -17,8 +17,8 @@
 #include <sys/types.h>
 
 #include "store/buffer.hpp"
-#include "store/token.hpp"
 #include "store/table.hpp"
+#include "store/token.hpp"
 #include "store/wire.hpp"
 
 namespace unisono::store {

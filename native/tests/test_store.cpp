@@ -18,9 +18,9 @@
 #include <unistd.h>
 
 #include "store/link.hpp"
-#include "store/token.hpp"
 #include "store/server.hpp"
 #include "store/table.hpp"
+#include "store/token.hpp"
 #include "store/wire.hpp"
 
 using namespace unisono::store;

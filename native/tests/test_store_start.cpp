@@ -1,11 +1,11 @@
 // A store server that cannot start.
 #include <cassert>
+#include <csignal>
 #include <cstdio>
 #include <system_error>
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <csignal>
 #include <sys/socket.h>
 #include <unistd.h>
 
