@@ -1,4 +1,4 @@
-// The client side of a benchmark: so cheap that the server is what limits it.
+// The client side of a benchmark, cheap enough that the server is the limit.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace unisono::store {
 
-// Makes `count` requests, all the same, over connections with one request in flight on each, and
-// returns how many seconds they took. A reply has to be so short that it comes in one piece.
+// Make `count` equal requests over connections, with one open request on each. Returns the time in
+// seconds. A reply must be short enough to come in one piece.
 double drive(const std::vector<int>& connections, std::string_view request, uint64_t count);
 
 }  // namespace unisono::store

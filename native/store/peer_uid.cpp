@@ -1,4 +1,5 @@
-// Whose a local client is; the twin of src/unisono/stores/tcp/peer_uid.py.
+// Finds the user id of the local peer of a connection; the twin of
+// src/unisono/stores/tcp/peer_uid.py.
 #include <cerrno>
 #include <cstring>
 
@@ -21,7 +22,7 @@ struct Question {
   inet_diag_req_v2 body{};
 };
 
-// Asks the kernel; false if it does not tell.
+// Ask the kernel (sock_diag). False: it gives no answer.
 bool ask(const Question& question, char* answer, std::size_t size) {
   const int fd = socket(AF_NETLINK, SOCK_DGRAM | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
   if (fd < 0) return false;
