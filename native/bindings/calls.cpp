@@ -151,11 +151,12 @@ nb::object Calls::run_message(const Message& message) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
-  const nb::object told = message.is_sent ? messenger_->send(message.array, peer, tag, timeout_s_)
-                                          : messenger_->recv(message.array, peer, tag, timeout_s_);
-  if (told.is_none()) return {};
-  if (!nb::isinstance<nb::tuple>(told)) return message.is_sent ? nb::none() : told;
-  const nb::object error = message_failed_(message.is_sent ? "send" : "recv", told,
+  const nb::object result = message.is_sent
+                              ? messenger_->send(message.array, peer, tag, timeout_s_)
+                              : messenger_->recv(message.array, peer, tag, timeout_s_);
+  if (result.is_none()) return {};
+  if (!nb::isinstance<nb::tuple>(result)) return message.is_sent ? nb::none() : result;
+  const nb::object error = message_failed_(message.is_sent ? "send" : "recv", result,
                                            nb::borrow(message.array), peer, tag, timeout_s_);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();

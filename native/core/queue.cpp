@@ -75,9 +75,9 @@ Turn::Served Turn::serve() {
     const std::lock_guard<std::mutex> lock(lock_);
     const Served served{status.is_ok() ? kEnded : kFailed, job->seq, status};
     if (served.reason == kEnded) {
-      const bool tells = job->handed = job->watched;
+      const bool reports = job->handed = job->watched;
       end(served.seq);  // the owner may free the job from here on
-      if (!tells) continue;
+      if (!reports) continue;
     } else {
       job->handed = true;
     }

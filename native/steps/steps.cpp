@@ -134,8 +134,8 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
       const bool ended = status.code == Code::mismatch || status.code == Code::uneven;
       // The other ranks must receive the verdict before this rank raises.
       for (size_t i = 0; i < sent_verdicts_.size() && ended; ++i) {
-        const auto* said = reinterpret_cast<const char*>(&sent_verdicts_[i]);
-        const Status sent = wait_for_sends(said, said + sizeof(Verdict));
+        const auto* verdict = reinterpret_cast<const char*>(&sent_verdicts_[i]);
+        const Status sent = wait_for_sends(verdict, verdict + sizeof(Verdict));
         if (!sent.is_ok()) status = sent;
       }
       // No rank will receive the messages that were sent too early.
@@ -196,9 +196,9 @@ void Steps::send_verdict(int peer, const Verdict& verdict) {
 }
 
 Status Steps::recv_verdict(int peer, Verdict* into) {
-  Verdict heard{};
-  Operation* op = new_op(peer, agreement_tag(), sizeof(heard));
-  op->data = reinterpret_cast<char*>(&heard);
+  Verdict received{};
+  Operation* op = new_op(peer, agreement_tag(), sizeof(received));
+  op->data = reinterpret_cast<char*>(&received);
   Status status;
   try {
     messages_->begin(*op);
@@ -206,9 +206,9 @@ Status Steps::recv_verdict(int peer, Verdict* into) {
   } catch (const std::bad_alloc&) {
     status = {Code::no_memory, rank_};
   }
-  if (!status.is_ok()) messages_->cancel(*op);  // the memory of `heard` ends here
+  if (!status.is_ok()) messages_->cancel(*op);  // the memory of `received` ends here
   free_ops_.push_back(op);
-  into->merge(heard);
+  into->merge(received);
   return status;
 }
 

@@ -28,10 +28,10 @@ bool ask(const Question& question, char* answer, std::size_t size) {
   if (fd < 0) return false;
   const timeval patience{1, 0};
   setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-  const bool is_told = send(fd, &question, sizeof question, 0) == sizeof question &&
-                       recv(fd, answer, size, 0) >= static_cast<ssize_t>(sizeof(nlmsghdr) + 4);
+  const bool is_answered = send(fd, &question, sizeof question, 0) == sizeof question &&
+                           recv(fd, answer, size, 0) >= static_cast<ssize_t>(sizeof(nlmsghdr) + 4);
   close(fd);
-  return is_told;
+  return is_answered;
 }
 
 }  // namespace
