@@ -113,7 +113,8 @@ def lanes(collective: str, algorithm: str) -> str:
         begin, end = left + wide * message.round + 5, left + wide * (message.round + 1) - 5
         y0, y1 = (top + high * (rank + 0.5) for rank in (message.source, message.target))
         parts += arrow(begin, y0, end, y1, COLOURS[message.chunk % len(COLOURS)], message.reduces)
-    return picture(max(width, 480), height, parts)
+    # A title takes up to 9 units for each letter, in the widest fonts.
+    return picture(max(width, 24 + 9 * len(title)), height, parts)
 
 
 def arrow(x0: float, y0: float, x1: float, y1: float, colour: str, full: bool) -> Iterator[str]:

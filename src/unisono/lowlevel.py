@@ -1,4 +1,4 @@
-"""The second public tier: what authors of backends, transports, engines and schedules need."""
+"""The second public tier, for authors of backends, transports, engines and schedules."""
 
 from unisono.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.base.buffers import BufferView, device_of, view
@@ -6,7 +6,8 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType
 from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
-from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher, schema_of
+from unisono.groups.dispatch import Dispatcher, dispatcher
+from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore

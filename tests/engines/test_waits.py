@@ -18,8 +18,7 @@ from unisono.base.extension import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key, native_messages
-from unisono.transports.api import Kind
-from unisono.transports.mailbox import Cancelled
+from unisono.transports.messages import Cancelled, Kind
 from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
@@ -125,7 +124,7 @@ def world():
     addresses.update(enumerate(transport.address for transport in world))
     everybody = [NativeMessages.make(transport) for transport in world]
     for transport, messages in zip(world, everybody, strict=True):
-        messages.introduce([each.word for each in everybody], [True, True], crowded=True)
+        messages.introduce([each.endpoint for each in everybody], [True, True], crowded=True)
         transport.use_messages(messages)
     yield world
     for transport in world:

@@ -17,7 +17,7 @@ from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.transports import InprocTransport, Key, connect
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
 
@@ -241,8 +241,8 @@ def test_ranks_that_disagree_about_the_size_of_the_world():
     with HashStore() as store:
         told = on_threads(partial(join, 0, store, 2), partial(join, 1, store.clone(), 3))
     assert told == [
-        "rank 0 was told world_size=2, rank 1 world_size=3",
-        "rank 1 was told world_size=3, rank 0 world_size=2",
+        "rank 0 has world_size=2, rank 1 has world_size=3",
+        "rank 1 has world_size=3, rank 0 has world_size=2",
     ]
 
 

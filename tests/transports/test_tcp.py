@@ -15,7 +15,7 @@ from worlds import KEY, SOON, tcp_world, works
 from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp import handshake
 from unisono.transports.tcp import transport as tcp_transport
 from unisono.transports.tcp.address import TCPAddress
@@ -157,7 +157,7 @@ def test_wrong_hello_is_refused(change, caplog):
             assert sock.recv(10) == REFUSE
             assert sock.recv(10) == b""
         works(*world)
-    assert "rank 0 refused a caller" in caplog.text
+    assert "rank 0 refused a connection" in caplog.text
 
 
 def test_second_connection_of_a_rank_is_refused_quietly(caplog):

@@ -1,21 +1,24 @@
-"""Which engine a group gets."""
+"""Choose the engine of a group, and report the engine of this process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from unisono.base import config
+from unisono.base.extension import extension as native
 from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
-from unisono.engines.info import engine_info
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
+from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.transports.native_messages import NativeMessages
 
-__all__ = ["make_engine"]
+__all__ = ["EngineInfo", "engine_info", "make_engine"]
 
 _log = get_logger("engines")
 
@@ -30,15 +33,15 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         kind: "auto", "native" or "reference"; UNISONO_ENGINE if None.
 
     Raises:
-        UnsupportedError: "native" was asked for and cannot be had; says why.
+        UnsupportedError: "native" was requested but cannot be used; the text gives the reason.
     """
     kind = kind or config.get("UNISONO_ENGINE")
     if kind not in ("auto", "native", "reference"):
         raise InvalidArgumentError(f"unknown engine {kind!r} (known: auto, native, reference)")
     if kind == "reference":
         return ReferenceEngine(comm)
-    words = [comm.transport.hosts[rank] for rank in comm.ranks]
-    if all(words) and (len(set(words)) == 1 or _reach_each_other(comm, words)):
+    hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
+    if all(hosts) and (len(set(hosts)) == 1 or _reach_each_other(comm, hosts)):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
@@ -55,8 +58,64 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     return ReferenceEngine(comm)
 
 
-def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
-    """Whether ranks of several hosts have messages in C++ that understand each other."""
+def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
+    """Whether ranks of several hosts have C++ messages of equal versions."""
     messages = comm.transport.messages
-    versions = {word.partition("/")[0] for word in words}
-    return messages is not None and messages.reaches_all and len(versions) == 1
+    versions = {host.partition("/")[0] for host in hosts}
+    return isinstance(messages, NativeMessages) and messages.reaches_all and len(versions) == 1
+
+
+class EngineInfo(NamedTuple):
+    """The engine that executes collectives in the groups of this process.
+
+    Attributes:
+        engine: "native" (C++) or "reference" (Python).
+        why: The reason for this engine.
+        isa: Instruction set of the native reductions; "" without them.
+        isas: Instruction sets of this machine, slowest first.
+        shared_memory: "memfd", or the reason why ranks cannot share memory.
+        cores: Cores that this process may use. With more ranks than cores on a host, waits do not
+            spin.
+        build: Compiler of the extension module; "" without it.
+    """
+
+    engine: str
+    why: str
+    isa: str
+    isas: tuple[str, ...]
+    shared_memory: str
+    cores: int
+    build: str
+
+    def __str__(self) -> str:
+        parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
+        if self.isa:
+            parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
+        return "; ".join([*parts, f"{self.cores} cores"])
+
+
+def engine_info() -> EngineInfo:
+    """Return the engine that groups of this process get, as far as one process can know.
+
+    A group uses the reference engine if any of its ranks reports another engine here. Then
+    `repr(group)` and the log show the engine of the group.
+    """
+    memory = memory_kind()
+    wish = config.get("UNISONO_ENGINE")
+    if native is None:
+        engine, why = "reference", why_absent
+    elif wish == "reference":
+        engine, why = wish, "UNISONO_ENGINE=reference"
+    elif not host_id() or memory != "memfd":
+        engine, why = "reference", "ranks cannot share memory here"
+    else:
+        engine, why = "native", "UNISONO_ENGINE=native" if wish == "native" else "it is built"
+    return EngineInfo(
+        engine,
+        why,
+        "" if native is None else config.get("UNISONO_CPU") or native.isa(),
+        () if native is None else tuple(native.isas()),
+        memory,
+        usable_cores(),
+        "" if native is None else native.BUILD,
+    )
