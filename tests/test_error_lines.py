@@ -619,7 +619,8 @@ def gradient_twice():
     pytest.importorskip("torch")
     from unisono.parallel.reducer import Reducer
 
-    reducer = SimpleNamespace(_expecting=True, _started=True, _ready={0}, _names=["w"])
+    state = SimpleNamespace(expecting=True, started=True, ready={0})
+    reducer = SimpleNamespace(_pass=state, _names=["w"])
     Reducer.arrived(reducer, 0)
 
 

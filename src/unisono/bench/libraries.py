@@ -18,6 +18,7 @@ from unisono.base.types import ReduceOp
 from unisono.bench.data import Data
 from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.errors import LaunchError, UnsupportedError
+from unisono.groups.operations import OPS
 from unisono.stores import PrefixStore, TCPStore
 
 __all__ = ["Library", "TimedCall", "mpi_rank", "open_library"]
@@ -103,8 +104,9 @@ class _C10d:
 
         torch 2.13 has new names for these functions; the old names cause a warning in each call.
         """
-        old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-        return getattr(self._dist, f"{op}_single", None) or getattr(self._dist, old[op])
+        new = f"{op}_single"
+        old = next(name for name, schema in OPS.items() if new in schema.c10d_methods)
+        return getattr(self._dist, new, None) or getattr(self._dist, old)
 
     def _parts(self, whole: Any, data: Data) -> list[Any] | None:
         """Return the list of one array per rank on the root; None on other ranks."""
