@@ -544,7 +544,7 @@ def bad_reply():
 
 def mpiexec_failed():
     ranks = bench_launch._Processes({"mpiexec": ["sh", "-c", "exit 3"]})
-    assert ranks.ended(60)
+    assert ranks.wait(60)
     ranks.check()
 
 
