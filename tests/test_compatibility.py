@@ -16,8 +16,7 @@ import pytest
 import unisono
 from tests.overloads import calls, overloads
 from unisono.errors import UnsupportedError
-from unisono.groups.checks import CHECKS
-from unisono.groups.dispatch import OPS
+from unisono.groups.operations import CHECKS, OPS
 from unisono.refused import INCIDENTAL, REFUSED
 from unisono.testing import run
 
@@ -203,12 +202,12 @@ class Recorder(unisono.ProcessGroup):
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def _start(self, op, arguments, how):
+    def _call_kernel(self, op, arguments, how):
         CHECKS[op](self, *arguments)
         self._options(op, **how)
         self.asked.append(op)
 
-    _call = _start
+    _call_collective = _call_kernel
     _timeout_s = 60.0
     _rank = 0
     ranks = (0,)

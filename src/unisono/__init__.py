@@ -27,24 +27,23 @@ _HOMES = {
         "ScatterOptions"
     ),
     "c10d.backend_names": "Backend",
-    "c10d.availability": (
-        "get_default_backend_for_device is_available is_backend_available is_gloo_available "
-        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
-        "is_xccl_available supports_complex"
-    ),
     "c10d.lifecycle": "destroy_process_group init_process_group",
     "c10d.queries": (
-        "get_backend get_backend_config get_global_rank get_group_rank get_node_local_rank "
-        "get_pg_count get_process_group_ranks get_rank get_world_size is_initialized"
+        "get_backend get_backend_config get_default_backend_for_device get_global_rank "
+        "get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank "
+        "get_world_size is_available is_backend_available is_gloo_available is_initialized "
+        "is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "
+        "is_xccl_available supports_complex"
     ),
     "c10d.new_groups": (
         "SHRINK_ABORT SHRINK_DEFAULT new_group new_subgroups new_subgroups_by_enumeration "
         "shrink_group split_group"
     ),
     "c10d.collectives": (
-        "all_gather all_gather_coalesced all_gather_into_tensor all_reduce all_reduce_coalesced "
-        "all_to_all all_to_all_single barrier broadcast gather reduce reduce_scatter "
-        "reduce_scatter_tensor scatter"
+        "_all_gather_base _reduce_scatter_base all_gather all_gather_coalesced "
+        "all_gather_into_tensor all_gather_single all_reduce all_reduce_coalesced all_to_all "
+        "all_to_all_single barrier broadcast exscan gather reduce reduce_scatter "
+        "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
     "c10d.debug": (
@@ -52,25 +51,20 @@ _HOMES = {
     ),
     "c10d.other_names": (
         "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
-        "_all_gather_base _coalescing_manager _get_process_group_name _make_nccl_premul_sum "
-        "_rank_not_in_group _reduce_scatter_base all_gather_single default_pg_timeout reduce_op "
-        "reduce_scatter_single"
+        "_coalescing_manager _get_process_group_name _make_nccl_premul_sum _rank_not_in_group "
+        "default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
-    "groups.future": "Future collect_all",
     "c10d.monitored_barrier": "monitored_barrier",
-    "c10d.objects.reductions": "all_reduce_object reduce_object",
     "c10d.objects.functions": (
-        "all_gather_object broadcast_object_list gather_object recv_object_list "
-        "scatter_object_list send_object_list"
+        "all_gather_object all_reduce_object broadcast_object_list gather_object "
+        "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
     "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
-    "c10d.scans": "exscan scan",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",
-    "groups.waiting": "wait_all wait_any",
-    "groups.work": "Work",
+    "groups.work": "Future Work collect_all wait_all wait_any",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",

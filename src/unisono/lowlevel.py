@@ -6,7 +6,8 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType
 from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
-from unisono.groups.dispatch import OPS, Dispatcher, OpSchema, dispatcher, schema_of
+from unisono.groups.dispatch import Dispatcher, dispatcher
+from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.groups.exits import at_exit
+from unisono.groups.world import at_exit
 from unisono.testing import run
 
 # Bytes that may stay per cycle: far below any object that a group consists of. What stays for

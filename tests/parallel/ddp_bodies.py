@@ -12,7 +12,7 @@ import torch
 import torch.distributed as torch_dist
 
 import unisono as dist
-from unisono.groups.future import Future
+from unisono.groups.work import Future
 from unisono.parallel import (
     DistributedDataParallel,
     PowerSGDState,

@@ -19,7 +19,7 @@ class _Names(type):
 
     @property
     def backend_list(cls) -> list[str]:
-        """Names that can be used, and those that torch knows besides."""
+        """Names that can be used, and `UNDEFINED`, which torch has too."""
         return [Backend.UNDEFINED, *registry.known_backends()]
 
     @property
@@ -29,7 +29,7 @@ class _Names(type):
 
     @property
     def default_device_backend_map(cls) -> dict[str, str]:
-        """Backend that serves each device type when none is named: the one registered first."""
+        """Backend of each device type if the caller names none: the first registered."""
         served: dict[str, str] = {}
         for name in registry.registered():
             for device in registry.devices_of(name):
@@ -45,9 +45,8 @@ class _Names(type):
 class Backend(str, metaclass=_Names):
     """Names of backends: `Backend("GLOO")` is the string "gloo".
 
-    A name of capitals is an attribute as soon as a backend of that name is registered; torch's
-    own are there always. (The class that one derives a backend from is
-    `unisono.lowlevel.DeviceBackend`.)
+    When a backend is registered, its name in capitals becomes an attribute. torch's own names are
+    always attributes. (The base class of backends is `unisono.lowlevel.DeviceBackend`.)
 
     Raises:
         ArgumentTypeError: Not a string.
@@ -85,9 +84,9 @@ class Backend(str, metaclass=_Names):
         Args:
             name: Its name; small letters count.
             func: Called as func(store, rank, size, timeout) or, if extended, as
-                func(options, pg_options), where `options` has store, group_rank, group_size,
-                timeout, group_id, global_ranks_in_group, and `spec`, which
-                DeviceBackend.__init__ takes. Returns a DeviceBackend.
+                func(options, pg_options). Returns a DeviceBackend. `options` has store, group_rank,
+                group_size, timeout, group_id, global_ranks_in_group, and `spec`, the argument of
+                DeviceBackend.__init__.
             extended_api: See `func`.
             devices: Device types it serves; "cpu" if None.
 

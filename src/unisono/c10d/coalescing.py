@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
-from unisono.c10d.queries import require_group
 from unisono.errors import InvalidArgumentError
-from unisono.groups.waiting import wait_all
-from unisono.groups.work import Work
+from unisono.groups.operations import OPS
+from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Work, wait_all
+from unisono.groups.world import require_group
 
 __all__ = ["CoalescingManager", "coalescing_manager"]
 
 
 class CoalescingManager:
-    """What a block of coalesced calls gives: the works to wait for after it."""
+    """Holds the works of a block of coalesced calls, to be waited for after the block."""
 
     def __init__(self) -> None:
         self.works: list[Work] = []
@@ -38,17 +41,17 @@ class CoalescingManager:
             self.works.append(work)
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        """Wait for all of them.
+        """Wait for all works.
 
         Args:
             timeout: Of the whole wait; None for no limit but the works' own.
 
         Raises:
             CollectiveTimeoutError: `timeout` passed first. The works go on.
-            UnisonoError: What the first one raises that fails.
+            UnisonoError: The error of the first work that failed.
         """
         if timeout is not None:
-            # On the host, also in a stream: as Work.wait.
+            # Blocks the host in a stream too, as Work.wait does with a time-out.
             wait_all(self.works, timeout)
             return
         for work in self.works:
@@ -62,9 +65,9 @@ def coalescing_manager(
     """Make the collectives of a with block one call when the block ends.
 
     Collects all_reduce, or all_gather_single, or reduce_scatter_single: one kind per block. Calls
-    that differ in dtype, reduce op or time-out make a message each. Other operations run at once.
-    A block left by an exception makes no call, and the group is as before. (With torch it then
-    collects for ever.)
+    that differ in dtype, reduce op or time-out go into separate messages. Other operations run at
+    once. A block left by an exception makes no call, and the group is as before. (With torch the
+    group then collects for ever.)
 
     Args:
         group: The default group if None.
@@ -78,9 +81,9 @@ def coalescing_manager(
     recorder = _Recorder()
     if any(name in vars(pg) for name in _KINDS):
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
-    # An attribute of the object goes before the method of its class: outside of blocks, nobody
-    # has to ask whether there is one. Without `calls` the C++ engine repeats none by itself.
-    vars(pg).update({name: getattr(recorder, name) for name in _KINDS})
+    # An attribute of the object hides the method of its class, so calls outside of blocks need no
+    # test. Without `calls` the C++ engine repeats no call of the group.
+    vars(pg).update({name: partial(recorder.record, name) for name in _KINDS})
     calls, pg.calls = pg.calls, None
     manager = CoalescingManager()
     try:
@@ -95,11 +98,8 @@ def coalescing_manager(
             manager.append(work)
 
 
-_KINDS = {
-    "all_reduce": "all_reduce_coalesced",
-    "all_gather_into_tensor": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_tensor": "reduce_scatter_tensor_coalesced",
-}
+_KINDS = {name: schema.coalesced for name, schema in OPS.items() if schema.coalesced}
+_SIGNATURES = {name: signature(getattr(ProcessGroup, name)) for name in _KINDS}
 
 
 class _Recorded(NamedTuple):
@@ -110,32 +110,27 @@ class _Recorded(NamedTuple):
 
 
 class _Recorder:
-    """Stands in for the methods of a group during a block."""
+    """Records the calls of a block, in place of the methods of a group."""
 
     def __init__(self) -> None:
         self._calls: list[_Recorded] = []
 
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
-        return self._record("all_reduce", (tensor,), op, how)
-
-    def all_gather_into_tensor(self, output: Any, tensor: Any, **how: Any) -> Work:
-        return self._record("all_gather_into_tensor", (output, tensor), None, how)
-
-    def reduce_scatter_tensor(
-        self, output: Any, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any
-    ) -> Work:
-        return self._record("reduce_scatter_tensor", (output, tensor), op, how)
-
-    def _record(
-        self, kind: str, tensors: tuple[Any, ...], op: ReduceOp | None, how: dict[str, Any]
-    ) -> Work:
+    def record(self, kind: str, *arguments: Any, **keywords: Any) -> Work:
+        """Record a call of the method `kind` of the group."""
+        bound = _SIGNATURES[kind].bind(self, *arguments, **keywords)
+        bound.apply_defaults()
+        _, *given = bound.args
         if self._calls and self._calls[0].kind != kind:
             raise InvalidArgumentError(
                 f"{kind} in a coalescing block that began with {self._calls[0].kind}: a block "
                 "takes one kind of collective"
             )
+        schema = OPS[kind]
+        values = dict(zip([*schema.data_names, *schema.settings.split()], given, strict=False))
+        how = {name: value for name, value in keywords.items() if name not in values}
         how.pop("async_op", None)
-        self._calls.append(_Recorded(kind, tensors, op, how))
+        tensors = tuple(values[name] for name in schema.data_names)
+        self._calls.append(_Recorded(kind, tensors, values.get("op"), how))
         return _NotYet()
 
     def batches(self) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:

@@ -2,8 +2,10 @@
 
 They take torch's arguments in torch's order, with `timeout` and `algorithm` added as keywords.
 `src` and `dst` are global ranks, `group_src` and `group_dst` ranks in the group. A synchronous
-call returns None, an asynchronous one a `Work`. On a rank that is not a member of the group a
-call warns and returns None. What `all_reduce` says under Raises holds for all of them.
+call returns None, an asynchronous call a `Work`. On a rank that is not a member of the group a
+call warns and returns None. All functions raise the errors of `all_reduce`.
+
+`scan` and `exscan` are not in torch.distributed but in MPI.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -14,29 +16,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
-from unisono.engines.repeat import repeatable
 from unisono.errors import InvalidArgumentError, UsageError
-from unisono.groups.future import Future
+from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
+from unisono.groups.work import Future, Work
 from unisono.groups.world import member_group
 
 __all__ = [
+    "_all_gather_base",
+    "_reduce_scatter_base",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "broadcast",
+    "exscan",
     "gather",
     "group_rank_of",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_single",
     "reduce_scatter_tensor",
     "root_of",
+    "scan",
     "scatter",
 ]
 
@@ -75,7 +82,7 @@ def root_of(
     group_rank: int | None,
     default: int | None = None,
 ) -> int:
-    """As `group_rank_of`, for a collective, in which the other ranks wait meanwhile."""
+    """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
     try:
         return group_rank_of(pg, call, global_rank, group_rank, default)
     except UsageError as error:
@@ -87,7 +94,7 @@ def _handed(work: Work, async_op: bool) -> Work | None:
     return work if async_op else None
 
 
-@repeatable(tensor="writes", src="root", group="group", async_op="async_op")
+@repeatable
 def broadcast(
     tensor: Any,
     src: int | None = None,
@@ -96,7 +103,7 @@ def broadcast(
     group_src: int | None = None,
     **how: Any,
 ) -> Work | None:
-    """Copy the tensor of rank `src` into everybody's.
+    """Copy the tensor of rank `src` into the tensors of all ranks.
 
     Args:
         tensor: [...] same number of elements and dtype on all ranks.
@@ -118,7 +125,7 @@ def broadcast(
     return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
-@repeatable(tensor="writes", op="op", group="group", async_op="async_op")
+@repeatable
 def all_reduce(
     tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
 ) -> Work | None:
@@ -136,9 +143,9 @@ def all_reduce(
         **how: timeout (seconds or timedelta), algorithm, deterministic (reductions).
 
     Raises:
-        UnsupportedError: `op` is not defined on the dtype; the group is untouched.
-        CollectiveMismatchError: Ranks disagree about op, dtype or count; nothing was changed.
-        CollectiveTimeoutError, PeerLostError: See `unisono.errors`; the group is broken then.
+        UnsupportedError: `op` is not defined on the dtype. The group stays usable.
+        CollectiveMismatchError: Ranks disagree about op, dtype or count. No tensor was changed.
+        CollectiveTimeoutError, PeerLostError: See `unisono.errors`. The group is broken then.
 
     Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
     """
@@ -164,7 +171,7 @@ def all_reduce_coalesced(
     return work.get_future() if async_op else None
 
 
-@repeatable(tensor="writes", dst="root", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce(
     tensor: Any,
     dst: int | None = None,
@@ -184,7 +191,7 @@ def reduce(
     return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
-@repeatable(tensor_list="writes_list", tensor="reads", group="group", async_op="async_op")
+@repeatable
 def all_gather(
     tensor_list: Sequence[Any],
     tensor: Any,
@@ -192,7 +199,7 @@ def all_gather(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Copy the tensor of rank i into everybody's tensor_list[i].
+    """Copy the tensor of rank i into tensor_list[i] on all ranks.
 
     Args:
         tensor_list: One output per rank, in group order, each as large as `tensor`.
@@ -206,7 +213,7 @@ def all_gather(
     return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
 
 
-@repeatable(output_tensor="writes", input_tensor="reads", group="group", async_op="async_op")
+@repeatable
 def all_gather_into_tensor(
     output_tensor: Any,
     input_tensor: Any,
@@ -214,7 +221,7 @@ def all_gather_into_tensor(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Concatenate the tensors of all ranks in everybody's output.
+    """Concatenate the tensors of all ranks in the output of each rank.
 
     For every rank r: `output_r[i*n : (i+1)*n] = input_i`, `n = input.count`
 
@@ -249,9 +256,7 @@ def all_gather_coalesced(
     return work.get_future() if async_op else None
 
 
-@repeatable(
-    tensor="reads", gather_list="writes_list", dst="root", group="group", async_op="async_op"
-)
+@repeatable
 def gather(
     tensor: Any,
     gather_list: Sequence[Any] | None = None,
@@ -271,9 +276,7 @@ def gather(
     return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
-@repeatable(
-    tensor="writes", scatter_list="reads_list", src="root", group="group", async_op="async_op"
-)
+@repeatable
 def scatter(
     tensor: Any,
     scatter_list: Sequence[Any] | None = None,
@@ -293,7 +296,7 @@ def scatter(
     return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 
-@repeatable(output="writes", input_list="reads_list", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce_scatter(
     output: Any,
     input_list: Sequence[Any],
@@ -302,13 +305,13 @@ def reduce_scatter(
     async_op: bool = False,
     **how: Any,
 ) -> Work | None:
-    """Fill the output of rank i with the reduction of everybody's input_list[i]."""
+    """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
     if (pg := member_group(group, "reduce_scatter")) is None:
         return None
     return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
 
 
-@repeatable(output="writes", input="reads", op="op", group="group", async_op="async_op")
+@repeatable
 def reduce_scatter_tensor(
     output: Any,
     input: Any,
@@ -335,12 +338,7 @@ def reduce_scatter_tensor(
     return _handed(work, async_op)
 
 
-@repeatable(
-    output_tensor_list="writes_list",
-    input_tensor_list="reads_list",
-    group="group",
-    async_op="async_op",
-)
+@repeatable
 def all_to_all(
     output_tensor_list: Sequence[Any],
     input_tensor_list: Sequence[Any],
@@ -350,7 +348,7 @@ def all_to_all(
 ) -> Work | None:
     """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
 
-    Sizes may differ from pair to pair; both ends of a pair must agree.
+    Sizes may differ from pair to pair; both ranks of a pair must give the same size.
     """
     if (pg := member_group(group, "all_to_all")) is None:
         return None
@@ -358,7 +356,7 @@ def all_to_all(
     return _handed(work, async_op)
 
 
-@repeatable(output="writes", input="reads", group="group", async_op="async_op")
+@repeatable
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -381,7 +379,8 @@ def all_to_all_single(
 
     Raises:
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
-        CollectiveMismatchError: A rank sends what another does not expect; names the pairs.
+        CollectiveMismatchError: A rank sends another size than the receiver expects; names the
+            pairs.
     """
     if (pg := member_group(group, "all_to_all_single")) is None:
         return None
@@ -391,7 +390,49 @@ def all_to_all_single(
     return _handed(work, async_op)
 
 
-@repeatable(group="group", async_op="async_op")
+def scan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+) -> Work | None:
+    """Replace rank r's tensor by the reduction over ranks 0..r.
+
+    For every rank r:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_r
+
+    Args:
+        tensor: [...] same number of elements and dtype on all ranks; any layout.
+        op: As for all_reduce; AVG divides by r + 1.
+        group: The default group if None.
+        async_op: Return a `Work` at once; the tensor must stay untouched until it is done.
+        **how: timeout (seconds or timedelta), algorithm, deterministic.
+
+    Raises:
+        As all_reduce.
+
+    Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
+    Source: MPI_Scan.
+    """
+    if (pg := member_group(group, "scan")) is None:
+        return None
+    return _handed(pg.scan(tensor, op, async_op=async_op, **how), async_op)
+
+
+def exscan(
+    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+) -> Work | None:
+    """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own.
+
+    For every rank r > 0:  tensor_r = tensor_0 (op) tensor_1 (op) ... (op) tensor_{r-1}
+
+    Arguments and errors are those of `scan`; AVG divides by r.
+
+    Cost: small: one round more than scan; large: the same as scan.
+    Source: MPI_Exscan, which leaves rank 0's result undefined.
+    """
+    if (pg := member_group(group, "exscan")) is None:
+        return None
+    return _handed(pg.exscan(tensor, op, async_op=async_op, **how), async_op)
+
+
+@repeatable
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -399,10 +440,15 @@ def barrier(
     timeout: Any = None,
     **how: Any,
 ) -> Work | None:
-    """Return on no rank before every rank has come here.
+    """Return on no rank before every rank has called it.
 
     `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
     """
     if (pg := member_group(group, "barrier")) is None:
         return None
     return _handed(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
+
+
+# torch's other names of two functions.
+all_gather_single = _all_gather_base = all_gather_into_tensor
+reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor

@@ -1,4 +1,4 @@
-"""torch's aids for debugging: level of talk, names for parts of a program, a breakpoint.
+"""torch's functions for debugging: log level, names for parts of a program, a breakpoint.
 
 Source: torch.distributed (2.13).
 """
@@ -28,11 +28,11 @@ __all__ = [
     "set_debug_level_from_env",
 ]
 
-_log = get_logger("groups.debug")
+_log = get_logger("c10d.debug")
 
 
 class DebugLevel(enum.IntEnum):
-    """How much the library tells; what it checks is the same at every level."""
+    """How much the library logs. Its checks are the same at every level."""
 
     OFF = 0
     INFO = 1
@@ -61,7 +61,7 @@ def set_debug_level_from_env() -> None:
     """Set the level that TORCH_DISTRIBUTED_DEBUG names: OFF (also if unset), INFO or DETAIL.
 
     Raises:
-        InvalidArgumentError: It names another one.
+        InvalidArgumentError: The variable has another value.
     """
     text = config.environ().get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     if text.upper() not in DebugLevel.__members__:
@@ -84,10 +84,10 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: Timeout | None = 3600) -
     """Stop one rank in the debugger; all others wait for it in a barrier.
 
     Args:
-        rank: Which one; type "up" there to come to the caller.
-        skip: Pass so many times before stopping, counted for each place in the source.
-        timeout_s: Time-out of all groups of this world from now on, so that none passes meanwhile;
-            None leaves them alone.
+        rank: Rank that stops; type "up" there to reach the caller's frame.
+        skip: Number of calls that do not stop, counted for each place in the source.
+        timeout_s: Time-out of all groups of this world from now on, so that no call times out
+            meanwhile; None keeps the time-outs.
     """
     world = current()
     caller = sys._getframe(1)

@@ -1,11 +1,11 @@
-"""DeviceMesh: the ranks of a world as a grid, with a group for every line of it.
+"""DeviceMesh: the ranks of a world as a grid, with a group for every line of the grid.
 
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     unisono.all_reduce(x, group=mesh["tp"].get_group())
 
 A dimension is kept as its lines: an array [lines, size] of global ranks, in which each rank of the
-grid occurs once. Everything else follows: a slice takes some dimensions, the grid around a rank
-comes from walking along its line in each, and flattening makes one line of each such grid.
+grid occurs once. A slice takes some dimensions. The grid around a rank is found by following its
+line in each dimension. Flattening makes one line of each such grid.
 
 Source: torch.distributed.device_mesh (2.13).
 """
@@ -46,13 +46,13 @@ def init_device_mesh(
     """Return the ranks 0, 1, ... as a grid in C order. All ranks of the world call.
 
     Args:
-        device_type: "cpu", "cuda", ...: of the arrays that the groups will be used with.
+        device_type: Device type of the arrays that the groups are used with: "cpu", "cuda", ...
         mesh_shape: Ranks along each dimension; the product is at most the world size.
         mesh_dim_names: A name for each dimension.
         backend_override: Dimension or its name -> backend, pg_options, or both as a pair.
 
     Raises:
-        InvalidArgumentError: Arguments that contradict each other, or more ranks than there are.
+        InvalidArgumentError: Arguments that contradict each other, or more ranks than the world.
     """
     if not isinstance(device_type, str) or not device_type.isalpha():
         raise InvalidArgumentError(
@@ -65,11 +65,11 @@ def init_device_mesh(
 
 
 class DeviceMesh:
-    """A grid of ranks. Making one is a call of all ranks of the world.
+    """A grid of ranks. All ranks of the world must make it together.
 
-    The group of a dimension has its ranks in the order of the grid, so that a rank's number in it
-    is its coordinate. (torch sorts them.) A dimension that is the whole world in order has the
-    default group.
+    The group of a dimension has its ranks in the order of the grid, so that a rank's number in the
+    group is its coordinate. (torch sorts the ranks.) A dimension that is the whole world in order
+    has the default group.
 
     Args:
         device_type: "cpu", "cuda", ...
@@ -150,7 +150,7 @@ class DeviceMesh:
             groups.append(mine)
         return groups
 
-    # ---- what it is -----------------------------------------------------------------------
+    # ---- shape and ranks ------------------------------------------------------------------
 
     @property
     def device_type(self) -> str:
@@ -162,7 +162,7 @@ class DeviceMesh:
         """[shape] global ranks of the grid that this rank is in.
 
         Raises:
-            InvalidArgumentError: It is in none, and there are several.
+            InvalidArgumentError: This rank is in no grid, and there are several grids.
         """
         if self.get_coordinate() is None and len(self._lines[0]) * self.shape[0] != self.size():
             raise InvalidArgumentError(f"rank {self._rank} is in none of the grids of {self!r}")
@@ -185,7 +185,7 @@ class DeviceMesh:
         return tuple(table.shape[1] for table in self._lines)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
-        """Return the number of ranks along a dimension, or of all."""
+        """Return the number of ranks along a dimension, or of the whole grid."""
         return math.prod(self.shape) if mesh_dim is None else self.shape[self._dim(mesh_dim)]
 
     def get_rank(self) -> int:
@@ -193,14 +193,14 @@ class DeviceMesh:
         return self._rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's place in the grid, None if it is in none."""
+        """Return this rank's coordinates in the grid, None if it is in no grid."""
         places = [np.argwhere(table == self._rank) for table in self._lines]
         if any(len(place) == 0 for place in places):
             return None
         return tuple(int(place[0, 1]) for place in places)
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's number in the group of a dimension (of the only one if None).
+        """Return this rank's number in the group of a dimension; None: the only dimension.
 
         Raises:
             InvalidArgumentError: This rank is not in the mesh, or a dimension must be named.
@@ -210,7 +210,7 @@ class DeviceMesh:
     # ---- groups ---------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
-        """Return this rank's group along a dimension (along the only one if None).
+        """Return this rank's group along a dimension; None: the only dimension.
 
         Raises:
             InvalidArgumentError: This rank is not in the mesh, or a dimension must be named.
@@ -240,7 +240,7 @@ class DeviceMesh:
         *,
         mesh_dim_names: tuple[str, ...] | None = None,
     ) -> DeviceMesh:
-        """Return a mesh over groups that exist; makes none, so only those who want one call.
+        """Return a mesh over existing groups. It makes no group, so not all ranks need to call.
 
         Args:
             group: One group, or one per dimension.
@@ -268,7 +268,7 @@ class DeviceMesh:
         made._groups = list(groups)
         return made
 
-    # ---- meshes made from it --------------------------------------------------------------
+    # ---- slices ---------------------------------------------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of some dimensions, which shares their groups. Sends nothing.
@@ -313,7 +313,7 @@ class DeviceMesh:
     def _flatten(
         self, mesh_dim_name: str | None = None, backend_override: Any = None
     ) -> DeviceMesh:
-        """Return the mesh of one dimension that has all ranks of this one. All ranks call."""
+        """Return a mesh of one dimension that has all ranks of this mesh. All ranks call."""
         if self._names is None:
             raise InvalidArgumentError("a mesh without mesh_dim_names cannot be flattened")
         name = mesh_dim_name or "_".join(self._names)
@@ -336,7 +336,7 @@ class DeviceMesh:
         mesh_dim_names: tuple[str, ...],
         backend_override: Mapping[int | str, Any] | None = None,
     ) -> DeviceMesh:
-        """Return the mesh in which one dimension is cut into several. All ranks call."""
+        """Return the mesh with one dimension split into several. All ranks call."""
         at = self._dim(dim)
         labels = _check_names(mesh_dim_names, len(mesh_sizes), "mesh_sizes") or ()
         if math.prod(mesh_sizes) != self.shape[at]:
@@ -365,7 +365,7 @@ class DeviceMesh:
         ]
 
     def _get_root_mesh(self) -> DeviceMesh:
-        """Return the mesh that this one was made from."""
+        """Return the mesh from which this mesh was made."""
         return self._root
 
     # ---- the grid -------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def _overrides(
 
 
 def _override(value: Any) -> Override:
-    """Return (backend, pg_options) of either or both."""
+    """Return (backend, pg_options) from a pair, a backend, or options."""
     if isinstance(value, tuple):
         backend, options = value
         return backend, options

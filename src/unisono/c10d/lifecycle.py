@@ -20,9 +20,8 @@ from unisono.errors import (
     RendezvousError,
     UnisonoError,
 )
-from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
-from unisono.groups.world import World, current, process_world, resolve
+from unisono.groups.world import World, at_exit, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store
@@ -43,18 +42,18 @@ def init_process_group(
 ) -> None:
     """Make the default process group.
 
-    Every rank calls it; it returns when all have. Without `init_method` and `store` the
-    environment says who takes part: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as `unisono run`
-    and torchrun set them, or the variables of mpiexec, srun or a Kubernetes Indexed Job. Without
-    any of these the world has one rank.
+    Every rank calls this function; it returns when all ranks have called it. Without `init_method`
+    and `store` the environment gives the rank and the number of ranks. `unisono run` and torchrun
+    set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. The variables of mpiexec, srun and a
+    Kubernetes Indexed Job are read too. Without any of these variables the world has one rank.
 
     Args:
         backend: "unisono" (the default), "gloo" (served by the same engine), or one per device
             type: "cpu:unisono,cuda:nccl".
         init_method: URL: env://, tcp://host:port, file:///path.
         timeout: Of this call, and default of every later one. 1,800 s.
-        world_size: Number of ranks; needed with `store` and where the URL does not say.
-        rank: This process's rank; likewise.
+        world_size: Number of ranks; needed with `store`, or if the URL does not give it.
+        rank: This process's rank; needed in the same cases.
         store: Used instead of `init_method`.
         group_name: Accepted for torch's sake, and ignored as there.
         pg_options: Passed on to the backend.
@@ -76,12 +75,12 @@ def init_process_group(
     BackendConfig(backend)
     timeout_s = group_timeout_s(timeout)
     owned = store is None
-    with _told():
+    with _raising_rendezvous_errors():
         store, rank, world_size = _meet(store, init_method, timeout_s, rank, world_size)
     if owned:
         world.on_close.append(store.close)
     try:
-        with _told(rank, world_size):
+        with _raising_rendezvous_errors(rank, world_size):
             group = ProcessGroup(
                 PrefixStore("default_pg/0", store),
                 rank,
@@ -101,16 +100,17 @@ def init_process_group(
 
 
 @contextlib.contextmanager
-def _told(rank: int = -1, world_size: int = -1) -> Iterator[None]:
-    """Say what the operating system refused to whom: descriptors, mostly."""
+def _raising_rendezvous_errors(rank: int = -1, world_size: int = -1) -> Iterator[None]:
+    """Turn an error of the operating system, such as too few descriptors, into RendezvousError."""
     try:
         yield
     except OSError as error:
         if isinstance(error, UnisonoError):
             raise
         me = f"rank {rank} of {world_size}" if rank >= 0 else "this process"
-        told = f"{me} on {platform.node()} cannot join a group: {reason_of(error)}"
-        raise RendezvousError(told) from error
+        raise RendezvousError(
+            f"{me} on {platform.node()} cannot join a group: {reason_of(error)}"
+        ) from error
 
 
 def _meet(
@@ -132,9 +132,9 @@ def _meet(
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Close a group; without argument the default group and everything made from it.
+    """Close a group; without an argument the default group and all groups made from it.
 
-    Not a collective: other ranks may go on among themselves. Ranks that wait for this one get
+    Not a collective: other ranks may go on among themselves. A rank that waits for this rank gets
     PeerLostError.
 
     Raises:
@@ -150,19 +150,19 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def _install_hooks(world: World) -> None:
-    """See to it that the other ranks hear of an uncaught exception, and of the exit."""
+    """Report an uncaught exception to the other ranks, and close the world at the exit."""
     group = world.default
     assert group is not None
-    # An uncaught exception in a thread that is a rank never comes to sys.excepthook.
+    # If threads are the ranks, an uncaught exception does not reach sys.excepthook.
     if group.size() == 1 or world is not process_world:
         return
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         if world.default is not None:
             world.default.report_failure(text)
 
-    def leave() -> None:
+    def close() -> None:
         if world.default is not None:
             world.close()
 
-    world.on_close.append(at_exit(tell, leave))
+    world.on_close.append(at_exit(report, close))

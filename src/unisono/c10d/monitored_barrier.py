@@ -1,7 +1,7 @@
-"""monitored_barrier: a barrier after which every rank knows which ones were missing.
+"""monitored_barrier: a barrier whose error names the missing ranks on every rank.
 
-Rank 0 of the group collects a message from each other rank, then tells all of them who was
-missing, those that come too late included. The group stays usable whatever happens.
+Rank 0 of the group receives a message from each other rank. Then it sends the list of missing ranks
+to all of them, also to ranks that come too late. The group stays usable unless a rank was lost.
 
 Source: torch.distributed.monitored_barrier (2.13), which Gloo alone has.
 """
@@ -22,11 +22,12 @@ from unisono.groups.world import member_group
 
 __all__ = ["monitored_barrier"]
 
-# Tags that no user has: one per barrier, so that who comes too late to one is not in the next.
+# Tags that users do not have: one per barrier, so that a rank that is late for a barrier is not
+# counted in the next.
 _FIRST_TAG = 2**62
 
-# The verdict of rank 0 needs a moment to travel. So rank 0 ends a tenth of the time early, though
-# not by more than a second, and the others wait a little longer.
+# The verdict of rank 0 must reach the other ranks in time. So rank 0 stops waiting early, by a
+# tenth of the time but at most a second, and the other ranks wait a little longer.
 _EARLY = 0.1
 _EARLY_S = 1.0
 _TRAVEL_S = 0.1
@@ -35,18 +36,20 @@ _TRAVEL_S = 0.1
 def monitored_barrier(
     group: Any = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
 ) -> None:
-    """Return on no rank before every rank has come here, or name those that have not.
+    """Return on no rank before every rank has called it; otherwise the error names the missing.
 
-    Slower than `barrier`, whose error names ranks as well; but this one leaves the group usable.
+    Slower than `barrier`, whose error names ranks as well. But after a time-out of
+    monitored_barrier the group stays usable.
 
     Args:
         group: The default group if None.
         timeout: The group's if None.
-        wait_all_ranks: Go on waiting for the others when a rank is found to be lost, so that the
-            error names every missing one.
+        wait_all_ranks: When a rank is found to be lost, go on waiting for the other ranks, so that
+            the error names every missing rank.
 
     Raises:
-        CollectiveTimeoutError: Names the ranks that did not come, on all that did.
+        CollectiveTimeoutError: Some ranks did not call in time. Raised on all ranks that did;
+            names the missing ranks.
         PeerLostError: Names the ranks whose processes have ended.
     """
     if (pg := member_group(group, "monitored_barrier")) is None:
@@ -70,7 +73,7 @@ _HERE, _MISSING, _LOST = range(3)
 def _collect(
     pg: ProcessGroup, tag: int, deadline: Deadline, wait_all_ranks: bool
 ) -> np.ndarray[Any, Any]:
-    """Wait for all other ranks; return what became of each, having told them."""
+    """Wait for all other ranks; return the state of each rank, and send it to them."""
     verdict = np.full(pg.size(), _HERE, np.uint8)
     boxes = np.empty((pg.size(), 1), np.uint8)
     left_s = deadline.remaining()
@@ -87,7 +90,7 @@ def _collect(
                 break
     for peer, work in works.items():
         if not work.is_completed():
-            work._pending.expire()
+            work.cancel()
         if verdict[peer] != _LOST:
             pg.send(verdict, peer, tag, async_op=True)
     return verdict
@@ -95,7 +98,7 @@ def _collect(
 
 @on_host
 def _report(pg: ProcessGroup, tag: int, deadline: Deadline) -> np.ndarray[Any, Any]:
-    """Tell rank 0 that this one is here; return what it says of all."""
+    """Report to rank 0 that this rank has called; return rank 0's state of each rank."""
     verdict = np.empty(pg.size(), np.uint8)
     here = np.zeros(1, np.uint8)
     sent = pg.send(here, 0, tag, async_op=True, timeout=deadline.remaining())
@@ -115,11 +118,11 @@ def _error(
     pg: ProcessGroup, deadline: Deadline, missing: Sequence[int], lost: Sequence[int]
 ) -> UnisonoError:
     me = pg.ranks[pg.rank()]
-    said = []
+    parts = []
     if missing:
-        said.append(f"{name_ranks([pg.ranks[rank] for rank in missing])} never entered it")
+        parts.append(f"{name_ranks([pg.ranks[rank] for rank in missing])} never entered it")
     if lost:
-        said.append(f"lost {name_ranks([pg.ranks[rank] for rank in lost])}")
+        parts.append(f"lost {name_ranks([pg.ranks[rank] for rank in lost])}")
     head = f"monitored_barrier in group '{pg.name}'"
     context = Context(
         rank=me,
@@ -130,5 +133,5 @@ def _error(
     )
     if missing:
         what = f"{head} timed out after {deadline} on rank {me}"
-        return CollectiveTimeoutError(f"{what}: {', '.join(said)}", context=context)
-    return PeerLostError(f"{head} failed on rank {me}: {', '.join(said)}", context=context)
+        return CollectiveTimeoutError(f"{what}: {', '.join(parts)}", context=context)
+    return PeerLostError(f"{head} failed on rank {me}: {', '.join(parts)}", context=context)

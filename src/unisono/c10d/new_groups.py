@@ -1,11 +1,16 @@
 """Groups made from groups: new_group and its variants, split_group, shrink_group.
 
-Each of them checks its arguments, lets all ranks that call agree on what is to be made (who was
-given wrong ones says so instead, `_told`), counts the new group, and makes it over the links of the
-old one (`_make`). The number is the prefix of the group's keys in the store, so it must be the same
-on all its members. Two make no agreement, because not all ranks call: new_group with
-`use_local_synchronization`, whose keys have the members' numbers instead, and shrink_group, whose
-missing ranks are dead.
+Each function makes a group in four steps:
+
+    1. check the arguments; report a failure to the other ranks (`_reporting_bad_arguments`)
+    2. agree with all ranks that call on the ranks of the new group
+    3. count the new group
+    4. make it over the links of the old group (`_make_group`)
+
+The count is the prefix of the group's keys in the store, so it must be equal on all members. Two
+functions make no agreement, because not all ranks call them. The keys of new_group with
+`use_local_synchronization` hold the members' ranks instead. The missing ranks of shrink_group are
+lost.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -16,14 +21,14 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from unisono.backends import BackendConfig
+from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.c10d.queries import get_process_group_ranks, require_group
+from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
-from unisono.groups.checks import as_integer
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import GroupMember, current
+from unisono.groups.operations import as_integer
+from unisono.groups.process_group import ProcessGroup, group_timeout_s
+from unisono.groups.world import GroupMember, current, require_group
 from unisono.stores import PrefixStore
 
 __all__ = [
@@ -54,16 +59,16 @@ def new_group(
 ) -> Any:
     """Make a group of some ranks of the world.
 
-    All ranks of the world must make the same groups in the same order, members or not, and this
-    is checked: it returns when all have called. With `use_local_synchronization` only the members
-    call, and nobody waits. The links of the world are shared.
+    All ranks of the world must make the same groups in the same order, members or not. The call
+    checks that, and returns when all ranks have called it. With `use_local_synchronization` only
+    the members call, and no rank waits. The links of the world are shared.
 
     Args:
         ranks: Global ranks; all if None.
         timeout: Default of the group's calls; the default group's if None.
         backend: As for init_process_group; the default group's if None.
         pg_options: Passed on to the backend.
-        use_local_synchronization: Non-members neither call nor count the group.
+        use_local_synchronization: Other ranks neither call this nor count the group.
         group_desc: Name shown in errors.
         device_id: Accepted for torch's sake.
         sort_ranks: False keeps the order of `ranks`.
@@ -78,27 +83,27 @@ def new_group(
         CollectiveTimeoutError: A rank did not call.
     """
     default = require_group(None)
-    wishes = _Wishes(timeout, backend, pg_options, group_desc)
+    settings = _Settings(timeout, backend, pg_options, group_desc)
     if not use_local_synchronization:
-        with _told(default, "new_group"):
+        with _reporting_bad_arguments(default, "new_group"):
             members = _check_members(ranks, default, sort_ranks)
             kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
         default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
-        return _next(default, members, wishes)
+        return _make_counted_group(default, members, settings)
     members = _check_members(ranks, default, sort_ranks)
     if default.rank() not in members:
         return None
-    # Ranks outside do not count this group, so its key must not depend on the count of all.
-    # It is never used again: another member may not have destroyed an older group yet.
+    # Ranks outside do not count this group, so its key must not depend on the count of groups.
+    # A key is never used again: another member may not have destroyed an older group yet.
     world = current()
     count = world.made_local[members]
     world.made_local[members] += 1
     key = f"local/{'-'.join(map(str, members))}/{count}"
-    return _make(default, members, key, wishes)
+    return _make_group(default, members, key, settings)
 
 
-class _Wishes(NamedTuple):
-    """What a new group gets; None leaves it to the parent."""
+class _Settings(NamedTuple):
+    """Settings of a new group; None: those of the parent."""
 
     timeout: Timeout | None
     backend: str | None
@@ -107,8 +112,8 @@ class _Wishes(NamedTuple):
 
 
 @contextlib.contextmanager
-def _told(group: ProcessGroup, call: str) -> Iterator[None]:
-    """Tell the other ranks of `group`, who wait in `call`, of wrong arguments here."""
+def _reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
+    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
     try:
         yield
     except UsageError as error:
@@ -116,41 +121,42 @@ def _told(group: ProcessGroup, call: str) -> Iterator[None]:
         raise
 
 
-def _next(default: ProcessGroup, members: tuple[int, ...], wishes: _Wishes) -> Any:
-    """Return the next group that all ranks of the world count."""
+def _make_counted_group(
+    default: ProcessGroup, members: tuple[int, ...], settings: _Settings
+) -> Any:
+    """Count a group on all ranks of the world, and make it on its members."""
     world = current()
     key = str(world.made)
     world.made += 1
     if default.rank() not in members:
         return GroupMember.NON_GROUP_MEMBER
-    return _make(default, members, key, wishes)
+    return _make_group(default, members, key, settings)
 
 
-def _make(
-    parent: ProcessGroup, members: tuple[int, ...], key: str, wishes: _Wishes
+def _make_group(
+    parent: ProcessGroup, members: tuple[int, ...], key: str, settings: _Settings
 ) -> ProcessGroup:
-    """Return this rank's group of some global ranks, over the links of `parent`."""
-    world = current()
-    group = ProcessGroup(
-        PrefixStore(key, parent.store),
-        members.index(parent.ranks[parent.rank()]),
-        len(members),
-        wishes.backend or str(parent.config),
-        parent.timeout_s if wishes.timeout is None else wishes.timeout,
-        wishes.group_desc or key,
-        options=wishes.pg_options,
-        _ranks=members,
-        _parent=parent,
-        _key=key,
+    """Make a group of some global ranks, this rank included, over the links of `parent`."""
+    timeout = parent.timeout_s if settings.timeout is None else settings.timeout
+    spec = GroupSpec(
+        store=PrefixStore(key, parent.store),
+        rank=members.index(parent.ranks[parent.rank()]),
+        size=len(members),
+        ranks=members,
+        name=settings.group_desc or key,
+        key=key,
+        timeout_s=group_timeout_s(timeout),
+        options=settings.pg_options,
     )
-    world.groups[key] = group
+    group = ProcessGroup.from_spec(spec, settings.backend or str(parent.config), parent)
+    current().groups[key] = group
     return group
 
 
 def _check_members(
     ranks: Any, parent: ProcessGroup, sort_ranks: bool = True, what: str = "ranks"
 ) -> tuple[int, ...]:
-    """Return ranks of `parent`, checked: at least one, each once."""
+    """Return ranks of `parent`; check that there is at least one, and each once."""
     size = parent.size()
     if ranks is None:
         return tuple(range(size))
@@ -174,27 +180,28 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | None, list[Any]]:
-    """Cut the world, or a group, into groups of consecutive ranks.
+    """Split the world, or a group, into groups of consecutive ranks.
 
     With `group`, only its members call; otherwise all ranks do.
 
     Args:
-        group_size: Ranks in each; those of one host (LOCAL_WORLD_SIZE) if None, where torch takes
-            the number of GPUs. Must divide the number of ranks.
-        group: What to cut; the world if None.
+        group_size: Ranks in each group, a divisor of the number of ranks. If None, the number of
+            ranks of a host (LOCAL_WORLD_SIZE); torch takes the number of GPUs.
+        group: Group to split; the world if None.
         timeout: As for new_group.
         backend: As for new_group.
         pg_options: As for new_group.
         group_desc: As for new_group.
 
     Returns:
-        This rank's group, and the list of all (GroupMember.NON_GROUP_MEMBER for the others).
+        This rank's group, and the list of all groups (GroupMember.NON_GROUP_MEMBER for the other
+        groups).
 
     Raises:
-        InvalidArgumentError: No size is known, or it does not divide.
+        InvalidArgumentError: No size is known, or it does not divide the number of ranks.
     """
     pg, ranks = require_group(group), get_process_group_ranks(group)
-    with _told(pg, "new_subgroups"):
+    with _reporting_bad_arguments(pg, "new_subgroups"):
         size = as_integer(_local_world_size() if group_size is None else group_size, "group_size")
         if size < 1 or len(ranks) % size:
             raise InvalidArgumentError(
@@ -215,7 +222,7 @@ def _local_world_size() -> int:
     text = config.environ().get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal():
         raise InvalidArgumentError(
-            "group_size is not given, and LOCAL_WORLD_SIZE does not say how many ranks a host has",
+            "group_size is not given, and LOCAL_WORLD_SIZE does not give the ranks of a host",
             hint="pass group_size, or start the script with `unisono run`",
         )
     return int(text)
@@ -238,8 +245,8 @@ def new_subgroups_by_enumeration(
         group_desc: As for new_group.
 
     Returns:
-        This rank's group (None if it is in no list), and the list of all
-        (GroupMember.NON_GROUP_MEMBER for those it is not in).
+        This rank's group (None if it is in no list), and the list of all groups
+        (GroupMember.NON_GROUP_MEMBER for the other groups).
 
     Raises:
         InvalidArgumentError: No list, lists that overlap, or ranks outside the world. No group
@@ -248,17 +255,17 @@ def new_subgroups_by_enumeration(
     """
     default = require_group(None)
     call = "new_subgroups_by_enumeration"
-    with _told(default, call):
+    with _reporting_bad_arguments(default, call):
         lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
     default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
-    wishes = _Wishes(timeout, backend, pg_options, group_desc)
-    groups = [_next(default, part, wishes) for part in lists]
+    settings = _Settings(timeout, backend, pg_options, group_desc)
+    groups = [_make_counted_group(default, part, settings) for part in lists]
     mine = (made for made, part in zip(groups, lists, strict=True) if default.rank() in part)
     return next(mine, None), groups
 
 
 def _check_lists(lists: Any, parent: ProcessGroup, what: str) -> list[tuple[int, ...]]:
-    """Return lists of ranks of `parent`, each sorted, checked to be disjoint."""
+    """Return lists of ranks of `parent`, each sorted; check that they are disjoint."""
     if lists is None or not isinstance(lists, Iterable):
         raise InvalidArgumentError(f"{what} must be a list of lists of ranks, got {lists!r}")
     checked = [_check_members(part, parent, what=f"{what}[{at}]") for at, part in enumerate(lists)]
@@ -283,18 +290,18 @@ def split_group(
     group_desc: str | None = None,
     backend: str | None = None,
 ) -> ProcessGroup | None:
-    """Cut a group into disjoint ones; all its ranks call, and nobody else.
+    """Split a group into disjoint groups; exactly its ranks call.
 
     Works on every device that the parent has a backend for, the CPU included. The links of the
-    parent are shared. It returns when all its ranks have called.
+    parent are shared. The call returns when all ranks of the parent have called it.
 
     Args:
-        parent_pg: What to cut; the default group if None.
+        parent_pg: Group to split; the default group if None.
         split_ranks: Lists of ranks *of the parent*; each group has its ranks in ascending order.
         timeout: Default of the group's calls; the parent's if None.
         pg_options: Passed on to the backend.
         group_desc: Name shown in errors.
-        backend: Which of the parent's backends to keep: "cpu:unisono"; all if None.
+        backend: The parent's backends to keep: "cpu:unisono"; all if None.
 
     Returns:
         This rank's group; None if it is in no list.
@@ -305,7 +312,7 @@ def split_group(
         CollectiveMismatchError: Ranks gave different lists. No group is made then.
     """
     parent = require_group(parent_pg)
-    with _told(parent, "split_group"):
+    with _reporting_bad_arguments(parent, "split_group"):
         lists = _check_lists(split_ranks, parent, "split_ranks")
         if backend is not None:
             _check_kept(BackendConfig(backend), parent)
@@ -316,8 +323,8 @@ def split_group(
         if parent.rank() in part:
             key = f"{parent.key}/split/{number}/{at}"
             members = tuple(parent.ranks[rank] for rank in part)
-            wishes = _Wishes(timeout, backend, pg_options, group_desc)
-            return _make(parent, members, key, wishes)
+            settings = _Settings(timeout, backend, pg_options, group_desc)
+            return _make_group(parent, members, key, settings)
     return None
 
 
@@ -339,17 +346,17 @@ def shrink_group(
     *,
     timeout: Timeout | None = None,
 ) -> ProcessGroup:
-    """Replace a group by one without some of its ranks; only the others call.
+    """Replace a group by a group without some of its ranks; only the remaining ranks call.
 
-    For what is left after ranks were lost: the group may be broken. It is closed. A group that
-    replaces the default one gets links of its own and new global ranks 0, 1, ...; all other
-    groups of this world are closed with it, as their ranks have no meaning any more.
+    Used after ranks were lost: the old group may be broken. The old group is closed. If it is the
+    default group, the new group gets its own links and new global ranks 0, 1, .... All other groups
+    of this world are then closed too, because their ranks have no meaning any more.
 
     Args:
         ranks_to_exclude: Ranks *of the group*.
         group: The default group if None.
-        shrink_flags: SHRINK_ABORT (1) ends the group's calls under way first, on all ranks;
-            with SHRINK_DEFAULT (0) those of this rank end when the old group is closed.
+        shrink_flags: SHRINK_ABORT (1) first aborts the group's calls on all ranks. With
+            SHRINK_DEFAULT (0) the calls of this rank end when the old group is closed.
         pg_options: Passed on to the backend.
         timeout: Of this call, and default of the new group's; the old group's if None.
 
@@ -358,9 +365,10 @@ def shrink_group(
 
     Raises:
         ArgumentTypeError: Not a list of integers.
-        InvalidArgumentError: Nothing, everything, a rank twice or this rank is to be excluded.
+        InvalidArgumentError: `ranks_to_exclude` is empty, or has all ranks, a rank twice or this
+            rank.
         RendezvousError: (default group) The other ranks did not come.
-        StoreConnectionError: (default group) The store went with the rank that served it. Groups
+        StoreConnectionError: (default group) The store ended with the rank that served it. Groups
             made by new_group can still be shrunk; under a launcher the store outlives all ranks.
     """
     old = require_group(group)
@@ -382,8 +390,8 @@ def shrink_group(
     if old is current().default:
         return _shrink_default(old, left, key, pg_options, timeout)
     members = tuple(old.ranks[rank] for rank in left)
-    wishes = _Wishes(timeout, None, pg_options, f"{old.name}:shrunk")
-    made = _make(old, members, key, wishes)
+    settings = _Settings(timeout, None, pg_options, f"{old.name}:shrunk")
+    made = _make_group(old, members, key, settings)
     current().close(only=old)
     return made
 
@@ -395,15 +403,16 @@ def _shrink_default(
     pg_options: Any,
     timeout: Timeout | None,
 ) -> ProcessGroup:
-    made = ProcessGroup(
-        PrefixStore(key, old.store),
-        left.index(old.rank()),
-        len(left),
-        str(old.config),
-        old.timeout_s if timeout is None else timeout,
-        "default:shrunk",
+    spec = GroupSpec(
+        store=PrefixStore(key, old.store),
+        rank=left.index(old.rank()),
+        size=len(left),
+        ranks=tuple(range(len(left))),
+        name="default:shrunk",
+        key=key,
+        timeout_s=group_timeout_s(old.timeout_s if timeout is None else timeout),
         options=pg_options,
-        _key=key,
     )
+    made = ProcessGroup.from_spec(spec, str(old.config))
     current().replace_default(made)
     return made

@@ -1,6 +1,6 @@
-"""Names of torch that are another word for something here.
+"""Names of torch that are other names of something here.
 
-torch's deprecated names give no warning: they are kept for scripts that nobody will change.
+torch's deprecated names give no warning: they are kept for old scripts.
 
 Source: torch.distributed (2.13).
 """
@@ -12,7 +12,6 @@ from typing import Any, NewType
 
 from unisono.base.types import ReduceOp
 from unisono.c10d.coalescing import coalescing_manager
-from unisono.c10d.collectives import all_gather_into_tensor, reduce_scatter_tensor
 from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
@@ -24,22 +23,14 @@ __all__ = [
     "DistStoreError",
     "GroupName",
     "RankType",
-    "_all_gather_base",
     "_coalescing_manager",
     "_get_process_group_name",
     "_make_nccl_premul_sum",
     "_rank_not_in_group",
-    "_reduce_scatter_base",
-    "all_gather_single",
     "default_pg_timeout",
     "reduce_op",
-    "reduce_scatter_single",
 ]
 
-all_gather_single = _all_gather_base = all_gather_into_tensor
-"""Another name of `all_gather_into_tensor`."""
-reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
-"""Another name of `reduce_scatter_tensor`."""
 _coalescing_manager = coalescing_manager
 
 reduce_op = ReduceOp
@@ -64,15 +55,15 @@ RankType = int
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
-    """Return what no other group of the same world is called."""
+    """Return the name that no other group of the same world has."""
     return pg.group_name
 
 
 def _make_nccl_premul_sum(factor: Any) -> ReduceOp:
-    """Return the reduce op that multiplies by a factor first; for every backend here."""
+    """Return the reduce op that multiplies by a factor first; every backend here has it."""
     return ReduceOp.PREMUL_SUM(factor)
 
 
 def _rank_not_in_group(group: Any) -> bool:
-    """Whether this process is no member of a group."""
+    """Whether this process is not a member of a group."""
     return group is not None and resolve(group) is None

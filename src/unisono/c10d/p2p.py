@@ -10,8 +10,8 @@ from typing import Any
 
 from unisono.base.deadline import Timeout
 from unisono.c10d.collectives import group_rank_of
-from unisono.engines.repeat import repeatable
 from unisono.errors import InvalidArgumentError
+from unisono.groups.operations import repeatable
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
 
@@ -26,13 +26,13 @@ def isend(
     group_dst: int | None = None,
     **how: Any,
 ) -> Work | None:
-    """Start sending to a rank (this one is allowed); the tensor must stay until it is done.
+    """Start sending to a rank, also to this rank; the tensor must stay until it is done.
 
     Args:
         tensor: [...] any layout.
         dst: Global rank of the receiver.
         group: The default group if None.
-        tag: Messages meet receives of the same tag, in order.
+        tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
         **how: timeout.
     """
@@ -55,7 +55,7 @@ def irecv(
     group_src: int | None = None,
     **how: Any,
 ) -> Work | None:
-    """Start receiving from a rank, or from any if neither `src` nor `group_src` is given."""
+    """Start receiving from a rank, or from any rank without `src` and `group_src`."""
     if (pg := member_group(group, "irecv")) is None:
         return None
     port = pg.plain_port
@@ -67,7 +67,7 @@ def irecv(
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
-@repeatable(tensor="sent", dst="peer", group="group", tag="tag")
+@repeatable
 def send(
     tensor: Any,
     dst: int | None = None,
@@ -92,7 +92,7 @@ def send(
     pg.send(tensor, peer, tag, **how)
 
 
-@repeatable(tensor="received", src="peer", group="group", tag="tag")
+@repeatable
 def recv(
     tensor: Any,
     src: int | None = None,
@@ -101,11 +101,11 @@ def recv(
     group_src: int | None = None,
     **how: Any,
 ) -> int:
-    """Receive from a rank, or from any; return the sender's global rank (-1: not a member).
+    """Receive from a rank, or from any rank; return the sender's global rank (-1: not a member).
 
     Raises:
-        CollectiveMismatchError: The message has another size or dtype; it is dropped, the
-            tensor keeps its values, the group stays usable.
+        CollectiveMismatchError: The message has another size or dtype. The message is dropped, the
+            tensor keeps its values, and the group stays usable.
         CollectiveTimeoutError: No message in time; the group stays usable.
     """
     if (pg := member_group(group, "recv")) is None:
@@ -119,11 +119,11 @@ class P2POp:
 
     Args:
         op: `isend` or `irecv`.
-        tensor: What to send, or where to receive.
-        peer: Global rank of the other end.
+        tensor: Tensor to send, or to receive into.
+        peer: Global rank of the sender or receiver.
         group: The default group if None.
         tag: As for isend.
-        group_peer: Rank in the group of the other end, instead of `peer`.
+        group_peer: Its rank in the group, instead of `peer`.
     """
 
     def __init__(
@@ -154,14 +154,14 @@ class P2POp:
 def batch_isend_irecv(
     p2p_op_list: Sequence[P2POp], *, timeout: Timeout | None = None
 ) -> list[Work]:
-    """Start all of them; sends and receives may come in any order.
+    """Start several sends and receives, which may be in any order.
 
     Args:
         p2p_op_list: Operations in one group.
-        timeout: Of each of them; the group's if None.
+        timeout: Of each operation; the group's if None.
 
     Raises:
-        InvalidArgumentError: It is empty, mixes groups, or is no list of P2POp.
+        InvalidArgumentError: The list is empty, mixes groups, or is no list of P2POp.
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(
         isinstance(op, P2POp) for op in p2p_op_list
@@ -179,8 +179,8 @@ def batch_isend_irecv(
             assert work is not None  # P2POp is for members
             works.append(work)
     except BaseException:
-        # A receive that stays posted would swallow a later message.
+        # A receive that is still waiting would take a later message.
         for work in works:
-            work._pending.expire()
+            work.cancel()
         raise
     return works

@@ -1,8 +1,8 @@
-"""`should_stop`: a signal on one rank becomes a decision of all, at the same step.
+"""`should_stop`: a signal on one rank stops all ranks at the same step.
 
 Batch systems announce the end of a job by a signal, to one node or to all, at slightly different
-times. A rank that saved its state and left on its own would make the others fail in their next
-collective; so the ranks have to agree first.
+times. If one rank saved its state and left, the other ranks would fail in their next collective. So
+the ranks must agree first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
     """Return whether any rank of the group has been asked to stop; the same on all ranks.
 
     A collective: every rank calls it at the same place, for example once per training step.
-    True when SIGTERM or SIGUSR1 came to any rank since its first call. From then on these
-    signals no longer end the process, so a script that asks must also stop:
+    True if any rank got SIGTERM or SIGUSR1 after its first call. From the first call on these
+    signals no longer end the process, so the script must stop when the result is True:
 
         for step in range(first, steps):
             train(step)
@@ -44,15 +44,15 @@ def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
     the script installed before is still called. `unisono run` passes SIGTERM on to its workers
     and kills them after `--grace` seconds; SIGUSR1 and SIGUSR2 it only passes on.
 
-    Formula: max over ranks of (a signal came).
+    Formula: max over ranks of (a signal was received).
 
     Args:
         group: The default group if None. On a rank that is no member: warns, returns False.
         timeout: Of this call; the group's if None.
 
     Raises:
-        CollectiveMismatchError: Ranks called different things here.
-        PeerLostError: A rank left without asking.
+        CollectiveMismatchError: Another rank called another collective.
+        PeerLostError: A rank ended without this call.
     """
     _watch()
     pg = member_group(group, "should_stop")
@@ -64,7 +64,7 @@ def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
 
 
 def _watch() -> None:
-    """Catch the signals from now on; only the main thread can, and only it needs to."""
+    """Catch the signals from now on, if called on the main thread; Python allows it only there."""
     if _watching.is_set() or threading.current_thread() is not threading.main_thread():
         return
     _watching.set()

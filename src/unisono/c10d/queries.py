@@ -1,4 +1,4 @@
-"""What there is to know about groups: ranks, sizes, members, backends.
+"""Functions that return facts about groups, backends and launchers.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from unisono.backends import BackendConfig, known_backends
 from unisono.base import config
-from unisono.errors import InvalidArgumentError, RendezvousError
-from unisono.groups.checks import as_integer
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import current, resolve
+from unisono.base.buffers import device_type
+from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
+from unisono.c10d.backend_names import Backend
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
+from unisono.groups.operations import as_integer
+from unisono.groups.world import current, require_group, resolve
 from unisono.rendezvous.launchers import find_place
 
 __all__ = [
     "get_backend",
     "get_backend_config",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
@@ -24,8 +28,16 @@ __all__ = [
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
-    "require_group",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "supports_complex",
 ]
 
 
@@ -47,13 +59,13 @@ def get_world_size(group: Any = None) -> int:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """Return this process's number on its host, as its launcher says.
+    """Return this process's number on its host, which its launcher has set.
 
     Args:
-        fallback_rank: Returned where no launcher says.
+        fallback_rank: Returned if no launcher has set the number.
 
     Raises:
-        RendezvousError: No launcher says, and there is no `fallback_rank`.
+        RendezvousError: No launcher has set the number, and there is no `fallback_rank`.
 
     Source: torch.distributed.get_node_local_rank, torch 2.13.
     """
@@ -75,7 +87,7 @@ def get_group_rank(group: Any, global_rank: int) -> int:
     """Return the rank in `group` of a global rank.
 
     Raises:
-        InvalidArgumentError: This rank, or that one, is not a member.
+        InvalidArgumentError: This rank or `global_rank` is not a member.
     """
     return require_group(group).group_rank(global_rank)
 
@@ -111,17 +123,75 @@ def get_backend_config(group: Any = None) -> str:
 
 
 def get_pg_count() -> int:
-    """Return how many groups were made in this world, the default one included."""
+    """Return how many groups were made in this world, with the default group."""
     return current().made
 
 
-def require_group(group: Any) -> ProcessGroup:
-    """Return the group meant by an argument.
+def is_available() -> bool:
+    """Whether the package can be used: always, once it is imported."""
+    return True
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether a backend can be used; of "cpu:gloo,cuda:nccl", whether all of them can."""
+    if not isinstance(backend, str):
+        raise ArgumentTypeError(f"backend must be a string, got {backend!r}")
+    try:
+        BackendConfig(backend)
+    except InvalidArgumentError:
+        return False
+    return True
+
+
+def is_gloo_available() -> bool:
+    """Whether the name "gloo" can be used: always, the CPU engine serves it."""
+    return is_backend_available("gloo")
+
+
+def is_mpi_available() -> bool:
+    """Whether a backend named "mpi" is registered."""
+    return is_backend_available("mpi")
+
+
+def is_nccl_available() -> bool:
+    """Whether a backend named "nccl" is registered."""
+    return is_backend_available("nccl")
+
+
+def is_ucc_available() -> bool:
+    """Whether a backend named "ucc" is registered."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """Whether a backend named "xccl" is registered."""
+    return is_backend_available("xccl")
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether `unisono run` or torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in config.environ()
+
+
+def get_default_backend_for_device(device: Any) -> str:
+    """Return the backend that serves a device if the caller names no backend.
+
+    Args:
+        device: "cuda", "cuda:1", or a torch.device.
 
     Raises:
-        InvalidArgumentError: This rank is not a member.
+        InvalidArgumentError: No backend serves the device; lists the devices that have a backend.
     """
-    pg = resolve(group)
-    if pg is None:
-        raise InvalidArgumentError("this rank does not belong to the given group")
-    return pg
+    known_backends()
+    served = Backend.default_device_backend_map
+    name = served.get(device_type(device))
+    if name is None:
+        raise InvalidArgumentError(
+            f"no backend is registered for device {device!r} (devices: {', '.join(served)})"
+        )
+    return name
+
+
+def supports_complex(reduceOp: ReduceOp) -> bool:
+    """Whether a reduce op is defined on complex numbers (torch lacks PRODUCT)."""
+    return reduceOp.op in reduce_ops_of(dtype_named("complex64"))

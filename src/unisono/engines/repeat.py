@@ -1,8 +1,8 @@
 """Repeating a call without Python code: the C++ engine remembers calls of public functions.
 
 A small collective takes half a microsecond between two processes. The way through the groups, the
-dispatcher, the backend and the engine takes ten times that. So a public function that is decorated
-with `repeatable` first searches, in C++, for an equal earlier call. Equal are: function, group,
+dispatcher, the backend and the engine takes ten times that. So a public function that
+`repeat_in_cpp` made first searches, in C++, for an equal earlier call. Equal are: function, group,
 dtypes, shapes, root, op and algorithm. The arrays must be contiguous NumPy arrays or lists of them.
 If there was such a call, C++ runs its program again, or queues it for the progress thread. In all
 other cases the Python function runs, as it does without the C++ engine.
@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from unisono.base.extension import extension as native
 
-__all__ = ["repeatable", "resume", "set_default", "set_world", "suspend"]
+__all__ = ["repeat_in_cpp", "resume", "set_default", "set_world", "suspend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,32 +41,29 @@ _KINDS = {
 }
 
 
-def repeatable(**kinds: str) -> Callable[[F], F]:
-    """Return a decorator for a function whose calls can be repeated.
+def repeat_in_cpp(function: F, kinds: dict[str, str]) -> F:
+    """Return a function that repeats equal calls in C++; `function` itself without the C++ engine.
 
     Args:
-        **kinds: The kind of each parameter that a repeated call may give. For an array "reads" or
+        function: It runs every call that is not a repetition.
+        kinds: The kind of each parameter that a repeated call may give. For an array "reads" or
             "writes", for a list of arrays of one shape "reads_list" or "writes_list", otherwise
             "op", "root", "group" or "async_op". For a message: "sent" or "received" for the array,
             "peer", "tag" and "group". A call that gives another parameter runs in Python.
     """
-
-    def decorate(function: F) -> F:
-        if native is None:
-            return function
-        names = [
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
-        if "async_op" in kinds:  # a collective
-            names, letters = [*names, "algorithm"], letters + "a"
-        made: Any = native.quick(function, names, letters)
-        functools.update_wrapper(made, function)
-        return cast(F, made)
-
-    return decorate
+    if native is None:
+        return function
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
+    if "async_op" in kinds:  # a collective
+        names, letters = [*names, "algorithm"], letters + "a"
+    made: Any = native.quick(function, names, letters)
+    functools.update_wrapper(made, function)
+    return cast(F, made)
 
 
 def suspend() -> None:

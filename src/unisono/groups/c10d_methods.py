@@ -1,16 +1,20 @@
 """The forms of c10d's ProcessGroup methods, for scripts that hold a group object.
 
 c10d's methods take lists of one tensor and an options object, or plain tensors and the options
-one by one; they are asynchronous unless the options say otherwise. All of that is turned into
-one call of our own method, by the table in `groups/dispatch.py`:
+one by one. They are asynchronous unless `asyncOp` is False. The table in `groups/operations.py`
+turns each form into one call of our own method:
 
     pg.allreduce([x], opts)          pg.all_reduce(x, opts.reduceOp, async_op=opts.asyncOp)
     pg.allreduce(x, op, timeout)     pg.all_reduce(x, op, async_op=True, timeout=timeout)
     pg.gather([outs], [x], opts)     pg.gather(x, outs, opts.rootRank, async_op=opts.asyncOp)
 
-A method that has one name in both worlds (`broadcast`, `gather`, ...) takes c10d's form if its
-first argument is a list, its last one an options object, a keyword one of c10d's, or if there are
-more arguments than ours has: then the last one is a time-out.
+Some methods have the same name here and in c10d (`broadcast`, `gather`, ...). Arguments mean c10d's
+form in these cases:
+
+    - the first argument is a list
+    - the last argument is an options object
+    - a keyword is c10d's
+    - there are more arguments than ours has: the last is then a time-out
 
 Source: torch._C._distributed_c10d.ProcessGroup (torch 2.13).
 """
@@ -21,17 +25,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError
-from unisono.groups.dispatch import OPS, OpSchema
-
-if TYPE_CHECKING:
-    from unisono.backends import DeviceBackend
-    from unisono.groups.process_group import ProcessGroup
-    from unisono.groups.work import Work
-    from unisono.stores import Store
+from unisono.groups.operations import OPS, OpSchema
+from unisono.groups.work import Work
+from unisono.stores import Store
 
 __all__ = [
     "AllToAllOptions",
@@ -54,7 +55,7 @@ _GROUP_DEFAULT = timedelta(milliseconds=-1)
 
 @dataclass
 class _Options:
-    """What all options have.
+    """The fields that all options have.
 
     Attributes:
         timeout: The group's default if negative.
@@ -95,7 +96,7 @@ class ReduceOptions(AllreduceOptions):
 
 @dataclass
 class AllgatherOptions(_Options):
-    """Options of `allgather` and its relatives."""
+    """Options of `allgather` and its variants."""
 
 
 @dataclass
@@ -114,7 +115,7 @@ class ScatterOptions(_Options):
 
 @dataclass
 class ReduceScatterOptions(AllreduceOptions):
-    """Options of `reduce_scatter` and its relatives."""
+    """Options of `reduce_scatter` and its variants."""
 
 
 @dataclass
@@ -131,39 +132,38 @@ class BarrierOptions(_Options):
 
 
 class C10dNames:
-    """What c10d's ProcessGroup has besides operations, under its names there."""
+    """Members of c10d's ProcessGroup that are not operations, under c10d's names."""
 
-    key: str
+    _spec: GroupSpec
     name: str
-    store: Store
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
 
     @property
     def group_name(self) -> str:
         """c10d's name of `key`: no other group of the same world has it."""
-        return self.key
+        return self._spec.key
 
     @property
     def group_desc(self) -> str:
-        """c10d's name of `name`: for people."""
+        """c10d's name of `name`, the name of the group in errors."""
         return self.name
 
     @property
     def bound_device_id(self) -> None:
-        """The device that c10d binds a group to; here none is."""
+        """The device that c10d binds a group to; always None here."""
         return None
 
     def get_group_store(self) -> Store:
         """Return the store that the members share."""
-        return self.store
+        return self._spec.store
 
     def shutdown(self) -> None:
         """c10d's name of `close`."""
         self.close()
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return how many collective calls of the group this rank has made; tools of torch ask."""
+        """Return the number of collective calls that this rank has made; torch's tools read it."""
         return max((backend.last_number() for backend in self.backends.values()), default=0)
 
     def _set_sequence_number_for_group(self) -> None:
@@ -172,7 +172,7 @@ class C10dNames:
 
 _FIELDS = {"root": "rootRank", "op": "reduceOp"}
 
-# c10d's names of what is called so in our methods.
+# Our name of a parameter -> c10d's names.
 _KEYWORDS = {
     "output": ("output_tensors", "output_tensor", "outputTensor"),
     "outputs": ("output_tensors", "output_lists"),
@@ -184,19 +184,19 @@ _KEYWORDS = {
 
 
 def call_c10d_form(
-    group: ProcessGroup, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
+    group: C10dNames, op: str, arguments: tuple[Any, ...], how: dict[str, Any]
 ) -> Work:
     """Make the call that c10d's arguments mean.
 
     Args:
-        group: Whose method was called.
+        group: Group whose method was called.
         op: Our name of the operation.
         arguments: In c10d's order: the data, then an options object, or settings and time-out.
         how: Keyword arguments; `opts` is an options object, the rest is for our method.
 
     Raises:
-        ArgumentTypeError: More arguments than the operation has, or a list that should hold one
-            tensor and holds another number.
+        ArgumentTypeError: More arguments than the operation has, or a list of tensors whose
+            length must be 1 and is not.
     """
     schema = OPS[op]
     data = schema.data.split()
@@ -225,7 +225,7 @@ def call_c10d_form(
         if shown != name and name in given:
             given[name] = _unwrapped(given[name], name)
         elif name.endswith("split_sizes"):
-            # c10d's word for equal parts is an empty list.
+            # In c10d an empty list means equal parts.
             given[name] = given.get(name) or None
     if opts is not None:
         given |= {name: getattr(opts, _FIELDS[name]) for name in settings}
@@ -236,7 +236,7 @@ def call_c10d_form(
 
 
 def _unwrapped(value: Any, name: str) -> Any:
-    """Return what c10d has in a list of one: a tensor, or a list of tensors."""
+    """Return the entry of a list of length 1: a tensor, or a list of tensors."""
     nested = name in ("outputs", "inputs")
     if not isinstance(value, (list, tuple)):
         return value
@@ -251,8 +251,8 @@ def _unwrapped(value: Any, name: str) -> Any:
     return value[0]
 
 
-def add_c10d_methods(group: type[ProcessGroup]) -> None:
-    """Give the class c10d's methods, and c10d's form to those that it has by the same name."""
+def add_c10d_methods(group: type[C10dNames]) -> None:
+    """Add c10d's methods to the class; a method of the same name then takes c10d's form too."""
     for schema in OPS.values():
         for name in schema.c10d_methods:
             own = getattr(group, name, None)
@@ -260,22 +260,22 @@ def add_c10d_methods(group: type[ProcessGroup]) -> None:
 
 
 def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
-    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
         return call_c10d_form(self, schema.name, arguments, how)
 
     _rename(method, name)
-    method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless the options say no."
+    method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless `asyncOp` is False."
     return method
 
 
 def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
-    names = [name.strip("[]") for name in schema.data.split()]
+    names = schema.data_names
     in_lists = schema.data.startswith("[")
     known = {"opts", *(word for name in names for word in _KEYWORDS.get(name, ()))} - {*names}
     most = own.__code__.co_argcount - 1
 
     @functools.wraps(own)
-    def method(self: ProcessGroup, *arguments: Any, **how: Any) -> Work:
+    def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
         foreign = how and not known.isdisjoint(how)
         if arguments and not foreign:
             listed = in_lists and type(arguments[0]) is list
@@ -290,5 +290,5 @@ def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
 
 def _rename(method: Any, name: str) -> None:
     method.__name__ = name
-    # What errors about threads and tracebacks call it.
+    # Errors about threads, and tracebacks, show the name of the code.
     method.__code__ = method.__code__.replace(co_name=name)

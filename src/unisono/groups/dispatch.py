@@ -1,116 +1,27 @@
-"""The dispatcher: an operation and a device type lead to a kernel.
+"""The dispatcher: find the kernel of an operation for a device type.
 
-As in c10d, where `c10d::allreduce_` has one kernel per dispatch key. The kernel of every device
-is by default "call that operation of the group's backend for the device"; a package may register
-its own for a device type, and wrappers (tracing, checks) compose around whatever is there.
+As in c10d, where `c10d::allreduce_` has one kernel per dispatch key. The default kernel calls the
+operation's method of the group's backend for the device. A package may register its own kernel for
+a device type. Wrappers (tracing, checks) compose around both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
 
-from unisono.backends import Pending
+from unisono.backends import DeviceBackend, Pending
+from unisono.base.buffers import device_of
 from unisono.engines import repeat
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.groups.operations import OPS, OpSchema, schema_of
+from unisono.groups.protocols import GroupView
 
-if TYPE_CHECKING:
-    from unisono.groups.process_group import ProcessGroup
-
-__all__ = ["OPS", "Dispatcher", "Kernel", "OpSchema", "dispatcher", "schema_of"]
+__all__ = ["Dispatcher", "Kernel", "backend_of", "dispatcher"]
 
 Kernel = Callable[..., Pending]
 """Called as kernel(group, device, *arguments, options)."""
 
-Wrapper = Callable[["OpSchema", str, Kernel], Kernel]
-
-
-class OpSchema(NamedTuple):
-    """One operation: its names here and in c10d, and the forms in which c10d's methods take it.
-
-    Attributes:
-        name: Of the method of `ProcessGroup` and `DeviceBackend`.
-        c10d_op: Of the schema in c10d's dispatcher; "" if c10d has no such operation.
-        c10d_methods: Of the methods of c10d's ProcessGroup.
-        data: Parameters of our method that hold arrays, in c10d's order. c10d takes those in
-            brackets in a list of one as well: [tensor], and [outputs], itself a list already.
-        settings: Parameters that c10d has in an options object, or after the data.
-    """
-
-    name: str
-    c10d_op: str = ""
-    c10d_methods: tuple[str, ...] = ()
-    data: str = ""
-    settings: str = ""
-
-
-OPS: dict[str, OpSchema] = {
-    schema.name: schema
-    for schema in (
-        OpSchema("broadcast", "broadcast_", ("broadcast",), "[tensor]", "root"),
-        OpSchema("all_reduce", "allreduce_", ("allreduce",), "[tensor]", "op"),
-        OpSchema(
-            "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
-            "tensors", "op",
-        ),
-        OpSchema("reduce", "reduce_", ("reduce",), "[tensor]", "root op"),
-        OpSchema("all_gather", "allgather_", ("allgather",), "[outputs] [tensor]"),
-        OpSchema(
-            "all_gather_into_tensor", "_allgather_base_", ("_allgather_base", "all_gather_single"),
-            "output tensor",
-        ),
-        OpSchema(
-            "all_gather_coalesced", "allgather_coalesced_", ("allgather_coalesced",),
-            "outputs tensors",
-        ),
-        OpSchema(
-            "all_gather_into_tensor_coalesced", "allgather_into_tensor_coalesced_",
-            ("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-            "outputs tensors",
-        ),
-        OpSchema("gather", "gather_", ("gather",), "[outputs] [tensor]", "root"),
-        OpSchema("scatter", "scatter_", ("scatter",), "[output] [inputs]", "root"),
-        OpSchema(
-            "reduce_scatter", "reduce_scatter_", ("reduce_scatter",), "[output] [inputs]", "op"
-        ),
-        OpSchema(
-            "reduce_scatter_tensor", "_reduce_scatter_base_",
-            ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
-        ),
-        OpSchema(
-            "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_",
-            ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
-            "outputs tensors", "op",
-        ),
-        OpSchema("all_to_all", "alltoall_", ("alltoall",), "outputs inputs"),
-        OpSchema(
-            "all_to_all_single", "alltoall_base_", ("alltoall_base", "all_to_all_single"),
-            "output tensor output_split_sizes input_split_sizes",
-        ),
-        OpSchema("barrier", "barrier", ("barrier",)),
-        OpSchema("send", "send", ("send",), "[tensor] peer tag"),
-        OpSchema("recv", "recv_", ("recv",), "[tensor] peer tag"),
-        OpSchema("recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag"),
-        OpSchema("scan"),
-        OpSchema("exscan"),
-        OpSchema("agree"),
-    )
-}  # fmt: skip
-"""Every operation by its name."""
-
-_BY_C10D_OP = {schema.c10d_op: schema for schema in OPS.values() if schema.c10d_op}
-
-
-def schema_of(op: str) -> OpSchema:
-    """Return the schema of an operation, given its name here or in c10d's dispatcher.
-
-    Raises:
-        InvalidArgumentError: No such operation; lists those there are.
-    """
-    found = OPS.get(op) or _BY_C10D_OP.get(op.removeprefix("c10d::"))
-    if found is None:
-        raise InvalidArgumentError(f"unknown operation {op!r} (known: {', '.join(OPS)})")
-    return found
+Wrapper = Callable[[OpSchema, str, Kernel], Kernel]
 
 
 class Dispatcher:
@@ -122,7 +33,7 @@ class Dispatcher:
         self._composed: dict[tuple[str, str], Kernel] = {}
 
     def register_kernel(self, op: str, device: str, kernel: Kernel) -> None:
-        """Use `kernel` for an operation on a device type, whatever backend the group has.
+        """Use `kernel` for an operation on a device type, instead of the group's backend.
 
         Args:
             op: "all_reduce", or c10d's name: "allreduce_", "c10d::allreduce_".
@@ -130,7 +41,7 @@ class Dispatcher:
             kernel: Called as kernel(group, device, *arguments, options).
 
         Raises:
-            InvalidArgumentError: No such operation, or the place is taken.
+            InvalidArgumentError: No such operation, or it has a kernel for the device type.
         """
         name = schema_of(op).name
         if (name, device) in self._kernels:
@@ -139,7 +50,7 @@ class Dispatcher:
         self._changed(suspended=True)
 
     def unregister_kernel(self, op: str, device: str) -> None:
-        """Go back to the group's backend for this operation and device type."""
+        """Use the group's backend again for this operation and device type."""
         if self._kernels.pop((schema_of(op).name, device), None) is not None:
             self._changed(suspended=False)
 
@@ -159,14 +70,14 @@ class Dispatcher:
 
     def _changed(self, *, suspended: bool) -> None:
         self._composed.clear()
-        # A repeated call knows nothing of wrappers and other kernels.
+        # C++ repeats a call without wrappers and registered kernels, so it must not repeat any.
         if suspended:
             repeat.suspend()
         else:
             repeat.resume()
 
     def kernel(self, op: str, device: str) -> Kernel:
-        """Return what runs `op` on arrays of `device`, wrappers included."""
+        """Return the kernel that runs `op` on arrays of `device`, with its wrappers."""
         kernel = self._composed.get((op, device))
         if kernel is None:
             schema = OPS[op]
@@ -178,19 +89,45 @@ class Dispatcher:
 
 
 def _backend_kernel(schema: OpSchema) -> Kernel:
-    def kernel(group: ProcessGroup, device: str, *arguments: object) -> Pending:
+    op = schema.name
+
+    def kernel(group: GroupView, device: str, *arguments: object) -> Pending:
         backend = group.backends.get(device)
         if backend is None:
             has = ", ".join(f"{d}: {b.name}" for d, b in group.backends.items())
             raise UnsupportedError(
-                f"{schema.name}: group '{group.name}' has no backend for device {device!r} "
-                f"(it has {has})"
+                f"{op}: group '{group.name}' has no backend for device {device!r} (it has {has})"
             )
-        method: Kernel = getattr(backend, schema.name)
+        method: Kernel | None = getattr(backend, op, None)
+        if method is None:
+            raise _lacks(backend, op)
         return method(*arguments)
 
     return kernel
 
 
+def _lacks(backend: DeviceBackend, op: str) -> UnsupportedError:
+    """Return the error of an operation that a backend lacks; it lists the supported operations."""
+    own = [name for name in OPS if not hasattr(DeviceBackend, name) and hasattr(backend, name)]
+    return UnsupportedError(
+        f"backend {backend.name!r} ({backend.device}) has no {op} "
+        f"(it has: {', '.join(own) or 'no operation'})"
+    )
+
+
+def backend_of(group: GroupView, arguments: Sequence[object]) -> DeviceBackend:
+    """Return the backend for the first array of a device that the group serves, else the first."""
+    devices = [device_of(_leaf(argument)) for argument in arguments]
+    known = (group.backends[device] for device in devices if device in group.backends)
+    return next(known, next(iter(group.backends.values())))
+
+
+def _leaf(argument: object) -> object:
+    """Return the first array in an argument that may be a list of lists."""
+    while isinstance(argument, (list, tuple)) and argument:
+        argument = argument[0]
+    return argument
+
+
 dispatcher = Dispatcher()
-"""The one dispatcher of the process: kernels are code, not state of a world."""
+"""The only dispatcher of the process: kernels are code, not state of a world."""

@@ -1,9 +1,9 @@
-"""Who calls a group: the answer to two threads that call it at the same time.
+"""The error of two threads that call a group at the same time.
 
-All ranks must see the calls of a group in one order. Of two calls that overlap in time nobody can
-say which is first, and another rank may say otherwise: the ranks would wait for one another, or
-reduce one thread's array with the other's. So the second call is refused. The good path pays for
-a comparison; who called from where is looked up for the error only.
+All ranks must see the calls of a group in one order. Two calls that overlap in time have no order,
+and another rank may order them otherwise. The ranks would then wait for one another, or reduce one
+thread's array with another thread's array. So the second call raises UsageError. A correct call
+costs one comparison. The call sites are looked up for the error only.
 """
 
 from __future__ import annotations
@@ -11,23 +11,20 @@ from __future__ import annotations
 import sys
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from unisono.errors import Context, UsageError
-
-if TYPE_CHECKING:
-    from unisono.groups.process_group import ProcessGroup
+from unisono.groups.protocols import GroupView
 
 __all__ = ["concurrent_call_error"]
 
 
-def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> UsageError:
-    """Return the error of a call that overlaps one of another thread; names both call sites.
+def concurrent_call_error(group: GroupView, op: str, other_thread: int) -> UsageError:
+    """Return the error of a call that overlaps a call of another thread; names both call sites.
 
     Args:
-        group: The group that both have called.
-        op: What this thread called.
-        other_thread: Identity of the thread whose call is under way.
+        group: The group that both threads have called.
+        op: Operation that this thread called.
+        other_thread: Identity of the thread whose call has not ended.
     """
     here, called = _call_site(group, sys._getframe())
     there, other_op = _call_site(group, sys._current_frames().get(other_thread))
@@ -42,14 +39,14 @@ def concurrent_call_error(group: ProcessGroup, op: str, other_thread: int) -> Us
     )
 
 
-def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
-    """Return "file:line" of the code that called the group, and the function it called."""
+def _call_site(group: GroupView, frame: FrameType | None) -> tuple[str, str]:
+    """Return "file:line" of the code that called the group, and the name of the function."""
     top = frame
     while frame is not None and not _is_call(frame, group):
         frame = frame.f_back
     called = "a call"
     if frame is None:
-        # A call that is repeated in C++, straight from the code of the user.
+        # C++ repeats the call, so there is no frame of ours below the user's code.
         frame = top
         last = None if group.calls is None else group.calls.last()
         if last is not None:
@@ -61,8 +58,8 @@ def _call_site(group: ProcessGroup, frame: FrameType | None) -> tuple[str, str]:
     return place, called
 
 
-def _is_call(frame: FrameType, group: ProcessGroup) -> bool:
-    """Whether a frame is a method of the group, or an object call, which holds it as `pg`."""
+def _is_call(frame: FrameType, group: GroupView) -> bool:
+    """Whether a frame is a method of the group, or a function of ours with the group as `pg`."""
     names = frame.f_locals
     return names.get("self") is group or (names.get("pg") is group and _is_ours(frame))
 

@@ -1,38 +1,35 @@
-"""A group's communication stream: calls made in a stream, and what they wait for.
+"""The calls of a group that wait for a stream.
 
-As on a GPU, a call made in a stream does not begin before the stream has got to it, and the host
-does not wait for that. The host's order of calls is the group's order, so all calls that follow one
-that has not begun yet queue behind it, whatever stream they were made in.
+As on a GPU, a call made in a stream begins when the stream has done its earlier work. The host does
+not wait for that. The host's order of calls is the group's order. So every call that follows
+a waiting call queues behind it, also if it was made in another stream.
 
     compute stream   ... fill x  | event          wait for end event | use x ...
-    communication                  wait for event | all_reduce(x) | end event
+    stream queue                   wait for event | all_reduce(x) | end event
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from unisono.backends import CallOptions, Pending
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.streams import Stream, current_stream
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
+from unisono.groups.protocols import GroupView
 
-if TYPE_CHECKING:
-    from unisono.groups.process_group import ProcessGroup
-
-__all__ = ["Communication", "StreamCall"]
+__all__ = ["StreamCall", "StreamQueue"]
 
 _P2P = ("send", "recv", "recv_any_source")
 
 
 class StreamCall(Pending):
-    """The end of a call that begins when its stream gets to it.
+    """The end of a call that begins when its stream has done its earlier work.
 
     Attributes:
-        gate: Done when it may begin, or never will: then with the error.
+        gate: Done when the call may begin. It has an error if the call will never begin.
     """
 
     __slots__ = ("_begun", "_real", "gate")
@@ -44,14 +41,14 @@ class StreamCall(Pending):
         self._real: Pending | None = None
 
     def begin(self, real: Pending) -> None:
-        """Follow the call that has begun."""
+        """End when `real`, the call that has begun, ends."""
         self._real = real
         self.outputs = real.outputs
         self._begun.finish()
         real.add_callback(self._ended)
 
     def fail(self, error: BaseException) -> None:
-        """End without having begun."""
+        """End with an error; the call did not begin."""
         self._begun.finish()
         self.finish(error)
 
@@ -73,31 +70,31 @@ class StreamCall(Pending):
         self.finish(real.error)
 
 
-class Communication:
+class StreamQueue:
     """The calls of one group that wait for their streams, in the order in which they were made."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: GroupView) -> None:
         self._group = group
         self._stream = Stream(f"communication-{group.name}")
         self._waiting: deque[StreamCall] = deque()
         self._closed = False
 
     def waiting(self) -> bool:
-        """Whether calls have not begun, so that a new one must queue behind them."""
+        """Whether calls have not begun, so that a new call must queue behind them."""
         return bool(self._waiting)
 
-    def call(
+    def add(
         self,
         op: str,
         device: str,
         begin: Callable[[CallOptions], Pending],
         options: CallOptions,
     ) -> StreamCall:
-        """Queue a call that begins when the current stream has done all that it has to do now.
+        """Queue a call that begins when the current stream has done its present work.
 
         Args:
             op: Name of the function, for errors.
-            device: What it works on.
+            device: Device type of its arrays.
             begin: Makes the call.
             options: The call's own.
         """
@@ -113,7 +110,7 @@ class Communication:
         return call
 
     def close(self) -> None:
-        """End what has not begun."""
+        """End the calls that have not begun with ClosedError."""
         self._closed = True
         for call in list(self._waiting):
             call.gate.finish()
@@ -127,18 +124,18 @@ class Communication:
     ) -> None:
         group = self._group
         try:
-            self._pass_gate(call, op, options.deadline)
+            self._wait_for_gate(call, op, options.deadline)
             call.begin(begin(options._replace(async_op=True)))
         except Exception as error:
             if op not in _P2P:
                 group.refuse(op, error, async_op=True)
             call.fail(error)
         finally:
-            # Not before: who finds nothing waiting may call the engine directly.
+            # Last: a thread that finds the queue empty calls the engine, and must not overtake.
             self._waiting.popleft()
 
-    def _pass_gate(self, call: StreamCall, op: str, deadline: Deadline) -> None:
-        """Wait for the gate; if the call cannot begin, tell the ranks that wait for it."""
+    def _wait_for_gate(self, call: StreamCall, op: str, deadline: Deadline) -> None:
+        """Wait for the gate; if the call cannot begin, abort the group's calls, and raise."""
         group = self._group
         if not call.gate.wait_until(deadline):
             waited = f"waited {deadline.timeout_s:g} s for the stream that it was called in"

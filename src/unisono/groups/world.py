@@ -1,36 +1,46 @@
 """The default group and the groups made from it: the library's only mutable module state.
 
-A process has one world. Threads that act as ranks (see `unisono.testing.run`) have one each:
-`use` installs a world for the current context only.
+A process has one world. Threads that act as ranks (see `unisono.testing.run`) have a world each:
+`use` installs a world for the current context only. `at_exit` reports the end of the process to
+the other ranks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import sys
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from types import TracebackType
+from typing import Any
 
 from unisono.base.streams import stream_variable
 from unisono.engines import repeat
-from unisono.errors import ArgumentTypeError, NotInitializedError
+from unisono.errors import (
+    ArgumentTypeError,
+    InvalidArgumentError,
+    NotInitializedError,
+    UnisonoError,
+)
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
 __all__ = [
     "GroupMember",
     "World",
+    "at_exit",
     "current",
     "group",
     "member_group",
     "process_world",
+    "require_group",
     "resolve",
     "use",
 ]
-
-T = TypeVar("T")
 
 
 class World:
@@ -42,11 +52,11 @@ class World:
         self.made = 0
         self.made_local: Counter[tuple[int, ...]] = Counter()
         self.on_close: list[Callable[[], None]] = []
-        self.passed: Counter[str] = Counter()  # how often each `breakpoint` was come by
+        self.passed: Counter[str] = Counter()  # how often each `breakpoint()` was reached
 
     @property
     def default(self) -> ProcessGroup | None:
-        """The group that calls without one mean."""
+        """The group that a call without a group uses."""
         return self._default
 
     @default.setter
@@ -71,7 +81,7 @@ class World:
             callback()
 
     def replace_default(self, group: ProcessGroup) -> None:
-        """Close every group and go on with `group`, over the same store."""
+        """Close every group and use `group` as the default, over the same store."""
         callbacks, self.on_close = self.on_close, []
         self.close()
         self.on_close = callbacks
@@ -97,11 +107,11 @@ class GroupMember(metaclass=_Members):
 
 
 group = GroupMember
-"""torch's other name for it: `dist.group.WORLD`."""
+"""torch's other name of `GroupMember`: `dist.group.WORLD`."""
 
 
 process_world = World()
-"""The world of this process, unless `use` says otherwise."""
+"""The world of this process, unless `use` has installed another."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
 repeat.set_world(_context_world, stream_variable, ProcessGroup, Work)
@@ -123,10 +133,10 @@ def use(world: World) -> Iterator[World]:
 
 
 def resolve(group: Any = None) -> ProcessGroup | None:
-    """Return the group meant by an argument; None if this rank is not a member.
+    """Return the group that an argument means; None if this rank is not a member.
 
     Raises:
-        NotInitializedError: None was given and there is no default group.
+        NotInitializedError: `group` is None and there is no default group.
         ArgumentTypeError: Not a group.
     """
     if group is None:
@@ -142,7 +152,7 @@ def resolve(group: Any = None) -> ProcessGroup | None:
 
 
 def member_group(group: Any, call: str) -> ProcessGroup | None:
-    """As `resolve`, with torch's warning on ranks that are not members."""
+    """Return the group as `resolve` does; warn, as torch does, if this rank is not a member."""
     found = resolve(group)
     if found is None:
         warnings.warn(
@@ -150,3 +160,62 @@ def member_group(group: Any, call: str) -> ProcessGroup | None:
             stacklevel=3,
         )
     return found
+
+
+def require_group(group: Any) -> ProcessGroup:
+    """Return the group that an argument means.
+
+    Raises:
+        InvalidArgumentError: This rank is not a member.
+    """
+    found = resolve(group)
+    if found is None:
+        raise InvalidArgumentError("this rank does not belong to the given group")
+    return found
+
+
+def at_exit(report: Callable[[str], object], close: Callable[[], object]) -> Callable[[], None]:
+    """Install hooks that report an uncaught exception to the other ranks, and close at the exit.
+
+    Args:
+        report: Called with the text of an uncaught exception; sends it to the other ranks.
+        close: Called at the exit, also if the groups are closed already.
+
+    Returns:
+        A function that removes the hooks.
+    """
+    previous = sys.excepthook
+    # A hook installed later may refer to `hook` for ever, as torch's own hook does. `hook` must
+    # not keep a closed group alive, so `uninstall` empties this list.
+    reporters = [report]
+
+    def report_uncaught(error: BaseException | None) -> None:
+        # A UnisonoError usually follows the failure of another rank, which has reported it.
+        if error is not None and not isinstance(error, (UnisonoError, SystemExit)):
+            for reporter in reporters:
+                reporter("".join(traceback.format_exception_only(error)).strip())
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        report_uncaught(error)
+
+    def end_child() -> None:
+        # In a child of multiprocessing sys.excepthook is not called, but the exception is current.
+        report_uncaught(sys.exception())
+        close()
+
+    sys.excepthook = hook
+    atexit.register(close)
+    # A child of multiprocessing ends without atexit, and would lose messages that isend has queued.
+    util = sys.modules.get("multiprocessing.util")
+    finalizer = None if util is None else util.Finalize(None, end_child, exitpriority=0)
+
+    def uninstall() -> None:
+        reporters.clear()
+        if sys.excepthook is hook:
+            sys.excepthook = previous
+        atexit.unregister(close)
+        if finalizer is not None:
+            finalizer.cancel()
+
+    return uninstall

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import InvalidArgumentError
-from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
+from unisono.groups.work import Future
 from unisono.parallel.buckets import Bucket
 from unisono.parallel.hooks import all_reduce_hook, sum_flat
 

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnsupportedError, UsageError
-from unisono.groups.future import Future
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
+from unisono.groups.work import Future, Work
 from unisono.parallel.buckets import Bucket, assign_buckets
 from unisono.parallel.hooks import Hook, sum_flat
 from unisono.parallel.module_check import listed

@@ -8,7 +8,7 @@ from typing import Any
 import torch._C._distributed_c10d as c10d
 
 from unisono.base.types import RedOpType, ReduceOp
-from unisono.groups.dispatch import OpSchema
+from unisono.groups.operations import OpSchema
 
 __all__ = ["UNSET", "call_options", "call_settings", "reduce_op"]
 

@@ -1,8 +1,8 @@
 """Make every operation that torch calls on a process group a call of a unisono process group.
 
-The methods are made from the table in `groups/dispatch.py`, which has c10d's names, argument order
-and option structs. A synchronous call returns None, which torch allows if the operation is done.
-Calls from C++ (DDP, functional collectives) are asynchronous and get a work.
+The methods are made from the table in `groups/operations.py`, which knows c10d's names, argument
+order and option structs. A synchronous call returns None, as torch allows where nothing is left to
+wait for; what C++ sends (DDP, functional collectives) is asynchronous and gets a work.
 
 Source: torch.distributed.ProcessGroup (2.13).
 """
@@ -21,7 +21,7 @@ from unisono.base.types import ReduceOp
 from unisono.c10d.monitored_barrier import monitored_barrier
 from unisono.errors import UnisonoError
 from unisono.groups.c10d_methods import call_c10d_form
-from unisono.groups.dispatch import OPS, OpSchema
+from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import call_options, call_settings, reduce_op

@@ -12,9 +12,11 @@ import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
+from unisono.backends import GroupSpec
 from unisono.errors import ArgumentTypeError, UnisonoError, UnsupportedError
-from unisono.groups.exits import at_exit
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
+from unisono.groups.process_group import group_timeout_s
+from unisono.groups.world import at_exit
 from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
@@ -241,17 +243,17 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         ours, theirs = _sort_options(options)
         key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
         self._made[ranks] += 1
-        group = UnisonoGroup(
+        spec = GroupSpec(
             PrefixStore(key, TorchStore(store)),
             ranks.index(self._group.ranks[self._group.rank()]),
             len(ranks),
-            timeout=self._group.timeout_s if timeout is None else timeout,
-            name=_name_of(ranks),
-            options=ours,
-            _ranks=ranks,
-            _parent=self._group,
-            _key=key,
+            ranks,
+            _name_of(ranks),
+            key,
+            group_timeout_s(self._group.timeout_s if timeout is None else timeout),
+            ours,
         )
+        group = UnisonoGroup.from_spec(spec, parent=self._group)
         return ProcessGroup(group, store, theirs)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as torch_dist
 
 from unisono.errors import UnisonoError
-from unisono.groups.future import Future
-from unisono.groups.work import Work
+from unisono.groups.work import Future, Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
 from unisono.torch.futures import listed, opened

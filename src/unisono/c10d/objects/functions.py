@@ -1,47 +1,51 @@
-"""torch.distributed's object collectives, over any serializer.
+"""torch.distributed's object collectives, over any serializer, and reductions of objects.
 
-They take torch's arguments in torch's order, with `timeout` and `serializer` added as keywords,
-and block. A rank whose arguments are wrong gets its own error, and all others
-CollectiveMismatchError with its text. A rank whose object cannot be serialised takes part all the
-same and says so: the ranks that would have got its object raise CollectiveError naming it, itself
-raises its own error. The group stays usable either way.
+They take torch's arguments in torch's order, with `timeout` and `serializer` added as keywords, and
+block. A rank with wrong arguments raises its own error, and all other ranks raise
+CollectiveMismatchError with its text. If an object cannot be serialised, its rank takes part in the
+call and sends the error instead. The ranks that need the object raise CollectiveError, which names
+that rank, and the rank itself raises its own error. In both cases the group stays usable.
+
+Reductions: torch lacks them, mpi4py has `allreduce`. The objects of all ranks come to one rank,
+which applies a Python function in the order of ranks:
+
+    op(op(op(x_0, x_1), x_2), ...)
+
+So the function need be neither commutative nor the same on all ranks, and may change its left
+operand and return it. It is evaluated once, so there is one result.
 
 Source: torch.distributed.distributed_c10d (2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from unisono.base.deadline import Deadline, Timeout
-from unisono.base.streams import on_host
+from unisono.base.deadline import Timeout
 from unisono.c10d.collectives import group_rank_of, root_of
-from unisono.c10d.objects.packet import FIRST_BYTES, Packet
-from unisono.c10d.objects.serializer import PickleSerializer, Serializer
-from unisono.errors import (
-    ArgumentTypeError,
-    CollectiveError,
-    CollectiveMismatchError,
-    Context,
-    InvalidArgumentError,
-    UsageError,
-)
-from unisono.groups.checks import list_on_root, one_each
-from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
+from unisono.c10d.objects.call import ObjectCall
+from unisono.c10d.objects.packet import FIRST_BYTES
+from unisono.c10d.objects.serializer import Serializer
+from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
+from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.world import member_group
 
 __all__ = [
     "all_gather_object",
+    "all_reduce_object",
     "broadcast_object_list",
     "gather_object",
     "recv_object_list",
+    "reduce_object",
     "scatter_object_list",
     "send_object_list",
 ]
+
+Function = Callable[[Any, Any], Any]
 
 
 def broadcast_object_list(
@@ -54,7 +58,7 @@ def broadcast_object_list(
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
 ) -> None:
-    """Copy the objects of rank `src` (global rank 0 by default) into everybody's list.
+    """Copy the objects of rank `src` (global rank 0 by default) into the lists of all ranks.
 
     Args:
         object_list: As many entries on every rank; replaced on all ranks but `src`.
@@ -90,7 +94,7 @@ def all_gather_object(
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
 ) -> None:
-    """Copy the object of rank i into everybody's object_list[i]; one's own is a copy too.
+    """Copy the object of rank i into object_list[i] on all ranks, also on rank i itself.
 
     Args:
         object_list: One entry per rank, replaced.
@@ -158,8 +162,8 @@ def scatter_object_list(
     `serializer` are as in all_gather_object.
 
     Raises:
-        CollectiveMismatchError: The root's objects are not one per rank, or a rank has no place
-            for its own.
+        CollectiveMismatchError: The root's list has not one object per rank, or a rank's output
+            list is empty.
         CollectiveError: The root's objects cannot be serialised.
     """
     if (pg := member_group(group, "scatter_object_list")) is None:
@@ -189,12 +193,13 @@ def send_object_list(
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
 ) -> None:
-    """Send objects to another rank, which calls recv_object_list; blocks until they are off.
+    """Send objects to another rank, which calls recv_object_list; block until they are sent.
 
     `device` and `use_batch` are accepted for torch's sake. `timeout` and `serializer` are as in
     all_gather_object.
 
-    Several threads may send to one rank, and several may receive from one: each list arrives whole.
+    Several threads may send to one rank, and several threads may receive from one rank: each list
+    arrives whole.
 
     Raises:
         InvalidArgumentError: The receiver is this rank.
@@ -224,12 +229,13 @@ def recv_object_list(
 ) -> int:
     """Receive objects into a list; return the sender's global rank (-1: not a member).
 
-    With neither `src` nor `group_src` from whichever rank sends first, as torch's text promises.
+    Without `src` and `group_src` the first message of any rank counts, as torch documents it.
     `device` and `use_batch` are accepted for torch's sake. `timeout` and `serializer` are as in
     all_gather_object.
 
     Raises:
-        CollectiveMismatchError: The sender's list has another length; this one keeps its entries.
+        CollectiveMismatchError: The sender's list has another length; `object_list` keeps its
+            entries.
         CollectiveError: The sender could not serialise its objects, or this rank cannot read them.
     """
     if (pg := member_group(group, "recv_object_list")) is None:
@@ -258,228 +264,84 @@ def recv_object_list(
     return source
 
 
-class ObjectCall:
-    """One object call: a name, a deadline, and packets moved between the ranks of a group.
+def all_reduce_object(
+    obj: Any,
+    op: Function,
+    group: Any = None,
+    *,
+    timeout: Timeout | None = None,
+    serializer: Serializer | None = None,
+) -> Any:
+    """Return the reduction of all ranks' objects; every rank gets its own copy of the result.
 
-    Attributes:
-        label: What the ranks of a collective must agree on besides its messages.
+    Formula: op(...op(op(x_0, x_1), x_2)..., x_{p-1}), evaluated on rank 0 of the group.
+
+    Args:
+        obj: This rank's object.
+        op: Function of two objects, such as `operator.add`; used on rank 0 of the group only.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        timeout: Of the whole call; the group's if None.
+        serializer: Pickle if None.
+
+    Raises:
+        CollectiveError: `op` raised, or a rank's object cannot be serialised. The rank where that
+            happened raises the original error. The group stays usable.
     """
+    if (pg := member_group(group, "all_reduce_object")) is None:
+        return None
+    with ObjectCall(pg, "all_reduce_object", timeout, serializer) as call:
+        packets = call.gather(call.pack(lambda: obj), 0)
+        if pg.rank() != 0:
+            packet = call.broadcast(None, 0)
+            call.end()
+            return call.loads(packet, 0)
+        result: list[Any] = []
 
-    def __init__(
-        self,
-        group: ProcessGroup,
-        name: str,
-        timeout: Timeout | None,
-        serializer: Serializer | None,
-    ) -> None:
-        self._group = group
-        self._name = self.label = name
-        self._timeout = group.timeout_s if timeout is None else timeout
-        self._serializer = PickleSerializer() if serializer is None else serializer
-        self._error: Exception | None = None
-        self._caller = 0
+        def reduced() -> Any:
+            # This rank's own error first: the other ranks get it as the reason.
+            call.end()
+            result.append(reduce(op, call.loads_all(packets)))
+            return result[0]
 
-    def __enter__(self) -> ObjectCall:
-        # Its messages have one tag, and nobody could tell those of two calls apart.
-        self._caller = self._group.enter(self._name)
-        try:
-            self.check(self.begin)
-        except BaseException:
-            self._group.leave(self._caller)
-            raise
-        return self
+        call.broadcast(call.pack(reduced), 0)
+        call.end()
+        return result[0]
 
-    def __exit__(self, *error: object) -> None:
-        self._group.leave(self._caller)
 
-    def check(self, check: Callable[..., object], *arguments: Any) -> None:
-        """Check arguments of a collective before its first message; the others hear if it fails."""
-        try:
-            check(*arguments)
-        except UsageError as error:
-            self._group.refuse(self._name, error)
-            raise
+def reduce_object(
+    obj: Any,
+    op: Function,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+    serializer: Serializer | None = None,
+) -> Any:
+    """Return the reduction of all ranks' objects on rank `dst` (global rank 0), None elsewhere.
 
-    def begin(self) -> ObjectCall:
-        """Check what the call was made with; its time runs from now on."""
-        self._deadline = Deadline(self._timeout)
-        if not isinstance(self._serializer, Serializer):
-            raise ArgumentTypeError(
-                f"serializer must have name, dumps and loads, got {self._serializer!r}"
-            )
-        return self
+    Formula: op(...op(op(x_0, x_1), x_2)..., x_{p-1}), evaluated on `dst`.
 
-    @property
-    def remaining_s(self) -> float:
-        return self._deadline.remaining()
+    Args:
+        obj: This rank's object.
+        op: Function of two objects; used on `dst` only.
+        dst: Global rank of the root.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        group_dst: The root's rank in the group, instead of `dst`.
+        timeout: Of the whole call; the group's if None.
+        serializer: Pickle if None.
 
-    # ---- between objects and packets ------------------------------------------------------
-
-    def pack(self, obj: Callable[[], Any]) -> Packet:
-        """Return the packet of an object, or one that says why there is none."""
-        try:
-            return Packet.of(obj(), self._serializer)
-        except Exception as error:
-            self._error = error
-            return Packet.refusal(error)
-
-    def pack_each(self, objects: Sequence[Any]) -> list[Packet]:
-        """Return one packet per rank; if one cannot be made, all say so."""
-        try:
-            return [Packet.of(obj, self._serializer) for obj in objects]
-        except Exception as error:
-            self._error = error
-            return [Packet.refusal(error)] * self._group.size()
-
-    def end(self) -> None:
-        """Raise what kept this rank from sending an object, now that the others know."""
-        if self._error is not None:
-            raise self._error
-
-    def loads(self, packet: Packet, source: int) -> Any:
-        """Return the object of a rank's packet."""
-        blamed = self._group.ranks[source]
-        if (reason := packet.refused()) is not None:
-            raise CollectiveError(
-                f"{self}: rank {blamed} had nothing to send: {reason}",
-                context=self.context(source),
-            )
-        if not packet.is_by(self._serializer):
-            name = self._serializer.name
-            raise CollectiveMismatchError(
-                f"{self}: rank {blamed} used another serializer, expected {name!r}",
-                context=self.context(source),
-            )
-        try:
-            return packet.loads(self._serializer, copy=source == self._group.rank())
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise CollectiveError(
-                f"{self}: the object of rank {blamed} cannot be read here: {reason}",
-                context=self.context(source),
-            ) from error
-
-    def loads_all(self, packets: Sequence[Packet]) -> list[Any]:
-        """Return the objects of all ranks."""
-        return [self.loads(packet, source) for source, packet in enumerate(packets)]
-
-    def arriving(self, first: Any, source: int) -> Packet:
-        """Return the packet of which a rank's first message has arrived."""
-        packet = Packet.arriving(first)
-        if packet is None:
-            blamed = self._group.ranks[source]
-            raise CollectiveMismatchError(
-                f"{self}: rank {blamed} sent an array, expected objects",
-                context=self.context(source),
-                hint="every rank must use the object calls, with the same version of unisono",
-            )
-        return packet
-
-    def __str__(self) -> str:
-        group = self._group
-        return f"{self._name} in group '{group.name}' failed on rank {group.ranks[group.rank()]}"
-
-    def context(self, source: int) -> Context:
-        """Return where an error is that a rank is to blame for."""
-        group = self._group
-        me, blamed = group.ranks[group.rank()], group.ranks[source]
-        return Context(rank=me, group=group.name, op=self._name, peers=(blamed,), usable=True)
-
-    # ---- collectives ----------------------------------------------------------------------
-
-    @on_host
-    def broadcast(self, packet: Packet | None, root: int) -> Packet:
-        """Return root's packet."""
-        first = np.empty(FIRST_BYTES, np.uint8) if packet is None else packet.first
-        self._group.broadcast(first, root, **self._how)
-        if packet is None:
-            packet = self.arriving(first, root)
-        self._broadcast_parts(packet, root)
-        return packet
-
-    @on_host
-    def all_gather(self, mine: Packet) -> list[Packet]:
-        """Return the packets of all ranks."""
-        packets = self._gather_first(mine, None)
-        for root, packet in enumerate(packets):
-            self._broadcast_parts(packet, root)
-        return packets
-
-    @on_host
-    def gather(self, mine: Packet, root: int) -> list[Packet]:
-        """Return the packets of all ranks on `root`, nothing elsewhere."""
-        packets = self._gather_first(mine, root)
-        if self._group.rank() != root:
-            self.wait(self.send_parts(mine, root))
-        for peer, packet in enumerate(packets):
-            if peer != root:
-                self.recv_parts(packet, peer)
-        return packets
-
-    @on_host
-    def scatter(self, packets: list[Packet] | None, root: int) -> Packet:
-        """Return the packet that root has for this rank."""
-        first = np.empty(FIRST_BYTES, np.uint8)
-        firsts = None if packets is None else [packet.first for packet in packets]
-        self._group.scatter(first, firsts, root, **self._how)
-        if packets is None:
-            packet = self.arriving(first, root)
-            self.recv_parts(packet, root)
-            return packet
-        for peer, packet in enumerate(packets):
-            if peer != root:
-                self.wait(self.send_parts(packet, peer))
-        return packets[root]
-
-    def _gather_first(self, mine: Packet, root: int | None) -> list[Packet]:
-        """Return the packets as far as the first messages say, on root or (None) on all ranks."""
-        me, size = self._group.rank(), self._group.size()
-        firsts = np.empty((size, FIRST_BYTES), np.uint8)
-        if root is None:
-            self._group.all_gather_into_tensor(firsts, mine.first, **self._how)
-        else:
-            outputs = list(firsts) if me == root else None
-            self._group.gather(mine.first, outputs, root, **self._how)
-            if outputs is None:
-                return []
-        return [mine if rank == me else self.arriving(firsts[rank], rank) for rank in range(size)]
-
-    def _broadcast_parts(self, packet: Packet, root: int) -> None:
-        if packet.rest.size:
-            self._group.broadcast(packet.rest, root, **self._how)
-        if self._group.rank() != root:
-            packet.open_rest()
-        for part in packet.large:
-            self._group.broadcast(part, root, **self._how)
-
-    @property
-    def _how(self) -> dict[str, Any]:
-        return {"timeout": self.remaining_s, "_label": self.label}
-
-    # ---- messages -------------------------------------------------------------------------
-
-    def send(self, data: Any, peer: int, tag: int) -> Work:
-        """Start sending bytes to a rank."""
-        return self._group.send(data, peer, tag, async_op=True, timeout=self.remaining_s)
-
-    def send_parts(self, packet: Packet, peer: int) -> list[Work]:
-        """Start sending what `first` had no room for."""
-        parts = [packet.rest] if packet.rest.size else []
-        return [self.send(part, peer, packet.tag) for part in [*parts, *packet.large]]
-
-    def recv_parts(self, packet: Packet, peer: int) -> None:
-        """Receive what `first` had no room for."""
-        if packet.rest.size:
-            self._group.recv(packet.rest, peer, packet.tag, timeout=self.remaining_s)
-        packet.open_rest()
-        for part in packet.large:
-            self._group.recv(part, peer, packet.tag, timeout=self.remaining_s)
-
-    @on_host
-    def wait(self, works: list[Work]) -> None:
-        """Wait for messages on their way."""
-        for work in works:
-            work.wait()
+    Raises:
+        CollectiveError: On `dst`, if a rank's object cannot be serialised.
+        Exception: On `dst`, any exception that `op` raises.
+    """
+    if (pg := member_group(group, "reduce_object")) is None:
+        return None
+    root = root_of(pg, "reduce_object", dst, group_dst, default=0)
+    with ObjectCall(pg, "reduce_object", timeout, serializer) as call:
+        packets = call.gather(call.pack(lambda: obj), root)
+        call.end()
+        return reduce(op, call.loads_all(packets)) if pg.rank() == root else None
 
 
 def _require_list(objects: Any) -> None:

@@ -1,4 +1,4 @@
-"""One object as messages: a first one of fixed size, and what did not fit into it.
+"""The messages of one object: a first message of fixed size, and the parts that do not fit.
 
     first   [FIRST_BYTES]  what | serializer | bytes of the head | tag | begin of the head
     rest                   end of the head
@@ -6,10 +6,10 @@
 
     head    number of buffers | size of each | the small ones | the serializer's header
 
-A small object is one message. Every rank knows from `first` how long `rest` is, and from `rest`
-which large buffers follow, so nobody waits for what is not sent. From rank to rank `rest` and
-`large` have a tag that the sender uses for no other packet: several threads may send to one rank,
-and several receive from it, and none gets another's bytes.
+A small object is one message. `first` gives the length of `rest`, and `rest` lists the large
+buffers, so no rank waits for a message that is not sent. In messages to a single rank, `rest` and
+`large` have a tag that the sender uses for no other packet. So several threads may send to one
+rank, or receive from one rank, without mixing their packets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 FIRST_BYTES = 1024
 
-# A message of its own costs some microseconds; to copy this much costs less.
+# Buffers up to this size are copied into the head. A larger limit copies more bytes; a smaller one
+# sends more messages, and a message costs some microseconds.
 _SMALL_BYTES = 16 * 1024
 
 _FIRST = struct.Struct("<4sIQQ")
@@ -38,12 +39,12 @@ _OBJECT = b"uno2"
 _REFUSAL = b"uno!"
 
 
-# Users' tags are usually small.
+# Far above the tags of users, which are usually small.
 _tags = itertools.count(2**62 + 2**61)
 
 
 class Packet:
-    """An object to send or one that arrives.
+    """An object that is sent or received.
 
     Attributes:
         first: [FIRST_BYTES]
@@ -59,7 +60,7 @@ class Packet:
 
     @classmethod
     def of(cls, obj: Any, serializer: Serializer) -> Packet:
-        """Return what to send for an object; large arrays are referred to, not copied."""
+        """Return the packet of an object; it refers to large arrays and does not copy them."""
         header, buffers = serializer.dumps(obj)
         sizes = [buffer.nbytes for buffer in buffers]
         small = [buffer for buffer in buffers if buffer.nbytes <= _SMALL_BYTES]
@@ -69,7 +70,7 @@ class Packet:
 
     @classmethod
     def refusal(cls, error: BaseException) -> Packet:
-        """Return what to send instead, when there is no object to send because of an error."""
+        """Return the packet that reports an error instead of an object."""
         return cls._made(_REFUSAL, 0, f"{type(error).__name__}: {error}".encode(), [])
 
     @classmethod
@@ -82,9 +83,9 @@ class Packet:
 
     @classmethod
     def arriving(cls, first: Array) -> Packet | None:
-        """Return a packet of which the first message has arrived, with room for the rest.
+        """Return the packet that begins with an arrived first message, with room for `rest`.
 
-        None if it is no packet.
+        Return None if the message is not of a packet.
         """
         kind, _, head_bytes, _ = _FIRST.unpack_from(first.data)
         if kind not in (_OBJECT, _REFUSAL):
@@ -92,7 +93,7 @@ class Packet:
         return cls(first, np.empty(max(0, _FIRST.size + head_bytes - FIRST_BYTES), np.uint8))
 
     def open_rest(self) -> None:
-        """Make room for the large buffers, now that `rest` has arrived."""
+        """Allocate the large buffers; `rest` has arrived."""
         if self.refused() is None:
             self.large = [np.empty(n, np.uint8) for n in self._sizes() if n > _SMALL_BYTES]
 
@@ -117,7 +118,7 @@ class Packet:
 
         Args:
             serializer: As the sender's.
-            copy: Copy the large buffers, which belong to the sender's object otherwise.
+            copy: Copy the large buffers; without it the object uses their memory.
         """
         head, at = self._head(), 8 * (1 + len(self._sizes()))
         large = iter([part.copy() for part in self.large] if copy else self.large)

@@ -1,4 +1,4 @@
-"""How Python objects become bytes: a header, and the memory of their arrays untouched beside it."""
+"""Convert Python objects to bytes: a header, and the memory of their arrays without a copy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ __all__ = ["PickleSerializer", "Serializer"]
 
 @runtime_checkable
 class Serializer(Protocol):
-    """What the object collectives need; pass your own as `serializer=`, the same on all ranks.
+    """Interface of a serializer: pass an instance as `serializer=`, the same kind on all ranks.
 
     Attributes:
-        name: Compared between the ranks, so that one does not read what another wrote in its own
-            way.
+        name: Compared between the ranks, so that no rank reads bytes of another serializer.
     """
 
     name: str
@@ -55,12 +54,12 @@ class PickleSerializer:
         return stream.getvalue(), buffers
 
     def loads(self, header: bytes, buffers: Sequence[Any]) -> Any:
-        """Return the object; its arrays live in `buffers`."""
+        """Return the object; its arrays use the memory of `buffers`."""
         return pickle.loads(header, buffers=buffers)
 
 
 class _Pickler(pickle.Pickler):
-    """Treats torch's storages as NumPy treats its arrays; torch itself copies them."""
+    """A pickler that also passes the memory of torch's storages out of band; torch copies it."""
 
     def __init__(self, stream: io.BytesIO, keep: Callable[[pickle.PickleBuffer], None]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=keep)

@@ -1,0 +1,39 @@
+"""The part of a process group that its helpers need.
+
+Dispatch, checks, error texts and the stream queue use a group through this interface, so that
+`process_group.py` can import them without an import circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from unisono.backends import DeviceBackend
+
+__all__ = ["GroupView"]
+
+
+class GroupView(Protocol):
+    """A process group, as its helpers see it; see `ProcessGroup` for the meaning."""
+
+    calls: Any
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def backends(self) -> Mapping[str, DeviceBackend]: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def abort(self, reason: str = ...) -> None: ...
+
+    def refuse(
+        self, op: str, error: Exception, arguments: Sequence[Any] = ..., **how: Any
+    ) -> None: ...
