@@ -41,7 +41,7 @@ from unisono.schedules import (
     lower_shared,
     lower_uneven,
 )
-from unisono.transports.api import Question
+from unisono.transports.control import Question
 from unisono.transports.messages import CallStatus, Failure
 
 __all__ = ["NativeEngine", "is_native_built"]
