@@ -123,7 +123,7 @@ def _uneven(
 
 
 def _before_exchange(task: Task) -> tuple[Task, int]:
-    """Return the task to run first, and the number that is equal if all ranks' sizes fit."""
+    """Return the task to run first, and the number by which ranks compare their sizes."""
     if task.exchange is None:
         return task, 1
     even = task.exchange.even

@@ -57,7 +57,7 @@ class Transport(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The host id that each rank published; "" if it shares no memory.
+        # The host id that each rank published; "" without the C++ engine.
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
         # Carries messages in C++; None: this transport carries them.
