@@ -47,7 +47,7 @@ PAGES = (
         "collectives", "Collectives",
         "Operations that all ranks of a group call together.",
         "[Reductions](../reductions.md) defines the results, [Matrix](../matrix.md) the dtypes.",
-        homes="c10d.collectives c10d.scans c10d.monitored_barrier base.types",
+        homes="c10d.collectives c10d.monitored_barrier base.types",
     ),
     Page(
         "point-to-point", "Point to point",
@@ -62,7 +62,7 @@ PAGES = (
     Page(
         "work", "Works and futures",
         "Handles of calls with `async_op=True`.",
-        homes="groups.work groups.future groups.waiting",
+        homes="groups.work",
     ),
     Page(
         "stores", "Stores and rendezvous",
@@ -90,7 +90,7 @@ PAGES = (
     Page(
         "backends", "Backends and debugging",
         "Backends and engines of this process, and the debug level.",
-        homes="backends c10d.backend_names c10d.availability engines c10d.debug",
+        homes="backends c10d.backend_names engines c10d.debug",
     ),
     Page(
         "torch-names", "Other names of torch",

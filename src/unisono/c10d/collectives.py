@@ -405,7 +405,8 @@ def scan(
         **how: timeout (seconds or timedelta), algorithm, deterministic.
 
     Raises:
-        As all_reduce.
+        UnsupportedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: As
+            `all_reduce` does.
 
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.
@@ -451,4 +452,6 @@ def barrier(
 
 # torch's other names of two functions.
 all_gather_single = _all_gather_base = all_gather_into_tensor
+"""Another name of `all_gather_into_tensor`."""
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
+"""Another name of `reduce_scatter_tensor`."""

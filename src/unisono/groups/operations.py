@@ -315,6 +315,7 @@ OPS: dict[str, OpSchema] = {
         ),
     )
 }  # fmt: skip
+"""Name of the operation -> its row."""
 
 CHECKS = {name: schema.check for name, schema in OPS.items()}
 
