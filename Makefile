@@ -138,4 +138,4 @@ fuzz-stores: $(BUILT)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find src tests tools examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,16 @@
 
 from unisono.launcher.agent import Agent
 from unisono.launcher.launch import launch
+from unisono.launcher.report import WorkerFailure
 from unisono.launcher.spawn import SpawnContext, spawn
 from unisono.launcher.spec import LaunchResult, LaunchSpec
 
-__all__ = ["Agent", "LaunchResult", "LaunchSpec", "SpawnContext", "launch", "spawn"]
+__all__ = [
+    "Agent",
+    "LaunchResult",
+    "LaunchSpec",
+    "SpawnContext",
+    "WorkerFailure",
+    "launch",
+    "spawn",
+]

@@ -41,8 +41,8 @@ _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
 as torchrun does, so that a script runs under both. The system chooses the port, so any number of
 launches can run at once. If a worker fails, the others are stopped. The last text printed is the
-traceback of the first failure. Its exit code is that of the command (128 + number if a signal
-killed it)."""
+traceback of the first failure. The command exits with the exit code of the worker that failed first
+(128 + number if a signal killed the worker)."""
 
 _EPILOG = """\
 Each option can also be set in the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.

@@ -30,7 +30,7 @@ _CONF = {
     "close_timeout": "seconds the store's host serves the other nodes after the end (30)",
     "keep_alive_interval": "seconds between heartbeats (1)",
     "keep_alive_max_attempt": "missed heartbeats after which a node counts as lost (10)",
-    "is_host": "1: serve the store here, 0: do not; otherwise the endpoint's host does",
+    "is_host": "1: serve the store here, 0: do not; otherwise the first agent on its host does",
     "store_type": "tcp, or file: --rdzv-endpoint is then a path that all nodes share",
     "read_timeout": "no effect; accepted because torchrun has it",
     "heartbeat_timeout": "no effect; accepted because torchrun has it",

@@ -335,8 +335,13 @@ class OutputReader:
                 self._tasks.popleft()()
 
     def _register(self, stream: WorkerStream) -> None:
+        try:
+            self._selector.register(stream.source, selectors.EVENT_READ, stream)
+        except OSError as error:
+            _log.warning("cannot read the output of a worker: %s", error)
+            stream.finish()
+            return
         self._streams.add(stream)
-        self._selector.register(stream.source, selectors.EVENT_READ, stream)
 
     def _finish(self, stream: WorkerStream) -> None:
         self._selector.unregister(stream.source)
