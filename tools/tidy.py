@@ -1,8 +1,8 @@
 """Check the C++ code: its format with clang-format, its constructs with clang-tidy.
 
-Run from the repository root: `python tools/tidy.py`. Without a C++ compiler or CMake only the
-format is checked. A file that passed is not given to clang-tidy again until the file, a header
-that it includes or its compile command changes.
+Run from the repository root: `python tools/tidy.py`. In benchmarks, and without a C++ compiler or
+CMake, only the format is checked. A file that passed is not given to clang-tidy again until the
+file, a header that it includes or its compile command changes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 def main() -> int:
     """Print what is wrong, or one line that gives the number of files."""
     files = sorted(path for path in SOURCES.rglob("*") if path.suffix in SUFFIXES)
+    files += sorted(Path("benchmarks").glob("*.cpp"))
     problems = badly_formatted(files)
     if not problems:
         problems = untidy() if can_configure() else ""

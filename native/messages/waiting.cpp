@@ -164,7 +164,7 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
       if (*polls) {
         poll_wires(limit_ns);
       } else {
-        // Perhaps a message comes in a moment; see wake_waiters().
+        // Woken early, perhaps for a message that is about to come; see wake_waiters().
         goes_on = futex_wait(bells().waiters, seen, limit_ns) && !is_crowded_;
       }
     }

@@ -33,7 +33,7 @@ constexpr size_t kNonceBytes = 16;
 
 // A rank's word about direct reading; see group_direct.cpp.
 enum DirectReading : uint64_t {
-  kWilling = 1,         // no post of the rank must go into the slot
+  kWilling = 1,         // the rank has no post that must go into the slot
   kPostsAddresses = 2,  // the slot of the rank holds addresses of posts
   kFailed = 4,          // the rank could not read a post
 };
