@@ -5,9 +5,10 @@ STAMP := .venv/.unisono-setup
 # What Python sees of the C++ engine; written by `make native`.
 STUB := src/unisono/_engine.pyi
 BUILT := .venv/.unisono-built
+SITE := .venv/.unisono-site
 TORCH := torch==2.13.0
 
-.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs clean
+.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
+	@echo "make site    build the documents with an API reference into build/site"
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(BUILT)
@@ -56,8 +58,10 @@ check: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
+	@$(BIN)/python tools/tidy.py
 
 docs: $(BUILT)
+	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
 	@$(BIN)/python tools/detection_page.py
@@ -66,6 +70,21 @@ docs: $(BUILT)
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
 	@$(BIN)/python tools/stub.py
+	@$(BIN)/python benchmarks/tables.py
+
+# Fails on a dead link, and on a public name without a docstring or without a page.
+site: $(SITE)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict >.venv/site.log 2>&1 \
+		|| { cat .venv/site.log; exit 1; }
+	@echo "built build/site/index.html"
+
+# The tools of the site are not needed for anything else, so that only `make site` installs them.
+# Not by `pip install .[docs]`, which would build the C++ engine first.
+$(SITE): pyproject.toml | $(STAMP)
+	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+		print(*project['optional-dependencies']['docs'], sep='\n')" >.venv/site-tools.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r .venv/site-tools.txt
+	@touch $@
 
 setup: $(BUILT)
 

@@ -1,16 +1,17 @@
-"""What the agreement on every call costs: the same calls with and without it, in turns.
+"""Measure the cost of the agreement: the same calls with and without it, in turns.
 
     python benchmarks/checks.py [--nproc-per-node 2] [--rounds 41] [--json FILE]
 
-Three groups of the same ranks make the same public calls. In one of them the C++ engine is told
-that the ranks have agreed already; everything else is the same. Their rounds take turns, and the
-ratio is that of neighbouring rounds, so that the load of the machine hits all. A round's time is
-that of its slowest rank. The third group is as the first: the ratio of these two says what a ratio
-is worth. Where memory happens to lie makes some per cent, so groups and arrays are made anew
+Three groups of the same ranks make the same public calls. In the second group the C++ engine skips
+the agreement; everything else is the same. The rounds of the groups take turns, and a ratio is that
+of neighbouring rounds, so that the load of the machine affects all groups. A round's time is that
+of its slowest rank. The third group equals the first. The ratio of these two shows the error of
+the method. The place of memory changes times by some per cent, so groups and arrays are made anew
 several times.
 
-What is compared is not only two words: who has agreed has met. Without agreement a broadcast's root
-runs ahead of the others, and a rank copies its own block of an all_gather while it waits.
+The agreement costs more than the comparison, because all ranks must have come. Without it a
+broadcast's root runs ahead of the others, and a rank copies its own block of an all_gather while it
+waits.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ import unisono as dist
 from unisono.base.extension import extension
 from unisono.testing import run
 
-# Long enough that a round is no matter of chance, short enough that a neighbour sees the same load.
+# Shorter: a round depends on chance. Longer: neighbouring rounds see different loads.
 ROUND_S = 0.005
 
 # How often groups and arrays are made anew.
 PLACES = 5
 
-# Where it is among the arguments of Flight.
+# Position of the fingerprint among the arguments of Flight.
 FINGERPRINT = 7
 
 
 def let_off(runner: object) -> None:
-    """Tell C++ of all programs of this runner that the ranks have agreed on them already."""
+    """Run all programs of this runner without an agreement."""
     flight = extension.Flight
 
     def unchecked(*arguments: Any) -> Any:
@@ -84,7 +85,7 @@ def measure(rank: int, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
     for _ in range(PLACES):
         groups = [dist.new_group() for _ in range(3)]
         for group in groups:
-            group.barrier()  # the shared memory is made by the first call
+            group.barrier()  # the first call makes the shared memory
         engine = groups[1].backends["cpu"]._engine
         if engine.name != "native":
             raise SystemExit(f"this needs the native engine; the group has {engine.name}")
@@ -107,7 +108,7 @@ def measure(rank: int, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
 
 
 def row(name: str, nbytes: int, times: list[list[float]]) -> dict[str, Any]:
-    """Return what is printed of rounds with, without, and with an agreement."""
+    """Return the figures of rounds with, without, and again with an agreement."""
     ratios = sorted(a / b for a, b, _ in times)
     return {
         "call": name,

@@ -41,7 +41,7 @@ def measure(name: str, op: RedOpType, nbytes: int, isas: list[str]) -> list[floa
     """Return GB/s of NumPy and of every instruction set; nothing if the pair is undefined."""
     dtype = dtype_named(name)
     into, other = np.ones((2, nbytes // dtype.itemsize), dtype.storage)
-    if name == "bfloat16":  # the integer 1 would be a denormal, which some processors punish
+    if name == "bfloat16":  # the integer 1 would be a denormal, which is slow on some processors
         into[:] = other[:] = 0x3F80
     code = _engine.dtype_codes()[name]
     pointers = into.ctypes.data, other.ctypes.data

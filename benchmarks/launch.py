@@ -1,9 +1,9 @@
-"""`unisono run` beside torchrun, on this machine, in one run.
+"""Compare `unisono run` with torchrun on this machine.
 
     python benchmarks/launch.py [--rounds 3] [--kills 20] [--launches 50]
 
-Ratios are what counts: both launchers run in turns, on the same load. torch must be installed.
-A row says what must be reached, so that the table can be read without another document.
+Only ratios count: both launchers run in turns, under the same load. torch must be installed.
+Each row states its goal, so that the table needs no other document.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert x[0] == dist.get_world_size()
 dist.destroy_process_group()
 """
 
-# Reduces for ever; tells the process numbers and the time of its first reduction.
+# Reduces for ever. Prints rank, process id and the time of its first reduction.
 NUMPY_LOOP = """
 import os, sys, time
 import numpy as np
@@ -91,7 +91,7 @@ def in_turns(rounds: int, **commands: Sequence[str]) -> dict[str, float]:
 
 
 class Job:
-    """A launcher whose workers reduce until told to end."""
+    """A launcher whose workers reduce until `end`."""
 
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._end = folder / f"end-{time.monotonic_ns()}"
@@ -104,7 +104,7 @@ class Job:
         self._text = ""
 
     def ups(self, count: int, limit_s: float = 45.0) -> list[tuple[int, int, float]] | None:
-        """Return (rank, pid, time) of the next `count` workers; None if they do not come."""
+        """Return (rank, pid, time) of the next `count` workers; None after `limit_s`."""
         give_up = time.monotonic() + limit_s
         while time.monotonic() < give_up:
             try:
@@ -122,10 +122,10 @@ class Job:
         return None
 
     def memory_bytes(self) -> int:
-        """Return the launcher's resident memory at its highest: of its two processes, if so."""
+        """Return the launcher's peak resident memory, the sum of its one or two processes."""
         first = Path(f"/proc/{self._popen.pid}")
         children = (first / f"task/{self._popen.pid}/children").read_text().split()
-        # The second one was forked, so it has the same command line.
+        # The second process is a fork, so it has the same command line.
         words = (first / "cmdline").read_bytes()
         both = [Path(f"/proc/{pid}") for pid in children]
         both = [first, *(path for path in both if (path / "cmdline").read_bytes() == words)]
@@ -137,7 +137,7 @@ class Job:
         return found
 
     def end(self) -> int:
-        """Let the workers end well; return the launcher's exit code."""
+        """Let the workers end without error; return the launcher's exit code."""
         self._end.touch()
         try:
             return self._popen.wait(30)
@@ -147,7 +147,7 @@ class Job:
             self.close()
 
     def close(self) -> None:
-        """End the launcher, however."""
+        """End the launcher, by SIGKILL if it ignores SIGTERM."""
         if self._popen.poll() is None:
             self._popen.terminate()
             try:
@@ -164,7 +164,7 @@ def kills_in_a_row(
 ) -> tuple[list[float], int, int]:
     """Kill a worker `count` times; return the recovery times, memory and exit code.
 
-    Each time the workers have been running for `running_s`.
+    Before each kill the workers have been running for `running_s`.
     """
     job = Job(command, folder)
     times: list[float] = []
@@ -209,7 +209,7 @@ def row(what: str, got: str, goal: str, reached: bool) -> None:
 
 
 def starting(options: argparse.Namespace, script: Callable[[str, str], str]) -> None:
-    """Rows about the time to start."""
+    """Print the rows about the time to start."""
     numpy_script = script("numpy_script.py", NUMPY_SCRIPT)
     torch_script = script("torch_script.py", TORCH_SCRIPT)
     four = ["--standalone", "--nproc-per-node", "4"]
@@ -221,7 +221,7 @@ def starting(options: argparse.Namespace, script: Callable[[str, str], str]) -> 
     )
     ratio = times["unisono"] / times["torchrun"]
     both = f"{times['unisono']:.2f} s : {times['torchrun']:.2f} s = {ratio:.2f}"
-    row("start, reduce, end; 4 ranks; NumPy : torch+gloo", both, "<= 0.25", ratio <= 0.25)
+    row("start, reduce, end of 4 ranks; NumPy : torch+gloo", both, "<= 0.25", ratio <= 0.25)
     ratio = times["unisono_torch"] / times["torchrun"]
     both = f"{times['unisono_torch']:.2f} s : {times['torchrun']:.2f} s = {ratio:.2f}"
     row("the same torch script under both", both, "<= 0.85", ratio <= 0.85)
@@ -230,7 +230,7 @@ def starting(options: argparse.Namespace, script: Callable[[str, str], str]) -> 
 def restarting(
     options: argparse.Namespace, script: Callable[[str, str], str], folder: Path
 ) -> None:
-    """Rows about restarts."""
+    """Print the rows about restarts."""
     kills = options.kills
     flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(kills)]
     ours = [*UNISONO, *flags, script("numpy_loop.py", NUMPY_LOOP)]
@@ -253,7 +253,7 @@ def restarting(
         (f"same torch script, after {options.running:g} s", torch_times),
         ("same torch script, killed at its first collective", early_times),
     ):
-        what = f"kill -9 -> next collective; {what}"
+        what = f"kill -9 to next collective, {what}"
         if not (ours_s and their_times):
             row(what, f"nothing to compare; {worked}", "<= 0.5", False)
             continue

@@ -1,11 +1,13 @@
-"""Set-up, memory and waiting: what the native engine promises besides speed.
+"""Measure set-up, memory and waiting: the promises of the native engine besides speed.
 
-python benchmarks/limits.py start [--ranks 64] [--on threads|processes]
-python benchmarks/limits.py memory [--ranks 8]
-python benchmarks/limits.py groups
-python benchmarks/limits.py wait
-python benchmarks/limits.py large
-python benchmarks/limits.py sizes [--ranks 2]
+Run one measurement from the repository root:
+
+    python benchmarks/limits.py start [--ranks 64] [--on threads|processes]
+    python benchmarks/limits.py memory [--ranks 8]
+    python benchmarks/limits.py groups
+    python benchmarks/limits.py wait
+    python benchmarks/limits.py large
+    python benchmarks/limits.py sizes [--ranks 2]
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from unisono.testing import run
 
 
 def start(rank: int, size: int, port: int, answers: Any) -> None:
-    """Say how long the world took to come up and pass a barrier, once all processes were there."""
+    """Answer how long the world took to form and to pass a barrier after all processes started."""
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     store.barrier("all processes are there", size, 600)
     begin = time.monotonic()
@@ -50,7 +52,7 @@ def start(rank: int, size: int, port: int, answers: Any) -> None:
 
 
 def start_all(size: int) -> list[tuple[float, float]]:
-    """Start so many processes, with NumPy loaded already; return what each says."""
+    """Start `size` processes with NumPy loaded; return the answer of each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["numpy", "unisono.c10d.lifecycle"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,15 +63,15 @@ def start_all(size: int) -> list[tuple[float, float]]:
     ]
     for process in processes:
         process.start()
-    told = [answers.get(timeout=600) for _ in processes]
+    found = [answers.get(timeout=600) for _ in processes]
     for process in processes:
         process.join()
     store.close()
-    return told
+    return found
 
 
 def mapped_mib() -> float:
-    """Return MiB of shared memory files that this process has mapped and that take memory."""
+    """Return MiB of memory in the shared memory files that this process has mapped."""
     total, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "-" in line.split(" ")[0]:
@@ -80,7 +82,7 @@ def mapped_mib() -> float:
 
 
 def memory(rank: int) -> float:
-    """Use everything that takes shared memory; return this rank's share in MiB."""
+    """Use all operations that take shared memory; return this rank's share in MiB."""
     p = dist.get_world_size()
     x = np.ones(4 << 20, np.float32)
     for _ in range(3):
@@ -96,7 +98,7 @@ def memory(rank: int) -> float:
 
 
 def held() -> dict[str, int]:
-    """Return what this process holds."""
+    """Return the descriptors, threads, mappings and memory of this process."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -107,7 +109,7 @@ def held() -> dict[str, int]:
 
 
 def groups(rank: int, count: int) -> list[dict[str, int]]:
-    """Make, use, destroy sub-groups; return what is held after a tenth of them and at the end."""
+    """Make, use, destroy sub-groups; return `held()` after a tenth of them and at the end."""
     found = []
     x = np.ones(8, np.float32)
     for i in range(count):
@@ -127,10 +129,10 @@ def groups(rank: int, count: int) -> list[dict[str, int]]:
 
 
 class Futex:
-    """A word of shared memory on which one process sleeps until another one changes it."""
+    """A word of shared memory on which a process sleeps until another process changes it."""
 
     def __init__(self, path: str) -> None:
-        """Map the file `path`, which both processes name."""
+        """Map the file `path`, which both processes open."""
         with open(path, "r+b") as file:
             self.word = ctypes.c_uint32.from_buffer(mmap.mmap(file.fileno(), mmap.PAGESIZE))
         call, at = ctypes.CDLL(None).syscall, ctypes.c_void_p(ctypes.addressof(self.word))
@@ -140,7 +142,7 @@ class Futex:
         self._sleep = functools.partial(call, number, at, 0, 0, slice_s)
 
     def reset(self) -> None:
-        """Let the next meeting begin anew; nobody sleeps."""
+        """Prepare the next round, while no process sleeps."""
         self.word.value = 0
 
     def wake(self) -> None:
@@ -157,13 +159,13 @@ class Futex:
 def wait(rank: int, rounds: int, folder: str) -> dict[str, tuple[float, list[float]]]:
     """Return the share of a core that a blocked rank uses, and microseconds until it is awake.
 
-    The calls take turns, for the machine changes. Besides two of ours there are what the system
-    needs for the same: eight bytes through a named pipe, and the bare system call of a futex.
+    The calls take turns, because the machine's speed changes. Two calls show the system's share:
+    eight bytes through a named pipe, and the bare system call of a futex.
 
     Args:
         rank: 0 comes a second late; 1 waits for it.
-        rounds: How often.
-        folder: Where a pipe and a file are.
+        rounds: Number of rounds.
+        folder: The folder of a pipe `fifo` and a file `word`.
     """
     x, futex = np.zeros(2), Futex(f"{folder}/word")
     pipe = open(f"{folder}/fifo", "r+b", buffering=0)  # noqa: SIM115 - until the process ends
@@ -217,7 +219,7 @@ def large(rank: int, nbytes: int) -> float:
 def sizes(rank: int, count: int, folder: str) -> dict[str, float]:
     """Return microseconds per all_reduce, the median: of one size, of sizes never used before.
 
-    Gloo's, if torch is there, takes turns with ours.
+    If torch is installed, Gloo takes turns with unisono.
     """
     x = np.ones(1 << 19, np.float32)
     calls: dict[str, Callable[[int], object]] = {"unisono": lambda n: dist.all_reduce(x[:n])}
@@ -250,12 +252,14 @@ def main() -> None:
     parser.add_argument("--on", choices=["threads", "processes"], default="processes")
     asked = parser.parse_args()
     if asked.what == "start":
-        told = start_all(asked.ranks or 64)
-        there, done = (max(each) for each in zip(*told, strict=True))
-        print(f"{len(told)} processes: world after {there:.2f} s, through a barrier {done:.2f} s")
+        answers = start_all(asked.ranks or 64)
+        there, done = (max(each) for each in zip(*answers, strict=True))
+        print(
+            f"{len(answers)} processes: world after {there:.2f} s, through a barrier {done:.2f} s"
+        )
     elif asked.what == "memory":
-        told = run(memory, asked.ranks or 8, ranks="processes", timeout=120)
-        print(f"{len(told)} processes: {sum(told):.1f} MiB of shared memory in all")
+        shares = run(memory, asked.ranks or 8, ranks="processes", timeout=120)
+        print(f"{len(shares)} processes: {sum(shares):.1f} MiB of shared memory in all")
     elif asked.what == "groups":
         for first, last in run(groups, 2, ranks=asked.on, args=(1000,), timeout=300):
             print("after 100:", first, "after 1000:", last)

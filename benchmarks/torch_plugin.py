@@ -1,15 +1,15 @@
-"""The torch plug-in against Gloo: every operation and size, and steps of DDP.
+"""Compare the torch plug-in with Gloo: every operation and size, and steps of DDP.
 
     python benchmarks/torch_plugin.py [--ops all_reduce,broadcast] [--max-bytes 65536] [--no-ddp]
 
-Two processes, both backends in the same processes, their turns interleaved; medians on rank 0.
+Both backends run in the same two processes and take turns. Times are medians on rank 0.
 The overhead of communication in a step is the step's time less that of the same step without DDP.
-It is worked out round by round; each round has some steps of every kind. Shown are the median and
-the quartiles of the ratio to Gloo's, of time and of CPU time; the latter also holds on a machine
-that has other work.
+It is computed round by round. Each round has some steps of every kind. The program prints the
+median and the quartiles of the ratio to Gloo's overhead, for time and for CPU time. The ratio of
+CPU time also holds on a machine with other load.
 
-Freed memory stays in the process (see main): with glibc's defaults large gradients are given back
-and zeroed by the kernel again in some kinds of steps and not in others, 20 ms of a step's 60.
+Freed memory stays in the process (see main). With glibc's defaults some kinds of steps return
+large gradients to the kernel, which zeroes them again. That takes 20 ms of a step's 60.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Call = Callable[[], object]
 
 
 def calls(name: str, nbytes: int, group: dist.ProcessGroup, rank: int) -> Call:
-    """Return one call; `nbytes` is the size of the larger of its tensors on one rank."""
+    """Return a call; `nbytes` is the size of its largest tensor on one rank."""
     n = nbytes // 4
     whole, part = torch.ones(n), torch.ones(max(1, n // RANKS))
     whole = whole[: part.numel() * RANKS] if name not in ("all_reduce", "broadcast") else whole
@@ -79,7 +79,7 @@ OPS = [
 
 
 def medians(turns: dict[str, Call], budget_s: float, at_least: int = 7) -> dict[str, float]:
-    """Return the median time of each call in microseconds; they take turns in blocks."""
+    """Return the median time of each call in microseconds; the calls take turns in blocks."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for call in turns.values():
         begin = time.perf_counter()
@@ -102,8 +102,8 @@ def medians(turns: dict[str, Call], budget_s: float, at_least: int = 7) -> dict[
 def operations(rank: int, groups: dict[str, dist.ProcessGroup], given: argparse.Namespace) -> None:
     """Print a line for each operation and size, and the mean of all ratios."""
     ratios: list[float] = []
-    say = print if rank == 0 else lambda *a, **k: None
-    say(f"{'operation':22} {'bytes':>10} {'unisono us':>12} {'gloo us':>12} {'ratio':>7}")
+    log = print if rank == 0 else lambda *a, **k: None
+    log(f"{'operation':22} {'bytes':>10} {'unisono us':>12} {'gloo us':>12} {'ratio':>7}")
     for name in given.ops:
         for nbytes in SIZES if name != "barrier" else [8]:
             if nbytes > given.max_bytes:
@@ -112,7 +112,7 @@ def operations(rank: int, groups: dict[str, dist.ProcessGroup], given: argparse.
             found = medians(turns, given.seconds)
             ratio = found["unisono"] / found["gloo"]
             ratios.append(ratio)
-            say(
+            log(
                 f"{name:22} {nbytes:10} {found['unisono']:12.1f} {found['gloo']:12.1f} {ratio:7.3f}"
                 + ("  slower" if ratio > 1 else ""),
                 flush=True,
@@ -120,7 +120,7 @@ def operations(rank: int, groups: dict[str, dist.ProcessGroup], given: argparse.
     if not ratios:
         return
     mean = math.exp(statistics.fmean(map(math.log, ratios)))
-    say(f"geometric mean of {len(ratios)} ratios: {mean:.3f}")
+    log(f"geometric mean of {len(ratios)} ratios: {mean:.3f}")
 
 
 def perceptron(width: int, layers: int = 8) -> nn.Module:
@@ -130,13 +130,13 @@ def perceptron(width: int, layers: int = 8) -> nn.Module:
 
 
 def step(model: nn.Module, x: torch.Tensor) -> None:
-    """Make the gradients of one step."""
+    """Compute the gradients of one step."""
     model.zero_grad(set_to_none=True)
     model(x).sum().backward()
 
 
 def block(model: nn.Module, x: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Return time and CPU time of a step in seconds, the median and the mean of some."""
+    """Return the median time and the mean CPU time of a step, in seconds."""
     dist.barrier()
     times, cpu = [], time.process_time()
     for _ in range(steps):

@@ -1,9 +1,9 @@
-"""Give all ranks the weights that one of them has.
+"""Broadcast the weights of one rank to all ranks.
 
     unisono run --nproc-per-node 4 examples/broadcast_weights.py
 
-The last rank plays the one that has read a checkpoint. The others know names, shapes and types,
-but hold nothing of use yet. That all have the same in the end is checked with a digest.
+The last rank acts as if it had read a checkpoint. The other ranks know names, shapes and types, and
+hold zeros. At the end a digest shows that all ranks have the same weights.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What train_digits.py shows: with rich on a terminal, as plain lines anywhere else."""
+"""Output of train_digits.py: with rich on a terminal, in plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Images:
 
     Attributes:
         pixels: [images, 64] between 0 and 1.
-        digits: [images] what is written there.
+        digits: [images] the digit that each shows.
     """
 
     def __init__(self, pixels: np.ndarray, digits: np.ndarray) -> None:

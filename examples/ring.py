@@ -1,10 +1,10 @@
-"""Pass messages round a ring with isend and irecv until everybody has seen everything.
+"""Pass messages round a ring with isend and irecv until every rank has every message.
 
     unisono run --nproc-per-node 4 examples/ring.py
 
-In every round each rank sends to its right neighbour what came from the left in the round
-before. After size - 1 rounds every message has visited every rank: an all_gather by hand. Any
-number of ranks works; with one, nothing has to be sent.
+In every round each rank sends to its right neighbour the message that came from the left in the
+round before. After size - 1 rounds every message has visited every rank: an all_gather by hand.
+Any number of ranks works; a single rank sends nothing.
 """
 
 import sys
@@ -15,7 +15,7 @@ import unisono as dist
 
 
 def message_of(rank: int) -> np.ndarray:
-    """Return what a rank puts into the ring."""
+    """Return the message that a rank starts with."""
     return np.arange(5.0) + 100 * rank
 
 
@@ -29,8 +29,8 @@ def main() -> None:
     for round_number in range(1, size):
         outgoing = collected[(rank - round_number + 1) % size]
         incoming = np.empty_like(outgoing)
-        # Both have begun before either is waited for. If all ranks called a blocking send here,
-        # and none of them received, messages too long for the sockets would wait for ever.
+        # Both calls have begun before this rank waits for either. If all ranks called a blocking
+        # send here, a message too long for the buffers between two ranks would wait forever.
         works = [dist.isend(outgoing, dst=right), dist.irecv(incoming, src=left)]
         for work in works:
             work.wait()

@@ -2,7 +2,7 @@
 
     unisono run --nproc-per-node 4 examples/scatter.py
 
-Only rank 0 has the table. Every rank gets as many rows as the others, and returns their sums.
+Only rank 0 has the table. Every rank gets the same number of rows, and returns their sums.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Softmax and L2 norm of a vector that no rank holds as a whole.
+"""Softmax and L2 norm of a vector whose parts lie on different ranks.
 
     unisono run --nproc-per-node 4 examples/softmax_norm.py
 
@@ -16,7 +16,7 @@ COUNT = 100_003
 
 
 def over_all(value: float, op: dist.ReduceOp) -> float:
-    """Return the reduction of everybody's value."""
+    """Return the reduction of the values of all ranks."""
     array = np.array([value])
     dist.all_reduce(array, op)
     return float(array[0])
@@ -46,7 +46,7 @@ def main() -> None:
     whole = np.random.default_rng(0).normal(1000, 50, COUNT)
     share = np.array_split(whole, size)[rank]
     probabilities = softmax(share)
-    # And the squares of these overflow.
+    # The squares of these numbers overflow.
     length = norm(share * 1e200)
 
     powers = np.exp(whole - whole.max())

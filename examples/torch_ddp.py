@@ -20,13 +20,13 @@ STEPS, BATCH, WIDTH = 200, 64, 32
 
 
 def digest(model: nn.Module) -> str:
-    """Return a short word for the bits of all parameters."""
+    """Return a short digest of the bits of all parameters."""
     content = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(content).hexdigest()[:12]
 
 
 def main() -> None:
-    """Train, and compare."""
+    """Train, and check that all ranks hold the same parameters."""
     dist.init_process_group("unisono")
     rank, size = dist.get_rank(), dist.get_world_size()
 

@@ -2,11 +2,11 @@
 
     python examples/torch_handover.py
 
-Started so, the script keeps a store, launches both jobs, and launches one again that crashes;
-both do once. The jobs know only the store. Inference asks for weights by a ticket, a number that
-is never used again; between two steps the trainer looks for the next ticket and makes a process
-group of that name with those who ask: rank 0 of training, and every rank of inference. A ticket
-whose group fails is given up, and inference asks again.
+The script serves a store, launches both jobs, and launches a job again if it crashes. Each job
+crashes once. The jobs know only the store. Inference asks for weights by a ticket, a number that is
+never used again. Between two steps the trainer looks for the next ticket and makes a process group
+of that name. Its members are rank 0 of training and every rank of inference. If the group of a
+ticket fails, inference asks again with a new ticket.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from unisono.errors import UnisonoError
 
 RANKS = 2
 HANDOVERS = 3
-# Those who ask come at once; the trainer may have to start again first.
+# The asking ranks join at once. The trainer may have to start again first.
 ASKERS_S, TRAINER_S = 5, 20
 
 
 def main() -> int:
     """Launch both jobs until both have ended well."""
-    # One secret for both jobs and their common store; by itself each launch would make its own.
+    # One secret for both jobs and their common store. Without it each launch makes its own.
     os.environ.setdefault("UNISONO_TOKEN", secrets.token_hex())
     with (
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store,
@@ -69,7 +69,7 @@ def model() -> nn.Module:
 
 
 def digest(module: nn.Module) -> str:
-    """Return a short word for the bits of all parameters."""
+    """Return a short digest of the bits of all parameters."""
     content = b"".join(p.detach().numpy().tobytes() for p in module.parameters())
     return hashlib.sha256(content).hexdigest()[:12]
 
@@ -77,8 +77,8 @@ def digest(module: nn.Module) -> str:
 def hand_over(
     store: dist.Store, ticket: int, rank: int, module: nn.Module, timeout_s: float
 ) -> str:
-    """Copy rank 0's parameters to all ranks of the ticket's group; return its digest of them."""
-    # In the group and not by the store, where a trainer that starts again would replace it.
+    """Copy rank 0's parameters to all ranks of the ticket's group; return rank 0's digest."""
+    # Not through the store: a trainer that starts again would replace the digest there.
     sent = torch.frombuffer(bytearray(digest(module).encode()), dtype=torch.uint8)
     meeting = dist.PrefixStore(f"handover {ticket}", store)
     name = f"handover {ticket}"
@@ -95,7 +95,7 @@ def hand_over(
 def crash_once(folder: str, job: str) -> None:
     """End this job as a fault would, the first time."""
     try:
-        # One rank of the job can do this, and the launcher ends the others.
+        # Only one rank of the job can create the file. The launcher ends the other rank.
         Path(folder, f"{job} has crashed").touch(exist_ok=False)
     except FileExistsError:
         return
@@ -119,7 +119,7 @@ def train(store: dist.Store, folder: str) -> None:
         ddp(torch.randn(16, 8)).square().mean().backward()
         optimizer.step()
         if rank == 0:
-            # By renaming: who is killed halfway leaves the file as it was.
+            # By renaming: if this process is killed halfway, the old file stays.
             torch.save(module.state_dict(), new := saved.with_suffix(".new"))
             new.replace(saved)
             serve(store, folder, module)
@@ -153,13 +153,13 @@ def infer(store: dist.Store, folder: str) -> None:
         if rank == 0:
             store.set(f"ticket {ticket}", "asked")
         if done == 1:
-            # In the middle: the trainer waits for a group that will never be complete.
+            # In the middle: the trainer waits for a group that never becomes complete.
             crash_once(folder, "inference")
         try:
             sent = hand_over(store, ticket, 1 + rank, module, TRAINER_S)
         except UnisonoError as error:
-            # Should the other rank have got them, its next call is a mismatch, and the job ends and
-            # starts again.
+            # If the other rank has got the weights, its next call does not match. The job then ends
+            # and starts again.
             print(f"inference: ticket {ticket} failed: {error.what}", flush=True)
             continue
         if digest(module) != sent:

@@ -1,9 +1,9 @@
-"""torch tensors, without torch.distributed: unisono takes them as they are.
+"""Reduce torch tensors without torch.distributed.
 
     unisono run --nproc-per-node 4 examples/torch_tensors.py
 
-Any CPU tensor will do, bfloat16 and views that are not contiguous among them; the results are
-written into the tensors themselves. Without torch the example says so and ends.
+Any CPU tensor works, also bfloat16 and views that are not contiguous. The results are written into
+the tensors themselves. Without torch the example prints one line and ends.
 """
 
 import importlib.util
@@ -25,23 +25,23 @@ def main() -> None:
     gradient = torch.full((3, 4), rank + 1, dtype=torch.bfloat16)
     dist.all_reduce(gradient, dist.ReduceOp.AVG)
 
-    # A column is a view with a stride: only its elements may change.
+    # A column is a view with a stride. Only its elements may change.
     table = torch.zeros(4, 3, dtype=torch.int64)
     table[:, 1] = rank
     dist.all_reduce(table[:, 1])
 
-    everybodys = torch.empty(size, 2)
-    dist.all_gather_into_tensor(everybodys, torch.tensor([rank, rank**2], dtype=torch.float32))
+    gathered = torch.empty(size, 2)
+    dist.all_gather_into_tensor(gathered, torch.tensor([rank, rank**2], dtype=torch.float32))
 
     print(f"rank {rank}: mean {gradient[0, 0].item()}, column {table[:, 1].tolist()}")
     expected_table = torch.zeros_like(table)
     expected_table[:, 1] = sum(range(size))
     ranks = torch.arange(size, dtype=torch.float32)
     checks = {
-        # Exact: means of so few small numbers need no more than bfloat16's 8 bits.
+        # Exact: these means fit into the 8 bits of bfloat16's significand.
         "all_reduce of bfloat16": torch.equal(gradient, torch.full_like(gradient, (size + 1) / 2)),
         "all_reduce of a column": torch.equal(table, expected_table),
-        "all_gather": torch.equal(everybodys, torch.stack([ranks, ranks**2], dim=1)),
+        "all_gather": torch.equal(gathered, torch.stack([ranks, ranks**2], dim=1)),
     }
     if wrong := [name for name, right in checks.items() if not right]:
         sys.exit(f"WRONG on rank {rank}: {', '.join(wrong)}")

@@ -2,10 +2,10 @@
 
     unisono run --nproc-per-node 4 examples/train_digits.py
 
-Each rank computes the gradient of its share of a batch. The shares' gradients are summed with
-one asynchronous all_reduce per layer, while the layers below are still being computed. At the
-end rank 0 trains the same network alone and compares the weights. Needs scikit-learn for the
-pictures; uses rich and matplotlib if they are there.
+Each rank computes the gradient of its share of a batch. One asynchronous all_reduce per layer sums
+the gradients of the shares, while the ranks still compute the layers below. At the end rank 0
+trains the same network alone and compares the weights. The example needs scikit-learn for the
+images. It uses rich and matplotlib if they are installed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ import unisono as dist
 
 
 class Alone:
-    """One rank without others: has nothing to communicate."""
+    """A single rank, which communicates nothing."""
 
     rank, size = 0, 1
 
     def start_sum(self, array: np.ndarray) -> None:
-        """Leave the array as it is, the sum of one."""
+        """Leave the array unchanged: it is the sum over one rank."""
 
     def finish_sums(self) -> None:
         """Return at once."""
@@ -82,14 +82,14 @@ def train(
                 ranks.start_sum(gradient)
                 gradients.append(gradient)
             ranks.finish_sums()
-            # Shares differ in size when a batch does not divide, and a mean of the ranks' means
-            # would be wrong then: the sum over all images is divided by their number.
+            # Shares differ in size if the number of ranks does not divide the batch. A mean of the
+            # ranks' means would be wrong then, so the sum is divided by the number of images.
             net.step([gradient / len(batch) for gradient in gradients])
         yield epoch
 
 
 def evaluate(net: Perceptron, images: Images, ranks: Everyone) -> tuple[float, float]:
-    """Return the mean loss and the accuracy; each rank looks at its share of the images."""
+    """Return the mean loss and the accuracy; each rank tests its share of the images."""
     sums = net.test(images[ranks.rank :: ranks.size])
     ranks.start_sum(sums)
     ranks.finish_sums()
@@ -99,21 +99,20 @@ def evaluate(net: Perceptron, images: Images, ranks: Everyone) -> tuple[float, f
 
 def same_everywhere(weights: np.ndarray) -> bool:
     """Whether all ranks have the same weights, bit for bit."""
-    everybodys = [np.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, weights)
-    return all(weights.tobytes() == other.tobytes() for other in everybodys)
+    gathered = [np.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weights)
+    return all(weights.tobytes() == other.tobytes() for other in gathered)
 
 
 def tolerance(images: Images, options: argparse.Namespace) -> float:
-    """Return how far the weights may be from those of a rank that trained alone.
+    """Return the largest allowed difference to the weights of a rank that trained alone.
 
-    Both add up the same gradients, but (a + b) + (c + d) is not rounded as ((a + b) + c) + d is,
-    so the difference is hardly ever zero. A mean of n numbers of size 1 (no image's gradient
-    is much larger) depends on the order of adding by n * eps at most. The learning rate is
-    chosen such that lr / (1 - momentum) = 1: a step moves the weights by that much, too, and
-    the steps add up. Training itself may widen or narrow such a gap; measured, it stays a
-    thousand times below this bound, while a gradient that is lost or counted twice is visible
-    in the second digit.
+    Both runs add up the same gradients in different orders. (a + b) + (c + d) is not rounded as
+    ((a + b) + c) + d is, so the difference is rarely zero. No image's gradient is much larger than
+    1. A mean of n such numbers depends on the order of adding by at most n * eps. The learning rate
+    gives lr / (1 - momentum) = 1, so a step moves the weights by that much, and the steps add up.
+    Training may widen or narrow the difference. Measured, it stays a thousand times below this
+    bound. A gradient that is lost or counted twice is visible in the second digit.
     """
     steps = options.epochs * -(-len(images) // options.batch)
     return steps * options.batch * np.finfo(np.float64).eps
@@ -140,7 +139,7 @@ def main() -> None:
     training, held_out = load_images()
     dist.init_process_group()
     ranks = Everyone()
-    # Other weights on every rank, on purpose: the broadcast has to make them equal.
+    # Different weights on every rank, on purpose: the broadcast must make them equal.
     net = Perceptron(np.random.default_rng(ranks.rank))
     for weight in net.weights:
         dist.broadcast(weight, src=0)

@@ -1,9 +1,9 @@
-"""Two groups that work at the same time: the even ranks and the odd ones.
+"""Two groups that work at the same time: the even ranks and the odd ranks.
 
     unisono run --nproc-per-node 4 examples/two_groups.py
 
-Each group adds up the numbers of its own members only. Then the first rank of each group, 0 and
-1, exchange the two sums, and broadcast to their groups what the other one has got.
+Each group adds up the numbers of its own members only. Then ranks 0 and 1, the first of each group,
+exchange the two sums. Each broadcasts the sum of the other group in its own group.
 """
 
 import sys
@@ -14,13 +14,13 @@ import unisono as dist
 
 
 def main() -> None:
-    """Sum within the two groups, then tell each the other's sum."""
+    """Sum within the two groups, then give each group the other group's sum."""
     dist.init_process_group()
     rank, size = dist.get_rank(), dist.get_world_size()
     if size < 2:
         sys.exit("two groups need at least two ranks: unisono run --nproc-per-node 2 ...")
 
-    # Every rank makes both groups, in the same order, although it is a member of one only.
+    # Every rank makes both groups, in the same order, although it is a member of only one.
     even = dist.new_group(range(0, size, 2), group_desc="even")
     odd = dist.new_group(range(1, size, 2), group_desc="odd")
     leader = rank % 2

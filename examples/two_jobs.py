@@ -1,10 +1,10 @@
-"""Reduce across two jobs that were launched separately and know nothing of each other.
+"""Reduce across two jobs that were launched separately.
 
     python examples/two_jobs.py
 
-Started so, the script launches itself twice, as two jobs of two ranks, and keeps the store in which
-they meet. Each job has a default group of its own. Beside it, all four processes make a
-`ProcessGroup` over the common store; a prefix keeps its keys apart from whatever else is there.
+The script launches itself twice, as two jobs of two ranks, and serves the store in which they meet.
+Each job has a default group of its own. In addition, all four processes make a `ProcessGroup` over
+the common store. A prefix separates its keys from other keys.
 """
 
 import os
@@ -22,7 +22,7 @@ RANKS = 2
 
 def main() -> int:
     """Launch both jobs; return the worse of their exit codes."""
-    # One secret for both jobs and their common store; by itself each launch would make its own.
+    # One secret for both jobs and their common store. Without it each launch makes its own.
     os.environ.setdefault("UNISONO_TOKEN", secrets.token_hex())
     with dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
         launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(RANKS)]
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def work(job: str, host: str, port: int) -> None:
-    """One rank of one job."""
+    """Run one rank of one job."""
     dist.init_process_group()
     rank = dist.get_rank()
     here = JOBS.index(job) * RANKS + rank
@@ -46,12 +46,12 @@ def work(job: str, host: str, port: int) -> None:
     dist.all_reduce(own)
     bridge.allreduce(both).wait()
 
-    # c10d's forms, as a script for torch.distributed would have them.
-    everybody = [np.zeros(1) for _ in range(bridge.size())]
-    bridge.allgather([everybody], [own]).wait()
+    # c10d's form of the methods, as in a script for torch.distributed.
+    gathered = [np.zeros(1) for _ in range(bridge.size())]
+    bridge.allgather([gathered], [own]).wait()
     bridge.barrier().wait()
 
-    sums = " ".join(f"{x[0]:.0f}" for x in everybody)
+    sums = " ".join(f"{x[0]:.0f}" for x in gathered)
     print(f"{job} {rank}: own {own[0]:.0f}, both {both[0]:.0f}, gathered {sums}", flush=True)
     if sums != "11 11 1100 1100" or both[0] != 1111:
         sys.exit("WRONG: the ranks of the two jobs have 1 and 10, 100 and 1000")

@@ -17,18 +17,24 @@ import pytest
 
 import unisono as dist
 from unisono.base.config import VARIABLES
+from unisono.base.extension import why_absent
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
 from unisono.schedules import build
 from unisono.testing import run
+from unisono.testing.hosts import why_no_hosts
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
-def tool(name: str) -> ModuleType:
-    """Import a script of tools/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"tools_{name}", ROOT / "tools" / f"{name}.py")
+def tool(name: str, folder: str = "tools") -> ModuleType:
+    """Import a script of tools/ or benchmarks/, which are no packages."""
+    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -65,6 +71,15 @@ def test_detection_page_is_up_to_date():
     assert page == tool("detection_page").page(), "run `make docs`"
 
 
+def test_pages_of_results_are_up_to_date():
+    tables = tool("tables", "benchmarks")
+    assert {path.stem for path in ROOT.glob("benchmarks/results/*.md")} == {
+        path.stem for path in ROOT.glob("benchmarks/results/*.json")
+    }
+    for path, text in tables.pages():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run `make docs`"
+
+
 def test_environment_page_lists_what_the_code_reads():
     page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     assert page == tool("environment_page").page(page), "run `make docs`"
@@ -97,8 +112,10 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_source_files_that_a_page_names_exist(page):
-    names = re.findall(r"`((?:src/|tests/|tools/|examples/)?[\w/]+\.py)`", page.read_text("utf-8"))
-    names = [name for name in names if name != "script.py"]  # the reader's own
+    text = page.read_text("utf-8")
+    names = re.findall(r"`((?:src/|tests/|tools/|examples/)?[\w/]+\.py)`", text)
+    own = {"script.py", *(block.title for block in tool("readme").fenced(text))}  # the reader's
+    names = [name for name in names if name not in own]
     places = (ROOT, ROOT / "src/unisono", ROOT / "src/unisono/schedules")
     assert [name for name in names if not any((p / name).exists() for p in places)] == []
 
@@ -127,7 +144,34 @@ def test_commands_exist():
 
 def test_pages_whose_commands_are_run_are_those_that_have_some():
     marked = [page for page in PAGES if blocks("bash", page.read_text(encoding="utf-8"))]
-    assert {page.relative_to(ROOT).as_posix() for page in marked} == {*tool("readme").PAGES}
+    names = {page.relative_to(ROOT).as_posix() for page in marked}
+    assert names == {*tool("readme").PAGES, *tool("readme").TUTORIAL}
+
+
+# ---- the tutorial --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", tool("readme").TUTORIAL)
+def test_tutorial_prints_what_its_pages_show(page, tmp_path):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if "import torch" in text:
+        pytest.importorskip("torch")
+    if "unisono.testing.hosts" in text and (reason := why_no_hosts()):
+        pytest.skip(reason)
+    if "engine=native" in text and why_absent:
+        pytest.skip(why_absent)
+    assert list(tool("readme").problems(page, tmp_path)) == []
+
+
+def test_outputs_are_compared():
+    same = tool("readme").same
+    assert same("b\na\n", "a\nb\n")
+    assert not same("a\nb\n", "a\n")
+    assert not same("a\n", "a\nb\n")
+    assert same("first (pid 12, host a)\n", "first (pid 3, host b.c)\n")
+    assert same("...\nb\n...\nd\n", "a\nb\nc\nd\n")
+    assert not same("...\nb\n...\nd\n", "a\nd\nc\nb\n")
+    assert not same("...\nb\n", "a\nb\nc\n")
 
 
 def test_first_example_prints_what_the_readme_says(tmp_path):

@@ -45,7 +45,7 @@ from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 from unisono.stores.tcp.wire import Op, encode_request
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp.address import listen
 from unisono.transports.tcp.wire import HELLO, Hello
 
@@ -173,7 +173,7 @@ PLAIN = {
         "Rendezvous", lambda: met("env://?rank=0", 1),
     ),
     "the rendezvous endpoint ':1' is not host:port": ("Rendezvous", lambda: parse_endpoint(":1")),
-    "SLURM_NTASKS=4 says that several processes are meant, but no launcher started this one: this "
+    "SLURM_NTASKS=4 means several processes, but no launcher started this process: this "
     "would make a world of one in each": (
         "Rendezvous", lambda: launchers.is_alone({"SLURM_NTASKS": "4"}),
     ),
@@ -784,7 +784,7 @@ MATCHED = {
     r"rank 1 waited 0\.01 s at 127\.0\.0\.1:1 for rank 0, which did not leave the world before": (
         "Rendezvous", world_that_stays,
     ),
-    r"rank 1 waited 0\.01 s for rank 0 at the store at 127\.0\.0\.1:1, which somebody else "
+    r"rank 1 waited 0\.01 s for rank 0 at the store at 127\.0\.0\.1:1, which another process "
     r"serves": (
         "Rendezvous", store_of_somebody_else,
     ),

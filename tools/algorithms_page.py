@@ -1,4 +1,4 @@
-"""Write docs/reference/algorithms.md: what every schedule costs, counted on its own steps.
+"""Write docs/reference/algorithms.md: the cost of every schedule, counted from its steps.
 
 Run from the repository root: `make docs`. A test fails when the page is out of date.
 """
@@ -16,23 +16,23 @@ PAGE = Path("docs/reference/algorithms.md")
 WORLD_SIZES = (2, 4, 8, 13, 64)
 
 HEAD = """\
-# Algorithms and what they cost
+# Algorithms and their cost
 
-Written by `tools/algorithms_page.py` from the schedules themselves; do not edit.
+Written by `tools/algorithms_page.py` from the schedules; do not edit.
 
-Each cell holds two counts for a world of p ranks: **rounds**, the number of message latencies
-that follow one another, and **bytes sent** by the busiest rank, as a multiple of n. A dash means
-that the algorithm does not serve that world size. n is the size of the whole data in bytes: the
-vector of all_reduce, broadcast, reduce, scan and exscan; all p blocks together in the others. Roots
-are rank 0, and data is not cut into a pipeline, which would add rounds and leave the bytes as they
-are.
+Each cell has two counts for a world of p ranks. The **rounds** are the number of message latencies
+in sequence. The **bytes sent** are those of the busiest rank, as a multiple of n. A dash means that
+the algorithm does not support that world size.
 
-`one_shot`, `two_shot` and `rank_order` are meant for memory that all ranks can read, where a post
-is written once; the counts here are those of an engine that sends each post to every rank it is
-for.
+n is the size of the whole data in bytes. For all_reduce, broadcast, reduce, scan and exscan that is
+the vector, otherwise all p blocks together. Roots are rank 0. Data is not pipelined: a pipeline
+adds rounds and does not change the bytes.
 
-Ask for an algorithm with `algorithm="ring"` in a call or with `UNISONO_ALGO`; see
-[environment variables](environment.md). Without either, `unisono.lowlevel.select` chooses.
+`one_shot`, `two_shot` and `rank_order` are meant for shared memory, where a rank writes each post
+once. The counts here are for an engine that sends each post to every rank that reads it.
+
+To choose an algorithm, pass `algorithm="ring"` in a call or set `UNISONO_ALGO`; see
+[environment variables](environment.md). Otherwise `unisono.lowlevel.select` chooses.
 """
 
 

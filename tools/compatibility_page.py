@@ -1,13 +1,14 @@
-"""Write docs/reference/compatibility.md: what became of each public name of torch.distributed.
+"""Write docs/reference/compatibility.md: the state of each public name of torch.distributed.
 
-Run from the repository root: `make docs`. It compares with the installed torch (2.13), so it does
-nothing where there is none. A test fails when the page is out of date, or when a signature differs
+Run from the repository root: `make docs`. It compares with the installed torch (2.13), and does
+nothing without torch. A test fails when the page is out of date, or when a signature differs
 without a reason.
 """
 
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,55 +25,54 @@ HEAD = """\
 Written by `tools/compatibility_page.py` from a comparison with the installed torch (2.13); do not
 edit.
 
-A script that has `import torch.distributed as dist` runs after changing that line to
-`import unisono as dist`, on NumPy arrays as well as on torch tensors. This page has every public
-name of `torch.distributed` and `torch.distributed.distributed_c10d`, and the private ones that
+A script with `import torch.distributed as dist` runs if that line is changed to
+`import unisono as dist`, on NumPy arrays as well as on torch tensors. This page lists every public
+name of `torch.distributed` and `torch.distributed.distributed_c10d`, and the private names that
 libraries use.
 
 | status | meaning |
 |---|---|
 | same | takes the same arguments, in the same order, with the same defaults |
-| extended | the same, and more: what else it takes or has |
+| extended | the same, with the listed additions |
 | refused | `unisono.NAME` raises `UnsupportedError` with this reason; `hasattr` is False |
 
-Wherever a function takes **how**, that is `timeout` (seconds or timedelta), `algorithm` and
-`deterministic` (reduce in the order of ranks, see [reductions](reductions.md)), by keyword.
-The methods of a ProcessGroup take c10d's keywords, too (`tensors`, `opts`, `srcRank`, ...). Errors
-are those of `unisono.errors`: RuntimeError all of them, and ValueError, TypeError,
-TimeoutError, ... besides where torch raises that.
+**how** stands for the keywords `timeout` (seconds or timedelta), `algorithm` and `deterministic`
+(reduce in the order of ranks, see [reductions](reductions.md)). The methods of a ProcessGroup also
+take c10d's keywords (`tensors`, `opts`, `srcRank`, ...). Errors are those of `unisono.errors`.
+Each is a RuntimeError, and also a ValueError, TypeError, TimeoutError, ... if torch raises such an
+error.
 
 """
 
 BEYOND = """
-## What torch.distributed does not have
+## Names that only unisono has
 
-| name | what it is |
+| name | description |
 | --- | --- |
 """
 
-TAIL = f"""
-Left out above are names that torch only imports for itself: {", ".join(sorted(INCIDENTAL))}.
-"""
+OMITTED = "This page omits names that torch imports for its own use:"
+TAIL = "\n" + textwrap.fill(f"{OMITTED} {', '.join(sorted(INCIDENTAL))}.", 100) + "\n"
 
 PACKAGES_HEAD = """
-## Its packages
+## Packages of torch.distributed
 
 | package | here |
 | --- | --- |
 """
 
 LAUNCHER_HEAD = """
-## Its launcher
+## Launcher of torch.distributed
 
 `unisono run` takes torchrun's command line ([running scripts](../howto/run.md)), and
-`unisono.launch` is what `elastic_launch` is for. The classes behind them have no twins here: a
-launch is configured by flags.
+`unisono.launch` replaces `elastic_launch`. torch's classes for them have no counterpart: a launch
+is configured by flags.
 
 | module of `torch.distributed` | names | here |
 | --- | --- | --- |
 """
 
-# Private names that are in use outside of torch.
+# Private names that other libraries use.
 PRIVATE = (
     "_all_gather_base",
     "_coalescing_manager",
@@ -86,25 +86,25 @@ PRIVATE = (
 
 EXTRA = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
-# What a name does otherwise than torch's, beyond its arguments.
+# Differences in behaviour from torch, besides the arguments.
 NOTES = {
     "DeviceMesh": "`mesh` is a NumPy array; a group has the grid's order; slices in any order",
     "P2POp": "`op` is unisono's isend or irecv",
     "ProcessGroup": "can be made directly, without a default group",
     "ReduceOp": "members are ReduceOp objects, equal and hashed by value",
-    "Work": "may be dropped; can be awaited; `wait(timeout)` leaves the group usable",
+    "Work": "the caller may drop it; can be awaited; `wait(timeout)` leaves the group usable",
     "_make_nccl_premul_sum": "for every backend",
     "all_gather_object": "arrays are not copied into the message",
     "all_reduce": "the same bits on every rank",
     "barrier": "`device_ids` is ignored",
-    "breakpoint": "counts `skip` by place in the source",
+    "breakpoint": "counts `skip` for each place in the source",
     "broadcast_object_list": "`device` is ignored",
     "gather": "any dtype",
-    "get_backend": '"unisono" unless another one was named',
-    "get_node_local_rank": "knows the variables of mpiexec, srun and others, too",
+    "get_backend": '"unisono" unless another backend was named',
+    "get_node_local_rank": "also reads the variables of mpiexec, srun and others",
     "init_process_group": "without any launcher the world has one rank",
     "is_gloo_available": "True: the CPU engine serves that name",
-    "monitored_barrier": "on every backend; tells all ranks, late ones too; the group stays usable",
+    "monitored_barrier": "on every backend; every rank raises the error; the group stays usable",
     "new_subgroups": "`group_size` is by default the number of ranks of a host",
     "record_comm": "errors raised inside carry the name",
     "recv_object_list": "receives from any source, as torch's text promises",
@@ -116,11 +116,11 @@ NOTES = {
     "supports_complex": "PRODUCT is defined, too",
 }
 
-# What became of the modules of torch.distributed.
+# Counterparts of the modules of torch.distributed.
 _ON_US = 'built on torch.distributed: runs on `init_process_group("unisono")`'
 PACKAGES = {
     "algorithms": f"hooks, `Join`, averagers: {_ON_US}; hooks without it in `unisono.parallel`",
-    "argparse_util": "no counterpart: flags of `unisono run` are read from variables by itself",
+    "argparse_util": "no counterpart: `unisono run` itself reads its flags from variables",
     "autograd": "no counterpart: the gradients of RPC",
     "c10d_logger": "no counterpart: logs of torch's own calls",
     "checkpoint": _ON_US,
@@ -136,12 +136,12 @@ PACKAGES = {
     "launch": "`unisono run`; the variables are always set",
     "launcher": "`unisono.launch`, see below",
     "logging_handlers": "no counterpart: logs of torch's own calls",
-    "nn": f"collectives that autograd knows: {_ON_US}; `unisono.parallel.DistributedDataParallel`",
-    "optim": f"{_ON_US}, but for `DistributedOptimizer`, which needs RPC",
+    "nn": f"collectives with autograd: {_ON_US}; `unisono.parallel.DistributedDataParallel`",
+    "optim": f"{_ON_US}, except `DistributedOptimizer`, which needs RPC",
     "pipelining": _ON_US,
     "remote_device": "no counterpart: an address for RPC",
     "rendezvous": "`rendezvous` and `register_rendezvous_handler` are in `unisono`",
-    "rpc": "no counterpart: remote procedure calls are another library's business",
+    "rpc": "no counterpart: unisono has no remote procedure calls",
     "run": "`unisono run`, `python -m unisono run`",
     "tensor": f"DTensor: {_ON_US}",
     "utils": "no counterpart: helpers of torch's own sharding and DistributedDataParallel",
@@ -155,7 +155,7 @@ LAUNCHER = {
     ),
     "elastic.agent.server.api": (
         "WorkerSpec Worker WorkerState WorkerGroup RunResult ElasticAgent SimpleElasticAgent",
-        "no counterpart: the agent is the command's own",
+        "no counterpart: the agent belongs to the command",
     ),
     "elastic.multiprocessing": (
         "start_processes MultiprocessContext PContext ProcessFailure RunProcsResult "
@@ -165,20 +165,20 @@ LAUNCHER = {
     ),
     "elastic.multiprocessing.errors": (
         "ProcessFailure ChildFailedError record ErrorHandler get_error_handler",
-        "not needed: the launcher reads tracebacks from standard error, and what `record` writes",
+        "not needed: the launcher reads tracebacks from standard error and from `record`'s file",
     ),
     "elastic.rendezvous": (
         "RendezvousClosedError RendezvousConnectionError RendezvousError "
         "RendezvousGracefulExitError RendezvousHandler RendezvousHandlerCreator "
         "RendezvousHandlerRegistry RendezvousInfo RendezvousParameters RendezvousStateError "
         "RendezvousStoreInfo RendezvousTimeoutError rendezvous_handler_registry",
-        "`--rdzv-backend static`, `c10d`, `etcd`, `redis`; no plug-ins; `unisono.errors` has "
+        "`--rdzv-backend static`, `c10d`, `etcd`, `redis`, without plug-ins; `unisono.errors` has "
         "`RendezvousError`",
     ),
     "elastic.control_plane": ("worker_main", "no counterpart: a server in each worker"),
 }
 
-# Members of torch's classes that ours lack, with the reason.
+# Members of torch's classes that unisono's classes lack, with the reason.
 _BOXES = "for torch's compiler"
 _ENUM = "there is no enumeration of C++ backends"
 LACKING = {
@@ -190,7 +190,7 @@ LACKING = {
         **dict.fromkeys(("boxed", "unbox"), _BOXES),
         "merge_remote_group": "no CPU backend of torch has it either",
         "monitored_barrier": "a function of the module",
-        "name": "here the group's name, an attribute; the backend's is get_backend(group)",
+        "name": "an attribute, the group's name: for the backend's use get_backend(group)",
         "split_group": "a function of the module",
         "use_pg_for_symm_mem_rendezvous": "symmetric memory is for GPUs",
     },
@@ -219,7 +219,7 @@ def main() -> None:
 
 def page() -> str:
     """Return the page's text."""
-    rows = [("name", "status", "what is more, or why not"), ("---", "---", "---")]
+    rows = [("name", "status", "additions, or reason"), ("---", "---", "---")]
     rows += [(f"`{name}`", status, text) for name, status, text in entries()]
     table = "".join(f"| {' | '.join(row).strip()} |\n" for row in rows)
     beyond = "".join(f"| `{name}` | {text} |\n" for name, text in names_beyond_torch())
@@ -244,10 +244,10 @@ def names_beyond_torch() -> Iterator[tuple[str, str]]:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield what became of each public name.
+    """Yield the state of each public name.
 
     Raises:
-        ValueError: A name of torch is neither there nor refused, or differs without a reason.
+        ValueError: A name of torch is neither in unisono nor refused, or differs without a reason.
     """
     for name, theirs in sorted(names_of_torch().items()):
         if name == "reduce_op":
@@ -263,15 +263,21 @@ def entries() -> Iterator[Entry]:
         if lacks:
             grouped: dict[str, list[str]] = {}
             for member, why in lacks.items():
-                grouped.setdefault(why, []).append(f"`{member}`")
-            more.append("without " + "; ".join(f"{', '.join(m)} ({w})" for w, m in grouped.items()))
+                grouped.setdefault(why, []).append(member)
+            more += [f"without `{', '.join(m)}` ({why})" for why, m in grouped.items()]
         if name in NOTES:
             more.append(NOTES[name])
-        yield Entry(name, "extended" if more else "same", "; ".join(more))
+        yield Entry(name, "extended" if more else "same", sentences(more))
+
+
+def sentences(notes: list[str]) -> str:
+    """Join notes, and the parts of a note between semicolons, as sentences."""
+    parts = "; ".join(notes).split("; ")
+    return ". ".join(part[:1].upper() + part[1:] for part in parts)
 
 
 def names_of_torch() -> dict[str, Any]:
-    """Return the public names of torch.distributed, without what it imports for itself."""
+    """Return the public names of torch.distributed, without names it imports for its own use."""
     import torch.distributed
     from torch.distributed import distributed_c10d
 
@@ -285,21 +291,21 @@ def names_of_torch() -> dict[str, Any]:
 
 
 def _is_foreign(name: str, value: Any) -> bool:
-    """Whether a name is a module that somebody imported as a sub-module of torch.distributed."""
-    # Not isinstance, which looks at an attribute: torch's deprecated names warn of that.
+    """Return whether a name is a sub-module that another module has imported."""
+    # isinstance reads an attribute, for which torch's deprecated names warn.
     return issubclass(type(value), ModuleType) and name not in REFUSED
 
 
 def extensions(name: str, ours: Any, theirs: Any) -> Iterator[str]:
-    """Yield what ours takes beyond torch's.
+    """Yield the additional arguments of unisono's name.
 
     Raises:
-        ValueError: Something else differs.
+        ValueError: There is another difference.
     """
     if inspect.isclass(theirs):
         lacks = missing_members(name, ours, theirs)
         if lacks != set(LACKING.get(name, {})):
-            raise ValueError(f"{name} lacks {sorted(lacks)}, LACKING says otherwise")
+            raise ValueError(f"{name} lacks {sorted(lacks)}, LACKING has another list")
     signatures = signature(ours), signature(theirs)
     if None in signatures:
         return
@@ -325,7 +331,7 @@ def extensions(name: str, ours: Any, theirs: Any) -> Iterator[str]:
 
 
 def signature(value: Any) -> inspect.Signature | None:
-    """Return a signature; None of what is not callable, and of C++ without one."""
+    """Return a signature, or None if `value` is not callable or is C++ without a signature."""
     if issubclass(type(value), ModuleType):
         value = value.rendezvous  # a package that can be called like the function
     if value is unisono.GroupMember or not callable(value):
@@ -337,7 +343,7 @@ def signature(value: Any) -> inspect.Signature | None:
 
 
 def same_default(ours: Any, theirs: Any) -> bool:
-    """Whether two defaults mean the same; the reduce ops of the two are different objects."""
+    """Return whether two defaults are equal; reduce ops are compared by name."""
     if isinstance(ours, unisono.ReduceOp):
         return ours.name == str(theirs).rpartition(".")[2]
     return bool(ours == theirs)
@@ -350,7 +356,7 @@ def missing_members(name: str, ours: Any, theirs: Any) -> set[str]:
     return missing - {*getattr(ours, "__annotations__", {})} - ATTRIBUTES.get(name, set())
 
 
-# Attributes that our objects get when they are made, so that the class does not have them.
+# Attributes of instances of unisono's classes; the class does not have them.
 ATTRIBUTES = {
     "DebugLevel": {"name", "value"},
     "FileStore": {"path"},

@@ -1,4 +1,4 @@
-"""Write the table in docs/reference/environment.md from what the code reads.
+"""Write the table in docs/reference/environment.md from `unisono.base.config`.
 
 Run from the repository root: `make docs`. A test fails when the table is out of date.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -25,36 +26,44 @@ Written by `tools/errors_page.py` from the source; do not edit.
 
     from unisono.errors import CollectiveTimeoutError, PeerLostError
 
-Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts written for torch expect;
-the classes below also inherit what the standard library calls such a thing. The first line is
-enough on its own. `where:` and `hint:` follow, and the same facts are in the attributes `what`,
-`context` (rank, group, op, seq, peers, usable, ...) and `hint`. `context.peers` are the ranks to
-blame, as global ranks. Every error can be pickled.
+Every error is an `UnisonoError`, which is a `RuntimeError`, as scripts for torch expect. Most
+classes also inherit the standard library's class for such an error. Every error can be pickled.
 
-A group either stays usable after an error or is broken for good; `context.usable` says which, and
-so does the text below. A broken group ends every later call at once with the same reason; make a
-new one (`new_group`, or destroy and init). The messages have their variable parts in braces.
+An error prints a first line, then `where:` and `hint:`. The attributes `what`, `context` and `hint`
+hold the same facts. `context` has rank, group, op, seq, peers, usable, ...; `context.peers` are the
+ranks to blame, as global ranks.
+
+After an error a group either stays usable or is broken for good: see `context.usable`, and the
+classes below. Every later call of a broken group raises the first reason at once. Make a new group
+then (`new_group`, or destroy and init).
+
+Below, variable parts of the messages are in braces. `{call}` is "{op} #{seq} in group '{group}'",
+and `{here}` is "rank {rank} of {size}". The section of a class states the effect on the group; a
+sub-class has the effect of its base class. All other errors do not affect groups.
 """
 
-# What a class leaves behind, and what to do. The others have nothing to do with groups.
+# The state of the group after an error of a class and its sub-classes, and the advice. Classes
+# that are missing here do not concern groups.
 AFTERWARDS = {
-    "UsageError": ("stays usable", "change the call; the other ranks have been told, too"),
-    "NotInitializedError": ("there is none", "call `init_process_group` first"),
-    "AlreadyInitializedError": ("stays usable", "destroy the default group first"),
-    "ClosedError": ("is closed", "make a new one; in a forked child, after the fork"),
-    "CollectiveMismatchError": ("stays usable", "make the same calls in the same order everywhere"),
+    "UsageError": ("stays usable", "Change the call; the other ranks raise an error, too"),
+    "NotInitializedError": ("does not exist", "Call `init_process_group` first"),
+    "AlreadyInitializedError": ("stays usable", "Destroy the default group first"),
+    "ClosedError": ("is closed", "Make a new group; in a forked child, after the fork"),
+    "CollectiveMismatchError": ("stays usable", "Make the same calls in the same order everywhere"),
     "CollectiveTimeoutError": (
-        "is broken, by a collective; usable, by a receive, send or wait",
-        "see what the named ranks do (py-spy dump); raise `timeout=` if they are only slow",
+        "is broken after a collective, and usable after a receive, send or wait",
+        "Look at the named ranks (py-spy dump); raise `timeout=` if they are only slow",
     ),
-    "CollectiveAbortedError": ("is broken", "see why it was aborted; make a new group"),
-    "PeerLostError": ("is broken", "see the end of that rank's own log"),
-    "PeerFailedError": ("is broken", "see that rank's own traceback"),
+    "CollectiveAbortedError": ("is broken", "Find the reason of the abort; make a new group"),
+    "PeerLostError": ("is broken", "Read the end of that rank's log"),
+    "PeerFailedError": ("is broken", "Read that rank's traceback"),
 }
 
-# First lines that are put together from parts; {seq} and the like are said where known.
+# First lines that are composed of parts at run time. {seq} and similar parts are left out if they
+# are unknown.
 _CALL = "{op} #{seq} in group '{group}'"
-_LATE = _CALL + " timed out after {timeout} s on rank {rank} of {size}: "
+_HERE = "rank {rank} of {size}"
+_LATE = f"{_CALL} timed out after {{timeout}} s on {_HERE}: "
 COMPOSED = {
     "CollectiveTimeoutError": [
         _LATE + "{ranks} never entered it",
@@ -66,22 +75,19 @@ COMPOSED = {
         "monitored_barrier in group '{group}': {ranks} never entered it",
     ],
     "CollectiveMismatchError": [
-        _CALL + " does not match on rank {rank} of {size}: {ranks} called {call}; {ranks} called "
-        "{call}",
-        _CALL + " does not match on rank {rank} of {size}: {ranks} called {op}, but refused it: "
-        "{reason}",
+        _CALL + f" does not match on {_HERE}: " + "{ranks} called {what}; {ranks} called {what}",
+        _CALL + f" does not match on {_HERE}: " + "{ranks} called {op}, but refused it: {reason}",
     ],
     "CollectiveAbortedError": [
-        _CALL + " was aborted on rank {rank} of {size}: {reason} on rank {by}",
-        "{op} in group '{group}' cannot run on rank {rank} of {size}: the group is broken: "
-        "{reason}",
+        _CALL + f" was aborted on {_HERE}: " + "{reason} on rank {by}",
+        "{op} in group '{group}' cannot run on " + _HERE + ": the group is broken: {reason}",
     ],
     "PeerLostError": [
-        _CALL + " failed on rank {rank} of {size}: rank {peer} was lost: {reason}",
-        _CALL + " failed on rank {rank} of {size}: rank {peer} was lost: it left: {how}",
+        _CALL + f" failed on {_HERE}: " + "rank {peer} was lost: {reason}",
+        _CALL + f" failed on {_HERE}: " + "rank {peer} was lost: it left: {how}",
     ],
     "PeerFailedError": [
-        _CALL + " failed on rank {rank} of {size}: rank {peer} raised {error}",
+        _CALL + f" failed on {_HERE}: " + "rank {peer} raised {error}",
     ],
     "ClosedError": [
         "{op} on group '{group}', which was destroyed",
@@ -93,32 +99,36 @@ COMPOSED = {
 MISMATCHES = """\
 ## Ranks that make different calls
 
-Each of these is a `CollectiveMismatchError` on every rank within a second, with both sides in its
-first line. No array is changed, and the group's next call works. Tests make all of them.
+Every rank raises a `CollectiveMismatchError` within a second; its first line shows both sides. No
+array is changed, and the group's next call works. Tests make each of these mistakes.
 """
 
 REFUSALS = """\
-An argument that is wrong on one rank alone is that rank's own error, and on all others, within a
-second, a `CollectiveMismatchError` that quotes it. The group's next call works here, too.
+An argument may be wrong on one rank only: a short list, a root outside the group, a read-only
+array, an undefined op. Then that rank raises an error of a class below. All other ranks raise a
+`CollectiveMismatchError` that quotes it, within a second. The group's next call works.
 """
 
 
 MESSAGES = """\
 ## Messages that do not fit their receive
 
-`send` and `recv` are matched by peer and tag, not by an agreement. If a message has another dtype
-or size than the array that receives it, the receiver raises `CollectiveMismatchError`, which names
-the sender and both sides. The message is dropped, the array keeps its values, the group and the
-order of later messages are as before. The sender is not told: a small send has returned long ago,
-and a large one that still waits ends as if its message had been taken, when the receiver has seen
-it. Who needs both sides to know uses a collective, for example `all_to_all_single` or `scatter`. A
-receive from a rank that sends nothing, or with a tag that nobody uses, ends with its time-out and
-names the rank; the group stays usable.
+`send` and `recv` are matched by peer and tag, without an agreement of the ranks. If a message has
+another dtype or size than the receiving array, the receiver raises `CollectiveMismatchError`, which
+names the sender and both sides. The message is dropped, and the array keeps its values. The group
+and the order of later messages do not change.
+
+The sender raises no error. A small send has returned before. A large send that still waits ends as
+if the message had been received. If both sides need the error, use a collective, for example
+`all_to_all_single` or `scatter`.
+
+A receive without a matching send raises a time-out error that names the rank. The group stays
+usable.
 """
 
 
 class Message(NamedTuple):
-    """One place that makes an error."""
+    """A call in the source that makes an error."""
 
     cls: str
     text: str
@@ -141,45 +151,57 @@ def page() -> str:
 
 
 def mismatches() -> list[str]:
-    """Return the table of calls that do not fit together, from the tests that make them."""
+    """Return the table of calls that do not match, from the tests that make them."""
     sys.path.insert(0, str(Path("tests/groups").resolve()))
     sys.path.insert(0, str(Path().resolve()))
-    from mismatch_bodies import CASES as DIFFERENT
-    from refusal_bodies import CASES as REFUSED
+    from mismatch_bodies import CASES
 
     lines = [MISMATCHES, "| what differs | one rank | the others |", "|---|---|---|"]
-    lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in DIFFERENT.items()]
-    lines += ["", REFUSALS, "| what is wrong | the error on that rank | its text has |"]
-    lines += ["|---|---|---|"]
-    lines += [f"| {name} | `{e.__name__}` | {text} |" for name, (_, _, e, text) in REFUSED.items()]
-    return [*lines, "", MESSAGES]
+    lines += [f"| {name} | `{one}` | `{other}` |" for name, (_, _, one, other) in CASES.items()]
+    return [*lines, "", REFUSALS, MESSAGES]
 
 
 def section(name: str, found: list[Message]) -> list[str]:
-    """Return what the page says of one class."""
+    """Return the part of the page about one class."""
     cls = getattr(errors, name)
     bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
     summary = (cls.__doc__ or "").partition("\n")[0]
-    lines = [f"## {name}", "", f"{summary} Inherits {bases}.", ""]
-    known = [AFTERWARDS[base.__name__] for base in cls.__mro__ if base.__name__ in AFTERWARDS]
-    if known:
-        lines += [f"The group {known[0][0]}. What to do: {known[0][1]}.", ""]
-    texts = [(text, "any call", "") for text in COMPOSED.get(name, [])]
-    texts += [(m.text, m.module, m.hint) for m in found]
+    lines = [f"## {name}", "", textwrap.fill(f"{summary} Inherits {bases}.", 100), ""]
+    # A sub-class without an entry is like its base class, whose section is above.
+    if name in AFTERWARDS:
+        state, advice = AFTERWARDS[name]
+        lines += [textwrap.fill(f"The group {state}. {advice}.", 100), ""]
+    # One text may be raised in several places.
+    texts = dict.fromkeys(COMPOSED.get(name, []), "")
+    for message in found:
+        texts[message.text] = texts.get(message.text) or message.hint
+    if name == "InternalError":
+        texts = {}  # faults of unisono itself: their hint asks for a report
     if texts:
-        lines += ["| first line | raised in | hint |", "|---|---|---|"]
-        lines += [f"| {cell(text)} | {where} | {cell(hint)} |" for text, where, hint in texts]
+        lines += ["| first line | hint |", "|---|---|"]
+        lines += [f"| {quoted(short(text))} | {cell(hint)} |" for text, hint in texts.items()]
         lines.append("")
     return lines
 
 
+def short(text: str) -> str:
+    """Return a first line with the abbreviations that the head of the page explains."""
+    return text.replace(_CALL, "{call}").replace(_HERE, "{here}")
+
+
+def quoted(text: str) -> str:
+    """Return text as code in a table."""
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}".replace("|", "\\|")
+
+
 def cell(text: str) -> str:
-    """Return text that may stand in a table."""
+    """Return text that is escaped for a table."""
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def errors_by_line() -> list[str]:
-    """Return the classes in the order of their definition: as the tree in errors.py has them."""
+    """Return the classes in the order of their definition in errors.py."""
     tree = ast.parse((SOURCE / "errors.py").read_text(encoding="utf-8"))
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     return [name for name in classes if name in errors.__all__ and name != "Context"]
@@ -195,7 +217,7 @@ def messages() -> Iterator[Message]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
                 text = prototype(node.args[0])
-                # What has next to nothing fixed is composed of parts: see COMPOSED.
+                # A text with fewer fixed letters is composed of parts: see COMPOSED.
                 if node.func.id in names and len("".join(fixed_parts(text))) >= 8:
                     hints = [prototype(k.value) for k in node.keywords if k.arg == "hint"]
                     line = text.partition("\n")[0]
@@ -203,7 +225,7 @@ def messages() -> Iterator[Message]:
 
 
 def prototype(node: ast.expr) -> str:
-    """Return a message with its variable parts in braces; "" for what is made elsewhere."""
+    """Return a message with its variable parts in braces, or "" if it is made elsewhere."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -216,7 +238,7 @@ def prototype(node: ast.expr) -> str:
 
 
 def named(value: ast.expr) -> str:
-    """Return a name for what is put into a message."""
+    """Return a name for a variable part of a message."""
     if isinstance(value, ast.Attribute):
         return value.attr.strip("_")
     if isinstance(value, ast.Name):
@@ -225,7 +247,7 @@ def named(value: ast.expr) -> str:
 
 
 def fixed_parts(text: str) -> list[str]:
-    """Return the parts of a message that are the same every time, the longest first."""
+    """Return the constant parts of a message, the longest first."""
     parts = [part.strip() for part in re.split(r"\{[^{}]*\}", text)]
     return sorted((part for part in parts if len(part) >= 4), key=len, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Show on torch.distributed with Gloo what the README says about it. Needs torch."""
+"""Show the differences from Gloo that the README lists, on torch.distributed. Needs torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 3
 
 
 def column() -> None:
-    """Reduce the second column of a table; 3.0 below 3.0 would be right."""
+    """Reduce the second column of a table; every element must become 3.0."""
     import torch
     import torch.distributed as dist
 
@@ -44,7 +44,7 @@ def dtypes() -> None:
 
 
 def missing() -> None:
-    """Call all_reduce on rank 0 only; rank 1 waits until rank 0 has gone."""
+    """Call all_reduce on rank 0 only; rank 1 waits until rank 0 has ended."""
     import torch
     import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def be_rank(case: str, rank: str, file: str) -> None:
         CASES[case]()
     except RuntimeError as error:
         print(f"{type(error).__name__}: {str(error).partition(']')[2].strip() or error}")
-    # Without the end of the interpreter, in which a group that has failed may abort as well.
+    # Skip the interpreter's shutdown, in which a failed group may abort the process.
     sys.stdout.flush()
     os._exit(0)
 
@@ -90,8 +90,8 @@ def show(case: str) -> None:
             out, err = process.communicate()
             code = process.returncode
             ended = f"killed by {signal.Signals(-code).name}, " if code < 0 else ""
-            said = (out.strip() or err.strip() or "no error").splitlines()
-            print(f"  rank {rank}: {ended}{said[-1][:160]}")
+            lines = (out.strip() or err.strip() or "no error").splitlines()
+            print(f"  rank {rank}: {ended}{lines[-1][:160]}")
 
 
 if __name__ == "__main__":

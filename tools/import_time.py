@@ -1,4 +1,4 @@
-"""Measure what `import unisono` costs beyond `import numpy`: medians of fresh interpreters."""
+"""Measure `import unisono` and `import numpy`: median times of new interpreters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATEMENTS = {
 def main() -> None:
     """Print one line per statement."""
     times: dict[str, list[float]] = {name: [] for name in STATEMENTS}
-    # Round by round, so that a busy moment of the machine hits all statements alike.
+    # Alternate the statements, so that a load peak affects all of them equally.
     for _ in range(RUNS):
         for name, statement in STATEMENTS.items():
             start = time.perf_counter()

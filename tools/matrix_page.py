@@ -1,4 +1,4 @@
-"""Write docs/reference/matrix.md: what every operation gives on every dtype, from a run of it all.
+"""Write docs/reference/matrix.md: the result of every operation on every dtype, from a run.
 
 Run from the repository root: `make docs`. A test fails when the page is out of date.
 """
@@ -20,16 +20,18 @@ SIGNS = {"equal": "=", "rounded": "~", "UnsupportedError": "-"}
 Cell = tuple[str, str, str, str]
 
 HEAD = """\
-# What every operation gives on every dtype
+# Supported dtypes and reduce ops
 
 Written by `tools/matrix_page.py` from a run of the tests' matrix; do not edit.
 
-Every operation was run on every dtype with every reduce op, on arrays of these layouts: C order,
-Fortran order, every second element, negative stride, 0-d, empty, and with one element more or less
-than the ranks can share equally; with {sizes} ranks; on the native and on the reference engine. The
-results were compared with NumPy on every rank, {count:,} comparisons in all, and the ranks' results
-of all_reduce with one another, bit by bit. Inputs that are not to change were looked at, too, and
-so were the gaps between the elements of strided arrays.
+The tests ran every operation on every dtype with every reduce op. The numbers of ranks were
+{sizes}. Both the native and the reference engine ran all of it. The arrays had these
+layouts: C order, Fortran order, every second element, negative stride, 0-d and empty. Some arrays
+had one element more or less than a multiple of the ranks.
+
+Every rank compared its results with NumPy: {count:,} comparisons in total. The results of
+all_reduce were also compared between ranks, bit by bit. The tests also checked that inputs and the
+gaps between strided elements did not change.
 
 | sign | meaning |
 |---|---|
@@ -38,10 +40,10 @@ so were the gaps between the elements of strided arrays.
 | - | `UnsupportedError` on every rank, before anything is sent; the group stays usable |
 
 Rounding: at most (p + 1) * eps * the reduction of the absolute values, 4 times that for complex
-numbers. AVG of integers rounds towards zero. SUM and PRODUCT of bool are "or" and "and". Integers
-wrap around as NumPy's do.
+numbers. AVG of integers rounds toward zero. SUM and PRODUCT of bool are "or" and "and". Integers
+wrap around, as in NumPy.
 
-Layout, size, number of ranks and engine made no difference in any cell.
+Layout, size, number of ranks and engine do not change any cell.
 """
 
 
@@ -77,7 +79,7 @@ def page(found: Counter[Cell], sizes: Sequence[int]) -> str:
         parts += [f"{', '.join(f'`{name}`' for name in group)}:\n", *table("dtype", "op", cells)]
     parts += [
         "## Sizes that do not fit\n",
-        "Two elements per rank, and one element more or less in the array of all:\n",
+        "Each rank has 2 elements; the array of all ranks has one element more or less:\n",
         *(
             f"- `{name}`, {extra}: `{end}` on every rank; the group stays usable"
             for name, _, extra, end in sorted(refused)
@@ -87,7 +89,7 @@ def page(found: Counter[Cell], sizes: Sequence[int]) -> str:
 
 
 def table(rows: str, columns: str, cells: list[tuple[str, str, str]]) -> list[str]:
-    """Return a table's lines; rows and columns that are alike share one."""
+    """Return a table's lines; equal rows and equal columns are merged."""
     by_column = grouped([(column, (row, end)) for row, column, end in cells])
     heads = [", ".join(names) for names, _ in by_column]
     wide = [(row, (names[0], end)) for names, column in by_column for row, end in column]
@@ -102,7 +104,7 @@ def table(rows: str, columns: str, cells: list[tuple[str, str, str]]) -> list[st
 
 
 def grouped(pairs: Sequence[tuple[str, T]]) -> list[tuple[list[str], list[T]]]:
-    """Return names with what belongs to them; names to which the same belongs are one entry."""
+    """Return names with their values; names with equal values share an entry."""
     belongs: dict[str, set[T]] = {}
     for name, one in pairs:
         belongs.setdefault(name, set()).add(one)

@@ -1,4 +1,4 @@
-"""Draw docs/pictures: how the algorithms move data, and how fast one call is.
+"""Draw docs/pictures: the messages of the algorithms, and the time of a call.
 
 Run from the repository root: `make docs`. A test fails when a picture is out of date. The
 algorithms are drawn from the schedules that the engines run, the speeds from benchmarks/results.
@@ -21,7 +21,7 @@ FOLDER = Path("docs/pictures")
 RESULTS = Path("benchmarks/results/2-ranks.json")
 
 RANKS = 8
-# What is drawn: one algorithm of each shape. Two levels are two hosts of four ranks.
+# One algorithm of each shape. two_level is drawn for 2 hosts of 4 ranks.
 DRAWN = {
     "all_reduce": (
         *("ring", "tree", "double_tree", "recursive_doubling", "halving_doubling"),
@@ -33,7 +33,7 @@ DRAWN = {
 }
 OPS = ("all_reduce", "all_gather", "all_to_all", "sendrecv")
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, one per chunk.
+# One colour per chunk, from Okabe and Ito's palette for colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A6A00", "#444444")
 INK, PALE, FONT = "#222222", "#d8d8d8", "font-family='Helvetica, Arial, sans-serif'"
 LIBRARIES = {
@@ -44,7 +44,7 @@ LIBRARIES = {
 
 
 class Message(NamedTuple):
-    """One arrow: what travels from rank to rank in a round."""
+    """One arrow: a chunk that moves from rank to rank in a round."""
 
     round: int
     source: int
@@ -69,15 +69,15 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 
 def messages(schedule: Any) -> Iterator[Message]:
-    """Yield the messages of a schedule; a post is one to each rank that reads it."""
+    """Yield the messages of a schedule; a post is one message to each rank that reads it."""
     receiving = {Op.RECV: False, Op.RECV_REDUCE: True, Op.READ: False, Op.READ_REDUCE: True}
     for k in range(schedule.stages):
         sent: dict[tuple[int, int], list[int]] = {}
         rows = schedule.steps(k, np.arange(schedule.world_size))
         for rank, op, peer, _, chunk, *_ in rows.tolist():
             if op in (Op.SEND, Op.POST):
-                everyone = [r for r in range(schedule.world_size) if r != rank]
-                for target in everyone if peer == -1 else [peer]:
+                others = [r for r in range(schedule.world_size) if r != rank]
+                for target in others if peer == -1 else [peer]:
                     sent.setdefault((rank, target), []).append(chunk)
         for rank, op, peer, *_ in rows.tolist():
             if op in receiving:
@@ -113,11 +113,12 @@ def lanes(collective: str, algorithm: str) -> str:
         begin, end = left + wide * message.round + 5, left + wide * (message.round + 1) - 5
         y0, y1 = (top + high * (rank + 0.5) for rank in (message.source, message.target))
         parts += arrow(begin, y0, end, y1, COLOURS[message.chunk % len(COLOURS)], message.reduces)
-    return picture(max(width, 480), height, parts)
+    # A title takes up to 9 units for each letter, in the widest fonts.
+    return picture(max(width, 24 + 9 * len(title)), height, parts)
 
 
 def arrow(x0: float, y0: float, x1: float, y1: float, colour: str, full: bool) -> Iterator[str]:
-    """Yield a line with a head: full where the receiver reduces, open where it stores."""
+    """Yield an arrow; its head is filled if the receiver reduces, open if it stores."""
     length = math.hypot(x1 - x0, y1 - y0)
     along, across = (x1 - x0) / length, (y1 - y0) / length
     back_x, back_y = x1 - 7 * along, y1 - 7 * across
@@ -135,7 +136,7 @@ def arrow(x0: float, y0: float, x1: float, y1: float, colour: str, full: bool) -
 
 
 def speed(result: dict[str, Any]) -> str:
-    """Return the picture of the time per call over size, one panel per operation."""
+    """Return the picture of the time per call by size, one panel per operation."""
     wide, high, gap = 190, 190, 44
     parts = []
     for index, op in enumerate(OPS):
@@ -181,7 +182,7 @@ def panel(
 
 
 def number(value: float) -> str:
-    """Return a coordinate, short."""
+    """Return a coordinate with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 

@@ -1,6 +1,14 @@
-"""Run what documents tell readers to type: every ```bash block, from the repository root.
+"""Run the commands that documents give to readers, and compare the output with the page.
 
-`make test` is left out, because the one who calls this has just run it.
+- Blocks of `bash` are run in the order of the page.
+- A block with `title="NAME"` is written to the file NAME before that.
+- A block with `title="Output"` has the output of the command before it. Numbers of processes,
+  names of hosts and durations may differ. Lines may have any order, unless a line `...` stands
+  for lines that the page leaves out.
+
+The pages of PAGES are run from the repository root, each page of the tutorial in an empty folder.
+Called as a program, this runs PAGES without `make test`, which has its own step in CI. The tutorial
+is run by tests/test_docs.py.
 """
 
 from __future__ import annotations
@@ -9,29 +17,96 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/howto/install.md")
+TUTORIAL = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/tutorial/*.md"))
+# The folder of the reader's files, as the tutorial shows it.
+_HOME = "/home/you"
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+# Left out of the comparison: these differ from run to run or from machine to machine.
+_MASKED = (
+    (r"\bpid \d+", "pid N"),
+    (r"\bhost [\w.-]+\)", "host NAME)"),
+    (r"\b\d+\.\d s\b", "T s"),
+    # A rank that leaves closes its groups, then its transport; a peer reads either word first.
+    (r"it left: (the group|its transport) was closed", "it left"),
+    # The launcher needs rights on the kernel's log to know why a process was killed.
+    (r"\((probably )?out of memory\b[^)]*\)", "(out of memory)"),
+)
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its title or "", and its content."""
+
+    language: str
+    title: str
+    content: str
+
+
+def fenced(text: str) -> list[Block]:
+    """Return the fenced blocks of a page, in their order."""
+    return [Block(*found) for found in _BLOCK.findall(text)]
 
 
 def blocks(language: str, text: str) -> list[str]:
-    """Return the contents of the fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    """Return the contents of the fenced blocks of a language."""
+    return [block.content for block in fenced(text) if block.language == language]
+
+
+def problems(page: str, folder: Path) -> Iterator[str]:
+    """Run the commands of a page in a folder, and yield each failure or difference."""
+    path = f"{ROOT / '.venv/bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = fenced((ROOT / page).read_text(encoding="utf-8"))
+    for block, following in zip(found, [*found[1:], Block("", "", "")], strict=True):
+        if block.title not in ("", "Output"):
+            (folder / block.title).write_text(block.content, encoding="utf-8")
+        if block.language != "bash":
+            continue
+        script = "\n".join(line for line in block.content.splitlines() if line != "make test")
+        print(f"--- {page}:\n{script}", flush=True)
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=folder,
+            env={**os.environ, "PATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        print(done.stdout, end="", flush=True)
+        if done.returncode != 0:
+            yield f"{page}: exit code {done.returncode} of:\n{script}\n{done.stdout}"
+        elif following.title == "Output":
+            printed = done.stdout.replace(str(folder), _HOME)
+            if not same(following.content, printed):
+                yield f"{page}: the page shows\n{following.content}of:\n{script}\nnot\n{printed}"
+
+
+def same(shown: str, printed: str) -> bool:
+    """Return whether a program printed the text of a page."""
+    shown, printed = _masked(shown), _masked(printed)
+    lines = shown.splitlines()
+    if "..." not in lines:
+        return sorted(lines) == sorted(printed.splitlines())
+    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in lines)
+    return re.fullmatch(pattern, printed) is not None
+
+
+def _masked(text: str) -> str:
+    for pattern, replacement in _MASKED:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def main() -> int:
-    """Run the blocks one after another; stop at the first that fails."""
-    path = f"{ROOT / '.venv/bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    """Run the pages one after another; stop at the first command that fails."""
     for page in PAGES:
-        for block in blocks("bash", (ROOT / page).read_text(encoding="utf-8")):
-            script = "\n".join(line for line in block.splitlines() if line != "make test")
-            print(f"--- {page}:\n{script}", flush=True)
-            command = ["bash", "-euo", "pipefail", "-c", script]
-            code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}).returncode
-            if code != 0:
-                print(f"{page}: exit code {code} of:\n{script}", file=sys.stderr)
-                return 1
+        for problem in problems(page, ROOT):
+            print(problem, file=sys.stderr)
+            return 1
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Write src/unisono/__init__.pyi: what type checkers see of names that are loaded when first used.
+"""Write src/unisono/__init__.pyi: for type checkers, the names that are loaded on first use.
 
 Run from the repository root: `make docs`. A test fails when the stub is out of date.
 """
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def text() -> str:
-    """Return the stub: one line per name, so that a change shows what it adds."""
+    """Return the stub: one line per name, so that a diff shows each added name."""
     lines = sorted(
         f"from unisono.{module} import {name} as {name}\n"
         for module, names in unisono._HOMES.items()

@@ -1,5 +1,5 @@
 #define NPY_NO_DEPRECATED_API NPY_1_22_API_VERSION
-#include "arguments.hpp"
+#include "bindings/arguments.hpp"
 
 #include <numpy/arrayobject.h>
 
@@ -89,7 +89,8 @@ bool overlap(const Span& input, const Span& output) {
   std::vector<Piece> pieces;
   auto add = [&pieces](const Span& span, bool written) {
     if (span.data != nullptr) pieces.push_back({span.data, span.data + span.nbytes, written});
-    const int64_t size = span.parts.empty() ? 0 : span.nbytes / static_cast<int64_t>(span.parts.size());
+    const int64_t size =
+      span.parts.empty() ? 0 : span.nbytes / static_cast<int64_t>(span.parts.size());
     for (const char* part : span.parts) pieces.push_back({part, part + size, written});
   };
   add(input, false);
@@ -147,14 +148,9 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
         message.array = value;
         message.is_sent = f.kinds[i] == kSent;
         break;
-      case kPeer:
-        message.peer = value;
-        break;
-      case kTag:
-        message.tag = value;
-        break;
-      case kGroup:
-        break;
+      case kPeer: message.peer = value; break;
+      case kTag: message.tag = value; break;
+      case kGroup: break;
       default:
         if (value != nullptr && value != Py_None) return false;
     }
@@ -164,13 +160,13 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
 
 }  // namespace
 
-bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
-                Arguments* into) {
+bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+                     Arguments* into) {
   PyObject* places[kMaxParameters] = {};
   if (!place_arguments(f, args, count, keywords, places)) return false;
   if (!value_of(global.stream).is_none() || !take_group(places[f.group], into)) return false;
   if (f.kinds[0] == kSent || f.kinds[0] == kReceived) return take_message(f, places, into);
-  into->calls->rouse();
+  into->calls->wake_waiters();
   into->key.add(f.number);
   for (size_t i = 0; i < f.count; ++i) {
     PyObject* value = places[i];
@@ -201,8 +197,7 @@ bool understand(const Signature& f, PyObject* const* args, size_t count, PyObjec
         }
         break;
       }
-      case kGroup:
-        break;
+      case kGroup: break;
       case kFlag:
         if (value != nullptr && value != Py_False && value != Py_True) return false;
         into->is_async = value == Py_True;

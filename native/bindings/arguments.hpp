@@ -6,13 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
 namespace unisono {
 
 // How a call without a group finds the default one; under the interpreter lock.
 struct Global {
-  PyObject* world = nullptr;  // context variable of the current world; None: the process's
+  PyObject* world = nullptr;   // context variable of the current world; None: the process's
   PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit one
   PyObject* group_type = nullptr;
   PyObject* work_type = nullptr;
@@ -24,17 +24,17 @@ extern Global global;
 
 // What a parameter of a function is, by a letter from Python.
 enum Kind : char {
-  kReads = 'r',   // an array that is only read
-  kWrites = 'w',  // an array that is written, or both
-  kReadsList = 'R',   // a list of such arrays of one shape, or none
+  kReads = 'r',      // an array that is only read
+  kWrites = 'w',     // an array that is written, or both
+  kReadsList = 'R',  // a list of such arrays of one shape, or none
   kWritesList = 'W',
   kOp = 'o',
   kRoot = 'n',
   kGroup = 'g',
-  kFlag = 'f',    // async_op
+  kFlag = 'f',       // async_op
   kAlgorithm = 'a',  // the last one, by name only
-  kSent = 's',      // the array of a message
-  kReceived = 'v',  // and where one goes
+  kSent = 's',       // the array of a message
+  kReceived = 'v',   // and where one goes
   kPeer = 'p',
   kTag = 't',
   kAbsent = '-',  // only None is ours
@@ -64,10 +64,10 @@ struct Arguments {
 };
 
 // Whether the call is of the plain kind that can be repeated; `into` then says which call it is.
-bool understand(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
-                Arguments* into);
+bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
+                     Arguments* into);
 
-// Needed before the first call of understand(). Not when the extension is loaded: the launcher,
+// Needed before the first call of parse_arguments(). Not when the extension is loaded: the launcher,
 // which loads it for its store's server, shall stay without NumPy.
 void import_numpy();
 

@@ -8,7 +8,7 @@ void bind_store(nanobind::module_& m);
 void bind_store_link(nanobind::module_& m);
 void bind_p2p(nanobind::module_& m);
 
-// The queue of a group's calls (queue.hpp) and the jobs in it.
+// The queue of a group's calls (core/queue.hpp) and the jobs in it.
 void bind_queue(nanobind::module_& m);
 
 // Calls that repeat an earlier one, from Python's arguments to the engine without Python code.

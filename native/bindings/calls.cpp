@@ -1,7 +1,7 @@
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
-#include "flight.hpp"
-#include "waits.hpp"
+#include "bindings/flight.hpp"
+#include "bindings/waits.hpp"
 
 #include <nanobind/stl/unique_ptr.h>
 
@@ -50,8 +50,8 @@ class TakenTurn {
 }  // namespace
 
 bool Key::operator==(const Key& other) const {
-  return count == other.count &&
-         std::memcmp(words.data(), other.words.data(), sizeof(int64_t) * static_cast<size_t>(count)) == 0;
+  return count == other.count && std::memcmp(words.data(), other.words.data(),
+                                             sizeof(int64_t) * static_cast<size_t>(count)) == 0;
 }
 
 size_t Key::hash() const {
@@ -80,19 +80,20 @@ void Calls::set_messenger(nb::handle_t<Messenger> messenger, nb::object failed) 
   message_failed_ = std::move(failed);
 }
 
-Job job_of(const Known& known, const Span& input, const Span& output, std::vector<char>& scratch) {
-  const int64_t itemsize = known.itemsize;
-  const auto parts = [itemsize](const Span& span) -> Parts {
+Job job_of(const CallSpec& spec, const Span& input, const Span& output,
+           std::vector<char>& scratch) {
+  const int64_t itemsize = spec.itemsize;
+  const auto parts = [itemsize](const Span& span) -> ArrayList {
     if (span.parts.empty()) return {};
     return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
   };
-  return {known.runner,
-          known.program->view(),
-          {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize,
-           output.is_readonly, scratch.data(), known.program->scratch_count, itemsize, parts(input),
-           parts(output)},
-          reduce_fn(static_cast<DType>(known.dtype), static_cast<RedOp>(known.op)),
-          {known.fingerprint, known.even}};
+  return {
+    spec.runner,
+    spec.program->view(),
+    {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize, output.is_readonly,
+     scratch.data(), spec.program->scratch_count, itemsize, parts(input), parts(output)},
+    reduce_fn(static_cast<DType>(spec.dtype), static_cast<RedOp>(spec.op)),
+    {spec.fingerprint, spec.even}};
 }
 
 nb::object Argument::owner() const {
@@ -108,12 +109,13 @@ int Recipe::visit(visitproc visit, void* arg) const {
 }
 
 void Calls::note(Recipe recipe, const Span& input, const Span& output) {
-  noted_.reset(new Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
+  noted_ =
+    std::make_unique<Note>(Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
 }
 
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_,
-                                 &message_failed_}) {
+  for (const nb::object* each :
+       {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_, &message_failed_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
@@ -144,13 +146,12 @@ nb::object Calls::last() const {
   return nb::make_tuple(last_seq_, last_call_);
 }
 
-nb::object Calls::pass(const Message& message) const {
+nb::object Calls::run_message(const Message& message) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
-  const nb::object told = message.is_sent
-                            ? messenger_->send(message.array, peer, tag, timeout_s_)
-                            : messenger_->recv(message.array, peer, tag, timeout_s_);
+  const nb::object told = message.is_sent ? messenger_->send(message.array, peer, tag, timeout_s_)
+                                          : messenger_->recv(message.array, peer, tag, timeout_s_);
   if (told.is_none()) return {};
   if (!nb::isinstance<nb::tuple>(told)) return message.is_sent ? nb::none() : told;
   const nb::object error = message_failed_(message.is_sent ? "send" : "recv", told,
@@ -159,11 +160,11 @@ nb::object Calls::pass(const Message& message) const {
   throw nb::python_error();
 }
 
-Remembered* Calls::find(const Key& key) const {
-  if (closed_ || suspended > 0 || origin_.is_forked()) return nullptr;
+CachedCall* Calls::find(const Key& key) const {
+  if (closed_ || suspended > 0 || fork_guard_.is_forked()) return nullptr;
   const auto& place = table_[key.hash() % table_.size()];
   if (place == nullptr || !(place->key == key)) return nullptr;
-  return place->recipe.known.runner->is_aborted() ? nullptr : place.get();
+  return place->recipe.spec.runner->is_aborted() ? nullptr : place.get();
 }
 
 void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const Arrays& arrays,
@@ -176,7 +177,7 @@ void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const 
       !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
     return;
   }
-  auto what = std::make_unique<Remembered>();
+  auto what = std::make_unique<CachedCall>();
   what->key = key;
   what->recipe = std::move(noted_->recipe);
   what->op = nb::borrow(op);
@@ -184,7 +185,7 @@ void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const 
   runner_ = what->recipe.runner;
   noted_.reset();
   try {
-    what->scratch.resize(scratch_bytes(what->recipe.known));
+    what->scratch.resize(scratch_bytes(what->recipe.spec));
   } catch (const std::bad_alloc&) {
     return;  // Python frees its own after each call
   }
@@ -208,7 +209,7 @@ class Calls::Inside {
 
 bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
 
-bool Calls::run(Remembered& what, const Arrays& arrays) {
+bool Calls::run(CachedCall& what, const Arrays& arrays) {
   if (is_busy()) return false;
   const uint64_t seq = turn_->take();
   if (seq == 0) return false;
@@ -218,18 +219,19 @@ bool Calls::run(Remembered& what, const Arrays& arrays) {
   const Recipe& recipe = what.recipe;
   if (!last_call_.is(recipe.call)) last_call_ = recipe.call;
   const Span &input = arrays.input.span, &output = arrays.output.span;
-  const Job job = job_of(recipe.known, input, output, what.scratch);
+  const Job job = job_of(recipe.spec, input, output, what.scratch);
   Status status;
   {
     Unlocker unlocker;
     if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
-    status = job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
+    status =
+      job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
   }
   if (!status.is_ok()) end(recipe, seq, status, arrays);
   return true;
 }
 
-nb::object Calls::start(const Remembered& what, Arrays&& arrays) {
+nb::object Calls::start(const CachedCall& what, Arrays&& arrays) {
   if (is_busy()) return {};
   const Inside inside(*this);
   nb::tuple owners = nb::make_tuple(arrays.input.owner(), arrays.output.owner());

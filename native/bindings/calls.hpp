@@ -9,10 +9,10 @@
 #include <memory>
 #include <vector>
 
-#include "forks.hpp"
-#include "program.hpp"
-#include "queue.hpp"
-#include "runner.hpp"
+#include "core/fork_guard.hpp"
+#include "bindings/owned_program.hpp"
+#include "core/queue.hpp"
+#include "core/program.hpp"
 
 namespace unisono {
 
@@ -48,15 +48,15 @@ struct Span {
 
 // The one way from what is known of a call, and the memory it works on, to what an engine runs.
 // `scratch` has to be as large as scratch_bytes() says.
-Job job_of(const Known& known, const Span& input, const Span& output, std::vector<char>& scratch);
-inline size_t scratch_bytes(const Known& known) {
-  return static_cast<size_t>(known.program->scratch_count * known.itemsize);
+Job job_of(const CallSpec& spec, const Span& input, const Span& output, std::vector<char>& scratch);
+inline size_t scratch_bytes(const CallSpec& spec) {
+  return static_cast<size_t>(spec.program->scratch_count * spec.itemsize);
 }
 
 // An argument that is an array or a list of arrays, with its owners.
 struct Argument {
   Span span;
-  PyObject* array = nullptr;            // the caller keeps it
+  PyObject* array = nullptr;             // the caller keeps it
   std::vector<nanobind::object> listed;  // a list can change while the interpreter lock is not held
 
   // The array, a list of arrays, or None.
@@ -88,15 +88,15 @@ class Messenger {
 
 // What a call runs besides its memory, and who owns that.
 struct Recipe {
-  Known known;
-  nanobind::object runner;   // keeps known.runner alive
-  nanobind::object program;  // keeps known.program alive
+  CallSpec spec;
+  nanobind::object runner;   // keeps spec.runner alive
+  nanobind::object program;  // keeps spec.program alive
   nanobind::object call;     // for errors: the Call of Python
 
   int visit(visitproc visit, void* arg) const;
 };
 
-struct Remembered {
+struct CachedCall {
   Key key;
   Recipe recipe;
   std::vector<char> scratch;
@@ -128,19 +128,19 @@ class Calls {
   nanobind::object last() const;
 
   // A call has begun, whichever it is; see Runner::rouse.
-  void rouse() const {
-    if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->rouse();
+  void wake_waiters() const {
+    if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->wake_waiters();
   }
   // What the call returns; nothing: leave it to Python.
-  nanobind::object pass(const Message& message) const;
-  Remembered* find(const Key& key) const;
+  nanobind::object run_message(const Message& message) const;
+  CachedCall* find(const Key& key) const;
   void remember(const Key& key, nanobind::handle op, nanobind::handle algorithm,
                 const Arrays& arrays, bool is_async);
   // Run it, if it is nobody else's turn; false: leave it to Python.
-  bool run(Remembered& what, const Arrays& arrays);
+  bool run(CachedCall& what, const Arrays& arrays);
   // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to
   // Python.
-  nanobind::object start(const Remembered& what, Arrays&& arrays);
+  nanobind::object start(const CachedCall& what, Arrays&& arrays);
 
  private:
   struct Note {
@@ -160,7 +160,7 @@ class Calls {
   nanobind::object begun_;
   bool closed_ = false;
   unsigned long caller_ = 0;
-  const Origin origin_;
+  const ForkGuard fork_guard_;
   double timeout_s_ = 0;
   int64_t timeout_ns_ = 0;
   nanobind::object messenger_ref_;
@@ -170,7 +170,7 @@ class Calls {
   nanobind::object runner_;  // of the last call that was remembered
   uint64_t last_seq_ = 0;
   nanobind::object last_call_;
-  std::array<std::unique_ptr<Remembered>, 256> table_;
+  std::array<std::unique_ptr<CachedCall>, 256> table_;
 };
 
 }  // namespace unisono

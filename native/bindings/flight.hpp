@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
-#include "calls.hpp"
-#include "clock.hpp"
-#include "memory.hpp"
-#include "queue.hpp"
+#include "bindings/calls.hpp"
+#include "core/clock.hpp"
+#include "bindings/memory.hpp"
+#include "core/queue.hpp"
 
 namespace unisono {
 
@@ -32,8 +32,8 @@ class Flight {
   }
 
   // On the arguments of a call that is repeated.
-  Flight(const Recipe& recipe, Arrays&& arrays, int64_t timeout_ns)
-      : recipe_(recipe), arrays_(std::move(arrays)) {
+  Flight(Recipe recipe, Arrays&& arrays, int64_t timeout_ns)
+      : recipe_(std::move(recipe)), arrays_(std::move(arrays)) {
     for (const Argument* each : {&arrays_.input, &arrays_.output}) {
       if (each->array != nullptr) owners_.push_back(nanobind::borrow(each->array));
     }
@@ -66,8 +66,8 @@ class Flight {
 
  private:
   void prepare(const Span& input, const Span& output, int64_t timeout_ns) {
-    scratch_.resize(scratch_bytes(recipe_.known));
-    job = job_of(recipe_.known, input, output, scratch_);
+    scratch_.resize(scratch_bytes(recipe_.spec));
+    job = job_of(recipe_.spec, input, output, scratch_);
     job.deadline_ns = now_ns() + timeout_ns;
   }
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "bindings.hpp"
-#include "proof.hpp"
+#include "bindings/bindings.hpp"
+#include "store/token.hpp"
 
 namespace nb = nanobind;
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "calls.hpp"
+#include "bindings/calls.hpp"
 
 namespace unisono {
 
@@ -13,7 +13,8 @@ namespace unisono {
 // None.
 class Memory {
  public:
-  explicit Memory(nanobind::handle given) : Memory() {  // so that the destructor runs if this throws
+  explicit Memory(nanobind::handle given)
+      : Memory() {  // so that the destructor runs if this throws
     if (given.is_none()) return;
     if (!nanobind::isinstance<nanobind::list>(given)) {
       span_.data = hold(given);
@@ -21,7 +22,9 @@ class Memory {
     }
     for (nanobind::handle each : nanobind::borrow<nanobind::list>(given)) {
       span_.parts.push_back(hold(each));
-      if (views_.back().len != views_.front().len) throw nanobind::value_error("parts of different size");
+      if (views_.back().len != views_.front().len) {
+        throw nanobind::value_error("parts of different size");
+      }
     }
   }
   ~Memory() {

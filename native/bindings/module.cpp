@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
-#include "group.hpp"
-#include "kernels.hpp"
-#include "program.hpp"
-#include "segment.hpp"
-#include "steps.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "shared/group.hpp"
+#include "kernels/kernels.hpp"
+#include "bindings/owned_program.hpp"
+#include "shared/segment.hpp"
+#include "steps/steps.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -59,11 +59,11 @@ nb::typed<nb::dict, nb::str, nb::int_> dtype_codes() {
     const char* name;
     DType code;
   } table[] = {
-    {"bool", DType::bool8},      {"int8", DType::i8},      {"int16", DType::i16},
-    {"int32", DType::i32},       {"int64", DType::i64},    {"uint8", DType::u8},
-    {"uint16", DType::u16},      {"uint32", DType::u32},   {"uint64", DType::u64},
-    {"float16", DType::f16},     {"bfloat16", DType::bf16}, {"float32", DType::f32},
-    {"float64", DType::f64},     {"complex64", DType::c64}, {"complex128", DType::c128},
+    {"bool", DType::bool8},  {"int8", DType::i8},       {"int16", DType::i16},
+    {"int32", DType::i32},   {"int64", DType::i64},     {"uint8", DType::u8},
+    {"uint16", DType::u16},  {"uint32", DType::u32},    {"uint64", DType::u64},
+    {"float16", DType::f16}, {"bfloat16", DType::bf16}, {"float32", DType::f32},
+    {"float64", DType::f64}, {"complex64", DType::c64}, {"complex128", DType::c128},
   };
   static_assert(sizeof(table) / sizeof(table[0]) == unisono::kDTypes, "one row per DType");
   nb::typed<nb::dict, nb::str, nb::int_> codes;
@@ -77,7 +77,7 @@ constexpr const char* kBuild = "clang " __clang_version__;
 constexpr const char* kBuild = "gcc " __VERSION__;
 #endif
 
-// Shared words laid out otherwise must not meet; bump with line.hpp and ring.hpp.
+// Shared words laid out otherwise must not meet; bump with shared/layout.hpp and messages/ring.hpp.
 constexpr int kAbi = 6;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
@@ -106,7 +106,8 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
 }
 
 // The callback must not keep alive what keeps the runner alive.
-void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& late, int64_t before_ns) {
+void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& late,
+              int64_t before_ns) {
   auto call = [late] {
     nb::gil_scoped_acquire locked;
     try {
@@ -124,7 +125,7 @@ NB_MODULE(_engine, m) {
   m.doc() = "The native engine.";
   m.def("dtype_codes", &dtype_codes, "Return every element type's code, by Python's name of it.");
   m.def("reduce", &reduce, nb::arg("into"), nb::arg("other"), nb::arg("count"), nb::arg("dtype"),
-          nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
+        nb::arg("op"), "Set into = into (op) other, element by element; pointers and codes.");
   m.def("isa", &unisono::isa, "Return the name of the chosen instruction set.");
   m.def("isas", &isas, "Return the instruction sets that this machine has, from slowest.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Choose an instruction set.");

@@ -1,5 +1,5 @@
 // A group's queue, whose jobs run without Python.
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
@@ -9,10 +9,10 @@
 #include <tuple>
 #include <utility>
 
-#include "bindings.hpp"
-#include "clock.hpp"
-#include "flight.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "core/clock.hpp"
+#include "bindings/flight.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -24,10 +24,15 @@ void make_flight(Flight* self, nb::handle_t<Runner> runner, nb::handle_t<OwnedPr
                  nb::handle source, nb::handle target, int64_t itemsize, int dtype, int op,
                  uint64_t fingerprint, uint64_t even, double timeout_s, Calls* calls,
                  nb::object call) {
-  const Known known{nb::cast<Runner*>(runner), nb::cast<const OwnedProgram*>(program), itemsize,
-                    dtype, op, fingerprint, even};
-  new (self) Flight({known, nb::borrow(runner), nb::borrow(program), std::move(call)}, source, target,
-                    nanoseconds(timeout_s), calls);
+  const CallSpec spec{nb::cast<Runner*>(runner),
+                      nb::cast<const OwnedProgram*>(program),
+                      itemsize,
+                      dtype,
+                      op,
+                      fingerprint,
+                      even};
+  new (self) Flight({spec, nb::borrow(runner), nb::borrow(program), std::move(call)}, source,
+                    target, nanoseconds(timeout_s), calls);
 }
 
 // (status code, peer)
@@ -89,10 +94,12 @@ void bind_queue(nb::module_& m) {
          nb::arg("calls").none(), nb::arg("call").none(),
          "A call to run or queue; `calls`, if any, notes it to be repeated.")
     .def("run", &unisono::run, "Run it here, once; return (code, peer).")
-    .def_prop_ro("seq", [](const Flight& flight) { return flight.job.seq; },
-                 "Its number; 0 before it is queued.")
-    .def_prop_ro("is_handed", [](const Flight& flight) { return flight.job.handed; },
-                 "Once it is over: whether whoever serves tells of its end.");
+    .def_prop_ro(
+      "seq", [](const Flight& flight) { return flight.job.seq; },
+      "Its number; 0 before it is queued.")
+    .def_prop_ro(
+      "is_handed", [](const Flight& flight) { return flight.job.handed; },
+      "Once it is over: whether whoever serves tells of its end.");
 
   nb::class_<Turn> turn(m, "Turn");
   turn.attr("CLOSED") = static_cast<int>(Turn::kClosed);
@@ -105,12 +112,14 @@ void bind_queue(nb::module_& m) {
     .def("give", &Turn::give, "Give the turn back.")
     .def("is_free", &Turn::is_free)
     .def("runs", &Turn::runs, "Whether a call runs.")
-    .def("push", &unisono::push, nb::arg("flight"), "Queue a call, to be kept until it is over; return its number.")
+    .def("push", &unisono::push, nb::arg("flight"),
+         "Queue a call, to be kept until it is over; return its number.")
     .def("serve", &unisono::serve, "Run what is queued; return (reason, number, code, peer).")
     .def("finish", &Turn::finish, nb::arg("seq"), "End the call that serve() returned with.")
     .def("is_over", &Turn::is_over, nb::arg("seq"))
-    .def("watch", [](Turn& turn, Flight& flight) { return turn.watch(&flight.job); },
-         nb::arg("flight"), "Have serve() tell of its end; False: it has ended well already.")
+    .def(
+      "watch", [](Turn& turn, Flight& flight) { return turn.watch(&flight.job); },
+      nb::arg("flight"), "Have serve() tell of its end; False: it has ended well already.")
     .def("wait", &unisono::wait, nb::arg("seq"), nb::arg("timeout_s"),
          "Wait until a call is over; return whether it is.")
     .def("wait_until_still", &unisono::wait_until_still, nb::arg("timeout_s"),

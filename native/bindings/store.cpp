@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.hpp"
-#include "load.hpp"
-#include "server.hpp"
+#include "bindings/bindings.hpp"
+#include "store/load.hpp"
+#include "store/server.hpp"
 
 namespace nb = nanobind;
 
@@ -17,12 +17,12 @@ namespace {
 
 class StoreServer {
  public:
-  StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token,
-              bool serves_strangers, uint64_t max_reply_bytes, std::size_t max_greetings)
-      : server_(unisono::store::Server::start(
-          std::move(listeners), log_fd,
-          {std::string(token.c_str(), token.size()), serves_strangers, max_reply_bytes,
-           max_greetings})) {}
+  StoreServer(std::vector<int> listeners, int log_fd, const nb::bytes& token, bool serves_strangers,
+              uint64_t max_reply_bytes, std::size_t max_greetings)
+      : server_(unisono::store::Server::start(std::move(listeners), log_fd,
+                                              {std::string(token.c_str(), token.size()),
+                                               serves_strangers, max_reply_bytes, max_greetings})) {
+  }
 
   void stop() {
     nb::gil_scoped_release unlocked;
@@ -46,7 +46,8 @@ void bind_store(nb::module_& m) {
   nb::class_<StoreServer>(m, "StoreServer")
     .def(nb::init<std::vector<int>, int, const nb::bytes&, bool, uint64_t, std::size_t>(),
          nb::arg("listeners"), nb::arg("log_fd"), nb::arg("token"), nb::arg("serves_strangers"),
-         nb::arg("max_reply_bytes"), nb::arg("max_greetings"), "Serve torch's TCPStore protocol on a thread of its own.")
+         nb::arg("max_reply_bytes"), nb::arg("max_greetings"),
+         "Serve torch's TCPStore protocol on a thread of its own.")
     .def("stop", &StoreServer::stop, "End the thread and close every socket.")
     .def_prop_ro("clients", &StoreServer::clients);
   m.def("store_load", &store_load, nb::arg("connections"), nb::arg("request"), nb::arg("count"),

@@ -6,9 +6,9 @@
 #include <memory>
 #include <string_view>
 
-#include "bindings.hpp"
-#include "link.hpp"
-#include "waits.hpp"
+#include "bindings/bindings.hpp"
+#include "store/link.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -17,7 +17,7 @@ namespace {
 using unisono::store::Buffer;
 using unisono::store::Cursor;
 using unisono::store::Link;
-using unisono::store::Op;
+using unisono::store::Opcode;
 
 // Python's encoder, which is asked next, finds the same and says what it is.
 [[noreturn]] void refuse() {
@@ -60,7 +60,7 @@ void put_list(Buffer& out, nb::handle items, bool with_values) {
 }
 
 void put_request(Link& link, const nb::tuple& request) {
-  const auto op = static_cast<Op>(nb::cast<int>(request[0]));
+  const auto op = static_cast<Opcode>(nb::cast<int>(request[0]));
   Buffer& out = link.out();
   const std::size_t before = out.size();
   out.append_number(static_cast<char>(op));
@@ -78,18 +78,18 @@ void put_request(Link& link, const nb::tuple& request) {
   if (out.size() - before > unisono::store::kMaxRequestBytes) refuse();
   if (*unisono::store::reply_fields(op) == '\0') {
     // So that a write is done, and visible to every other connection, on return.
-    out.append_number(static_cast<char>(Op::ping));
+    out.append_number(static_cast<char>(Opcode::ping));
     out.append_number(uint32_t{0});
-    link.expect(Op::ping);
+    link.expect(Opcode::ping);
   } else {
-    link.expect(op, op == Op::multi_get ? nb::len(nb::handle(request[1])) : 0);
+    link.expect(op, op == Opcode::multi_get ? nb::len(nb::handle(request[1])) : 0);
   }
 }
 
 nb::object as_bytes(std::string_view bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
 nb::object taken(const nb::tuple& request, const char* at) {
-  const auto op = static_cast<Op>(nb::cast<int>(request[0]));
+  const auto op = static_cast<Opcode>(nb::cast<int>(request[0]));
   Cursor cursor(at);
   switch (*unisono::store::reply_fields(op)) {
     case 'v': return as_bytes(cursor.sized());
@@ -112,8 +112,8 @@ nb::object taken(const nb::tuple& request, const char* at) {
       nb::list keys;
       for (auto left = cursor.number<uint64_t>(); left > 0; --left) {
         const std::string_view key = cursor.sized();
-        PyObject* text = PyUnicode_DecodeUTF8(key.data(), static_cast<Py_ssize_t>(key.size()),
-                                              "surrogateescape");
+        PyObject* text =
+          PyUnicode_DecodeUTF8(key.data(), static_cast<Py_ssize_t>(key.size()), "surrogateescape");
         if (text == nullptr) throw nb::python_error();
         keys.append(nb::steal(text));
       }
@@ -130,20 +130,20 @@ std::unique_ptr<Link> make_link(int fd) {
 }
 
 void run(Link& link, double timeout_s) {
-  Link::End end;
+  Link::Result end;
   {
     nb::gil_scoped_release unlocked;
     end = link.exchange(unisono::nanoseconds(timeout_s));
   }
   switch (end) {
-    case Link::End::ok: return;
-    case Link::End::interrupted: break;
-    case Link::End::timeout: PyErr_SetString(PyExc_TimeoutError, "timed out"); break;
-    case Link::End::closed:
+    case Link::Result::ok: return;
+    case Link::Result::interrupted: break;
+    case Link::Result::timeout: PyErr_SetString(PyExc_TimeoutError, "timed out"); break;
+    case Link::Result::closed:
       PyErr_SetString(PyExc_ConnectionResetError, "the server closed the connection");
       break;
-    case Link::End::bad: PyErr_SetString(PyExc_ValueError, "the reply makes no sense"); break;
-    case Link::End::error: PyErr_SetFromErrno(PyExc_OSError); break;
+    case Link::Result::bad: PyErr_SetString(PyExc_ValueError, "the reply makes no sense"); break;
+    case Link::Result::error: PyErr_SetFromErrno(PyExc_OSError); break;
   }
   throw nb::python_error();
 }
@@ -165,13 +165,13 @@ Results exchange(Link& link, double timeout_s, const Requests& requests) {
 
 bool cancel(Link& link, double timeout_s) {
   link.begin();
-  link.out().append_number(static_cast<char>(Op::cancel_wait));
+  link.out().append_number(static_cast<char>(Opcode::cancel_wait));
   // The reply still expected is either the late end of the wait or its cancellation.
   run(link, timeout_s);
   const bool has_ended = *link.reply(0) == unisono::store::kStopWaiting;
   link.done();
   if (has_ended) {
-    link.expect(Op::cancel_wait);
+    link.expect(Opcode::cancel_wait);
     run(link, timeout_s);
     link.done();
   }

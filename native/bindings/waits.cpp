@@ -1,8 +1,8 @@
-#include "waits.hpp"
+#include "bindings/waits.hpp"
 
 #include <utility>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 
 namespace unisono {
 

@@ -1,4 +1,4 @@
-#include "address.hpp"
+#include "store/address.hpp"
 
 #include <cstring>
 

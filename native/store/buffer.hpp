@@ -2,6 +2,7 @@
 // thousands of idle clients cost little.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -64,8 +65,8 @@ class Buffer {
       begin_ = 0;
       if (capacity_ - end_ >= nbytes) return;
     }
-    std::size_t capacity = capacity_ < 64 ? 64 : 2 * capacity_;
-    if (capacity < end_ + nbytes) capacity = end_ + nbytes;
+    const std::size_t doubled = capacity_ < 64 ? 64 : 2 * capacity_;
+    const std::size_t capacity = std::max(doubled, end_ + nbytes);
     void* grown = std::realloc(memory_, capacity);
     if (grown == nullptr) throw std::bad_alloc();
     memory_ = static_cast<char*>(grown);

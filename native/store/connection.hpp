@@ -1,8 +1,8 @@
 // One client of the server: what it sent in part, what it has not read yet, what it waits for.
 #pragma once
 
-#include "address.hpp"
-#include "server.hpp"
+#include "store/address.hpp"
+#include "store/server.hpp"
 
 namespace unisono::store {
 

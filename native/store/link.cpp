@@ -1,4 +1,4 @@
-#include "link.hpp"
+#include "store/link.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -8,7 +8,7 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
-#include "clock.hpp"
+#include "core/clock.hpp"
 
 namespace unisono::store {
 
@@ -33,39 +33,39 @@ Link::Link(int fd) : fd_(fd) {
 
 void Link::begin() { out_.drop_front(out_.size()); }
 
-Link::End Link::exchange(int64_t timeout_ns) {
+Link::Result Link::exchange(int64_t timeout_ns) {
   const int64_t until_ns = now_ns() + timeout_ns;
-  End end = send_all(until_ns);
-  if (end == End::ok) end = take();
-  while (end == End::ok && !expected_.empty()) {
+  Result end = send_all(until_ns);
+  if (end == Result::ok) end = take();
+  while (end == Result::ok && !expected_.empty()) {
     end = receive(until_ns);
-    if (end == End::ok) end = take();
+    if (end == Result::ok) end = take();
   }
   return end;
 }
 
-Link::End Link::send_all(int64_t until_ns) {
+Link::Result Link::send_all(int64_t until_ns) {
   while (!out_.is_empty()) {
     const int flags = until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0;
     const ssize_t count = send(fd_, out_.data(), out_.size(), MSG_NOSIGNAL | flags);
     if (count >= 0) {
       out_.drop_front(static_cast<std::size_t>(count));
-    } else if (End end = after_error(until_ns, POLLOUT); end != End::ok) {
+    } else if (Result end = after_error(until_ns, POLLOUT); end != Result::ok) {
       return end;
     }
   }
-  return End::ok;
+  return Result::ok;
 }
 
-Link::End Link::receive(int64_t until_ns) {
+Link::Result Link::receive(int64_t until_ns) {
   // More for a reply that turns out to be long.
   const std::size_t asked = std::clamp(in_.size(), kReadBytes, kMostReadBytes);
   char* into = in_.space(asked);
   ssize_t count = look(into, asked);
   while (true) {
     if (count > 0) in_.added(static_cast<std::size_t>(count));
-    if (count >= 0) return count > 0 ? End::ok : End::closed;
-    if (End end = after_error(until_ns, POLLIN); end != End::ok) return end;
+    if (count >= 0) return count > 0 ? Result::ok : Result::closed;
+    if (Result end = after_error(until_ns, POLLIN); end != Result::ok) return end;
     count = recv(fd_, into, asked, until_ns - now_ns() < kSecond ? MSG_DONTWAIT : 0);
   }
 }
@@ -83,20 +83,20 @@ ssize_t Link::look(char* into, std::size_t asked) {
 }
 
 // Decides whether to try again, and waits until that makes sense.
-Link::End Link::after_error(int64_t until_ns, short events) {
-  if (errno == EINTR) return poll_ != nullptr && poll_() ? End::interrupted : End::ok;
-  if (errno != EAGAIN) return End::error;
+Link::Result Link::after_error(int64_t until_ns, short events) {
+  if (errno == EINTR) return poll_ != nullptr && poll_() ? Result::interrupted : Result::ok;
+  if (errno != EAGAIN) return Result::error;
   const int64_t left_ns = until_ns - now_ns();
-  if (left_ns <= 0) return End::timeout;
-  if (left_ns > kSecond) return End::ok;
+  if (left_ns <= 0) return Result::timeout;
+  if (left_ns > kSecond) return Result::ok;
   pollfd waiting{fd_, events, 0};
   const int ready = poll(&waiting, 1, static_cast<int>(left_ns / 1'000'000) + 1);
-  if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return End::interrupted;
-  return End::ok;
+  if (ready < 0 && errno == EINTR && poll_ != nullptr && poll_()) return Result::interrupted;
+  return Result::ok;
 }
 
 // Finds the ends of the replies that are there.
-Link::End Link::take() {
+Link::Result Link::take() {
   while (!expected_.empty()) {
     if (!is_scanning_) {
       const Expected& next = expected_.front();
@@ -104,8 +104,8 @@ Link::End Link::take() {
       is_scanning_ = true;
     }
     switch (scanner_.scan(in_.data() + end_, in_.size() - end_)) {
-      case Scanner::State::partial: return End::ok;
-      case Scanner::State::bad: return End::bad;
+      case Scanner::State::partial: return Result::ok;
+      case Scanner::State::bad: return Result::bad;
       case Scanner::State::whole: break;
     }
     is_scanning_ = false;
@@ -114,7 +114,7 @@ Link::End Link::take() {
     expected_.pop_front();
   }
   // More than was asked for.
-  return end_ == in_.size() ? End::ok : End::bad;
+  return end_ == in_.size() ? Result::ok : Result::bad;
 }
 
 void Link::done() {

@@ -7,14 +7,14 @@
 
 #include <sys/types.h>
 
-#include "buffer.hpp"
-#include "wire.hpp"
+#include "store/buffer.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 
 class Link {
  public:
-  enum class End { ok, timeout, closed, error, bad, interrupted };
+  enum class Result { ok, timeout, closed, error, bad, interrupted };
 
   explicit Link(int fd);
 
@@ -23,9 +23,9 @@ class Link {
   // Where to write requests, before `expect` and `exchange`.
   Buffer& out() { return out_; }
   // Says that a request of this kind is in `out`; `values` is the number of keys of multi_get.
-  void expect(Op op, uint64_t values = 0) { expected_.push_back({op, values}); }
+  void expect(Opcode op, uint64_t values = 0) { expected_.push_back({op, values}); }
   // Returns once all replies are there: one after another at `reply(i)`. After `error`, errno.
-  End exchange(int64_t timeout_ns);
+  Result exchange(int64_t timeout_ns);
   const char* reply(std::size_t index) const { return in_.data() + starts_[index]; }
   // Forgets the replies.
   void done();
@@ -35,15 +35,15 @@ class Link {
 
  private:
   struct Expected {
-    Op op;
+    Opcode op;
     uint64_t values;
   };
 
-  End send_all(int64_t until_ns);
-  End receive(int64_t until_ns);
-  End take();
+  Result send_all(int64_t until_ns);
+  Result receive(int64_t until_ns);
+  Result take();
   ssize_t look(char* into, std::size_t asked);
-  End after_error(int64_t until_ns, short events);
+  Result after_error(int64_t until_ns, short events);
 
   // How long a reply is looked for before the thread sleeps: waking up takes longer than most
   // replies do.

@@ -1,4 +1,4 @@
-#include "load.hpp"
+#include "store/load.hpp"
 
 #include <cerrno>
 #include <chrono>
@@ -21,7 +21,8 @@ struct Poll {
 };
 
 void put(int fd, std::string_view request) {
-  if (send(fd, request.data(), request.size(), MSG_NOSIGNAL) != static_cast<ssize_t>(request.size())) {
+  if (send(fd, request.data(), request.size(), MSG_NOSIGNAL) !=
+      static_cast<ssize_t>(request.size())) {
     throw std::runtime_error("the store server does not take requests any more");
   }
 }

@@ -13,7 +13,7 @@
 
 #include <sys/socket.h>
 
-#include "connection.hpp"
+#include "store/connection.hpp"
 
 namespace unisono::store {
 
@@ -21,10 +21,9 @@ namespace {
 
 constexpr std::size_t kShownBytes = 64;
 
-const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here lets everybody in";
+const std::string kOrEverybody = "; or UNISONO_INSECURE=1 here accepts any client";
 const std::string kGiveToken = "give it the job's token, UNISONO_TOKEN" + kOrEverybody;
-const std::string kMakeToken =
-  "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
+const std::string kMakeToken = "set UNISONO_TOKEN to the same secret here and there" + kOrEverybody;
 
 std::string_view text_of(const Digest& digest) {
   return {reinterpret_cast<const char*>(digest.data()), digest.size()};
@@ -63,7 +62,7 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     }
     return expected.size();
   }
-  if (data[0] == static_cast<char>(Op::validate)) {
+  if (data[0] == static_cast<char>(Opcode::validate)) {
     if (options_.serves_strangers) {
       client.phase = Connection::Phase::validating;
     } else if (client.peer.is_local(client.fd)) {
@@ -127,7 +126,7 @@ void Server::refuse(Connection& client, Answer answer, const std::string& why) {
 void Server::handle(Connection& client) {
   const Request& request = request_;
   if (client.phase == Connection::Phase::validating) {
-    if (request.op != Op::validate || request.word != kMagic) {
+    if (request.op != Opcode::validate || request.word != kMagic) {
       doom(client, "it does not begin with VALIDATE and the magic number");
       return;
     }
@@ -137,27 +136,33 @@ void Server::handle(Connection& client) {
   // Kept until the request is done: it is the one that may take the promised value.
   const std::optional<std::string> promised = table_.take_promise(client);
   switch (request.op) {
-    case Op::validate: break;
-    case Op::set: table_.set(request.key, request.value); break;
-    case Op::queue_push: table_.queue_push(request.key, request.value); break;
-    case Op::multi_set:
+    case Opcode::validate: break;
+    case Opcode::set: table_.set(request.key, request.value); break;
+    case Opcode::queue_push: table_.queue_push(request.key, request.value); break;
+    case Opcode::multi_set:
       for (std::size_t i = 0; i < request.keys.size(); ++i) {
         table_.set(request.keys[i], request.values[i]);
       }
       break;
-    case Op::compare_set:
+    case Opcode::compare_set:
       client.out.append_sized(table_.compare_set(request.key, request.value, request.other));
       break;
-    case Op::get: {
+    case Opcode::get: {
       const std::string* value = table_.find(request.key);
       client.out.append_sized(value == nullptr ? std::string_view() : *value);
       break;
     }
-    case Op::check: client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady); break;
-    case Op::num_keys: client.out.append_number(static_cast<int64_t>(table_.values().size())); break;
-    case Op::delete_key: client.out.append_number(int64_t{table_.delete_key(request.key)}); break;
-    case Op::queue_len: client.out.append_number(table_.queue_len(request.key)); break;
-    case Op::ping: client.out.append_number(request.word); break;
+    case Opcode::check:
+      client.out.append_number(table_.has_all(request.keys) ? kReady : kNotReady);
+      break;
+    case Opcode::num_keys:
+      client.out.append_number(static_cast<int64_t>(table_.values().size()));
+      break;
+    case Opcode::delete_key:
+      client.out.append_number(int64_t{table_.delete_key(request.key)});
+      break;
+    case Opcode::queue_len: client.out.append_number(table_.queue_len(request.key)); break;
+    case Opcode::ping: client.out.append_number(request.word); break;
     default: answer_more(client); break;
   }
   if (promised) table_.end_promise(*promised);
@@ -167,7 +172,7 @@ void Server::handle(Connection& client) {
 void Server::answer_more(Connection& client) {
   const Request& request = request_;
   switch (request.op) {
-    case Op::add: {
+    case Opcode::add: {
       int64_t total;
       if (table_.add(request.key, request.number, &total)) {
         client.out.append_number(total);
@@ -178,30 +183,30 @@ void Server::answer_more(Connection& client) {
       }
       break;
     }
-    case Op::append:
+    case Opcode::append:
       if (!table_.append(request.key, request.value)) {
         doom(client, "append(" + quoted(request.key) + "): the value becomes too long");
       }
       break;
-    case Op::wait:
+    case Opcode::wait:
       if (table_.wait(client, request.keys)) client.out.append_number(kStopWaiting);
       break;
-    case Op::barrier:
+    case Opcode::barrier:
       if (!table_.arrive(client, request.key, request.number)) {
         doom(client, "barrier " + quoted(request.key) + ": others came with another world size");
       }
       break;
-    case Op::cancel_wait:
+    case Opcode::cancel_wait:
       table_.forget(client);
       client.out.append_number(kWaitCanceled);
       break;
-    case Op::queue_pop: {
+    case Opcode::queue_pop: {
       client.out.append_number(table_.queue_len(request.key));
       std::string value;
       if (table_.queue_pop(request.key, &value)) client.out.append_sized(value);
       break;
     }
-    case Op::multi_get: answer_multi_get(client); break;
+    case Opcode::multi_get: answer_multi_get(client); break;
     default:
       client.out.append_number(static_cast<uint64_t>(table_.values().size()));
       for (const auto& item : table_.values()) client.out.append_sized(item.first);

@@ -1,4 +1,4 @@
-#include "server.hpp"
+#include "store/server.hpp"
 
 #include <algorithm>
 #include <cerrno>
@@ -19,7 +19,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "connection.hpp"
+#include "store/connection.hpp"
 
 namespace unisono::store {
 
@@ -54,7 +54,7 @@ void set_option(int fd, int level, int name, int value) {
 // Keeps the locks of all servers across a fork: the child must find every socket, to close its
 // copy. Otherwise it would keep the port open with nobody to answer, and the clients of a killed
 // parent would never see their connections end.
-class Forks {
+class ForkHandlers {
  public:
   static void add(Server* server) {
     static const int once = pthread_atfork(&before, &in_parent, &in_child);
@@ -102,7 +102,7 @@ Server::Owner Server::start(std::vector<int> listeners, int log_fd, Options opti
     server->close_sockets();
     throw std::runtime_error("no descriptors for a store server");
   }
-  Forks::add(server.get());
+  ForkHandlers::add(server.get());
   // Signals are for Python's main thread; taken here, they would not interrupt what it waits for.
   sigset_t all, before;
   sigfillset(&all);
@@ -143,9 +143,9 @@ Server::Server(std::vector<int> listeners, int log_fd, Options options)
   epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
 }
 
-void Server::End::operator()(Server* server) const {
+void Server::Stopper::operator()(Server* server) const {
   server->stop();
-  Forks::remove(server);
+  ForkHandlers::remove(server);
   // In the child of a fork there is no thread to join, and the table may be half changed: the
   // copy stays as it is.
   if (getpid() == server->pid_) delete server;
@@ -155,7 +155,7 @@ void Server::stop() {
   if (getpid() != pid_ || stopping_.exchange(true)) return;
   const uint64_t one = 1;
   if (write(wake_, &one, sizeof one) < 0) return;  // cannot be: the counter is at 0
-  if (thread_.joinable()) thread_.join();  // it may never have begun
+  if (thread_.joinable()) thread_.join();          // it may never have begun
   const std::lock_guard<std::mutex> held(connections_lock_);
   close_sockets();
   connections_.clear();
@@ -364,8 +364,10 @@ void Server::tidy() {
     const bool waits = found != connections_.end() && found->second->id == oldest.id &&
                        found->second->phase != Connection::Phase::open;
     const bool is_crowded = greetings_.size() > options_.max_greetings;
-    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) break;
-    if (waits) doom(*found->second, "it did not say what it is");
+    if (waits && !is_crowded && oldest.until_ns - (out_of_descriptors_ ? kHurryNs : 0) > now_ns()) {
+      break;
+    }
+    if (waits) doom(*found->second, "it did not identify itself in time");
     greetings_.pop_front();
   }
   while (!dirty_.empty() || !doomed_.empty()) {

@@ -16,10 +16,10 @@
 
 #include <sys/types.h>
 
-#include "buffer.hpp"
-#include "proof.hpp"
-#include "table.hpp"
-#include "wire.hpp"
+#include "store/buffer.hpp"
+#include "store/token.hpp"
+#include "store/table.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 
@@ -32,10 +32,10 @@ class Server {
     // So many may come after a client that has not said yet who it is; then it is dropped.
     std::size_t max_greetings = 4096;
   };
-  struct End {
+  struct Stopper {
     void operator()(Server* server) const;
   };
-  using Owner = std::unique_ptr<Server, End>;
+  using Owner = std::unique_ptr<Server, Stopper>;
 
   // Takes over listening sockets, and a pipe for lines of text; starts the thread.
   static Owner start(std::vector<int> listeners, int log_fd, Options options);
@@ -53,7 +53,7 @@ class Server {
     int fd;
     uint64_t id;
   };
-  friend class Forks;
+  friend class ForkHandlers;
 
   Server(std::vector<int> listeners, int log_fd, Options options);
   ~Server() = default;
@@ -94,8 +94,8 @@ class Server {
   Table table_;
   Request request_;
   std::deque<Greeting> greetings_;
-  std::vector<Connection*> dirty_;  // woken by somebody else's request: to be sent to
-  std::vector<Connection*> later_;  // has more to be read, after the others' turn
+  std::vector<Connection*> dirty_;   // woken by somebody else's request: to be sent to
+  std::vector<Connection*> later_;   // has more to be read, after the others' turn
   std::vector<Connection*> doomed_;  // to be closed once nothing points at it any more
   std::unique_ptr<char[]> chunk_;
   bool may_accept_ = false;

@@ -1,4 +1,4 @@
-#include "table.hpp"
+#include "store/table.hpp"
 
 #include <algorithm>
 #include <charconv>
@@ -6,7 +6,7 @@
 #include <new>
 #include <utility>
 
-#include "wire.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 
@@ -71,7 +71,7 @@ bool Table::add(std::string_view key, int64_t amount, int64_t* total) {
   *total = amount;
   if (found != values_.end() && !checked_sum(found->second, amount, total)) return false;
   char digits[24];
-  const auto end = std::to_chars(digits, digits + sizeof digits, *total).ptr;
+  char* const end = std::to_chars(digits, digits + sizeof digits, *total).ptr;
   if (found == values_.end()) {
     values_.emplace(scratch_, std::string(digits, end));
   } else {

@@ -22,7 +22,7 @@ class Waiter {
  private:
   friend class Table;
   std::vector<std::string> keys_;  // what it waits for
-  std::size_t missing_ = 0;  // the one of them that is not there: only that one is watched
+  std::size_t missing_ = 0;        // the one of them that is not there: only that one is watched
   std::string barrier_;
   std::optional<std::string> promised_;  // the queue of which one value is kept for it
   bool in_barrier_ = false;

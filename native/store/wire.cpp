@@ -1,20 +1,20 @@
-#include "wire.hpp"
+#include "store/wire.hpp"
 
 namespace unisono::store {
 
 namespace {
 
-constexpr const char* kRequests[kOps] = {
+constexpr const char* kRequests[kOpcodes] = {
   "u", "kv", "kvv", "k", "ki", "K", "K", "", "k", "kv", "K", "P", "", "u", "kv", "k", "k", "", "ki",
 };
-constexpr const char* kReplies[kOps] = {
+constexpr const char* kReplies[kOpcodes] = {
   "", "", "v", "v", "i", "f", "f", "i", "i", "", "V", "", "f", "u", "", "q", "i", "K", "f",
 };
 
 }  // namespace
 
-const char* request_fields(Op op) { return kRequests[static_cast<int>(op)]; }
-const char* reply_fields(Op op) { return kReplies[static_cast<int>(op)]; }
+const char* request_fields(Opcode op) { return kRequests[static_cast<int>(op)]; }
+const char* reply_fields(Opcode op) { return kReplies[static_cast<int>(op)]; }
 
 void Scanner::start(const char* fields, const Limits& limits, uint64_t values) {
   fields_ = fields;
@@ -86,7 +86,7 @@ Scanner::State Scanner::scan_request(const char* data, std::size_t size) {
   if (fields_ == nullptr) {
     if (size == 0) return State::partial;
     const auto code = static_cast<unsigned char>(data[0]);
-    if (code >= kOps) return refuse("the request is unknown");
+    if (code >= kOpcodes) return refuse("the request is unknown");
     start(kRequests[code], kRequestLimits);
     at_ = 1;
   }
@@ -115,7 +115,7 @@ Scanner::State Scanner::scan(const char* data, std::size_t size) {
 
 void decode(const char* data, Request& request) {
   const auto code = static_cast<unsigned char>(data[0]);
-  request.op = static_cast<Op>(code);
+  request.op = static_cast<Opcode>(code);
   request.keys.clear();
   request.values.clear();
   Cursor cursor(data + 1);
@@ -123,7 +123,10 @@ void decode(const char* data, Request& request) {
   for (const char* field = kRequests[code]; *field != '\0'; ++field) {
     switch (*field) {
       case 'k': request.key = cursor.sized(); break;
-      case 'v': (has_value ? request.other : request.value) = cursor.sized(); has_value = true; break;
+      case 'v':
+        (has_value ? request.other : request.value) = cursor.sized();
+        has_value = true;
+        break;
       case 'i': request.number = cursor.number<int64_t>(); break;
       case 'u': request.word = cursor.number<uint32_t>(); break;
       default:

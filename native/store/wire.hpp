@@ -22,7 +22,7 @@ constexpr uint64_t kMaxReplyBytes = 1024 * 1024 * 1024;
 constexpr char kReady = 0, kNotReady = 1;
 constexpr char kStopWaiting = 0, kWaitCanceled = 1;
 
-enum class Op : uint8_t {
+enum class Opcode : uint8_t {
   validate,
   set,
   compare_set,
@@ -43,7 +43,7 @@ enum class Op : uint8_t {
   list_keys,
   barrier,
 };
-constexpr int kOps = 19;
+constexpr int kOpcodes = 19;
 
 template <typename T>
 T load(const char* at) {
@@ -54,7 +54,7 @@ T load(const char* at) {
 
 // One request; the views point into the bytes that it was decoded from.
 struct Request {
-  Op op{};
+  Opcode op{};
   std::string_view key;
   std::string_view value;  // compare_set: what is expected
   std::string_view other;  // compare_set: what to store
@@ -67,8 +67,8 @@ struct Request {
 // The fields of a request, and of its reply: k key, v value, i 64 bits, u 32 bits, f 8 bits, K
 // keys, P keys with values, V as many values as the request had keys, q length of a queue and,
 // unless that is 0, a value.
-const char* request_fields(Op op);
-const char* reply_fields(Op op);
+const char* request_fields(Opcode op);
+const char* reply_fields(Opcode op);
 
 struct Limits {
   uint64_t key_bytes, keys, value_bytes, total_bytes;

@@ -1,5 +1,5 @@
 // Posts that are read where they lie: results, ranks that do not want that, and who gives up.
-#include "group.hpp"
+#include "shared/group.hpp"
 
 #include <algorithm>
 #include <cassert>
@@ -51,8 +51,13 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
            const std::vector<int64_t>& input, int64_t* output, size_t count, int64_t timeout_ns) {
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   const Buffers buffers{reinterpret_cast<const char*>(input.data()),
-                        static_cast<int64_t>(input.size()), reinterpret_cast<char*>(output),
-                        static_cast<int64_t>(count), false, nullptr, 0, 8};
+                        static_cast<int64_t>(input.size()),
+                        reinterpret_cast<char*>(output),
+                        static_cast<int64_t>(count),
+                        false,
+                        nullptr,
+                        0,
+                        8};
   return group.run(program, buffers, nullptr, {7, 1}, timeout_ns);
 }
 
@@ -110,8 +115,8 @@ void test_who_gives_up_spoils_nothing(int ranks) {
                                       : Step{kRead, 0, -1, -1, kOutput, 0, kPiece, 0, 0, 1}};
       std::vector<int64_t> values(kPiece * kPieces, is_root ? round : -1);
       const std::vector<Loop> loops{{0, 1, kPieces, 0, kPiece}};
-      const Status status = run(group, steps, loops, {}, values.data(), values.size(),
-                                is_root ? timeout_ns : kMinute);
+      const Status status =
+        run(group, steps, loops, {}, values.data(), values.size(), is_root ? timeout_ns : kMinute);
       if (is_root && !status.is_ok()) {
         std::fill(values.begin(), values.end(), -2);
         group.abort();
@@ -123,7 +128,6 @@ void test_who_gives_up_spoils_nothing(int ranks) {
   }
   assert(ended_well >= 8);
 }
-
 
 // The same while a reader is busy with another block: what it reads afterwards has been changed.
 void test_who_gives_up_while_another_reads() {
@@ -162,22 +166,22 @@ void test_other_processes() {
   const int child = fork();
   char byte = 0;
   if (child == 0) {
-    Reach reach(segment, 1, {parent, getpid()});
+    RemoteReader reach(segment, 1, {parent, getpid()});
     secret = 42;
     const bool written = write(ready[1], &byte, 1) == 1 && read(done[0], &byte, 1) == 1;
     _exit(written && secret == 42 ? 0 : 1);
   }
   assert(read(ready[0], &byte, 1) == 1);
   int64_t copy = 0;
-  const Reach reach(segment, 0, {parent, child});
+  const RemoteReader reach(segment, 0, {parent, child});
   if (reach.read(1, &copy, reinterpret_cast<uintptr_t>(&secret), sizeof(copy))) {
     assert(copy == 42);
-    Reach right(segment, 0, {parent, child});
-    assert(right.has_all());
+    RemoteReader right(segment, 0, {parent, child});
+    assert(right.can_read_all());
     // Somebody else's process, as its number in another container may be.
-    segment.line(1).nonce[0] ^= 1;
-    Reach wrong(segment, 0, {parent, child});
-    assert(!wrong.has_all());
+    segment.words(1).nonce[0] ^= 1;
+    RemoteReader wrong(segment, 0, {parent, child});
+    assert(!wrong.can_read_all());
   }
   assert(write(done[1], &byte, 1) == 1);
   int status = 0;
@@ -197,7 +201,7 @@ void test_huge_pages() {
   madvise(small + half, half, MADV_HUGEPAGE);  // as the kernel likes
   std::fill_n(small, nbytes, 'x');
   HugePages pages;
-  for (int i = 0; i < 2; ++i) assert(!pages.hold(small, half) && !pages.hold(small, nbytes));
+  for (int i = 0; i < 2; ++i) assert(!pages.covers(small, half) && !pages.covers(small, nbytes));
   munmap(memory, nbytes + huge);
 }
 

@@ -1,5 +1,5 @@
 // Threads as ranks over one segment: results, agreement, flow control, and every way to end.
-#include "group.hpp"
+#include "shared/group.hpp"
 
 #include <cassert>
 #include <cstdio>
@@ -48,8 +48,10 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
            std::vector<int64_t>& output, uint64_t fingerprint, int64_t timeout_ns = kMinute) {
   const Program program{steps.data(), steps.size(), loops.data(), loops.size()};
   auto* data = reinterpret_cast<char*>(output.data());
-  const Buffers buffers{data, static_cast<int64_t>(output.size()), data,
-                        static_cast<int64_t>(output.size()), false, nullptr, 0, 8};
+  const Buffers buffers{data,  static_cast<int64_t>(output.size()),
+                        data,  static_cast<int64_t>(output.size()),
+                        false, nullptr,
+                        0,     8};
   return group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
                    timeout_ns);
 }
@@ -60,8 +62,8 @@ void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
     for (int round = 0; round < 200; ++round) {
       std::vector<int64_t> values(piece * pieces);
       std::iota(values.begin(), values.end(), rank + round);
-      Status status = run(group, one_shot(ranks, rank, piece), {{0, ranks, pieces, 0, piece}}, values,
-                          uint64_t(round) + 1);
+      Status status = run(group, one_shot(ranks, rank, piece), {{0, ranks, pieces, 0, piece}},
+                          values, static_cast<uint64_t>(round) + 1);
       assert(status.is_ok());
       for (int64_t i = 0; i < piece * pieces; ++i) {
         assert(values[size_t(i)] == ranks * (i + round) + ranks * (ranks - 1) / 2);
@@ -72,7 +74,7 @@ void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
 
 // Vectors in lists of three arrays each: steps and pieces that begin and end anywhere in them.
 void test_lists(int ranks, int64_t piece) {
-  on_ranks(ranks, 10, [&](Group& group, int rank) {
+  on_ranks(ranks, true, [&](Group& group, int rank) {
     const int64_t part = 20;
     std::vector<int64_t> in(3 * part), apart[3];
     std::iota(in.begin(), in.end(), rank);
@@ -91,8 +93,8 @@ void test_lists(int ranks, int64_t piece) {
     }
     const Loop loop{0, ranks + 1, 3 * part / piece, piece, piece};
     const Program program{steps.data(), steps.size(), &loop, 1};
-    const Buffers buffers{nullptr, 3 * part, nullptr, 3 * part, false, nullptr, 0, 8,
-                          {inputs, part}, {outputs, part}};
+    const Buffers buffers{nullptr, 3 * part, nullptr, 3 * part,       false,
+                          nullptr, 0,        8,       {inputs, part}, {outputs, part}};
     const Status status =
       group.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {4, 1}, kMinute);
     assert(status.is_ok());
@@ -117,7 +119,7 @@ void test_results_are_handed_back(bool is_crowded) {
       std::vector<int64_t> values(2 * half * pieces);
       std::iota(values.begin(), values.end(), rank + round);
       const std::vector<Loop> loops{{0, 4, pieces, 0, 2 * half}};
-      assert(run(group, steps, loops, values, uint64_t(round) + 1).is_ok());
+      assert(run(group, steps, loops, values, static_cast<uint64_t>(round) + 1).is_ok());
       for (size_t i = 0; i < values.size(); ++i) assert(values[i] == 2 * (int64_t(i) + round) + 1);
     }
   });
@@ -125,7 +127,7 @@ void test_results_are_handed_back(bool is_crowded) {
 
 // The root never waits for data, so only the flow control keeps it from overwriting its slots.
 void test_broadcast_does_not_overrun(int ranks) {
-  on_ranks(ranks, 10, [&](Group& group, int rank) {
+  on_ranks(ranks, true, [&](Group& group, int rank) {
     std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, rank, 0, 1}
                                       : Step{kRead, 0, -1, -1, kOutput, 0, 8, 0, 0, 1}};
     for (int64_t round = 0; round < 500; ++round) {
@@ -137,11 +139,12 @@ void test_broadcast_does_not_overrun(int ranks) {
 }
 
 void test_mismatch_is_seen_by_all_and_harmless(int ranks) {
-  on_ranks(ranks, 10, [&](Group& group, int rank) {
+  on_ranks(ranks, true, [&](Group& group, int rank) {
     for (int round = 0; round < 50; ++round) {
       std::vector<int64_t> values(100, 1);
       const bool odd = rank == round % ranks;
-      Status status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, odd ? 5 : 6);
+      Status status =
+        run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, odd ? 5 : 6);
       assert(status.code == Code::mismatch);
       assert(values == std::vector<int64_t>(100, 1));
       status = run(group, one_shot(ranks, rank, 100), {{0, ranks, 1, 0, 0}}, values, 6);
@@ -151,7 +154,7 @@ void test_mismatch_is_seen_by_all_and_harmless(int ranks) {
 }
 
 void test_agree_reports_uneven(int ranks) {
-  on_ranks(ranks, 10, [&](Group& group, int rank) {
+  on_ranks(ranks, true, [&](Group& group, int rank) {
     uint64_t even = 3;
     assert(group.agree(9, &even, kMinute).is_ok() && even == 3);
     even = rank == 0 ? 4 : 3;
@@ -161,7 +164,7 @@ void test_agree_reports_uneven(int ranks) {
 
 // One rank is an epoch ahead of the slowest most of the time; its words must not overtake it.
 void test_agreements_in_a_row(int ranks) {
-  on_ranks(ranks, 0, [&](Group& group, int rank) {
+  on_ranks(ranks, false, [&](Group& group, int rank) {
     for (uint64_t round = 1; round < 3000; ++round) {
       uint64_t even = round;
       if (round % 7 == static_cast<uint64_t>(rank)) std::this_thread::yield();
@@ -171,7 +174,7 @@ void test_agreements_in_a_row(int ranks) {
 }
 
 void test_absent_rank_times_out() {
-  on_ranks(3, 10, [&](Group& group, int rank) {
+  on_ranks(3, true, [&](Group& group, int rank) {
     if (rank == 2) return;
     std::vector<int64_t> values(10, 1);
     Status status = run(group, one_shot(3, rank, 10), {{0, 3, 1, 0, 0}}, values, 6, 50'000'000);
@@ -183,24 +186,25 @@ void test_absent_rank_times_out() {
 void test_a_roused_rank_sleeps_again() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
-  Group first(segment, 0, {getpid(), getpid()}, false), second(segment, 1, {getpid(), getpid()}, false);
+  Group first(segment, 0, {getpid(), getpid()}, false),
+    second(segment, 1, {getpid(), getpid()}, false);
   std::thread other([&] {
     uint64_t even = 3;
     assert(first.agree(9, &even, kMinute).is_ok());
   });
-  const Line& line = segment->line(1);
+  const RankWords& theirs = segment->words(1);
   for (int round = 0; round < 3; ++round) {
-    while (line.sleepers.load() == 0) std::this_thread::yield();
-    second.rouse();  // for nothing
+    while (theirs.sleepers.load() == 0) std::this_thread::yield();
+    second.wake_waiters();  // for nothing
   }
   uint64_t even = 3;
-  second.rouse();
+  second.wake_waiters();
   assert(second.agree(9, &even, kMinute).is_ok());
   other.join();
 }
 
 void test_abort_and_leave_end_a_wait() {
-  on_ranks(2, 10, [&](Group& group, int rank) {
+  on_ranks(2, true, [&](Group& group, int rank) {
     std::vector<int64_t> values(10, 1);
     if (rank == 1) {
       group.leave();
@@ -209,7 +213,7 @@ void test_abort_and_leave_end_a_wait() {
     Status status = run(group, one_shot(2, rank, 10), {{0, 2, 1, 0, 0}}, values, 6);
     assert(status.code == Code::left && status.peer == 1);
   });
-  on_ranks(2, 10, [&](Group& group, int rank) {
+  on_ranks(2, true, [&](Group& group, int rank) {
     if (rank == 1) return;
     std::thread other([&] { group.abort(); });
     std::vector<int64_t> values(10, 1);
@@ -223,7 +227,7 @@ void test_the_child_of_a_fork_is_not_this_rank() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
   const std::vector<int> pids(2, getpid());
-  Group mine(segment, 0, pids, 10);
+  Group mine(segment, 0, pids, true);
   auto other = std::make_unique<Group>(segment, 1, pids, true);
   const pid_t child = fork();
   if (child == 0) {
@@ -234,13 +238,13 @@ void test_the_child_of_a_fork_is_not_this_rank() {
   }
   int status = -1;
   assert(waitpid(child, &status, 0) == child && status == 0);
-  for (int rank : {0, 1}) assert(segment->line(rank).end.load() == kTakesPart);
+  for (int rank : {0, 1}) assert(segment->words(rank).membership.load() == kMember);
   other.reset();
-  assert(segment->line(1).end.load() == kLeft && !mine.is_aborted());
+  assert(segment->words(1).membership.load() == kLeft && !mine.is_aborted());
 }
 
 void test_bad_programs_are_refused() {
-  on_ranks(1, 10, [&](Group& group, int) {
+  on_ranks(1, true, [&](Group& group, int) {
     std::vector<int64_t> values(10, 1);
     const std::vector<Step> bad{
       {kCopy, -1, kOutput, 5, kOutput, 0, 6, -1, -1, -1},  // reads past the end
@@ -248,7 +252,7 @@ void test_bad_programs_are_refused() {
       {kPost, -1, kOutput, 0, -1, -1, 10, 0, 510, 1},      // leaves the slot
       {kPost, -1, kOutput, 0, -1, -1, 1, 1, 0, 1},         // into the slot of nobody
       {kPost, -1, kOutput, 0, -1, -1, 1, -1, 0, 1},
-      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},          // reads its own post
+      {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},  // reads its own post
       {99, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},
     };
     for (const Step& step : bad) {
@@ -266,8 +270,8 @@ void test_attach_proves_the_memory() {
   assert(made.create(2, 4096, kNonce) == 0);
   Segment seen;
   assert(seen.attach(getpid(), made.fd(), kNonce) == 0);
-  seen.line(1).end.store(1);
-  assert(made.line(1).end.load() == 1);
+  seen.words(1).membership.store(1);
+  assert(made.words(1).membership.load() == 1);
   const unsigned char other[16] = {9};
   Segment wrong, absent;
   assert(wrong.attach(getpid(), made.fd(), other) == EXDEV);

@@ -1,6 +1,6 @@
 // Every instruction set's reduction loops against one-element-at-a-time references that share no
 // code with them. The same against NumPy: tests/engines/test_native_kernels.py.
-#include "kernels.hpp"
+#include "kernels/kernels.hpp"
 
 #include <algorithm>
 #include <cassert>
@@ -60,22 +60,15 @@ T at(const std::vector<unsigned char>& bytes, std::size_t i) {
 // The integer result, computed in 128 bits and cut to T.
 template <class T>
 T expected_integer(RedOp op, T a, T b) {
-  __extension__ typedef unsigned __int128 Wide;
+  __extension__ using Wide = unsigned __int128;
   switch (op) {
-    case RedOp::product:
-      return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
-    case RedOp::min:
-      return a < b ? a : b;
-    case RedOp::max:
-      return a > b ? a : b;
-    case RedOp::band:
-      return static_cast<T>(a & b);
-    case RedOp::bor:
-      return static_cast<T>(a | b);
-    case RedOp::bxor:
-      return static_cast<T>(a ^ b);
-    default:
-      return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
+    case RedOp::product: return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
+    case RedOp::min: return a < b ? a : b;
+    case RedOp::max: return a > b ? a : b;
+    case RedOp::band: return static_cast<T>(a & b);
+    case RedOp::bor: return static_cast<T>(a | b);
+    case RedOp::bxor: return static_cast<T>(a ^ b);
+    default: return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
   }
 }
 
@@ -169,8 +162,15 @@ void check_round_trip(DType dtype, double (*value)(uint16_t)) {
 template <class T>
 void check_float(DType dtype) {
   const T nan = std::numeric_limits<T>::quiet_NaN();
-  const T values[] = {T(0),  -T(0), T(1), T(-3.5), std::numeric_limits<T>::denorm_min(),
-                      std::numeric_limits<T>::max(), T(INFINITY), T(-INFINITY), nan};
+  const T values[] = {T(0),
+                      -T(0),
+                      T(1),
+                      T(-3.5),
+                      std::numeric_limits<T>::denorm_min(),
+                      std::numeric_limits<T>::max(),
+                      T(INFINITY),
+                      T(-INFINITY),
+                      nan};
   for (T x : values) {
     for (T y : values) {
       auto apply = [&](RedOp op) {
@@ -219,7 +219,7 @@ void check_complex(DType dtype) {
 void check_bool() {
   for (int op = 0; op < kRedOps; op++) {
     ReduceFn fn = reduce_fn(DType::bool8, static_cast<RedOp>(op));
-    const RedOp code = static_cast<RedOp>(op);
+    const auto code = static_cast<RedOp>(op);
     assert((fn == nullptr) == (code == RedOp::avg || code == RedOp::premul_sum));
     for (int bits = 0; fn != nullptr && bits < 4; bits++) {
       unsigned char a = bits & 1, b = static_cast<unsigned char>(bits >> 1);
@@ -232,7 +232,8 @@ void check_bool() {
 }
 
 void check_copy() {
-  for (std::size_t nbytes : {0, 1, 1023, 1024, 1025, 1343, 4096, 4097, 32'768, 32'769, 262'143, 262'144, 262'145, 700'001}) {
+  for (std::size_t nbytes : {0, 1, 1023, 1024, 1025, 1343, 4096, 4097, 32'768, 32'769, 262'143,
+                             262'144, 262'145, 700'001}) {
     auto from = random_bytes(nbytes, false);
     std::vector<unsigned char> to(nbytes + 1, 0xEE);
     copy_chunked(to.data(), from.data(), nbytes);

@@ -1,5 +1,5 @@
 // Payloads that are read where they lie: who gives up, who cannot read, and who is gone.
-#include "world.hpp"
+#include "tests/world.hpp"
 
 #include <csignal>
 
@@ -65,7 +65,7 @@ void test_who_gives_up_spoils_nothing() {
   for (int round = 0; round < 100; ++round) {
     World world(2);
     const size_t nbytes = 4'000'000;
-    const int64_t timeout_ns = static_cast<int64_t>(random() % 2'000'000);
+    const auto timeout_ns = static_cast<int64_t>(random() % 2'000'000);
     std::vector<char> in(nbytes);
     std::atomic<bool> is_there{false};
     Outcome got;
@@ -73,8 +73,8 @@ void test_who_gives_up_spoils_nothing() {
       is_there = true;
       got = receive(world[1], 1, &in, kMoment);
     });
-    void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* const memory =
+      mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert(memory != MAP_FAILED);
     char* const out = static_cast<char*>(memory);
     std::fill_n(out, nbytes, 'y');
@@ -95,8 +95,8 @@ void test_who_gives_up_spoils_nothing() {
 void test_receives_keep_their_order() {
   World world(3);
   Matching matching(3);
-  Op ops[3];
-  for (Op& op : ops) {
+  Operation ops[3];
+  for (Operation& op : ops) {
     op.envelope = envelope(1, 8);
     matching.post(&op);
   }
@@ -104,7 +104,7 @@ void test_receives_keep_their_order() {
   assert(matching.take_posted(0, envelope(1, 8)) == &ops[1]);
   matching.post(&ops[1]);
   matching.post(&ops[0]);
-  for (Op& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
+  for (Operation& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
 }
 
 // To rank 1, rank 0 seems to be another process, as in another container.

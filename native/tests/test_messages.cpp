@@ -1,7 +1,7 @@
 // Threads as ranks that send one another messages over rings, over wires, or over both: order,
 // tags, sizes, and every way to end.
-#include "kernels.hpp"
-#include "world.hpp"
+#include "kernels/kernels.hpp"
+#include "tests/world.hpp"
 
 #include <sys/mman.h>
 
@@ -51,9 +51,11 @@ void test_random(unsigned seed) {
     };
     auto shuffled = [&] {
       std::vector<int> order;
-      for (int peer = 0; peer < ranks; ++peer)
-        for (int tag = 0; tag < tags; ++tag)
+      for (int peer = 0; peer < ranks; ++peer) {
+        for (int tag = 0; tag < tags; ++tag) {
           for (int k = 0; k < count; ++k) order.push_back(peer * tags + tag);
+        }
+      }
       std::shuffle(order.begin(), order.end(), random);
       return order;
     };
@@ -108,7 +110,8 @@ void test_watch() {
   });
   const std::vector<char> out = pattern(3'000'000, 1);
   std::vector<char> in(out.size()), small(8);
-  const uint64_t long_one = receiver.start_recv(0, envelope(1, out.size()), in.data(), nullptr).number;
+  const uint64_t long_one =
+    receiver.start_recv(0, envelope(1, out.size()), in.data(), nullptr).number;
   // Nobody waits there: on a wire a sender that is stuck has its transport knock.
   receiver.attend();
   assert(sender.send(1, envelope(1, out.size()), out.data(), kMinute).code == Code::ok);
@@ -189,7 +192,7 @@ void test_messages_of_programs() {
   World world(3);
   const std::vector<char> out = pattern(2'000'000, 1);
   std::vector<char> in(out.size()), small(8);
-  Op sent;
+  Operation sent;
   sent.envelope = envelope(-2, out.size());
   sent.peer = 1;
   sent.is_send = true;
@@ -313,7 +316,8 @@ void test_cancelled_and_forgotten() {
   if (ways != kWires) {
     World::end(world[0], kMinute);
     assert(world[1].has_left(0));
-    assert(world[1].recv(0, envelope(5, 8), in.data(), nullptr, kMinute).code == Code::ok && in == out);
+    assert(world[1].recv(0, envelope(5, 8), in.data(), nullptr, kMinute).code == Code::ok &&
+           in == out);
   }
 }
 
@@ -349,7 +353,8 @@ void test_a_signal_that_comes_with_the_message() {
       assert(sender.send(1, envelope(tag, out.size()), out.data(), kMinute).code == Code::ok);
     }
     // The later one is here, so the other one is as well.
-    return receiver.recv(0, envelope(2, next.size()), next.data(), nullptr, kMinute).code == Code::ok;
+    return receiver.recv(0, envelope(2, next.size()), next.data(), nullptr, kMinute).code ==
+           Code::ok;
   });
   const Outcome got = receiver.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute);
   assert(got.code == Code::interrupted && is_pressed);

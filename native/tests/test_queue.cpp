@@ -1,5 +1,5 @@
 // A queue's order, whoever runs what is in it, and every way in which a job ends.
-#include "queue.hpp"
+#include "core/queue.hpp"
 
 #include <cassert>
 #include <cstdio>
@@ -16,7 +16,8 @@ constexpr int64_t kMinute = 60'000'000'000;
 // Counts its runs; the job's fingerprint says how it is to end.
 class Counter final : public Runner {
  public:
-  Status run(const Program&, const Buffers&, ReduceFn, Words words, int64_t, Idler*) override {
+  Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t,
+             Idler*) override {
     // No lock: it is never called by two threads at once, which the thread sanitizer checks.
     ++runs;
     while (words.fingerprint == kStuck && !is_aborted()) std::this_thread::yield();
@@ -49,7 +50,9 @@ struct Server {
       ++told[served.reason];
       if (served.reason == Turn::kClosed) return;
       if (served.reason == Turn::kFailed) assert(served.status.peer == 1);
-      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) turn.finish(served.seq);
+      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) {
+        turn.finish(served.seq);
+      }
     }
   }
   int told[5] = {};

@@ -1,5 +1,5 @@
 // Threads as ranks that run programs of messages: results, disagreement, time-outs, aborts.
-#include "steps.hpp"
+#include "steps/steps.hpp"
 
 #include <cassert>
 #include <cstdio>
@@ -26,7 +26,9 @@ void* operator new[](std::size_t nbytes) {
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
-void* operator new[](std::size_t nbytes, const std::nothrow_t&) noexcept { return std::malloc(nbytes); }
+void* operator new[](std::size_t nbytes, const std::nothrow_t&) noexcept {
+  return std::malloc(nbytes);
+}
 void operator delete[](void* memory) noexcept { std::free(memory); }
 void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
 
@@ -77,8 +79,8 @@ Status run(Steps& runner, const std::vector<Step>& steps, std::vector<int64_t>& 
            uint64_t fingerprint, int64_t timeout_ns = kMinute) {
   const Program program{steps.data(), steps.size(), nullptr, 0};
   const auto count = static_cast<int64_t>(output.size());
-  const Buffers buffers{nullptr, 0,       reinterpret_cast<char*>(output.data()), count, false,
-                        nullptr, 0, 8};
+  const Buffers buffers{nullptr, 0, reinterpret_cast<char*>(output.data()), count, false, nullptr,
+                        0,       8};
   return runner.run(program, buffers, reduce_fn(DType::i64, RedOp::sum), {fingerprint, 1},
                     timeout_ns);
 }
@@ -114,8 +116,8 @@ void test_lists(int ranks) {
     for (int i = 1; i < ranks; ++i) {
       program.push_back({kReadReduce, (rank + i) % ranks, -1, -1, kOutput, 0, count, -1, -1, -1});
     }
-    const Buffers buffers{nullptr, count, nullptr, count, false, nullptr, 0, 8,
-                          {inputs, part}, {outputs, part}};
+    const Buffers buffers{nullptr, count, nullptr, count,          false,
+                          nullptr, 0,     8,       {inputs, part}, {outputs, part}};
     const Status status = steps.run({program.data(), program.size(), nullptr, 0}, buffers,
                                     reduce_fn(DType::i64, RedOp::sum), {1, 1}, kMinute);
     assert(status.is_ok());
@@ -166,7 +168,7 @@ void test_no_memory() {
   std::atomic<bool> is_over{false};
   on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {
     const int64_t count = 300'000;
-    auto values = std::make_unique<std::vector<int64_t>>(size_t(count), 1);
+    auto values = std::make_unique<std::vector<int64_t>>(static_cast<size_t>(count), 1);
     if (rank == 0) {
       const Step send{kSend, 1, kOutput, 0, -1, -1, count, -1, -1, -1};
       const Status status = run(steps, {send, send}, *values, 3, 3 * kMoment);
@@ -181,7 +183,7 @@ void test_no_memory() {
     is_short = false;
     assert(status.code == Code::no_memory && status.peer == 1);
     values.reset();
-    while (!is_over) messages.nudge();
+    while (!is_over) messages.try_progress();
   });
 }
 

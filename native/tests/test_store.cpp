@@ -17,11 +17,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "link.hpp"
-#include "proof.hpp"
-#include "server.hpp"
-#include "table.hpp"
-#include "wire.hpp"
+#include "store/link.hpp"
+#include "store/token.hpp"
+#include "store/server.hpp"
+#include "store/table.hpp"
+#include "store/wire.hpp"
 
 using namespace unisono::store;
 
@@ -42,29 +42,27 @@ void operator delete(void* memory) noexcept { std::free(memory); }
 void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace {
-
 template <typename T>
 std::string bytes_of(T value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};
 }
-std::string sized(std::string_view text) {
-  return bytes_of(uint64_t{text.size()}).append(text);
-}
-std::string frame(Op op, const std::string& fields = {}) {
+std::string sized(std::string_view text) { return bytes_of(uint64_t{text.size()}).append(text); }
+std::string frame(Opcode op, const std::string& fields = {}) {
   return std::string(1, static_cast<char>(op)) + fields;
 }
 constexpr int64_t kMinuteNs = 60'000'000'000;
-const std::string kValidate = frame(Op::validate, bytes_of(kMagic));
+const std::string kValidate = frame(Opcode::validate, bytes_of(kMagic));
 
 void test_frames_in_pieces() {
   const std::string frames[] = {
     kValidate,
-    frame(Op::set, sized("key") + sized("value")),
-    frame(Op::compare_set, sized("k") + sized("") + sized("new")),
-    frame(Op::add, sized("n") + bytes_of(int64_t{-5})),
-    frame(Op::wait, bytes_of(uint64_t{2}) + sized("a") + sized("bc")),
-    frame(Op::multi_set, bytes_of(uint64_t{2}) + sized("a") + sized("1") + sized("b") + sized("")),
-    frame(Op::list_keys),
+    frame(Opcode::set, sized("key") + sized("value")),
+    frame(Opcode::compare_set, sized("k") + sized("") + sized("new")),
+    frame(Opcode::add, sized("n") + bytes_of(int64_t{-5})),
+    frame(Opcode::wait, bytes_of(uint64_t{2}) + sized("a") + sized("bc")),
+    frame(Opcode::multi_set,
+          bytes_of(uint64_t{2}) + sized("a") + sized("1") + sized("b") + sized("")),
+    frame(Opcode::list_keys),
   };
   for (const std::string& whole : frames) {
     Scanner scanner;
@@ -86,11 +84,11 @@ void test_frames_in_pieces() {
 void test_frames_out_of_bounds() {
   const std::string bad[] = {
     std::string(1, '\x13'),
-    frame(Op::get, bytes_of(kMaxKeyBytes + 1)),
-    frame(Op::get, bytes_of(~uint64_t{0})),
-    frame(Op::set, sized("k") + bytes_of(kMaxValueBytes + 1)),
-    frame(Op::wait, bytes_of(kMaxKeys + 1)),
-    frame(Op::multi_set, bytes_of(uint64_t{1}) + sized("k") + bytes_of(~uint64_t{0})),
+    frame(Opcode::get, bytes_of(kMaxKeyBytes + 1)),
+    frame(Opcode::get, bytes_of(~uint64_t{0})),
+    frame(Opcode::set, sized("k") + bytes_of(kMaxValueBytes + 1)),
+    frame(Opcode::wait, bytes_of(kMaxKeys + 1)),
+    frame(Opcode::multi_set, bytes_of(uint64_t{1}) + sized("k") + bytes_of(~uint64_t{0})),
   };
   for (const std::string& bytes : bad) {
     Scanner scanner;
@@ -104,9 +102,10 @@ void test_random_frames() {
   std::mt19937 random(1);
   Request request;
   for (int round = 0; round < 50'000; ++round) {
-    std::string bytes = round % 2 ? frame(Op::multi_set, bytes_of(uint64_t{2}) + sized("a") +
-                                                           sized("1") + sized("b") + sized(""))
-                                  : frame(static_cast<Op>(random() % kOps), std::string(40, '\0'));
+    std::string bytes = round % 2
+                          ? frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized("a") +
+                                                       sized("1") + sized("b") + sized(""))
+                          : frame(static_cast<Opcode>(random() % kOpcodes), std::string(40, '\0'));
     for (unsigned change = 0; change < random() % 4; ++change) {
       bytes[random() % bytes.size()] = static_cast<char>(random() % 3 ? random() % 4 : random());
     }
@@ -256,12 +255,12 @@ void test_clients() {
       const int fd = running.connect_raw();
       say(fd, kValidate);
       for (int round = 0; round < 200; ++round) {
-        say(fd, frame(Op::add, sized("n") + bytes_of(int64_t{1})));
+        say(fd, frame(Opcode::add, sized("n") + bytes_of(int64_t{1})));
         assert(hear(fd, 8).size() == 8);
       }
-      say(fd, frame(Op::barrier, sized("b") + bytes_of(int64_t{8})));
+      say(fd, frame(Opcode::barrier, sized("b") + bytes_of(int64_t{8})));
       assert(hear(fd, 1) == std::string(1, kStopWaiting));
-      say(fd, frame(Op::get, sized("n")));
+      say(fd, frame(Opcode::get, sized("n")));
       assert(hear(fd, 12) == sized("1600"));
       close(fd);
     });
@@ -271,16 +270,17 @@ void test_clients() {
   // A large value, a waiter that goes away, and one that is still there when the server ends.
   const int fd = running.connect_raw();
   const std::string large(3'000'000, 'x');
-  say(fd, kValidate + frame(Op::set, sized("large") + sized(large)) + frame(Op::get, sized("large")));
+  say(fd, kValidate + frame(Opcode::set, sized("large") + sized(large)) +
+            frame(Opcode::get, sized("large")));
   assert(hear(fd, large.size() + 8) == sized(large));
   const int gone = running.connect_raw();
-  say(gone, kValidate + frame(Op::barrier, sized("late") + bytes_of(int64_t{2})));
+  say(gone, kValidate + frame(Opcode::barrier, sized("late") + bytes_of(int64_t{2})));
   close(gone);
   const int stranger = running.connect_raw();
   say(stranger, "GET / HTTP/1.1\r\n\r\n");
   assert(hear(stranger, 1).empty());
   close(stranger);
-  say(fd, frame(Op::wait, bytes_of(uint64_t{1}) + sized("never")));
+  say(fd, frame(Opcode::wait, bytes_of(uint64_t{1}) + sized("never")));
   running.server->stop();
   assert(hear(fd, 1).empty());
   close(fd);
@@ -297,26 +297,26 @@ void test_link() {
   Link link(fd);
   const std::string large(500'000, 'y');
   link.begin();
-  link.out().append(frame(Op::set, sized("k") + sized(large)) + frame(Op::get, sized("k")));
-  link.out().append(frame(Op::multi_get, bytes_of(uint64_t{2}) + sized("k") + sized("none")));
-  link.out().append(frame(Op::queue_pop, sized("q")) + frame(Op::list_keys));
-  link.expect(Op::get);
-  link.expect(Op::multi_get, 2);
-  link.expect(Op::queue_pop);
-  link.expect(Op::list_keys);
-  assert(link.exchange(kMinuteNs) == Link::End::ok);
+  link.out().append(frame(Opcode::set, sized("k") + sized(large)) + frame(Opcode::get, sized("k")));
+  link.out().append(frame(Opcode::multi_get, bytes_of(uint64_t{2}) + sized("k") + sized("none")));
+  link.out().append(frame(Opcode::queue_pop, sized("q")) + frame(Opcode::list_keys));
+  link.expect(Opcode::get);
+  link.expect(Opcode::multi_get, 2);
+  link.expect(Opcode::queue_pop);
+  link.expect(Opcode::list_keys);
+  assert(link.exchange(kMinuteNs) == Link::Result::ok);
   assert(Cursor(link.reply(0)).sized() == large && Cursor(link.reply(1)).sized() == large);
   assert(Cursor(link.reply(2)).number<int64_t>() == 0);
   assert(Cursor(link.reply(3)).number<uint64_t>() == 1);
   link.done();
 
-  link.out().append(frame(Op::wait, bytes_of(uint64_t{1}) + sized("late")));
-  link.expect(Op::wait);
-  assert(link.exchange(1'000'000) == Link::End::timeout);
+  link.out().append(frame(Opcode::wait, bytes_of(uint64_t{1}) + sized("late")));
+  link.expect(Opcode::wait);
+  assert(link.exchange(1'000'000) == Link::Result::timeout);
   running.server->stop();
   // A reset if the server had not read the request yet.
-  const Link::End end = link.exchange(kMinuteNs);
-  assert(end == Link::End::closed || end == Link::End::error);
+  const Link::Result end = link.exchange(kMinuteNs);
+  assert(end == Link::Result::closed || end == Link::Result::error);
   close(fd);
 }
 
@@ -331,7 +331,7 @@ void test_tokens() {
     const std::string theirs = answer.substr(1, kNonceBytes);
     assert(is_same(proof("secret", "server", nonce, theirs), answer.substr(1 + kNonceBytes)));
     const Digest mine = proof(right ? "secret" : "guess", "client", nonce, theirs);
-    say(fd, std::string(mine.begin(), mine.end()) + kValidate + frame(Op::num_keys));
+    say(fd, std::string(mine.begin(), mine.end()) + kValidate + frame(Opcode::num_keys));
     assert(hear(fd, 1) == std::string(1, right ? kWelcome : kWrongToken));
     assert(hear(fd, 8).size() == (right ? 8 : 0));
     close(fd);
@@ -352,25 +352,27 @@ void test_no_memory() {
       const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
       static_cast<void>(sent);
     };
-    tell(waiter, kValidate + frame(Op::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
-    tell(second, kValidate + frame(Op::barrier, sized(key) + bytes_of(int64_t{2})));
-    tell(third, kValidate + frame(Op::ping, bytes_of(uint32_t{7})));
+    tell(waiter,
+         kValidate + frame(Opcode::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
+    tell(second, kValidate + frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
+    tell(third, kValidate + frame(Opcode::ping, bytes_of(uint32_t{7})));
     hear(third, 4);
-    tell(third, frame(Op::set, sized(key) + sized(value)) + frame(Op::get, sized(key)));
+    tell(third, frame(Opcode::set, sized(key) + sized(value)) + frame(Opcode::get, sized(key)));
     const std::string got = hear(third, 8 + value.size());
     assert(got.empty() || got == sized(value));
-    tell(third, frame(Op::append, sized(other) + sized(value)) +
-                  frame(Op::add, sized(other + "n") + bytes_of(int64_t{1} << 60)) +
-                  frame(Op::queue_push, sized("q") + sized(value)) +
-                  frame(Op::barrier, sized(key) + bytes_of(int64_t{2})) +
-                  frame(Op::ping, bytes_of(uint32_t{7})));
+    tell(third, frame(Opcode::append, sized(other) + sized(value)) +
+                  frame(Opcode::add, sized(other + "n") + bytes_of(int64_t{1} << 60)) +
+                  frame(Opcode::queue_push, sized("q") + sized(value)) +
+                  frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})) +
+                  frame(Opcode::ping, bytes_of(uint32_t{7})));
     hear(third, 8 + 4);
     has_failed = allocations_left.exchange(-1) < 0;
     // In place of what a lost client did not do.
     const int helper = running.try_connect();
-    tell(helper, kValidate + frame(Op::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
-                                                    sized(other) + sized("")) +
-                   frame(Op::barrier, sized(key) + bytes_of(int64_t{2})));
+    tell(helper, kValidate +
+                   frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
+                                              sized(other) + sized("")) +
+                   frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
     for (int fd : {waiter, second}) {
       const std::string answer = hear(fd, 1);
       assert(answer == std::string(1, kStopWaiting) || (answer.empty() && has_failed));

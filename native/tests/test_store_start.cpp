@@ -5,11 +5,11 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
+#include <csignal>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "server.hpp"
+#include "store/server.hpp"
 
 using namespace unisono::store;
 

@@ -1,5 +1,5 @@
 // What wires add to messages: they come late, and end.
-#include "world.hpp"
+#include "tests/world.hpp"
 
 #include <ctime>
 
@@ -25,8 +25,9 @@ void test_late_wire() {
           assert(wanted == 1 && first != 0);
           world.connect(0, 1);
         }
-        assert(messages.send(1, envelope(1, nbytes), pattern(nbytes, round + 9).data(), kMinute)
-                 .code == Code::ok);
+        assert(
+          messages.send(1, envelope(1, nbytes), pattern(nbytes, round + 9).data(), kMinute).code ==
+          Code::ok);
         const Code code = first == 0 ? Code::ok : messages.wait(first, kMinute).code;
         assert(code == Code::ok || code == Code::unknown);
       } else {
@@ -91,7 +92,8 @@ void test_wires_that_come_one_by_one() {
       const std::vector<char> right = pattern(sizes[seed], seed);
       std::vector<char> in(sizes[seed]);
       if (rank == 1) {
-        assert(messages.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute).code == Code::ok);
+        assert(messages.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute).code ==
+               Code::ok);
         assert(in == right);
         continue;
       }
@@ -127,7 +129,8 @@ void test_one_of_several_wires_ends() {
   world.cut(0, 1, 2);
   assert(world[1].send(0, envelope(1, 30), out.data(), kMinute).code == Code::ok);
   assert(world[1].send(0, envelope(2, out.size()), out.data(), kMoment).code == Code::timeout);
-  assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMoment).code == Code::timeout);
+  assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMoment).code ==
+         Code::timeout);
   assert(ended == 2);
   assert(world[0].peer_down(1, Code::lost));  // the other wires stand
   assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMinute).code == Code::lost);
@@ -145,7 +148,7 @@ void test_a_wire_that_is_broken_one_way() {
   close(fds[1]);
   wire.begin({7, 1, 0, 5, kWhole}, {0, 0});
   bool moved = false;
-  assert(!wire.is_mute && !wire.write(nullptr, false, &moved) && wire.is_mute && !moved);
+  assert(!wire.cannot_send && !wire.write(nullptr, false, &moved) && wire.cannot_send && !moved);
   assert(wire.wanted_events() == 0);
   wire.is_blocked = false;
   assert(wire.wanted_events() == POLLIN);  // which tells of the end

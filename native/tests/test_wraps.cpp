@@ -1,7 +1,7 @@
 // Counters that pass 2^32, which the kernel's half of a word does at once: a group after a million calls, a ring
 // after 4 GiB, a bell after four thousand million rings.
-#include "group.hpp"
-#include "world.hpp"
+#include "shared/group.hpp"
+#include "tests/world.hpp"
 
 #include <cstdlib>
 
@@ -25,14 +25,14 @@ void test_ring() {
     out.write(frame.data(), frame.size());
     // Now and then a part of one is left off.
     if (round % 3 == 0) {
-      out.cut();
+      out.abort_frame();
       assert(out.room() == 0);
     }
     out.pad();
     out.publish();
-    assert(in.available() >= frame.size() && in.before_cut(frame.size()) == frame.size());
+    assert(in.available() >= frame.size() && in.before_abort(frame.size()) == frame.size());
     in.read(got.data(), got.size());
-    assert(got == frame && (in.before_cut(1) == 0) == (round % 3 == 0));
+    assert(got == frame && (in.before_abort(1) == 0) == (round % 3 == 0));
     if (round % 3 == 0) in.skip(1);
     in.pad();
     assert(in.available() == 0);
@@ -48,7 +48,7 @@ void test_group() {
   const unsigned char nonce[kNonceBytes] = {1};
   assert(segment->create(2, 4096, nonce) == 0);
   const uint64_t before = kWrap / kStages - 20;
-  for (int rank : {0, 1}) segment->line(rank).flag.store(before * kStages);
+  for (int rank : {0, 1}) segment->words(rank).flag.store(before * kStages);
   std::vector<std::unique_ptr<Group>> groups;
   for (int rank : {0, 1}) {
     groups.push_back(std::make_unique<Group>(segment, rank, std::vector<int>(2, getpid()), true));
@@ -59,14 +59,14 @@ void test_group() {
       for (uint64_t call = 1; call <= 40; ++call) {
         uint64_t even = 5;
         if (call % 2 == static_cast<uint64_t>(rank)) {
-          while (segment->line(rank).sleepers.load() == 0) std::this_thread::yield();
+          while (segment->words(rank).sleepers.load() == 0) std::this_thread::yield();
         }
         assert(groups[static_cast<size_t>(rank)]->agree(call, &even, kMinute).is_ok() && even == 5);
       }
     });
   }
   for (auto& each : threads) each.join();
-  assert(segment->line(0).flag.load() == (before + 40) * kStages);
+  assert(segment->words(0).flag.load() == (before + 40) * kStages);
 }
 
 // The bells of both ranks are rung past the end of their halves while they sleep.
@@ -84,7 +84,8 @@ void test_bells() {
     for (unsigned round = 0; round < 20; ++round) {
       const std::vector<char> out = pattern(1'000'000, round);
       std::vector<char> in(out.size());
-      const uint64_t number = messages.start_send(1 - rank, envelope(1, out.size()), out.data()).number;
+      const uint64_t number =
+        messages.start_send(1 - rank, envelope(1, out.size()), out.data()).number;
       const Outcome got =
         messages.recv(1 - rank, envelope(1, in.size()), in.data(), nullptr, kMinute);
       assert(got.code == Code::ok && in == out);

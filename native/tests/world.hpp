@@ -1,7 +1,7 @@
 // A world of threads as ranks, for tests of messages.
 #pragma once
 
-#include "messages.hpp"
+#include "messages/messages.hpp"
 
 #include <algorithm>
 #include <atomic>
@@ -25,7 +25,7 @@ constexpr int64_t kMoment = 30'000'000;
 
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
-int channels = 1;  // of wires
+int channels = 1;    // of wires
 bool lends = false;  // what does not fit into a ring
 
 struct World {

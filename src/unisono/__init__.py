@@ -1,11 +1,11 @@
 """unisono: PyTorch's c10d written anew in Python, for NumPy arrays and torch tensors.
 
 `import unisono as dist` replaces `import torch.distributed as dist`. This module is the first of
-three public tiers: what scripts call. `unisono.lowlevel` is for authors of backends, transports
-and schedules, `unisono.testing` for tests. Everything else is private.
+three public tiers and has the names for scripts. `unisono.lowlevel` is for authors of backends,
+transports and schedules, `unisono.testing` is for tests. All other modules are private.
 
-Names are loaded when first used, so that the launcher, which needs none of them, starts without
-NumPy. Type checkers read `__init__.pyi`, which `make docs` writes.
+Names are loaded on first use, so that the launcher, which needs none of them, starts without NumPy.
+Type checkers read `__init__.pyi`, which `make docs` writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOMES = {
     "base.streams": "Event Stream current_stream default_stream stream",
     "base.types": "RedOpType ReduceOp",
     "launcher": "launch spawn",
-    "engines.info": "EngineInfo engine_info",
+    "engines.choice": "EngineInfo engine_info",
     "groups.c10d_methods": (
         "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
         "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "

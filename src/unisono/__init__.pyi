@@ -97,8 +97,8 @@ from unisono.c10d.queries import is_torchelastic_launched as is_torchelastic_lau
 from unisono.c10d.queries import is_ucc_available as is_ucc_available
 from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
-from unisono.engines.info import EngineInfo as EngineInfo
-from unisono.engines.info import engine_info as engine_info
+from unisono.engines.choice import EngineInfo as EngineInfo
+from unisono.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
 from unisono.groups.c10d_methods import AllToAllOptions as AllToAllOptions
 from unisono.groups.c10d_methods import AllgatherOptions as AllgatherOptions

@@ -1,4 +1,4 @@
-"""What `import torch` calls, through the entry point group "torch.backends"."""
+"""The function that `import torch` calls, through the entry point group "torch.backends"."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["torch_backend"]
 
 
 def torch_backend() -> None:
-    """Register the backend "unisono" with torch.distributed; an error is logged, never raised.
+    """Register the backend "unisono" with torch.distributed; log an error, but never raise it.
 
-    An exception here, or where this module is loaded, would make `import torch` fail, for programs
-    too that never heard of us. So nothing of ours is imported but in the try block, the logger
-    with its settings neither.
+    An exception here, or during the import of this module, would make `import torch` fail, also in
+    programs that do not use unisono. So modules of unisono, even its logger, are imported only in
+    the try block.
     """
     try:
         import_module("unisono.torch")

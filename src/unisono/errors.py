@@ -1,24 +1,24 @@
 """The whole error vocabulary of unisono.
 
     UnisonoError(RuntimeError)
-    ├── UsageError                      this process asked for something impossible
+    ├── UsageError                      this process made a call that is not possible
     │   ├── InvalidArgumentError(ValueError)
     │   │   └── UnknownNameError(KeyError)
     │   ├── ArgumentTypeError(TypeError)
     │   ├── NotInitializedError(ValueError)
     │   ├── AlreadyInitializedError(ValueError)
     │   ├── NotInGroupError(ValueError)
-    │   ├── ClosedError                 you (or a fork) closed it
+    │   ├── ClosedError                 the object was closed, or belongs to the parent of a fork
     │   └── UnsupportedError            the backend lacks an op, dtype or device
     │       └── RefusedNameError(AttributeError)
     ├── CommunicationError
     │   ├── CollectiveError             the ranks together
     │   │   ├── CollectiveMismatchError ranks made different calls; shows both sides
     │   │   ├── CollectiveTimeoutError(TimeoutError)
-    │   │   └── CollectiveAbortedError  somebody called abort()
+    │   │   └── CollectiveAbortedError  a rank called abort()
     │   └── PeerError                   another process, or the network to it
     │       ├── PeerLostError(ConnectionError)
-    │       └── PeerFailedError         the peer said why before it went
+    │       └── PeerFailedError         the peer reported its error before it ended
     ├── NetworkError(ConnectionError)
     │   ├── StoreConnectionError        a StoreError as well
     │   └── TransportError
@@ -31,13 +31,13 @@
     ├── ScheduleError                   the verifier found a wrong schedule
     ├── LaunchError
     │   └── WorkerFailedError
-    └── InternalError                   our bug
+    └── InternalError                   a bug in unisono
 
-Three questions pick the class: whose fault is it, can the caller act on it, and does the
-standard library have a name for it (then that is a base class as well). The root is a
-RuntimeError because scripts written for torch.distributed catch that.
+Three questions determine the class. Which process caused the error? Can the caller act on it? Does
+the standard library have a class for it? That class is then a base class, too. The root is a
+RuntimeError because scripts written for torch.distributed catch RuntimeError.
 
-Every error survives pickling with its context, so that it can travel between ranks.
+Every error can be pickled with its context, so that it can be sent between ranks.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where an error happened; only the fields that are known are printed.
+    """The position of an error; the text has only the fields that are known.
 
-    `rank` and `peers` are global ranks. `usable` says whether the group accepts
-    further calls after this error.
+    `rank` and `peers` are global ranks. `usable` is whether the group accepts further calls after
+    this error.
     """
 
     rank: int | None = None
@@ -120,9 +120,9 @@ class UnisonoError(RuntimeError):
     """Root of every error raised by unisono.
 
     Attributes:
-        what: The first line; enough on its own: what happened, where, who is to blame.
+        what: The first line, complete in itself: what happened, where, and the ranks to blame.
         context: Machine-readable position of the error.
-        hint: What to do next, or None.
+        hint: Advice for the next step, or None.
     """
 
     default_hint: str | None = None
@@ -152,18 +152,18 @@ def _rebuild(
 
 
 class UsageError(UnisonoError):
-    """This process asked for something impossible; the group is untouched.
+    """This process made a call that is not possible; the group is unchanged.
 
     Attributes:
-        called: What was called with these arguments; "" if that is not known yet.
-        told: Whether the other ranks of a collective call have heard of it.
+        called: Name of the call; "" if it is not known yet.
+        told: Whether the error was reported to the other ranks of a collective call.
     """
 
     called = ""
     told = False
 
     def name_call(self, call: str) -> None:
-        """Let the text begin with what was called, unless it names it already."""
+        """Put the name of the call before the text, unless the text has it already."""
         if not self.called:
             self.called = call
             if not re.search(rf"(?<!\w){re.escape(call)}(?!\w)", self.what):
@@ -176,9 +176,9 @@ class InvalidArgumentError(UsageError, ValueError):
 
 
 class UnknownNameError(InvalidArgumentError, KeyError):
-    """An argument names something that does not exist; the text lists what does."""
+    """An argument is a name that does not exist; the text lists the names that exist."""
 
-    # KeyError prints repr(args[0]); our text is meant to be read.
+    # KeyError prints repr(args[0]), which would escape the line breaks of the text.
     __str__ = UnisonoError.__str__
 
 
@@ -209,14 +209,14 @@ class UnsupportedError(UsageError, NotImplementedError):
 
 
 class RefusedNameError(UnsupportedError, AttributeError):
-    """A name of torch.distributed that unisono does not have; the text says why.
+    """A name of torch.distributed that unisono does not have; the text gives the reason.
 
-    An AttributeError as well, so that hasattr() is False.
+    It is an AttributeError, too, so that hasattr() is False.
     """
 
 
 class CommunicationError(UnisonoError):
-    """Ranks could not do something together: torch's DistBackendError."""
+    """Communication between ranks failed: torch's DistBackendError."""
 
 
 class CollectiveError(CommunicationError):
@@ -240,11 +240,11 @@ class PeerError(CommunicationError):
 
 
 class PeerLostError(PeerError, ConnectionError):
-    """The connection to a rank ended without a word: the process died or left."""
+    """The connection to a rank ended without a report: the process died or left."""
 
 
 class PeerFailedError(PeerError):
-    """A rank reported an exception of its own before it went away."""
+    """A rank reported its own exception before it ended."""
 
 
 class NetworkError(UnisonoError, ConnectionError):
@@ -260,13 +260,13 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 
 class StoreConnectionError(StoreError, NetworkError):
-    """The store's server cannot be reached, or went away."""
+    """The store's server cannot be reached, or has ended."""
 
 
 class StoreKeyError(StoreError, KeyError):
     """A key is absent, or its value is not of the kind that the request needs."""
 
-    # KeyError prints repr(args[0]); our text is meant to be read.
+    # KeyError prints repr(args[0]), which would escape the line breaks of the text.
     __str__ = UnisonoError.__str__
 
 
@@ -275,7 +275,7 @@ class QueueEmptyError(StoreError):
 
 
 class RendezvousError(UnisonoError, ValueError):
-    """The ranks could not agree on who takes part."""
+    """The ranks could not agree on the members of the world."""
 
 
 class TransportError(NetworkError):
@@ -287,7 +287,7 @@ class HandshakeError(TransportError):
 
 
 class ScheduleError(UnisonoError):
-    """A schedule is wrong: it loses data, deadlocks, or sends what nobody receives."""
+    """A schedule is wrong: it loses data, deadlocks, or sends a message that no rank receives."""
 
 
 class LaunchError(UnisonoError):

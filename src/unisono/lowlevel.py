@@ -1,4 +1,4 @@
-"""The second public tier: what authors of backends, transports, engines and schedules need."""
+"""The second public tier, for authors of backends, transports, engines and schedules."""
 
 from unisono.backends import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
 from unisono.base.buffers import BufferView, device_of, view

@@ -1,6 +1,7 @@
 """Names of torch.distributed that unisono does not have, each with the reason.
 
-Whoever uses one gets the reason as an error; docs/reference/compatibility.md lists them.
+A program that uses such a name gets the reason as an error. docs/reference/compatibility.md lists
+all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ REFUSED = {
     "utils": "helpers of torch's own sharding and DistributedDataParallel",
 }
 
-# What `dir(torch.distributed)` shows because torch uses it there itself.
+# Names in `dir(torch.distributed)` that torch only imports for its own use.
 INCIDENTAL = {
     "c10d_logger",
     "constants",

@@ -67,9 +67,9 @@ def test_c10d():
         endpoint=("a", 5),
         hosting=False,
         address="me",
-        timing=Timing(join_timeout_s=1.0, last_call_s=2.0, dead_after_s=12.0),
-        beat_s=3.0,
-        close_s=5.0,
+        timing=Timing(
+            join_timeout_s=1.0, last_call_s=2.0, dead_after_s=12.0, beat_s=3.0, close_s=5.0
+        ),
     )
     assert parse(*flags)["meeting"].hosting is None
     assert parse(*flags, "--rdzv-conf=store_type=file")["meeting"].endpoint == "a:5"

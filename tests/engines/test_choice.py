@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 import unisono
-from unisono.engines import Communicator, host_word, is_native_built, make_engine
+from unisono.engines import Communicator, host_id, is_native_built, make_engine
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.transports import InprocTransport
 
@@ -37,7 +37,7 @@ def choose():
 
 @needs_native
 def test_ranks_of_one_host_share_memory(choose):
-    word = host_word()
+    word = host_id()
     assert word
     assert choose((word, word)) == "native"
     assert choose((word, word), "reference") == "reference"
@@ -53,7 +53,7 @@ def test_other_ranks_use_messages(choose, hosts):
 
 def test_one_rank_that_wants_the_reference_engine_decides_for_all(monkeypatch):
     monkeypatch.setenv("UNISONO_ENGINE", "reference")
-    assert host_word() == ""
+    assert host_id() == ""
 
 
 def test_unknown_engine(choose):
@@ -75,8 +75,8 @@ def test_engine_info(monkeypatch):
 
 
 def test_engine_info_without_the_extension_module(monkeypatch):
-    monkeypatch.setattr("unisono.engines.info.native", None)
-    monkeypatch.setattr("unisono.engines.info.why_absent", "it is not built")
+    monkeypatch.setattr("unisono.engines.choice.native", None)
+    monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     info = unisono.engine_info()
     assert info.engine == "reference"
     assert "is not built" in str(info)

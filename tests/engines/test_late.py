@@ -8,10 +8,9 @@ from unisono.base.deadline import Deadline
 from unisono.engines.api import Call, Communicator
 from unisono.engines.errors import Expired, to_failure
 from unisono.transports import LinkDown
-from unisono.transports.mailbox import LEFT
-from unisono.transports.status import Status
+from unisono.transports.messages import LEFT, CallStatus
 
-BEFORE, IN_IT, AFTER = (Status(seq, "barrier()") for seq in (6, 7, 8))
+BEFORE, IN_IT, AFTER = (CallStatus(seq, "barrier()") for seq in (6, 7, 8))
 NOT_YET = "had not entered it 4.0 s ago and did not answer again"
 GONE = 3
 

@@ -18,8 +18,7 @@ from unisono.base.extension import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
 from unisono.transports import InprocTransport, Key, native_messages
-from unisono.transports.api import Kind
-from unisono.transports.mailbox import Cancelled
+from unisono.transports.messages import Cancelled, Kind
 from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")

@@ -200,7 +200,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
     for rank, caught in enumerate(told):
         first_line, head, *rest = caught["text"].splitlines()
         table = [line.strip() for line in rest if line.startswith("    rank ")]
-        assert head.strip() == "who could not reach whom:", caught
+        assert head.strip() == "failed connections:", caught
         assert caught["peers"] == ([2] if rank < 2 else [0, 1]), caught
         assert f"on rank {rank} of 3" in first_line
         for line in table:
@@ -227,7 +227,7 @@ def test_store_that_cannot_be_reached_is_told_with_every_address(network):
     )
     lines = [line.strip() for line in process.stderr.splitlines()]
     assert any("StoreConnectionError: cannot connect from host2" in line for line in lines), lines
-    table = lines[lines.index("who could not reach whom:") + 1 :]
+    table = lines[lines.index("failed connections:") + 1 :]
     for address in ("10.77.0.1:29501", "[fd77::1]:29501"):
         assert f"host2 -> {address}: connection refused" in table
 

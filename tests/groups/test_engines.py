@@ -7,7 +7,7 @@ import pytest
 
 import unisono as dist
 from unisono.base import config, log
-from unisono.engines import is_native_built, native_engine
+from unisono.engines import is_native_built, shared_memory
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
 
@@ -101,6 +101,7 @@ def test_an_unknown_engine_is_refused():
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("unisono.engines.native_engine._engine", None)
+    monkeypatch.setattr("unisono.engines.shared_memory._engine", None)
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
         run(broadcast_from_readonly, 2, engine="native")
@@ -180,7 +181,7 @@ def sum_and_engine(rank):
 )
 def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
     """Hosts may look alike in every word, such as two copies of one virtual machine."""
-    real = native_engine._engine
+    real = shared_memory._engine
 
     class OtherMemory:
         create = real.Segment.create
@@ -195,7 +196,7 @@ def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
         def __getattr__(self, name):
             return getattr(real, name)
 
-    monkeypatch.setattr(native_engine, "_engine", Engine())
+    monkeypatch.setattr(shared_memory, "_engine", Engine())
     monkeypatch.setattr(log, "_said", set())
     for first, last, shown in run(sum_and_engine, 3, engine="native"):
         assert (first, last) == (6.0, 6.0)

@@ -147,7 +147,7 @@ def test_allocation_without_srun_is_told_so(slurm, script):
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode != 0
-    assert "SLURM_NTASKS=2 says that several processes are meant" in done.stderr
+    assert "SLURM_NTASKS=2 means several processes" in done.stderr
     assert "hint: start the script with srun" in done.stderr
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.launcher.output.ranges import format_ranges, parse_ranges
+from unisono.launcher.ranges import format_ranges, parse_ranges
 from unisono.launcher.workers.cpu_binding import MODES, Binding, Machine
 
 # Two NUMA nodes of four cores with two hardware threads each, as Linux numbers them.

@@ -463,7 +463,7 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
     job = job_of(TORCH, GLOO_SOCKET_IFNAME="eth0")
     first, _ = (job.node(conf=f"{PATIENT},is_host={serves}") for serves in (1, 0))
     first.told("it is on another machine and has no token; give it the job's token, UNISONO_TOKEN;")
-    first.told("or UNISONO_INSECURE=1 here lets everybody in")
+    first.told("or UNISONO_INSECURE=1 here accepts any client")
 
 
 def test_torch_script_restarts_on_several_nodes(job_of):

@@ -140,7 +140,7 @@ def test_different_modules_are_a_mismatch(results):
 def test_sparse_gradients_are_refused(results):
     for told in results["sparse"]:
         assert told.startswith("the gradient of 'weight' is torch.sparse_coo; ")
-        assert "; DistributedDataParallel reduces dense ones" in told
+        assert "; DistributedDataParallel reduces dense gradients" in told
         assert "sparse=False" in told
 
 

@@ -57,8 +57,8 @@ class Cluster:
         self.original_failures: set[int] = set()
         self.reported_failures: set[int] = set()
 
-    def add(self, wish: int | None = None) -> Agent:
-        new = replace(node(len(self.agents)), wish=wish)
+    def add(self, node_rank: int | None = None) -> Agent:
+        new = replace(node(len(self.agents)), node_rank=node_rank)
         member = Member(node=new, limits=self.limits, timing=TIMING)
         agent = Agent(member)
         self.agents.append(agent)

@@ -3,12 +3,13 @@
 import queue
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 
 from unisono.errors import RendezvousError
 from unisono.rendezvous import endpoint
-from unisono.rendezvous.dynamic import DynamicRendezvous, World
+from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerWorld
 from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
 from unisono.rendezvous.state import Limits, Node
@@ -28,10 +29,12 @@ class Agent:
             lambda canceled: (open_store(), "127.0.0.1"),
             node,
             limits,
-            options.pop("timing", Timing(dead_after_s=LIMIT_S, last_call_s=0.1)),
+            replace(
+                options.pop("timing", Timing(dead_after_s=LIMIT_S, last_call_s=0.1)),
+                poll_s=0.02,
+                beat_s=0.2,
+            ),
             run_id="job",
-            poll_s=0.02,
-            beat_s=0.2,
             wake=lambda: self._knocks.put(None),
             **options,
         )
@@ -42,7 +45,7 @@ class Agent:
 
     def world(self):
         """Wait for a world; end the workers of those that are over."""
-        while not isinstance(order := self.order(), World):
+        while not isinstance(order := self.order(), WorkerWorld):
             assert isinstance(order, Stop)
             self.rendezvous.stopped()
         return order

@@ -107,8 +107,8 @@ def test_incomplete_variables_are_left_to_env(env):
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (BATCH_SCRIPT, "SLURM_NTASKS=8 says that several processes are meant"),
-        ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 says that several"),
+        (BATCH_SCRIPT, "SLURM_NTASKS=8 means several processes"),
+        ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 means several"),
         ({"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE is not set: this would make a world of one"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set: this would make a world of one"),
         (HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}, "started 2 processes"),

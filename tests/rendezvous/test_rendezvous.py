@@ -236,7 +236,7 @@ def test_store_that_rank_0_does_not_serve():
     with TCPStore("127.0.0.1", 0, is_master=True) as server:
         url = f"tcp://127.0.0.1:{server.port}"
         with pytest.raises(
-            RendezvousError, match=r"for rank 0 at the store .* somebody else serves"
+            RendezvousError, match=r"for rank 0 at the store .* another process serves"
         ):
             meet(url, 1, 2, timeout=0.1)
 

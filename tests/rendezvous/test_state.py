@@ -199,7 +199,7 @@ def test_different_limits_are_refused():
 
 
 def test_same_node_rank_twice_is_refused():
-    first, second = (replace(node(i), wish=0) for i in range(2))
+    first, second = (replace(node(i), node_rank=0) for i in range(2))
     state = apply(State(), Join(first, limits(2)))
     with pytest.raises(RendezvousError, match="--node-rank 0 of host h1 is taken by host h0"):
         apply(state, Join(second, limits(2)))
@@ -207,9 +207,9 @@ def test_same_node_rank_twice_is_refused():
 
 def test_node_rank_of_a_node_that_lives_is_taken():
     cluster = Cluster(limits(2, restarts=1))
-    cluster.add(wish=0), cluster.add(wish=1)
+    cluster.add(node_rank=0), cluster.add(node_rank=1)
     cluster.pass_time(5)
-    late = cluster.add(wish=1)
+    late = cluster.add(node_rank=1)
     cluster.pass_time(15)
     assert late.end == End(
         False,
@@ -222,11 +222,11 @@ def test_node_rank_of_a_node_that_lives_is_taken():
 
 def test_node_rank_of_a_lost_node_is_free():
     cluster = Cluster(limits(2, restarts=1))
-    cluster.add(wish=0)
-    lost = cluster.add(wish=1)
+    cluster.add(node_rank=0)
+    lost = cluster.add(node_rank=1)
     cluster.pass_time(5)
     cluster.crash(lost)
-    late = cluster.add(wish=1)
+    late = cluster.add(node_rank=1)
     cluster.pass_time(TIMING.dead_after_s + 5)
     assert (late.end, late.started) == (None, [2])
     assert ids(cluster.state) == ["n0", "n2"]
@@ -236,7 +236,7 @@ def test_node_rank_of_a_lost_node_is_free():
 def test_node_rank_decides_the_group_rank(order):
     state = State()
     for rank in order:
-        state = apply(state, Join(replace(node(rank), wish=rank), limits(3)))
+        state = apply(state, Join(replace(node(rank), node_rank=rank), limits(3)))
     assert ids(state) == ["n0", "n1", "n2"]
 
 

@@ -256,7 +256,7 @@ def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
     first, head, *table, _hint = str(caught.value).splitlines()
     assert first.startswith(f"cannot connect from node2 to the store at node1:{port}")
     assert first.endswith("(connection refused)")
-    assert head.strip() == "who could not reach whom:"
+    assert head.strip() == "failed connections:"
     assert [line.strip() for line in table] == [
         f"node2 -> 127.0.0.2:{port}: connection refused",
         f"node2 -> 127.0.0.3:{port}: connection refused",

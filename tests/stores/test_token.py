@@ -211,7 +211,7 @@ def test_silent_strangers_are_bounded(caplog):
         silent[-1].sendall(HELLO + bytes(NONCE_BYTES))
         assert silent[-1].recv(1) == bytes([Answer.CHALLENGE])
         assert server.clients <= 8
-        assert "did not say what it is" in log_of(caplog, server)[0]
+        assert "did not identify itself in time" in log_of(caplog, server)[0]
 
 
 @pytest.mark.usefixtures("server_kind")

@@ -17,7 +17,7 @@ from unisono.engines import is_native_built
 from unisono.errors import InvalidArgumentError
 from unisono.testing import run
 from unisono.transports import Key
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages
 
 pytestmark = [

@@ -17,7 +17,7 @@ from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.transports import InprocTransport, Key, connect
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp import address
 from unisono.transports.tcp.address import TCPAddress, listen
 

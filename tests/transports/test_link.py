@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch
-from unisono.transports.api import Kind
-from unisono.transports.mailbox import Mailbox, Transfer
+from unisono.transports.mailbox import Mailbox
+from unisono.transports.messages import Kind
 from unisono.transports.tcp.link import CHUNK_BYTES, Link
 from unisono.transports.tcp.wire import FRAME, Frame
+from unisono.transports.transfers import Transfer
 
 PEER = 3
 

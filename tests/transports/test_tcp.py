@@ -15,7 +15,7 @@ from worlds import KEY, SOON, tcp_world, works
 from tests.silent import unacceptable
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.tcp import handshake
 from unisono.transports.tcp import transport as tcp_transport
 from unisono.transports.tcp.address import TCPAddress

@@ -11,7 +11,7 @@ import pytest
 
 from unisono.base.deadline import Deadline
 from unisono.transports import InprocTransport, Key, TCPTransport
-from unisono.transports.api import Kind
+from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages
 
 KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}

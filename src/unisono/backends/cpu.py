@@ -10,33 +10,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.backends import p2p
 from unisono.backends.agreement import agree, refuse
 from unisono.backends.api import CallOptions, CPUOptions, DeviceBackend, GroupSpec, Pending
+from unisono.backends.blocks import (
+    Blocks,
+    Splits,
+    require_blocks,
+    require_stripes,
+    require_total,
+    split_sizes,
+)
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
-from unisono.backends.plans import Asked, Planner
-from unisono.backends.sizes import require_blocks, require_stripes, require_total
-from unisono.backends.splits import Blocks, Splits, split_sizes
+from unisono.backends.plans import NO_DTYPE, CallSpec, Planner
 from unisono.base.deadline import Deadline
-from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named, require_reducible
+from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.engines import (
     Communicator,
     Engine,
     Task,
-    host_word,
+    host_id,
     make_engine,
 )
 from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.api import Failure
+from unisono.transports.messages import Failure
+from unisono.transports.native_messages import NativeMessages
 
 __all__ = ["CPUBackend"]
-
-_NOTHING = dtype_named("uint8")
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -45,6 +50,22 @@ def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
         data.fill()
     if op is not None and op.factor is not None:
         scale(copies[0].array, dtype, op.factor)
+
+
+class Operands(NamedTuple):
+    """The memory of one call.
+
+    Attributes:
+        subject: The array that describes the call in an error.
+        input: INPUT of the program.
+        output: OUTPUT of the program.
+        results: The arrays that the caller gets as result.
+    """
+
+    subject: Flat | None
+    input: Flat | None = None
+    output: Flat | None = None
+    results: Sequence[Any] = ()
 
 
 class CPUBackend(DeviceBackend):
@@ -67,7 +88,7 @@ class CPUBackend(DeviceBackend):
             )
         if comm is None:
             deadline = Deadline(spec.timeout_s)
-            host = "" if options.engine == "reference" else host_word()
+            host = "" if options.engine == "reference" else host_id()
             transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
         self._comm = comm
@@ -76,63 +97,53 @@ class CPUBackend(DeviceBackend):
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
         self._planner = Planner(comm, self._engine)
-        if comm.transport.messages is not None:
-            self.port = p2p.Port(comm, comm.transport.messages)
+        messages = comm.transport.messages
+        if isinstance(messages, NativeMessages):
+            self.port = p2p.Port(comm, messages)
             if self.calls is not None:
-                self.port.serve(self.calls)
+                self.port.attach(self.calls)
 
     # ---- collectives ----------------------------------------------------------------------
 
     def broadcast(self, tensor: Any, root: int, options: CallOptions) -> Pending:
         data = one(tensor, write=self.spec.rank != root)
-        return self._submit(
-            "broadcast", "broadcast", data, options,
-            output=data, outputs=[tensor], count=data.count, root=root,
-        )  # fmt: skip
+        spec = CallSpec("broadcast", "broadcast", data.count, root)
+        return self._submit(spec, Operands(data, None, data, [tensor]), options)
 
     def all_reduce(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        return self._submit(
-            "all_reduce", "all_reduce", data, options,
-            output=data, outputs=[tensor], count=data.count, op=op,
-        )  # fmt: skip
+        spec = CallSpec("all_reduce", "all_reduce", data.count, op=op)
+        return self._submit(spec, Operands(data, None, data, [tensor]), options)
 
     def all_reduce_coalesced(
         self, tensors: Sequence[Any], op: ReduceOp, options: CallOptions
     ) -> Pending:
         private = op.op is RedOpType.PREMUL_SUM
         data = many(tensors, write=True, name="tensors", private=private)
-        return self._submit(
-            "all_reduce", "all_reduce_coalesced", data, options,
-            output=data, outputs=tensors, count=data.count, op=op, agreed=data.sizes,
-        )  # fmt: skip
+        called = "all_reduce_coalesced"
+        spec = CallSpec("all_reduce", called, data.count, op=op, agreed=data.sizes)
+        return self._submit(spec, Operands(data, None, data, tensors), options)
 
     def reduce(self, tensor: Any, root: int, op: ReduceOp, options: CallOptions) -> Pending:
         is_root = self.spec.rank == root
         private = op.op is RedOpType.PREMUL_SUM
         data = one(tensor, write=is_root, private=private)
-        return self._submit(
-            "reduce", "reduce", data, options,
-            output=data, outputs=[tensor], count=data.count, op=op, root=root, result=is_root,
-        )  # fmt: skip
+        spec = CallSpec("reduce", "reduce", data.count, root, op)
+        return self._submit(spec, Operands(data, None, data, [tensor]), options, result=is_root)
 
     def all_gather(self, outputs: Sequence[Any], tensor: Any, options: CallOptions) -> Pending:
         data = one(tensor, write=False)
         target = listed(outputs, write=True, name="tensor_list", like=data.dtype)
         blocks = require_blocks(target.sizes, self.spec.rank, data.count, "tensor_list")
         data = apart(data, target)
-        return self._submit(
-            "all_gather", "all_gather", data, options,
-            input=data, output=target, outputs=outputs, count=data.count, splits=blocks,
-        )  # fmt: skip
+        spec = CallSpec("all_gather", "all_gather", data.count, splits=blocks)
+        return self._submit(spec, Operands(data, data, target, outputs), options)
 
     def all_gather_into_tensor(self, output: Any, tensor: Any, options: CallOptions) -> Pending:
         data, target = self._pair(tensor, output, "output_tensor")
         blocks = self._blocks(target, data, options, "output_tensor", "input_tensor")
-        return self._submit(
-            "all_gather", "all_gather_into_tensor", data, options,
-            input=data, output=target, outputs=[output], count=data.count, splits=blocks,
-        )  # fmt: skip
+        spec = CallSpec("all_gather", "all_gather_into_tensor", data.count, splits=blocks)
+        return self._submit(spec, Operands(data, data, target, [output]), options)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], options: CallOptions
@@ -145,11 +156,8 @@ class CPUBackend(DeviceBackend):
                 f"output_tensor_lists hold {target.sizes} elements, expected {data.sizes} for "
                 f"each of {self.spec.size} ranks"
             )
-        return self._submit(
-            "all_gather", "all_gather_coalesced", data, options,
-            input=apart(data, target), output=target, outputs=flat, count=data.count,
-            agreed=data.sizes,
-        )  # fmt: skip
+        spec = CallSpec("all_gather", "all_gather_coalesced", data.count, agreed=data.sizes)
+        return self._submit(spec, Operands(data, apart(data, target), target, flat), options)
 
     def all_gather_into_tensor_coalesced(
         self, outputs: Sequence[Any], tensors: Sequence[Any], options: CallOptions
@@ -157,10 +165,9 @@ class CPUBackend(DeviceBackend):
         data = many(tensors, write=False, name="inputs")
         target = striped(outputs, self.spec.size, write=True, name="outputs", like=data.dtype)
         require_stripes(self.spec.size, target, data, "outputs", "inputs")
-        return self._submit(
-            "all_gather", "all_gather_into_tensor_coalesced", data, options,
-            input=data, output=target, outputs=outputs, count=data.count, agreed=data.sizes,
-        )  # fmt: skip
+        called = "all_gather_into_tensor_coalesced"
+        spec = CallSpec("all_gather", called, data.count, agreed=data.sizes)
+        return self._submit(spec, Operands(data, data, target, outputs), options)
 
     def gather(
         self, tensor: Any, outputs: Sequence[Any] | None, root: int, options: CallOptions
@@ -169,11 +176,8 @@ class CPUBackend(DeviceBackend):
         target, blocks = self._all_blocks(data, outputs, root, write=True, name="gather_list")
         if target is not None:
             data = apart(data, target)
-        return self._submit(
-            "gather", "gather", data, options,
-            input=data, output=target, outputs=outputs or [], count=data.count, root=root,
-            splits=blocks,
-        )  # fmt: skip
+        spec = CallSpec("gather", "gather", data.count, root, splits=blocks)
+        return self._submit(spec, Operands(data, data, target, outputs or []), options)
 
     def scatter(
         self, output: Any, inputs: Sequence[Any] | None, root: int, options: CallOptions
@@ -182,11 +186,8 @@ class CPUBackend(DeviceBackend):
         data, blocks = self._all_blocks(target, inputs, root, write=False, name="scatter_list")
         if data is not None:
             data = apart(data, target)
-        return self._submit(
-            "scatter", "scatter", target, options,
-            input=data, output=target, outputs=[output], count=target.count, root=root,
-            splits=blocks,
-        )  # fmt: skip
+        spec = CallSpec("scatter", "scatter", target.count, root, splits=blocks)
+        return self._submit(spec, Operands(target, data, target, [output]), options)
 
     def reduce_scatter(
         self, output: Any, inputs: Sequence[Any], op: ReduceOp, options: CallOptions
@@ -197,10 +198,8 @@ class CPUBackend(DeviceBackend):
             data.make_private()
         blocks = require_blocks(data.sizes, self.spec.rank, target.count, "input_list")
         data = apart(data, target)
-        return self._submit(
-            "reduce_scatter", "reduce_scatter", target, options,
-            input=data, output=target, outputs=[output], count=target.count, op=op, splits=blocks,
-        )  # fmt: skip
+        spec = CallSpec("reduce_scatter", "reduce_scatter", target.count, op=op, splits=blocks)
+        return self._submit(spec, Operands(target, data, target, [output]), options)
 
     def reduce_scatter_tensor(
         self, output: Any, tensor: Any, op: ReduceOp, options: CallOptions
@@ -209,10 +208,9 @@ class CPUBackend(DeviceBackend):
         blocks = self._blocks(data, target, options, "input", "output")
         if op.op is RedOpType.PREMUL_SUM:
             data.make_private()
-        return self._submit(
-            "reduce_scatter", "reduce_scatter_tensor", target, options,
-            input=data, output=target, outputs=[output], count=target.count, op=op, splits=blocks,
-        )  # fmt: skip
+        called = "reduce_scatter_tensor"
+        spec = CallSpec("reduce_scatter", called, target.count, op=op, splits=blocks)
+        return self._submit(spec, Operands(target, data, target, [output]), options)
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Any], tensors: Sequence[Any], op: ReduceOp, options: CallOptions
@@ -220,11 +218,9 @@ class CPUBackend(DeviceBackend):
         target = many(outputs, write=True, name="outputs")
         data = striped(tensors, self.spec.size, write=False, name="inputs", like=target.dtype)
         require_stripes(self.spec.size, data, target, "inputs", "outputs")
-        return self._submit(
-            "reduce_scatter", "reduce_scatter_tensor_coalesced", target, options,
-            input=data, output=target, outputs=outputs, count=target.count, op=op,
-            agreed=target.sizes,
-        )  # fmt: skip
+        called = "reduce_scatter_tensor_coalesced"
+        spec = CallSpec("reduce_scatter", called, target.count, op=op, agreed=target.sizes)
+        return self._submit(spec, Operands(target, data, target, outputs), options)
 
     def all_to_all(
         self, outputs: Sequence[Any], inputs: Sequence[Any], options: CallOptions
@@ -233,7 +229,7 @@ class CPUBackend(DeviceBackend):
         target = listed(outputs, write=True, name="output_tensor_list", like=data.dtype)
         data = apart(data, target)
         splits = Splits(data.sizes, target.sizes)
-        return self._exchange("all_to_all", data, target, outputs, splits, options)
+        return self._exchange("all_to_all", Operands(data, data, target, outputs), splits, options)
 
     def all_to_all_single(
         self,
@@ -247,9 +243,8 @@ class CPUBackend(DeviceBackend):
         size = self.spec.size
         ins = split_sizes(data.shape or (), input_splits, size, "input")
         outs = split_sizes(target.shape or (), output_splits, size, "output")
-        return self._exchange(
-            "all_to_all_single", data, target, [output], Splits(ins, outs), options
-        )
+        operands = Operands(data, data, target, [output])
+        return self._exchange("all_to_all_single", operands, Splits(ins, outs), options)
 
     def scan(self, tensor: Any, op: ReduceOp, options: CallOptions) -> Pending:
         return self._prefix("scan", tensor, op, options, self.spec.rank + 1)
@@ -258,7 +253,7 @@ class CPUBackend(DeviceBackend):
         return self._prefix("exscan", tensor, op, options, self.spec.rank)
 
     def barrier(self, options: CallOptions) -> Pending:
-        return self._submit("barrier", "barrier", None, options, count=0)
+        return self._submit(CallSpec("barrier", "barrier", 0), Operands(None), options)
 
     # ---- point to point -------------------------------------------------------------------
 
@@ -328,55 +323,32 @@ class CPUBackend(DeviceBackend):
 
     def _submit(
         self,
-        collective: str,
-        called: str,
-        subject: Flat | None,
+        spec: CallSpec,
+        operands: Operands,
         options: CallOptions,
         *,
-        count: int,
-        input: Flat | None = None,
-        output: Flat | None = None,
-        outputs: Sequence[Any] = (),
-        root: int = -1,
-        op: ReduceOp | None = None,
-        agreed: tuple[object, ...] = (),
         result: bool = True,
-        splits: Splits | Blocks | None = None,
         members: int | None = None,
     ) -> Pending:
         """Submit one collective.
 
         Args:
-            collective: Name of the schedules' collective.
-            called: Name of the function the user called.
-            subject: The array that describes the call in an error.
+            spec: The call without its memory.
+            operands: Its memory.
             options: How to run it.
-            count: As in `schedules.layout`.
-            input: INPUT of the program.
-            output: OUTPUT of the program.
-            outputs: What the user gets as result.
-            root: Rank in the group.
-            op: Reduce op.
-            agreed: What else must be equal on all ranks.
             result: Whether this rank's output gets a result.
-            splits: Sizes of blocks that may differ.
-            members: How many ranks contribute to this one's result, for AVG; all if None.
+            members: Number of ranks that contribute to this rank's result, for AVG; None: all.
         """
-        if options.label is not None:
-            called, agreed = options.label, (*agreed, options.label)
-        self._require_usable(called)
-        dtype = output.dtype if output else input.dtype if input else _NOTHING
+        subject, input, output, outputs = operands
+        op = spec.op
+        self._require_usable(options.label or spec.called)
+        dtype = NO_DTYPE if subject is None else subject.dtype
         if op is not None:
             require_reducible(dtype, op)
-        algorithm = options.algorithm
-        ordered = op is not None and (options.deterministic or self._planner.deterministic)
-        plan = self._planner.plan(
-            subject,
-            Asked(collective, called, algorithm, count, dtype, root, op, agreed, splits, ordered),
-        )
+        plan = self._planner.plan(spec, subject, options)
         if not result and output is not None and plan.writes_output:
-            # The other ranks' tensors are scratch to many schedules of reduce. torch lets them be
-            # overwritten; a private copy keeps them.
+            # Many schedules of reduce use the other ranks' tensors as scratch. torch permits
+            # this; a private copy keeps the tensors unchanged.
             output.make_private()
         average = op is not None and op.op is RedOpType.AVG
         copies = [data for data in (input, output) if data is not None and not data.in_place]
@@ -398,7 +370,7 @@ class CPUBackend(DeviceBackend):
             deadline=options.deadline,
             exchange=plan.exchange,
             begin=partial(_fill, copies, dtype, op) if copies else None,
-            finish=finish if average or not (output is None or output.in_place) else None,
+            finish=finish if average or output in copies else None,
         )
         self._engine.submit(task, pending, inline=not options.async_op)
         if not options.async_op:
@@ -410,11 +382,11 @@ class CPUBackend(DeviceBackend):
     ) -> Pending:
         """Submit a reduction over the first `members` ranks."""
         data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        return self._submit(
-            name, name, data, options,
-            output=data, outputs=[tensor], count=data.count, op=op, result=members > 0,
-            members=members,
-        )  # fmt: skip
+        spec, operands = (
+            CallSpec(name, name, data.count, op=op),
+            Operands(data, None, data, [tensor]),
+        )
+        return self._submit(spec, operands, options, result=members > 0, members=members)
 
     def _blocks(
         self, whole: Flat, part: Flat, options: CallOptions, whole_name: str, part_name: str
@@ -428,13 +400,7 @@ class CPUBackend(DeviceBackend):
         return require_blocks(sizes, self.spec.rank, part.count, whole_name)
 
     def _exchange(
-        self,
-        called: str,
-        data: Flat,
-        target: Flat,
-        outputs: Sequence[Any],
-        splits: Splits,
-        options: CallOptions,
+        self, called: str, operands: Operands, splits: Splits, options: CallOptions
     ) -> Pending:
         """Submit an all_to_all, whose sizes may differ by rank and are compared then."""
         sent, received = splits
@@ -444,10 +410,7 @@ class CPUBackend(DeviceBackend):
                 f"{received[0]}"
             )
         count = sent[0] if splits.even else sum(sent) // self.spec.size
-        return self._submit(
-            "all_to_all", called, data, options,
-            input=data, output=target, outputs=outputs, count=count, splits=splits,
-        )  # fmt: skip
+        return self._submit(CallSpec("all_to_all", called, count, splits=splits), operands, options)
 
     def _all_blocks(
         self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str

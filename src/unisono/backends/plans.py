@@ -1,6 +1,6 @@
 """Plans of calls: the algorithm, the program and the words of an error, worked out once.
 
-    Asked        a call without its memory: collective, count, dtype, root, op, splits, ...
+    CallSpec     a call without its memory: collective, count, root, op, splits, ...
       select       which algorithm: by size and ranks, or as the caller or UNISONO_ALGO wants
       build        its schedule, for all ranks
       layout_for   what a chunk is in elements
@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.backends.flat import Flat
-from unisono.backends.splits import (
+from unisono.backends.api import CallOptions
+from unisono.backends.blocks import (
     Blocks,
     Splits,
     check_blocks,
@@ -29,15 +29,16 @@ from unisono.backends.splits import (
     sent_blocks,
     sent_splits,
 )
+from unisono.backends.flat import Flat
 from unisono.base import config
-from unisono.base.types import DType, ReduceOp
+from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Communicator, Engine, Exchange
 from unisono.engines.api import fingerprint_of
 from unisono.schedules import Buf, Program, Topology, build, layout_for, select
 
 Array = np.ndarray[Any, Any]
 
-__all__ = ["Asked", "Plan", "Planner"]
+__all__ = ["NO_DTYPE", "CallSpec", "Plan", "Planner"]
 
 # Collectives whose count is that of one block, of which there is one per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
@@ -61,19 +62,30 @@ _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"
 _MAX_PLANS = 1024
 
 
-class Asked(NamedTuple):
-    """What a plan is made from: a call without its memory."""
+NO_DTYPE = dtype_named("uint8")
+"""The dtype of a call without memory."""
+
+
+class CallSpec(NamedTuple):
+    """A call without its memory.
+
+    Attributes:
+        collective: Name of the schedules' collective.
+        called: Name of the function that the caller used.
+        elements: The count, as in `schedules.layout` (a tuple has a method `count`).
+        root: Rank in the group; -1 without a root.
+        op: Reduce op.
+        splits: Sizes of blocks that may differ.
+        agreed: Other values that must be equal on all ranks.
+    """
 
     collective: str
     called: str
-    algorithm: str | None
-    elements: int  # the count; a tuple has a method of that name
-    dtype: DType
-    root: int
-    op: ReduceOp | None
-    agreed: tuple[object, ...]
-    splits: Splits | Blocks | None
-    ordered: bool
+    elements: int
+    root: int = -1
+    op: ReduceOp | None = None
+    splits: Splits | Blocks | None = None
+    agreed: tuple[object, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -111,35 +123,42 @@ class Planner:
         self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
         self._plans: dict[tuple[object, ...], Plan] = {}
 
-    def plan(self, subject: Flat | None, asked: Asked) -> Plan:
-        """Return the plan of a call, made when the call is new."""
-        # Of dtype and op what identifies them: hashing the objects would cost a microsecond.
-        op, shapes = asked.op, None if subject is None else subject.shapes
+    def plan(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Plan:
+        """Return the plan of a call, made when the call is new.
+
+        Args:
+            spec: The call.
+            subject: The array that describes the call in an error; None without one.
+            options: Algorithm, label and order of reduction.
+        """
+        collective, called, count, root, op, splits, agreed = spec
+        wish, label = options.algorithm, options.label
+        ordered = op is not None and (options.deterministic or self.deterministic)
+        # The parts that identify dtype and op: hashing the objects would cost a microsecond.
         reduction = None if op is None else (op.op.value, op.factor)
-        rest = (
-            asked.called,
-            asked.algorithm,
-            asked.elements,
-            asked.root,
-            asked.agreed,
-            asked.splits,
-            asked.ordered,
-        )
-        key = (asked.collective, shapes, asked.dtype.name, reduction, *rest)
+        like = None if subject is None else (subject.dtype.name, subject.shapes)
+        key = (
+            collective, called, count, root, reduction, splits, agreed, like, wish, label, ordered,
+        )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            plan = self._plans[key] = self._make(subject, asked)
+            if label is not None:
+                spec = spec._replace(called=label, agreed=(*agreed, label))
+            plan = self._plans[key] = self._make(spec, subject, wish, ordered=ordered)
         return plan
 
-    def _make(self, subject: Flat | None, asked: Asked) -> Plan:
-        """Work out everything about a call that does not depend on the memory it gets."""
-        collective, called, wish, count, dtype, root, op, agreed, splits, ordered = asked
+    def _make(
+        self, spec: CallSpec, subject: Flat | None, wish: str | None, *, ordered: bool
+    ) -> Plan:
+        """Return everything about a call that does not depend on its memory."""
+        collective, called, count, root, op, splits, agreed = spec
+        dtype = NO_DTYPE if subject is None else subject.dtype
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
-        text = f"{called}({', '.join(self._words(subject, asked))})"
-        # Sizes that all ranks know are a part of what they agree on; others are compared after.
+        text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
+        # Sizes that all ranks know are a part of the agreement; others are compared after it.
         listed = collective in ("all_gather", "reduce_scatter")
         blocks = splits.sizes if listed and isinstance(splits, Blocks) else None
         whole = nbytes * (size if collective in _BLOCKS else 1)
@@ -161,13 +180,15 @@ class Planner:
                 same, *agreed,
             )  # fmt: skip
             return Plan.of(Call.of(called, text, agreed, nbytes), program)
-        exchange, program = self._exchange_plan(asked, splits, algorithm)
+        exchange, program = self._exchange_plan(spec, splits, algorithm, itemsize)
         call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
         return Plan.of(call, program, exchange)
 
-    def _words(self, subject: Flat | None, asked: Asked) -> list[str]:
-        """Return what an error shows of the arguments."""
-        wish, op, splits = asked.algorithm, asked.op, asked.splits
+    def _words(
+        self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool
+    ) -> list[str]:
+        """Return the arguments as an error shows them."""
+        op, splits = spec.op, spec.splits
         words = [] if subject is None else [str(subject)]
         if splits is not None and not splits.even:
             words.append(
@@ -177,20 +198,20 @@ class Planner:
             )
         if op is not None:
             words.append(repr(op).removeprefix("ReduceOp."))
-        if asked.root >= 0:
-            words.append(f"{_ROLES[asked.collective]}={self._comm.ranks[asked.root]}")
+        if spec.root >= 0:
+            words.append(f"{_ROLES[spec.collective]}={self._comm.ranks[spec.root]}")
         if wish or self._override:
             words.append(f"algorithm={wish or self._override}")
-        if asked.ordered:
+        if ordered:
             words.append("deterministic")
         return words
 
     def _exchange_plan(
-        self, asked: Asked, splits: Splits | Blocks, algorithm: str
+        self, spec: CallSpec, splits: Splits | Blocks, algorithm: str, itemsize: int
     ) -> tuple[Exchange, Program]:
         """Return how sizes that a rank knows only in part are compared, and the even program."""
-        collective, count, root = asked.collective, asked.elements, asked.root
-        rank, size, itemsize = self._comm.rank, self._comm.size, asked.dtype.itemsize
+        collective, count, root = spec.collective, spec.elements, spec.root
+        rank, size = self._comm.rank, self._comm.size
         counts: Callable[[Array], Array]
         if isinstance(splits, Splits):
             schedule = build("all_to_all", "pairwise", size)

@@ -1,11 +1,11 @@
-"""Any array-like object as flat memory that an engine can use.
+"""View any array-like object as flat memory that an engine can use.
 
-Rule 1: torch is recognised, never imported. A tensor exists only if its user imported torch,
-so `sys.modules` has it.
-Rule 2: an engine sees contiguous elements in C order. What is laid out otherwise (strided,
-negative stride, Fortran order, unaligned, foreign byte order) is packed into a copy and unpacked
-when the operation is done. Gloo reads the first `numel` elements of the storage instead, which
-is how it gets strided tensors wrong.
+Rule 1: the module never imports torch. A tensor exists only if its user imported torch, so
+`sys.modules` has it.
+Rule 2: an engine gets contiguous elements in C order. An array with another layout (strided,
+negative stride, Fortran order, unaligned, foreign byte order) is packed into a copy. The copy is
+unpacked when the operation is done. Gloo reads the first `numel` elements of the storage instead,
+which gives wrong results for strided tensors.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 8: "metal", 10: "rocm", 13: "c
 
 
 class BufferView:
-    """Flat, contiguous memory of one array, with the way to its owner and back.
+    """Flat, contiguous memory of one array, and the copies from and to its owner.
 
     Attributes:
         array: [count] contiguous; aliases the owner's memory unless `packed`.
         dtype: Element type.
         shape: Shape of the owner.
-        owner: The object the user passed; kept alive by this view.
+        owner: The object that the user passed; this view keeps it alive.
         packed: Whether `array` is a copy that `pack` fills and `unpack` writes back.
-        memory: [...] the owner's memory as it is laid out; `array` itself unless packed.
+        memory: [...] the owner's memory in its own layout; `array` itself unless `packed`.
     """
 
     __slots__ = ("_read", "_write_back", "array", "dtype", "memory", "owner", "packed", "shape")
@@ -71,12 +71,12 @@ class BufferView:
         return int(self.array.nbytes)
 
     def pack(self) -> None:
-        """Copy the owner's elements, as they are now, into `array`; nothing to do for an alias."""
+        """Copy the owner's current elements into `array`; do nothing for an alias."""
         if self._read is not None:
             self._read(self.array)
 
     def unpack(self) -> None:
-        """Copy the packed elements back into an owner that is written; not into others."""
+        """Copy the packed elements back into the owner, if the view was made with `write`."""
         if self._write_back is not None:
             self._write_back(self.array)
 
@@ -96,7 +96,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def device_of(obj: Any) -> str:
-    """Return the device type of an array: "cpu", "cuda", or the name it carries itself."""
+    """Return the device type of an array: "cpu", "cuda", or the name that the array has for it."""
     if isinstance(obj, (np.ndarray, bytearray, memoryview, bytes)):
         return "cpu"
     kind = device_type(getattr(obj, "device", None))
@@ -109,7 +109,7 @@ def device_of(obj: Any) -> str:
 
 
 def device_type(device: Any) -> str:
-    """Return "cuda" of "cuda:1" or of a torch.device; nothing of what is neither."""
+    """Return the type of a text such as "cuda:1" or of a torch.device; "" of another object."""
     kind = getattr(device, "type", device)
     return kind.partition(":")[0] if isinstance(kind, str) else ""
 
@@ -120,12 +120,12 @@ def view(obj: Any, *, write: bool, name: str = "tensor", pack: bool = True) -> B
     Args:
         obj: NumPy array, torch CPU tensor, DLPack CPU array, or anything with the buffer protocol
             (bytearray, memoryview, array.array, mmap).
-        write: Whether the operation stores into it.
-        name: What to call it in an error.
-        pack: Whether to fill a copy at once; otherwise the caller does, with `BufferView.pack`.
+        write: Whether the operation writes into it.
+        name: Name of the argument in errors.
+        pack: Whether to fill a copy at once; otherwise the caller must call `BufferView.pack`.
 
     Raises:
-        ArgumentTypeError: Not an array.
+        ArgumentTypeError: The object is not an array.
         InvalidArgumentError: `write`, but the memory is read-only or overlaps itself.
         UnsupportedError: The dtype, layout or device cannot be used.
     """
@@ -158,7 +158,7 @@ def _view(obj: Any, write: bool, name: str) -> BufferView:
 
 
 def _array_of_buffer(obj: Any, name: str) -> Array:
-    """Return what has the buffer protocol, such as a bytearray or an array.array, as an array."""
+    """Return an object with the buffer protocol (bytearray, array.array, ...) as an array."""
     try:
         buffer = memoryview(obj)
     except TypeError:
@@ -208,7 +208,10 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
 
 
 def _overlaps_itself(array: Array) -> bool:
-    """Whether two elements may share memory: each stride must step over all smaller ones."""
+    """Return whether two elements may share memory.
+
+    They cannot if each stride is at least the extent of all dimensions with smaller strides.
+    """
     end = array.itemsize
     for stride, n in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if n > 1 and stride < end:
@@ -246,8 +249,8 @@ def _view_torch(tensor: Any, write: bool, name: str) -> BufferView:
 def alias_torch(tensor: Any, dtype: DType, name: str, *, keep: bool = True) -> Array:
     """Return the memory of a dense CPU tensor as an array of its storage type.
 
-    Not by `tensor.numpy()`, which for ever forbids torch to resize the memory: FSDP frees and
-    allocates it again in each step. The array keeps the tensor unless told otherwise.
+    `tensor.numpy()` would forbid torch to resize the memory, but FSDP frees and allocates it again
+    in each step. The array keeps the tensor alive if `keep`.
     """
     shape, itemsize = tuple(tensor.shape), dtype.itemsize
     if not tensor.numel():

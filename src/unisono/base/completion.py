@@ -1,4 +1,4 @@
-"""The end of something that runs elsewhere: set once, waited for by anybody."""
+"""The completion of an operation on another thread: finished once, waited for by any thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Completion", "Source"]
 _log = get_logger("base.completion")
 
 _forks = 0
-"""Between this process and the first one that loaded this."""
+"""Number of forks between the process that loaded this module and this process."""
 
 
 def _count_fork() -> None:
@@ -29,37 +29,37 @@ if hasattr(os, "register_at_fork"):
 
 
 class Source(Protocol):
-    """Where something ends of which nobody tells its completion."""
+    """An operation, for example in C++, that does not finish its completion by itself."""
 
     def poll(self) -> object:
-        """Finish the completion if it has ended."""
+        """Finish the completion if the operation has ended."""
 
     def wait(self, deadline: Deadline | None) -> bool:
-        """Block until it has ended; False if the deadline passed first.
+        """Block until the operation has ended; False if the deadline passed first.
 
-        The completion is finished then, or about to be by another thread.
+        The completion is then finished, or another thread is about to finish it.
         """
 
     def watch(self) -> bool:
-        """Have the completion finished by another thread; False: it has ended already."""
+        """Let another thread finish the completion; False if the operation has ended already."""
 
 
 class Completion:
-    """Becomes done exactly once, with or without an error.
+    """The state of an operation, which becomes done exactly once, with or without an error.
 
-    Transfers of a transport, submissions to an engine and the works that users hold are all
-    completions, so that waiting, polling and chaining are written here only.
+    Transfers of a transport, tasks of an engine and the works of users are completions, so waiting,
+    polling and chaining are written only here.
 
-    Theory of operation: `_gate` is a lock that is held until the end. Who waits takes it and
-    gives it back for the next one. An Event does the same at several times the price, and a
-    small message costs little more than its completion.
+    Theory of operation: `_gate` is a lock that is held until the completion is done. A waiting
+    thread acquires the lock and releases it for the next. An Event does the same, but takes several
+    times as long, and a small message takes little longer than its completion.
 
-    What ends in C++ has a source: nobody is woken there to finish the completion, unless a callback
-    waits for that. Whoever asks looks at the source.
+    The completion of an operation in C++ has a source. No thread is woken to finish it, unless it
+    has a callback. A thread that polls or waits looks at the source.
 
     Args:
-        any_process: A child of a fork may end its copy. What a thread of the parent would end
-            never ends there.
+        any_process: Whether the child of a fork may finish its copy. If not, a wait in the child
+            raises ClosedError, because the thread that would finish it is in the parent.
     """
 
     __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
@@ -75,20 +75,20 @@ class Completion:
         self.error: BaseException | None = None
 
     def ends_with(self, source: Source) -> None:
-        """Look at `source` for the end, until it is finished."""
+        """Poll and wait on `source` until the completion is finished."""
         self._source = source
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Return whether it is done, with or without an error."""
         if not self._done and (source := self._source) is not None:
             source.poll()
         return self._done
 
     def finish(self, error: BaseException | None = None) -> bool:
-        """End it; only the first call counts and returns True.
+        """Make it done; only the first call has an effect and returns True.
 
-        Callbacks run on the calling thread, in the order they were added. What they raise is
-        logged: this thread may be one that all other transfers depend on.
+        Callbacks run on the calling thread, in the order in which they were added. Their exceptions
+        are logged, because other transfers may depend on this thread.
         """
         with self._lock:
             if self._done:
@@ -106,7 +106,7 @@ class Completion:
         """Block until done or expired; return whether it is done.
 
         Raises:
-            ClosedError: It ends in the parent of this fork only. Nothing else is raised.
+            ClosedError: Only the parent of this fork can finish it. No other error is raised.
         """
         if not self._done:
             source = self._source
@@ -125,7 +125,7 @@ class Completion:
         return True
 
     def add_callback(self, callback: Callable[[Self], object]) -> None:
-        """Call `callback(self)` when done; at once if it is done already."""
+        """Call `callback(self)` when it is done; at once if it is done already."""
         with self._lock:
             done, source = self._done, self._source
             if not done:

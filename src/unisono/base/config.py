@@ -1,7 +1,6 @@
-"""The one reader of the environment: every variable that unisono knows, in one table.
+"""Read the environment: the table of all variables of unisono, and the functions that read them.
 
-Other modules ask `get("UNISONO_ALGO")`; nothing else in the library touches
-`os.environ` for reading.
+Other modules call `get("UNISONO_ALGO")`. No other module of the library reads `os.environ`.
 """
 
 from __future__ import annotations
@@ -24,21 +23,19 @@ class Variable(NamedTuple):
 
 VARIABLES: dict[str, Variable] = {
     "UNISONO_ALGO": Variable("", "algorithms to use, in NCCL_ALGO's grammar"),
-    "UNISONO_DETERMINISTIC": Variable(
-        "0", "1: reduce in the order of ranks, whatever the call says"
-    ),
+    "UNISONO_DETERMINISTIC": Variable("0", "1: reduce in the order of ranks in every call"),
     "UNISONO_ENGINE": Variable("auto", "auto, native or reference"),
     "UNISONO_CPU": Variable("", "instruction set of the native engine: plain, v3 or v4"),
     "UNISONO_TRANSPORT": Variable("auto", "auto, inproc or tcp"),
     "UNISONO_RANKS_PER_HOST": Variable(
-        "0", "treat so many ranks as those of one host, to try out several; 0: as it is"
+        "0", "number of ranks to treat as one host, to try out several hosts; 0: the real hosts"
     ),
-    "UNISONO_SHARED_MEMORY": Variable("1", "0: what this rank sends and gets goes over sockets"),
+    "UNISONO_SHARED_MEMORY": Variable("1", "0: this rank sends and receives only over sockets"),
     "UNISONO_TOKEN": Variable(
-        "", "secret of the job: without it nobody reaches its store; `unisono run` makes one"
+        "", "secret of the job, which its store requires; `unisono run` makes a token"
     ),
     "UNISONO_INSECURE": Variable(
-        "", "1: clients without a token (torch's) reach a store from other machines and users"
+        "", "1: clients without a token (torch's) may use a store from other machines and users"
     ),
     "UNISONO_CHANNELS": Variable(
         "1", "connections to each rank of another host, over which large messages are spread"
@@ -53,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
 
 
 def environ() -> Mapping[str, str]:
-    """Return the process environment, for tables of foreign variables (RANK, PMI_RANK, ...)."""
+    """Return the process environment, for variables of other programs (RANK, PMI_RANK, ...)."""
     return os.environ
 
 
@@ -66,7 +63,7 @@ def get_flag(name: str) -> bool:
     """Return whether a UNISONO_* variable is 1.
 
     Raises:
-        InvalidArgumentError: It is neither 0 nor 1; names the variable.
+        InvalidArgumentError: It is neither 0 nor 1. The text names the variable.
     """
     text = get(name)
     if text not in ("0", "1"):
@@ -78,7 +75,7 @@ def get_float(name: str) -> float:
     """Return a UNISONO_* variable as a number.
 
     Raises:
-        InvalidArgumentError: The text is not a number; names the variable.
+        InvalidArgumentError: It is not a number. The text names the variable.
     """
     text = get(name)
     try:
@@ -93,7 +90,7 @@ def get_int(name: str, most: int) -> int:
     """Return a UNISONO_* variable as a number from 1 to `most`.
 
     Raises:
-        InvalidArgumentError: It is something else; names the variable.
+        InvalidArgumentError: It is not such a number. The text names the variable.
     """
     text = get(name)
     if not text.isdecimal() or not 1 <= int(text) <= most:

@@ -1,4 +1,4 @@
-"""One clock for every wait: a deadline is a point on `time.monotonic()`."""
+"""Deadlines: points on `time.monotonic()`, the clock of every wait."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def to_seconds(timeout: Timeout, what: str = "timeout") -> float:
     """Return a duration in seconds; infinity is allowed, negative and NaN are not.
 
     Raises:
-        ArgumentTypeError: Not a number or timedelta.
-        InvalidArgumentError: Negative or NaN.
+        ArgumentTypeError: The value is not a number or timedelta.
+        InvalidArgumentError: The value is negative or NaN.
     """
     if type(timeout) is float and timeout >= 0:
-        return timeout  # the common case, some hundred nanoseconds faster
+        return timeout  # the common case, faster by some hundred nanoseconds
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
     elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
@@ -37,10 +37,9 @@ def to_seconds(timeout: Timeout, what: str = "timeout") -> float:
 
 
 class Deadline:
-    """The moment after which a wait gives up.
+    """The moment at which a wait ends with a time-out.
 
-    Made once per call and passed down, so that nested waits share one budget instead of
-    each starting its own.
+    A call makes one deadline and passes it down. All nested waits then share one time-out.
     """
 
     __slots__ = ("_at", "timeout_s")
@@ -50,17 +49,17 @@ class Deadline:
         self._at = time.monotonic() + self.timeout_s
 
     def earlier(self, seconds: float) -> Deadline:
-        """Return a deadline that many seconds before this one, but not in its first fifth."""
+        """Return a deadline that is earlier by `seconds`, but at most by 0.8 of the time-out."""
         other = Deadline(self.timeout_s)
         other._at = self._at - min(seconds, 0.8 * self.timeout_s)
         return other
 
     def remaining(self) -> float:
-        """Seconds left, never negative."""
+        """Return the seconds left, never negative."""
         return max(0.0, self._at - time.monotonic())
 
     def expired(self) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return time.monotonic() >= self._at
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What this machine offers to a process or refuses it, and how the process came about."""
+"""Properties of this process on this machine: its cores, its start, the text of its errors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import sys
 __all__ = ["GUARD_HINT", "is_importing_main", "reason_of", "usable_cores"]
 
 GUARD_HINT = (
-    "a process that multiprocessing starts runs the parent's script to find the function; put what "
-    'it must not do again below `if __name__ == "__main__":`'
+    "a process that multiprocessing starts runs the parent's script to find the function; put code "
+    'that it must not run again below `if __name__ == "__main__":`'
 )
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_importing_main() -> bool:
-    """Whether this is a child of multiprocessing that still runs its parent's script."""
+    """Return whether this is a child of multiprocessing that still runs its parent's script."""
     process = sys.modules.get("multiprocessing.process")
-    # multiprocessing looks at the same attribute, to refuse children of such a child.
+    # multiprocessing reads the same attribute to refuse children of such a child.
     return process is not None and hasattr(process.current_process(), "_inheriting")
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line; the operating system's words without a number."""
+    """Return the text of an error in one line; for an OSError without the number."""
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.EMFILE:
             most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

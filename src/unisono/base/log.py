@@ -1,8 +1,8 @@
 """Loggers: one tree below "unisono".
 
-A program that configures `logging` sees everything as usual. Of one that does not, warnings go to
-standard error: a slow engine or a callback that raised must not pass unseen. UNISONO_LOG asks for
-more there, or less.
+A program that configures `logging` gets all records as usual. If a program does not, warnings go to
+standard error: a slow engine or an exception in a callback must not go unnoticed. UNISONO_LOG sets
+another level for standard error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from unisono.errors import InvalidArgumentError
 
 __all__ = ["get_logger", "log_once"]
 
-_said: set[tuple[object, ...]] = set()
-_saying = threading.Lock()
+_logged: set[tuple[object, ...]] = set()
+_logged_lock = threading.Lock()
 
 
 class _LastResort(logging.Handler):
-    """As `logging.lastResort`, and says whose line it is."""
+    """A handler like `logging.lastResort` that puts "unisono:" before each line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record if no handler of the program's own sees it."""
+        """Print the record if the program has no handler of its own."""
         if sys.stderr and not logging.getLogger().handlers and _ROOT.handlers == [self]:
-            # A closed pipe must not end the thread that says something, nor what it serves.
+            # Without this a closed pipe would end the thread that logs.
             with contextlib.suppress(OSError, ValueError):
                 print(f"unisono: {self.format(record)}", file=sys.stderr)
 
@@ -57,10 +57,10 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def log_once(log: logging.Logger, level: int, text: str, *arguments: object) -> None:
-    """Log what has not been logged before, also if several threads come to it at once."""
+    """Log a record unless an equal record was logged before, even by another thread."""
     line = (log.name, level, text, *arguments)
-    with _saying:
-        if line in _said:
+    with _logged_lock:
+        if line in _logged:
             return
-        _said.add(line)
+        _logged.add(line)
     log.log(level, text, *arguments)

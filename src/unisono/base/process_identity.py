@@ -1,4 +1,7 @@
-"""Who uses a store file: names of processes by which others can tell whether they still live."""
+"""Names of processes, from which another process can detect whether a process is alive.
+
+A *user* is such a name: one use of a file by a process.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import uuid
 __all__ = ["Life", "describe", "is_dead", "life_of", "new_user"]
 
 _FIELDS = 5
-# A name is also part of a file's name, and its fields are joined with this.
+# Joins the fields of a name. It must be valid in file names, because a name is part of them.
 _JOINT = "~"
 
 
 class Life(enum.Enum):
-    """What this process can know of another one."""
+    """The knowledge of this process about another process."""
 
     ALIVE = enum.auto()
     DEAD = enum.auto()
@@ -31,7 +34,7 @@ def new_user() -> str:
 
 
 def life_of(user: str) -> Life:
-    """Return whether that process lives; unknown on another machine, or in another container."""
+    """Return whether the process is alive; unknown on another machine or in another container."""
     fields = user.split(_JOINT)
     if len(fields) != _FIELDS or fields[1] != _machine():
         return Life.UNKNOWN
@@ -47,19 +50,19 @@ def life_of(user: str) -> Life:
 
 
 def is_dead(user: str) -> bool:
-    """Return whether that process is certainly gone."""
+    """Return whether the process has certainly ended."""
     return life_of(user) is Life.DEAD
 
 
 def describe(user: str) -> str:
-    """Return a user in words: "process 12 on host a"."""
+    """Return the text for a user: "process 12 on host a"."""
     fields = user.split(_JOINT)
     return f"process {fields[-1]} on host {fields[0]}"
 
 
 @functools.cache
 def _machine() -> str:
-    """Name this boot of this machine, and the process id namespace: a container has its own."""
+    """Return the id of this boot and of the process id namespace, which differs per container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
@@ -74,10 +77,10 @@ def _own_start(pid: int) -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in clock ticks since boot; "?" if unknown."""
+    """Return the start time of a process, in clock ticks since boot; "?" if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            # The name of the program, in parentheses, may contain spaces. A zombie is gone.
+            # The name of the program, in parentheses, may contain spaces. A zombie has ended.
             fields = file.read().rpartition(")")[2].split()
     except (OSError, IndexError):
         return "?"

@@ -1,4 +1,4 @@
-"""Where a store server listens and how its clients reach it."""
+"""TCP sockets: listen on an address, and connect to the first address that answers."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 CONNECT_S = 3.0
-"""How long a silent address may take to connect if there are others. A host behind a firewall that
-drops packets would otherwise cost the kernel's two minutes."""
+"""Seconds to wait for a silent address if there are others. A host behind a firewall that drops
+packets would otherwise take the kernel's 2 minutes."""
 
 STAGGER_S = 0.25
-"""How long an address is waited for before the next one is called as well; RFC 8305 section 5."""
+"""Seconds to wait for an address before trying the next in parallel; RFC 8305 section 5."""
 
 _FIRST_BACKOFF_S = 0.01
 _LAST_BACKOFF_S = 1.0
@@ -44,7 +44,7 @@ _TRIES = 16
 _LOCAL_NAMES = {"localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback"}
 _MAPPED = "::ffff:"
 _WILDCARDS: dict[int, str] = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
-# The host lacks this address family; another one will do.
+# Errors of an address family that the host lacks. Another family can still succeed.
 _NO_FAMILY = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
 _Address = tuple[Any, ...]
@@ -59,8 +59,8 @@ def format_address(host: str, port: int) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether `host` means this machine only: a loopback address, or localhost.
 
-    A machine's own name does not, even where /etc/hosts gives it 127.0.1.1: other machines
-    know it by another address.
+    The machine's own name does not, even if /etc/hosts maps it to 127.0.1.1. Other machines resolve
+    it to another address.
     """
     host = _bare(host)
     try:
@@ -77,18 +77,19 @@ def is_local(sock: socket.socket) -> bool:
         )
     except OSError:
         return False
-    # A connection to one of this machine's own addresses comes from that address, too; nobody
-    # else can have it and still talk to us.
+    # A connection to an address of this machine comes from the same address. No other machine can
+    # have this address and connect to this machine.
     return is_loopback(peer) or peer == own
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on `port` for those who connect to `host`; 0 = any free port.
+    """Return sockets that listen on `port` for connections to `host`; 0 = any free port.
 
-    An address is listened on alone, unless it is none of this machine's: then it leads here by
-    way of a router. A name means loopback if it is localhost; any other one may lead others to
-    another address than it does here (127.0.1.1 for example), so for a name it is every
-    interface, in the address families that it has here. All sockets have the same port.
+    If `host` is an address of this machine, listen on this address only. If it is an address of
+    another machine, a router forwards it to this machine: listen on every interface. `localhost`
+    means loopback. Another name may have another address on other machines (here it may be
+    127.0.1.1). For a name, listen on every interface, in the address families that the name has on
+    this machine. All sockets have the same port.
 
     Raises:
         StoreConnectionError: The port is in use, or `host` is unknown.
@@ -114,15 +115,15 @@ def listen(host: str, port: int) -> list[socket.socket]:
     reason = os.strerror(failure.errno) if failure and failure.errno else "no address"
     raise StoreConnectionError(
         f"the store server cannot listen on {where}: {reason}",
-        hint="another job, or an earlier one, may have this port; port 0 takes any free one, which "
-        ".port tells afterwards",
+        hint="another job, or an earlier one, may have this port; port 0 takes any free port, and "
+        ".port is its number",
     ) from failure
 
 
 def _listen_once(
     found: list[tuple[int, _Address]], host: str, port: int
 ) -> tuple[list[socket.socket], OSError | None]:
-    """Listen in each family; return the sockets, and what was in the way of one."""
+    """Listen in each family; return the sockets, and the error if a socket failed."""
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     for family, address in found:
@@ -162,9 +163,9 @@ def _bind(family: int, name: str, port: int, scope: _Address) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # IPv4 has a socket of its own, or was not asked for.
+            # IPv4 has a separate socket, or is not wanted.
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # A link-local address means something only with its interface.
+        # A link-local address is valid only together with its interface.
         sock.bind((name, port, 0, *scope) if scope else (name, port))
         sock.listen(_BACKLOG)
     except OSError:
@@ -174,11 +175,11 @@ def _bind(family: int, name: str, port: int, scope: _Address) -> socket.socket:
 
 
 def listen_on_fd(fd: int, port: int) -> list[socket.socket]:
-    """Return the listening socket of an open file descriptor, which it takes over.
+    """Return the listening socket of an open file descriptor; the socket owns it then.
 
     Raises:
-        InvalidArgumentError: It is bound to another port than `port` (0 = any).
-        StoreConnectionError: It is no socket.
+        InvalidArgumentError: The socket is bound to another port than `port` (0 = any).
+        StoreConnectionError: The file descriptor is no socket.
     """
     try:
         sock = socket.socket(fileno=fd)
@@ -187,7 +188,7 @@ def listen_on_fd(fd: int, port: int) -> list[socket.socket]:
         raise StoreConnectionError(f"master_listen_fd={fd} cannot listen: {error}") from error
     bound = int(sock.getsockname()[1])
     if port not in (0, bound):
-        # The caller still owns it, so that a retry is possible.
+        # The caller keeps the file descriptor, so that it can retry.
         sock.detach()
         raise InvalidArgumentError(
             f"master_listen_fd={fd} is bound to port {bound}, expected port {port}"
@@ -198,13 +199,13 @@ def listen_on_fd(fd: int, port: int) -> list[socket.socket]:
 def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.socket:
     """Return a connection to the first address of `host` that answers.
 
-    The next address is called when one fails or is silent for a while.
+    If an address fails or does not answer within `STAGGER_S`, the next is tried in parallel.
 
     Args:
         host: Name or address.
         port: Port.
-        deadline: When to give up.
-        retry: Whether to go on trying, with growing pauses, as long as nobody listens.
+        deadline: End of the attempts.
+        retry: Whether to retry, with growing pauses, while no process listens.
 
     Raises:
         StoreConnectionError: The text has a table of the addresses tried, each with its error.
@@ -222,7 +223,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
             failures.append((format_address(host, port), str(error.strerror)))
         if not retry or deadline.expired():
             break
-        # Jitter keeps a thousand clients from knocking at the same moments.
+        # With jitter a thousand clients do not connect at the same moments.
         time.sleep(min(backoff_s * random.uniform(0.5, 1.0), deadline.remaining()))
         backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
     waited = f" within {round(deadline.timeout_s, 2):g} s" if retry else ""
@@ -233,7 +234,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
     )
     table = [f"{here} -> {there}: {reason}" for there, reason in failures]
     raise StoreConnectionError(
-        "\n    ".join([what, "who could not reach whom:", *table]),
+        "\n    ".join([what, "failed connections:", *table]),
         hint="is rank 0 (or the launcher) running there, and is the port open?",
     )
 
@@ -245,13 +246,13 @@ def _connect_first(
     *,
     again: bool,
 ) -> socket.socket | None:
-    """Return the first connection to one of these addresses; else note why there is none.
+    """Return the first connection to one of these addresses, or None; add to `failures`.
 
-    If the caller will try again, silent addresses are waited for less long once another has failed:
-    whoever shall listen there may be late.
+    If the caller will retry (`again`) and an address has failed, wait at most `CONNECT_S` for
+    silent addresses: the server may have started meanwhile.
     """
     todo, soon = deque(found), Deadline(CONNECT_S)
-    # At least one honest attempt, also when the deadline has just passed.
+    # Allow time for one attempt even if the deadline has just passed.
     late = Deadline(max(deadline.remaining(), 0.05))
     with selectors.DefaultSelector() as calls:
         try:
@@ -286,10 +287,10 @@ def _connect_first(
 
 
 def begin_call(family: int, address: _Address) -> socket.socket:
-    """Begin to connect; return the socket, which is writable when `why_not` can tell.
+    """Begin to connect; return the socket. When it is writable, `why_not` returns the result.
 
     Raises:
-        OSError: There is no way there.
+        OSError: There is no route to the address.
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -304,21 +305,22 @@ def begin_call(family: int, address: _Address) -> socket.socket:
 
 
 def why_not(sock: socket.socket) -> str:
-    """Return why a call failed; "" if it did not."""
+    """Return why a connection attempt failed; "" if it succeeded."""
     if code := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         return os.strerror(code)
     try:
-        # Connecting to a free local port can hit itself, when the kernel picks it as source.
+        # A socket that connects to a free local port reaches itself if the kernel picks this port
+        # as the source.
         return "connected to itself" if sock.getsockname() == sock.getpeername() else ""
-    except OSError as error:  # it was there, and has hung up since
+    except OSError as error:  # the peer has closed the connection already
         return reason_of(error)
 
 
 def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Address]]:
-    """Return (family, address) of `host`; for servers one of each family."""
+    """Return (family, address) of `host`; for servers (`passive`) one address of each family."""
     name = _bare(host)
     if not passive:
-        # Nothing to look up; a thousand clients in one process notice.
+        # A numeric address needs no look-up, which is slow for a thousand clients in one process.
         with contextlib.suppress(OSError):
             socket.inet_pton(socket.AF_INET, name)
             return [(socket.AF_INET, (name, port))]
@@ -330,7 +332,7 @@ def _resolve(host: str, port: int, passive: bool = False) -> list[tuple[int, _Ad
         seen = [known[0] if passive else known for known in found]
         item = (int(family), address)
         if str(address[0]).startswith(_MAPPED):
-            # An IPv4 address in its IPv6 form, which no IPv6 socket can listen on.
+            # An IPv4 address in its IPv6 form, on which no IPv6 socket can listen.
             item = (int(socket.AF_INET), (str(address[0])[len(_MAPPED) :], port))
         if item[0] in _WILDCARDS and (item[0] if passive else item) not in seen:
             found.append(item)

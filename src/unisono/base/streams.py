@@ -1,14 +1,14 @@
 """CPU streams and events, with the semantics of CUDA's.
 
-A `Stream` is an ordered queue of functions that a thread of its own runs one after another, while
-the thread that fills it goes on. An `Event` marks a place in a stream. What a stream does next can
-be made to wait for an event of another stream; the host waits only when it is told to.
+A `Stream` is an ordered queue of functions, which a separate thread runs one after another. The
+thread that submits them does not wait. An `Event` marks a place in a stream. A stream can wait for
+an event of another stream. The host waits only if the program calls `synchronize`.
 
-Without `with stream(...)` the current stream is the default one: the calling thread itself, which
-runs everything at once. A program that uses no stream is not aware that there are any.
+Without `with stream(...)` the current stream is the default stream: the calling thread itself,
+which runs each function at once. A program that uses no stream need not know about streams.
 
-An error ends a stream's work until somebody has taken it: what follows is skipped, events that
-follow carry it to whoever waits for them, and `synchronize` raises it.
+After an error a stream skips the later functions until `synchronize` has raised the error. Later
+events pass the error on to the threads and streams that wait for them.
 
 Source: torch.cuda.Stream, torch.cuda.Event (2.13).
 """
@@ -47,12 +47,13 @@ R = TypeVar("R")
 
 _log = get_logger("base.streams")
 
-# A stream's thread ends by itself, so that nobody has to close a stream; a new one costs 0.1 ms.
+# An idle stream's thread ends after this time, so no caller has to close a stream. To start a new
+# thread takes 0.1 ms.
 _IDLE_S = 0.1
 
 
 class _Mark(Completion):
-    """One recording of an event: done when the stream has got there."""
+    """One recording of an event, done when the stream has reached it."""
 
     __slots__ = ("stream", "time_s")
 
@@ -62,7 +63,7 @@ class _Mark(Completion):
         self.time_s = 0.0
 
     def reach(self, error: BaseException | None) -> None:
-        """Say that the stream has got there."""
+        """Finish the mark, because the stream has reached it."""
         self.time_s = time.monotonic()
         self.finish(error)
 
@@ -71,7 +72,7 @@ class Event:
     """A place in a stream. An event that was never recorded counts as reached.
 
     Args:
-        enable_timing: Whether `elapsed_time` may be asked for.
+        enable_timing: Whether `elapsed_time` may be called.
     """
 
     def __init__(self, enable_timing: bool = False) -> None:
@@ -79,40 +80,40 @@ class Event:
         self._mark: _Mark | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the end of what the stream (by default the current one) has to do now."""
+        """Mark the current end of the queue of `stream`, by default of the current stream."""
         stream = stream or current_stream()
         mark = self._mark = _Mark(stream)
         stream._reach(mark)
 
     def wait(self, stream: Stream | None = None, timeout: Timeout | None = None) -> None:
-        """Let the stream (by default the current one) do nothing more until this is reached.
+        """Make a stream, by default the current stream, wait until the event is reached.
 
         Args:
-            stream: Who waits. The default stream is the calling thread, which blocks.
+            stream: The stream that waits. The default stream is the calling thread, which blocks.
             timeout: Seconds or timedelta, from now; None for no limit.
 
         Raises:
-            CollectiveTimeoutError: The calling thread was to wait, and the time is over. A stream
-                that waits too long fails with this error.
+            CollectiveTimeoutError: The calling thread waited, and the time-out has passed. Another
+                stream that waits too long fails with this error.
         """
         (stream or current_stream()).wait_event(self, timeout)
 
     def query(self) -> bool:
-        """Whether it is reached; never blocks."""
+        """Return whether the event is reached; never block."""
         return self._mark is None or self._mark.done()
 
     def synchronize(self, timeout: Timeout | None = None) -> None:
-        """Block the calling thread until it is reached.
+        """Block the calling thread until the event is reached.
 
         Raises:
-            CollectiveTimeoutError: Not reached in time.
-            BaseException: What failed before it in its stream.
+            CollectiveTimeoutError: The event was not reached in time.
+            BaseException: The error of an earlier function in the event's stream.
         """
         if self._mark is not None:
             _wait_for(self._mark, None if timeout is None else Deadline(timeout))
 
     def on_reached(self, callback: Callable[[BaseException | None], object]) -> None:
-        """Call `callback(error)` when the latest recording is reached, on whatever thread."""
+        """Call `callback(error)` when the latest recording is reached, on any thread."""
         if self._mark is None:
             callback(None)
         else:
@@ -122,7 +123,7 @@ class Event:
         """Return the milliseconds from this event to a later one.
 
         Raises:
-            UsageError: One of them has no timing, was not recorded, or is not reached yet.
+            UsageError: An event has no timing, was not recorded, or is not reached yet.
         """
         marks = []
         for event, which in ((self, "first"), (end_event, "second")):
@@ -136,7 +137,7 @@ class Event:
 
 
 class Stream:
-    """An ordered queue of work, run by a thread that exists while there is some.
+    """An ordered queue of functions, run by a thread that exists while the queue is in use.
 
     Args:
         name: For errors and for the thread's name.
@@ -151,10 +152,10 @@ class Stream:
         self._pid = os.getpid()
 
     def submit(self, fn: Callable[..., object], *args: Any) -> None:
-        """Call `fn(*args)` after everything that was submitted before.
+        """Call `fn(*args)` after all functions that were submitted before.
 
-        It runs in the stream's thread, where the current stream is the default one: a collective
-        call in it blocks that thread, not the host.
+        It runs in the stream's thread. The current stream there is the default stream, so a
+        collective call in `fn` blocks that thread, not the host.
         """
         self._put(lambda: fn(*args))
 
@@ -165,25 +166,25 @@ class Stream:
         return event
 
     def wait_event(self, event: Event, timeout: Timeout | None = None) -> None:
-        """Do nothing more until the event's latest recording is reached; as `Event.wait`."""
+        """Make this stream wait until the event's latest recording is reached; as `Event.wait`."""
         mark, limit = event._mark, None if timeout is None else Deadline(timeout)
         if mark is not None:
             self._put(lambda: _wait_for(mark, limit))
 
     def wait_stream(self, stream: Stream) -> None:
-        """Do nothing more until the other stream has done all that it has to do now."""
+        """Make this stream wait for all functions that were submitted to another stream."""
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        """Whether all that was submitted is done; never blocks."""
+        """Return whether all submitted functions are done; never block."""
         return not self._queue
 
     def synchronize(self, timeout: Timeout | None = None) -> None:
-        """Block the calling thread until all that was submitted is done.
+        """Block the calling thread until all submitted functions are done.
 
         Raises:
-            CollectiveTimeoutError: It was not in time; the stream goes on.
-            BaseException: What failed. The stream is as good as new then.
+            CollectiveTimeoutError: They were not done in time; the stream goes on.
+            BaseException: The error of a function. The stream runs later functions again.
         """
         mark = _Mark(self)
         self._reach(mark)
@@ -195,7 +196,7 @@ class Stream:
                     self._error = None
 
     def runs_here(self) -> bool:
-        """Whether the calling thread is the one that does this stream's work."""
+        """Return whether the calling thread is the thread of this stream."""
         return self._worker.is_here()
 
     def _new_worker(self) -> Worker:
@@ -205,7 +206,7 @@ class Stream:
         self._put(lambda: mark.reach(self._error), always=True)
 
     def _put(self, work: Callable[[], object], *, always: bool = False) -> None:
-        """Add to the queue; `always` says to run it even after a failure."""
+        """Add a function to the queue; `always`: run it even after an error."""
         if self._pid != os.getpid():
             raise ClosedError(f"stream '{self.name}' belongs to the parent of this fork")
         with self._changed:
@@ -226,7 +227,7 @@ class Stream:
                 except BaseException as error:
                     self._error = error
                     _log.error("stream '%s' skips what follows: %s", self.name, repr(error))
-            # Not before: query() must not say that it is done while it runs.
+            # After the call, because query() must return False while the function runs.
             del work
             self._queue.popleft()
 
@@ -235,7 +236,7 @@ class Stream:
 
 
 class _DefaultStream(Stream):
-    """The calling thread: everything runs at once."""
+    """The calling thread, which runs each function at once."""
 
     def _put(self, work: Callable[[], object], *, always: bool = False) -> None:
         work()
@@ -259,11 +260,10 @@ def _wait_for(mark: _Mark, limit: Deadline | None) -> None:
 
 _default = _DefaultStream("default")
 stream_variable: ContextVar[Stream | None] = ContextVar("unisono_stream", default=None)
-
 """Holds the stream of the innermost `with stream(...)`, or None."""
 
 explicit_stream = stream_variable.get
-"""Return the stream of the innermost `with stream(...)`, or None: on the path of every call."""
+"""Return the stream of the innermost `with stream(...)`, or None; every call calls it."""
 
 
 def default_stream() -> Stream:
@@ -272,13 +272,13 @@ def default_stream() -> Stream:
 
 
 def current_stream() -> Stream:
-    """Return the stream that calls made here belong to."""
+    """Return the stream of calls that are made here."""
     return stream_variable.get() or _default
 
 
 @contextlib.contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Make a stream the current one inside the with block; None changes nothing."""
+    """Make a stream the current stream inside the with block; None changes nothing."""
     if stream is None:
         yield
         return
@@ -290,7 +290,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 
 
 def on_host(call: Callable[P, R]) -> Callable[P, R]:
-    """Make a function's calls belong to the default stream: it looks at their results."""
+    """Return a function whose calls use the default stream, because it reads their results."""
 
     @wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,9 @@
-"""Values without behaviour: reduce operations and element types."""
+"""Value types: reduce operations and element types."""
 
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,7 +17,9 @@ __all__ = [
     "RedOpType",
     "ReduceOp",
     "all_dtypes",
+    "code_of",
     "dtype_named",
+    "dtype_of_code",
     "dtype_of_numpy",
     "reduce_ops_of",
     "require_reducible",
@@ -39,7 +42,7 @@ class RedOpType(enum.IntEnum):
 
 @dataclass(frozen=True)
 class ReduceOp:
-    """How contributions of several ranks become one: SUM, AVG, PRODUCT, MIN, ...
+    """A reduce operation, which combines the contributions of ranks: SUM, AVG, PRODUCT, MIN, ...
 
     AVG is SUM divided by the number of ranks (integers: rounded toward zero).
     `ReduceOp.PREMUL_SUM(f)` multiplies every contribution by `f` before the sum.
@@ -64,7 +67,7 @@ class ReduceOp:
         return self.op.name
 
     def __call__(self, factor: float) -> ReduceOp:
-        """Return PREMUL_SUM with its factor; no other op takes one."""
+        """Return PREMUL_SUM with its factor; no other op takes a factor."""
         if self.op is not RedOpType.PREMUL_SUM:
             raise InvalidArgumentError(f"ReduceOp.{self.name} takes no factor")
         return ReduceOp(RedOpType.PREMUL_SUM, float(factor))
@@ -81,10 +84,10 @@ for _op in RedOpType:
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: how it is called, how wide it is, and how NumPy stores it.
+    """An element type: its name, its kind, and the NumPy dtype that stores it.
 
-    `storage` is the NumPy dtype that the engines see. For bfloat16 and float8, which NumPy
-    lacks, it is the unsigned integer of the same width; the bits travel unchanged.
+    `storage` is the NumPy dtype that the engines use. For bfloat16 and float8, which NumPy lacks,
+    it is the unsigned integer of the same width. The bits are moved unchanged.
     `kind` is b(ool), i(nt), u(int), f(loat), c(omplex), or x for types that move but do not
     reduce.
     """
@@ -111,14 +114,14 @@ _BY_NAME["bfloat16"] = DType("bfloat16", "f", np.dtype(np.uint16))
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     _BY_NAME[_name] = DType(_name, "x", np.dtype(np.uint8))
 
-# What dtype_of_numpy has seen: to ask NumPy for a name takes a microsecond.
+# Cache of dtype_of_numpy, because NumPy takes a microsecond to return a name.
 _BY_NUMPY: dict[np.dtype[np.generic], DType] = {}
 
 _ARITHMETIC = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
 _ORDER = {RedOpType.MIN, RedOpType.MAX}
 _BITWISE = {RedOpType.BAND, RedOpType.BOR, RedOpType.BXOR}
 _REDUCE_OPS = {
-    # NumPy's rules for bool: + is "or", * is "and". An average or a factor has no meaning there.
+    # NumPy's rules for bool: + is "or", * is "and". An average or a factor has no meaning for bool.
     "b": {RedOpType.SUM, RedOpType.PRODUCT} | _ORDER | _BITWISE,
     "i": (_ARITHMETIC - {RedOpType.PREMUL_SUM}) | _ORDER | _BITWISE,
     "u": (_ARITHMETIC - {RedOpType.PREMUL_SUM}) | _ORDER | _BITWISE,
@@ -132,7 +135,7 @@ def dtype_named(name: str) -> DType:
     """Return the element type of that name.
 
     Raises:
-        UnsupportedError: No such type; the text lists the known ones.
+        UnsupportedError: The type is unknown. The text lists the known types.
     """
     try:
         return _BY_NAME[name]
@@ -164,8 +167,8 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
     """Check that `op` is defined on `dtype`.
 
     Raises:
-        InvalidArgumentError: PREMUL_SUM without a factor.
-        UnsupportedError: The text lists the reduce ops that this dtype has.
+        InvalidArgumentError: PREMUL_SUM has no factor.
+        UnsupportedError: `op` is not defined. The text lists the reduce ops of this dtype.
     """
     if op.op is RedOpType.PREMUL_SUM and op.factor is None:
         raise InvalidArgumentError(
@@ -174,3 +177,16 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
     if op.op not in reduce_ops_of(dtype):
         has = ", ".join(sorted(o.name for o in reduce_ops_of(dtype))) or "none: it only moves"
         raise UnsupportedError(f"reduce op {op.name} is not defined on {dtype} (defined: {has})")
+
+
+def code_of(dtype: DType) -> int:
+    """Return the number that stands for a dtype in a message; equal in every process."""
+    return zlib.crc32(dtype.name.encode())
+
+
+_BY_CODE = {code_of(dtype): dtype for dtype in _BY_NAME.values()}
+
+
+def dtype_of_code(code: int) -> DType | None:
+    """Return the dtype of a message, or None if the number stands for none."""
+    return _BY_CODE.get(code)

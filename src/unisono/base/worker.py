@@ -1,4 +1,4 @@
-"""A thread that is started when it is first needed, wherever Ctrl-C may come."""
+"""A thread that is started on first use, safely even if Ctrl-C interrupts the start."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Runs a function on one thread, once somebody asks for it.
+    """Runs a function on one thread, which `start` starts.
 
-    Ctrl-C in the middle of `Thread.start` leaves it open whether the thread runs. So the thread
-    says so itself, too, and one that finds that another was first ends at once.
+    After Ctrl-C in `Thread.start` the caller does not know whether the thread runs. So the new
+    thread registers itself, too. If another thread is registered already, the new thread ends.
 
     Attributes:
-        thread: None before it was started.
+        thread: The thread; None before the start.
 
     Args:
-        name: Of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
         self.thread: threading.Thread | None = None
         self._name = name
-        # A signal handler may come here while its own thread is here.
+        # Reentrant, because a signal handler may run in a thread that holds the lock.
         self._lock = threading.RLock()
 
     def start(self, run: Callable[[], object]) -> None:
-        """Run `run` on the thread, unless there is one already."""
+        """Start the thread with `run`, unless there is a thread already."""
         if self.thread is None:
             thread = threading.Thread(target=self._begin, args=(run,), name=self._name, daemon=True)
             thread.start()
-            self._choose(thread)
+            self._register(thread)
 
     def is_here(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Return whether the calling thread is this worker's thread."""
         return threading.current_thread() is self.thread
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait for the end of the thread, if there is one and it is not the caller."""
+        """Wait for the end of the thread, unless there is none or it is the caller."""
         if self.thread is not None and not self.is_here():
             self.thread.join(timeout_s)
 
-    def _choose(self, thread: threading.Thread) -> None:
+    def _register(self, thread: threading.Thread) -> None:
         with self._lock:
             if self.thread is None:
                 self.thread = thread
 
     def _begin(self, run: Callable[[], object]) -> None:
-        self._choose(threading.current_thread())
+        self._register(threading.current_thread())
         if self.is_here():
             run()

@@ -223,7 +223,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """Concatenate the tensors of all ranks in the output of each rank.
 
-    For every rank r:  output_r[i*n : (i+1)*n] = input_i,  n = input.count
+    For every rank r: `output_r[i*n : (i+1)*n] = input_i`, `n = input.count`
 
     Args:
         output_tensor: [p*n] elements in C order; concatenation or stack along dimension 0.
@@ -247,7 +247,7 @@ def all_gather_coalesced(
 ) -> Future | None:
     """all_gather of several tensors of one dtype, as one message.
 
-    output_tensor_lists[i][j] becomes the j-th tensor of rank i. As in torch, an asynchronous
+    `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
     call returns a `Future`.
     """
     if (pg := member_group(group, "all_gather_coalesced")) is None:
@@ -322,7 +322,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
 
-    For every rank r:  output_r = reduction over q of input_q[r*n : (r+1)*n],  n = output.count
+    For every rank r: `output_r = reduction over q of input_q[r*n : (r+1)*n]`, `n = output.count`
 
     Args:
         output: [n] elements; may be a part of the input.
@@ -405,7 +405,8 @@ def scan(
         **how: timeout (seconds or timedelta), algorithm, deterministic.
 
     Raises:
-        As all_reduce.
+        UnsupportedError, CollectiveMismatchError, CollectiveTimeoutError, PeerLostError: As
+            `all_reduce` does.
 
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.
@@ -449,6 +450,7 @@ def barrier(
     return _handed(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
 
 
-# torch's other names of two functions.
 all_gather_single = _all_gather_base = all_gather_into_tensor
+"""Another name of `all_gather_into_tensor`, from torch."""
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
+"""Another name of `reduce_scatter_tensor`, from torch."""

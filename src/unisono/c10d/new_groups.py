@@ -42,7 +42,9 @@ __all__ = [
 ]
 
 SHRINK_DEFAULT = 0
+"""For `shrink_group`: the old group's calls of this rank end when that group is closed."""
 SHRINK_ABORT = 1
+"""For `shrink_group`: end the old group's calls on all ranks first."""
 
 
 def new_group(

@@ -34,17 +34,24 @@ __all__ = [
 _coalescing_manager = coalescing_manager
 
 reduce_op = ReduceOp
+"""Another name of `ReduceOp`."""
 
 DistError = UnisonoError
+"""Another name of `UnisonoError`."""
 DistBackendError = CommunicationError
+"""Another name of `CommunicationError`."""
 DistNetworkError = NetworkError
+"""Another name of `NetworkError`."""
 DistStoreError = StoreError
+"""Another name of `StoreError`."""
 
 default_pg_timeout = timedelta(minutes=30)
 """Time-out of a group when neither the script nor UNISONO_TIMEOUT gives one."""
 
 GroupName = NewType("GroupName", str)
+"""Type of a group's name, for type checkers."""
 RankType = int
+"""Type of a rank, for type checkers."""
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:

@@ -6,8 +6,9 @@ and opcodes; never a group's backend or an algorithm's name.
 
 from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
 from unisono.engines.choice import make_engine
-from unisono.engines.native_engine import NativeEngine, host_word, is_native_built
+from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
+from unisono.engines.shared_memory import host_id
 
 __all__ = [
     "Call",
@@ -17,7 +18,7 @@ __all__ = [
     "NativeEngine",
     "ReferenceEngine",
     "Task",
-    "host_word",
+    "host_id",
     "is_native_built",
     "make_engine",
 ]

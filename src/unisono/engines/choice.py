@@ -1,21 +1,24 @@
-"""Which engine a group gets."""
+"""Choose the engine of a group, and report the engine of this process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from unisono.base import config
+from unisono.base.extension import extension as native
 from unisono.base.extension import why_absent
 from unisono.base.host import usable_cores
 from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator, Engine
-from unisono.engines.info import engine_info
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
+from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.transports.native_messages import NativeMessages
 
-__all__ = ["make_engine"]
+__all__ = ["EngineInfo", "engine_info", "make_engine"]
 
 _log = get_logger("engines")
 
@@ -59,4 +62,59 @@ def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
     """Whether ranks of several hosts have messages in C++ that understand each other."""
     messages = comm.transport.messages
     versions = {word.partition("/")[0] for word in words}
-    return messages is not None and messages.reaches_all and len(versions) == 1
+    return isinstance(messages, NativeMessages) and messages.reaches_all and len(versions) == 1
+
+
+class EngineInfo(NamedTuple):
+    """What executes collectives in the groups of this process.
+
+    Attributes:
+        engine: "native" (C++) or "reference" (Python).
+        why: Why that one.
+        isa: Instruction set of the native reductions; "" without them.
+        isas: Those that this machine has, from slowest.
+        shared_memory: "memfd", or why ranks cannot share memory.
+        cores: Cores this process may use; with more ranks than that on a host, waits do not spin.
+        build: Compiler of the extension module; "" without it.
+    """
+
+    engine: str
+    why: str
+    isa: str
+    isas: tuple[str, ...]
+    shared_memory: str
+    cores: int
+    build: str
+
+    def __str__(self) -> str:
+        parts = [f"{self.engine} engine ({self.why})", f"shared memory: {self.shared_memory}"]
+        if self.isa:
+            parts.append(f"instruction set {self.isa} of {', '.join(self.isas)}; {self.build}")
+        return "; ".join([*parts, f"{self.cores} cores"])
+
+
+def engine_info() -> EngineInfo:
+    """Return which engine the groups of this process get, as far as one process can know.
+
+    A group of which one rank has another word here uses the reference engine all the same;
+    `repr(group)` and the log say so.
+    """
+    memory = memory_kind()
+    wish = config.get("UNISONO_ENGINE")
+    if native is None:
+        engine, why = "reference", why_absent
+    elif wish == "reference":
+        engine, why = wish, "UNISONO_ENGINE=reference"
+    elif not host_id() or memory != "memfd":
+        engine, why = "reference", "ranks cannot share memory here"
+    else:
+        engine, why = "native", "UNISONO_ENGINE=native" if wish == "native" else "it is built"
+    return EngineInfo(
+        engine,
+        why,
+        "" if native is None else config.get("UNISONO_CPU") or native.isa(),
+        () if native is None else tuple(native.isas()),
+        memory,
+        usable_cores(),
+        "" if native is None else native.BUILD,
+    )

@@ -1,16 +1,21 @@
-"""From what a transport reports to the errors that users read.
+"""The translator from a status to the error that a user reads.
 
-Engines and point-to-point calls end here, so that the same event reads the same everywhere.
+A status comes from a transport, from the C++ engine or from the C++ messages. Collectives and
+point-to-point calls are worded here and nowhere else, so an event has one text.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
+from unisono.base.extension import extension as _engine
+from unisono.base.types import dtype_of_code
 from unisono.engines.api import Call, Communicator, name_ranks
 from unisono.errors import (
+    ClosedError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -19,30 +24,35 @@ from unisono.errors import (
     PeerLostError,
     UnisonoError,
 )
-from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question, Status, Unreached
+from unisono.transports import Cancelled, LinkDown, MessageMismatch
+from unisono.transports.api import Question
+from unisono.transports.messages import CallStatus, Failure, Unreached
 
 __all__ = [
     "LATE_S",
     "Expired",
+    "MessageCall",
     "already_broken_error",
     "break_group",
     "broken_group_error",
+    "message_error",
     "mismatch_error",
+    "status_of_code",
+    "takes_no_part",
     "to_failure",
 ]
 
 LATE_S = 2.0
-"""How long before its deadline a call that still waits asks the others how far they are.
+"""How long before its deadline a waiting call asks the other ranks for their last call.
 
-A busy but healthy process must answer within it, or it is blamed for nothing: it may have to accept
-a connection first, on a machine with more processes than cores, or on one that stands still.
+A busy but healthy process must answer within this time, or it is blamed. It may have to accept a
+connection first, on a machine with more processes than cores.
 """
 
-# How long the others have at least, for a time-out may be shorter than that.
+# The least time that the other ranks have for an answer; a time-out may be shorter than LATE_S.
 _ANSWER_S = 0.45
 
-# How much of that is after the deadline in any case: where they are by then, they say again.
+# The part of that time that always lies after the deadline. The ranks are asked again then.
 _GRACE_S = 0.1
 
 _CLASSES: dict[str, type[UnisonoError]] = {
@@ -59,6 +69,15 @@ _HINTS = {
     "memory": "see what the processes of that rank's host use, and what its container may use",
 }
 
+# Codes of the C++ engine for a rank that takes no part any more.
+_GONE: dict[int, str] = {}
+if _engine is not None:
+    _GONE |= {
+        _engine.LOST: "its process ended",
+        _engine.LEFT: "it left: the group was closed",
+        _engine.UNREACHABLE: "it cannot be reached",
+    }
+
 
 class Expired(Exception):
     """A wait inside a collective reached the deadline of the call.
@@ -70,6 +89,55 @@ class Expired(Exception):
     def __init__(self, asked: Question | None = None) -> None:
         super().__init__()
         self.asked = asked
+
+
+# ---- from a code of the C++ engine to a status ------------------------------------------------
+
+
+def takes_no_part(code: int) -> bool:
+    """Whether a code of the C++ engine means that a rank is gone, or has aborted the group."""
+    return code in _GONE or code == _engine.ABORTED
+
+
+def status_of_code(
+    comm: Communicator,
+    call: Call,
+    code: int,
+    peer: int,
+    *,
+    asked: Question | None,
+    shares_memory: bool,
+) -> Exception:
+    """Return the exception that the reference engine would raise in place of this code.
+
+    Args:
+        comm: The group.
+        call: The call that ended.
+        code: Not OK, MISMATCH or UNEVEN, which are no failures of the group.
+        peer: The rank in the group that the code is about.
+        asked: The question that was sent to the other ranks when the deadline came near.
+        shares_memory: Whether the ranks share memory.
+    """
+    transport = comm.transport
+    if code in _GONE:
+        rank, left = comm.ranks[peer], code == _engine.LEFT
+        down = transport.mailbox.down(rank)
+        if down is not None and down.left and code == _engine.LOST and shares_memory:
+            # Without a link to it, the transport takes a rank that was killed for one that left.
+            down = None
+        return down or LinkDown(rank, _GONE[code], left=left)
+    if code == _engine.TIMEOUT:
+        return Expired(asked)
+    if code == _engine.ABORTED:
+        blamed = comm.ranks[peer]
+        known = transport.failure(comm.context)
+        return known or Failure("aborted", "it aborted the group", [blamed], blamed)
+    if code == _engine.NO_MEMORY:
+        return MemoryError(f"{call.text} needs more than there is")
+    return InternalError(f"the native engine ended with status {code}, peer {peer}")
+
+
+# ---- from a status to a failure, for all ranks ------------------------------------------------
 
 
 def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: Deadline) -> Failure:
@@ -140,7 +208,7 @@ def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
     return _table(transport.rank, mine, answers)
 
 
-def _table(me: int, mine: Unreached, answers: dict[int, Status]) -> list[str]:
+def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str]:
     """Return a line for each rank that could not reach another one at some address, and why."""
     told = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
     return [
@@ -154,6 +222,9 @@ def _table(me: int, mine: Unreached, answers: dict[int, Status]) -> list[str]:
 def break_group(comm: Communicator, failure: Failure) -> None:
     """Tell every member, and fail whatever of this group runs or waits here."""
     comm.transport.fail(comm.context, failure, comm.others)
+
+
+# ---- from a failure to the error of this rank -------------------------------------------------
 
 
 def broken_group_error(
@@ -176,7 +247,7 @@ def broken_group_error(
         verb = "was aborted" if failure.kind == "aborted" else "failed"
         text = f"{what_where} {verb} {on}: {failure.reason}{found}"
     if failure.table:
-        text = "\n    ".join([text, "who could not reach whom:", *failure.table])
+        text = "\n    ".join([text, "failed connections:", *failure.table])
     return _of_class(failure, comm, text, op=what, seq=seq, nbytes=nbytes)
 
 
@@ -197,7 +268,7 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
 
 
 def mismatch_error(
-    comm: Communicator, call: Call, answers: dict[int, Status]
+    comm: Communicator, call: Call, answers: dict[int, CallStatus]
 ) -> CollectiveMismatchError:
     """Return the error of ranks that made different calls: every variant with its ranks."""
     me = comm.transport.rank
@@ -217,4 +288,94 @@ def mismatch_error(
         text,
         context=comm.where(op=call.op, seq=call.seq, peers=others, nbytes=call.nbytes, usable=True),
         hint="all ranks must make the same calls in the same order; nothing was sent or changed",
+    )
+
+
+# ---- point-to-point calls ---------------------------------------------------------------------
+
+
+class MessageCall(NamedTuple):
+    """A point-to-point call, for its errors.
+
+    Attributes:
+        op: "send" or "recv".
+        data: The array.
+        peer: Global rank; None for any source.
+        tag: Of the message.
+    """
+
+    op: str
+    data: BufferView
+    peer: int | None
+    tag: int
+
+    def __str__(self) -> str:
+        peer = "any" if self.peer is None else self.peer
+        role = "dst" if self.op == "send" else "src"
+        shape = ", ".join(map(str, self.data.shape))
+        return f"{self.op}({self.data.dtype}[{shape}], {role}={peer}, tag={self.tag})"
+
+
+def message_error(
+    comm: Communicator,
+    call: MessageCall,
+    status: BaseException | None,
+    deadline: Deadline | None,
+) -> BaseException | None:
+    """Return the error of a send or receive that ended with this status."""
+    op, nbytes = call.op, call.data.nbytes
+    if isinstance(status, Failure):
+        return broken_group_error(status, comm, op)
+    if isinstance(status, LinkDown):
+        return PeerLostError(
+            f"{call} in group '{comm.name}' failed on {comm.here}: "
+            f"rank {status.peer} was lost: {status.reason}",
+            context=comm.where(op=op, peers=(status.peer,), nbytes=nbytes),
+        )
+    if isinstance(status, MessageMismatch):
+        return _message_mismatch(comm, call, status)
+    if isinstance(status, Cancelled):
+        return _message_timeout(comm, call, deadline)
+    if isinstance(status, ClosedError):
+        return ClosedError(
+            f"{call} in group '{comm.name}' ended on {comm.here}: the group was destroyed here",
+            context=comm.where(op=op, nbytes=nbytes),
+        )
+    return status
+
+
+def _message_timeout(
+    comm: Communicator, call: MessageCall, deadline: Deadline | None
+) -> UnisonoError:
+    peer = call.peer
+    if peer is None:
+        reason = "no rank sent a message that fits"
+    elif rows := comm.transport.unreached().get(peer):
+        reason = f"rank {peer} could not be reached ({'; '.join(rows)})"
+    else:
+        reason = f"rank {peer} did not match it"
+    return CollectiveTimeoutError(
+        f"{call} in group '{comm.name}' timed out after {deadline} on {comm.here}: {reason}",
+        context=comm.where(
+            op=call.op,
+            peers=() if peer is None else (peer,),
+            nbytes=call.data.nbytes,
+            usable=True,
+        ),
+    )
+
+
+def _message_mismatch(
+    comm: Communicator, call: MessageCall, status: MessageMismatch
+) -> UnisonoError:
+    dtype = dtype_of_code(status.info)
+    if dtype is None:
+        got = f"{status.nbytes} bytes of an unknown dtype"
+    else:
+        got = f"{dtype.name}[{status.nbytes // dtype.itemsize}]"
+    return CollectiveMismatchError(
+        f"{call} in group '{comm.name}' does not match on {comm.here}: "
+        f"rank {status.source} sent {got}",
+        context=comm.where(op="recv", peers=(status.source,), nbytes=call.data.nbytes, usable=True),
+        hint="the message was dropped; the receiver's array is unchanged",
     )

@@ -4,40 +4,32 @@ Order, threads and errors are those of every engine; only the execution of a tas
 of posts and reads run over memory that all ranks of a group share (`Group`), programs of messages
 over rings and wires (`Steps`).
 
-The memory of a group is made when its first call runs: the group's first rank makes it, the others
-open it through that rank's process id and prove by a nonce that it is the same memory. If one of
-them cannot (another process namespace, say), or if there are several hosts, the whole group stays
-with messages.
+The memory of a group is made when its first call runs. If the ranks cannot share memory, the group
+uses messages.
 """
 
 from __future__ import annotations
 
-import errno
 import functools
-import logging
-import os
-import struct
 import threading
-import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import numpy as np
 
 from unisono.base import config
-from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
-from unisono.base.log import get_logger, log_once
+from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.array_lists import Memory, are_even, joined, spread
-from unisono.engines.errors import LATE_S, Expired
+from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
+from unisono.engines.shared_memory import SLOT_BYTES, share_memory
 from unisono.errors import InternalError, InvalidArgumentError
 from unisono.schedules import (
     Layout,
@@ -49,25 +41,14 @@ from unisono.schedules import (
     lower_shared,
     lower_uneven,
 )
-from unisono.transports import LinkDown
-from unisono.transports.api import Failure, Question, Status
+from unisono.transports.api import Question
+from unisono.transports.messages import CallStatus, Failure
 
-__all__ = ["SLOT_BYTES", "NativeEngine", "host_word", "is_native_built"]
+__all__ = ["NativeEngine", "is_native_built"]
 
 _log = get_logger("engines.native")
 
-_APART = (
-    "cannot share memory with another rank of this host (%s): groups with both use messages, "
-    "which are slower"
-)
-
 Array = np.ndarray[Any, Any]
-
-SLOT_BYTES = 512 * 1024
-"""What a rank can post per piece. There are two slots per rank: 8 ranks take 8 MiB."""
-
-_INVITATION = struct.Struct("<iii16s")
-"""errno of making the memory (0: made), process id, file descriptor, nonce."""
 
 # What only moves, such as float8, is bytes to the C++ engine.
 _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
@@ -81,14 +62,6 @@ _SILENCE_S = 1.0
 # A rank that was told to abort, and ended then, was told by another one, which tells all.
 _ABORT_WORDS_S = 5.0
 
-_GONE: dict[int, str] = {}
-if _engine is not None:
-    _GONE |= {
-        _engine.LOST: "its process ended",
-        _engine.LEFT: "it left: the group was closed",
-        _engine.UNREACHABLE: "it cannot be reached",
-    }
-
 _INT64 = dtype_named("int64")
 
 _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
@@ -97,27 +70,6 @@ _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 def is_native_built() -> bool:
     """Whether the extension module is there, and fits."""
     return _engine is not None
-
-
-def host_word() -> str:
-    """Return a word that is equal on ranks that may share memory; "" if this one cannot.
-
-    Its part before the first "/" is equal on ranks whose C++ engines understand each other.
-
-    A rank that is to use the reference engine says so here, or the others would not know; and so
-    does one that is to share no memory.
-    """
-    if _engine is None or config.get("UNISONO_ENGINE") == "reference":
-        return ""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        # Memory is opened by way of a process number. Containers count their own processes, so
-        # those of two containers on one machine are hosts of their own.
-        container = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return ""
-    alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
-    return f"{_engine.ABI}/{boot}/{container}{alone}"
 
 
 class _Repeated(NamedTuple):
@@ -296,12 +248,12 @@ class NativeEngine(QueueEngine):
 
     # ---- repeated calls -------------------------------------------------------------------
 
-    def _last_without_python(self) -> Status | None:
+    def _last_without_python(self) -> CallStatus | None:
         """Return the last call that this rank has begun without `Transport.enter`."""
         queued, last = self.last_queued(), self.calls.last()
         if last is None or (queued is not None and queued.seq > last[0]):
             return queued
-        return Status(last[0], last[1].call.text)
+        return CallStatus(last[0], last[1].call.text)
 
     def _repeated_badly(
         self,
@@ -365,14 +317,14 @@ class NativeEngine(QueueEngine):
             native,
             task.input,
             task.output,
-            dtype.itemsize,
-            _CODES[dtype.name],
-            task.op.op.value,
-            fingerprint,
-            even,
-            task.deadline.remaining(),
-            calls,
-            repeated,
+            itemsize=dtype.itemsize,
+            dtype=_CODES[dtype.name],
+            op=task.op.op.value,
+            fingerprint=fingerprint,
+            even=even,
+            timeout_s=task.deadline.remaining(),
+            calls=calls,
+            call=repeated,
         )
 
     def _gather(self, task: Task, mine: Array) -> Array:
@@ -389,29 +341,21 @@ class NativeEngine(QueueEngine):
         return table
 
     def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
-        """Raise what the reference engine would raise for this status."""
+        """Raise the exception that the reference engine would raise for this code."""
         comm = self.comm
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        if (code in _GONE or code == _engine.ABORTED) and self._is_told(comm.ranks[peer], code):
+        if takes_no_part(code) and self._is_told(comm.ranks[peer], code):
             code = _engine.ABORTED
-        if code in _GONE:
-            rank, left = comm.ranks[peer], code == _engine.LEFT
-            down = comm.transport.mailbox.down(rank)
-            if down is not None and down.left and code == _engine.LOST and self._group is not None:
-                # To who was never linked to it, a rank that was killed looks like one that left.
-                down = None
-            raise down or LinkDown(rank, _GONE[code], left=left)
-        if code == _engine.TIMEOUT:
-            raise Expired(self._asked)
-        failure = comm.transport.failure(comm.context)
-        if code == _engine.ABORTED:
-            blamed = comm.ranks[peer]
-            raise failure or Failure("aborted", "it aborted the group", [blamed], blamed)
-        if code == _engine.NO_MEMORY:
-            raise MemoryError(f"{task.call.text} needs more than there is")
-        raise InternalError(f"the native engine ended with status {code}, peer {peer}")
+        raise status_of_code(
+            comm,
+            task.call,
+            code,
+            peer,
+            asked=self._asked,
+            shares_memory=self._group is not None,
+        )
 
     def _is_told(self, peer: int, code: int) -> bool:
         """Return whether a rank that takes no part any more, or another one, has said why.
@@ -433,8 +377,8 @@ class NativeEngine(QueueEngine):
             self._connected = True
             return
         if self.shares_memory:
-            segment, pids, verdict = self._invite(run) if comm.rank == 0 else self._accept(run)
-            if verdict:
+            if (shared := share_memory(comm, run)) is not None:
+                segment, pids = shared
                 self._group = _engine.Group(segment, comm.rank, pids, self._crowded)
             else:
                 self.over = "messages"
@@ -457,42 +401,3 @@ class NativeEngine(QueueEngine):
 
         comm.transport.on_failure(comm.context, end)
         self._connected = True
-
-    def _invite(self, run: Run) -> tuple[Any, list[int], bool]:
-        size, nonce = self.comm.size, os.urandom(16)
-        error, segment = _engine.Segment.create(size, SLOT_BYTES, nonce)
-        others = range(1, size)
-        pids = np.full(size, os.getpid(), np.int32)
-        for transfer in [run.recv(r, as_bytes(pids[r : r + 1])) for r in others]:
-            run.wait(transfer)
-        invitation = _INVITATION.pack(error, os.getpid(), segment.fd(), nonce) + pids.tobytes()
-        for rank in others:
-            run.send(rank, memoryview(invitation))
-        answers = np.full(size, error == 0, np.uint8)
-        for transfer in [run.recv(r, as_bytes(answers[r : r + 1])) for r in others]:
-            run.wait(transfer)
-        verdict = bool(answers.all())
-        for rank in others:
-            run.send(rank, memoryview(bytes([verdict])))
-        run.settle()
-        segment.close_fd()
-        return segment, pids.tolist(), verdict
-
-    def _accept(self, run: Run) -> tuple[Any, list[int], bool]:
-        size = self.comm.size
-        run.send(0, memoryview(struct.pack("<i", os.getpid())))
-        invitation = bytearray(_INVITATION.size + 4 * size)
-        run.wait(run.recv(0, memoryview(invitation)))
-        error, pid, fd, nonce = _INVITATION.unpack_from(invitation)
-        pids = np.frombuffer(invitation, np.int32, offset=_INVITATION.size)
-        segment = None
-        if error == 0:
-            error, segment = _engine.Segment.attach(pid, fd, nonce)
-        if error:
-            reason = "it is not the same" if error == errno.EXDEV else os.strerror(error)
-            log_once(_log, logging.WARNING, _APART, reason)
-        run.send(0, memoryview(bytes([error == 0])))
-        verdict = bytearray(1)
-        run.wait(run.recv(0, memoryview(verdict)))
-        run.settle()
-        return segment, pids.tolist(), bool(verdict[0])

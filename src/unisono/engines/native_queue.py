@@ -22,7 +22,7 @@ from unisono.base.extension import extension as _engine
 from unisono.engines.api import Call, Communicator, Task
 from unisono.engines.queue import OrderedEngine
 from unisono.errors import ClosedError
-from unisono.transports.api import Status
+from unisono.transports.messages import CallStatus
 
 __all__ = ["QueueEngine"]
 
@@ -65,9 +65,9 @@ class _Queued:
             self._seq = int(flight.seq)
         return self._seq
 
-    def status(self) -> Status:
+    def status(self) -> CallStatus:
         """Return what other ranks are told of it."""
-        return Status(self.seq, self.call.text)
+        return CallStatus(self.seq, self.call.text)
 
     def is_over(self) -> bool:
         """Whether the call is over, and Python need not say so to whoever waits."""
@@ -123,7 +123,7 @@ class QueueEngine(OrderedEngine):
         super().__init__(comm, _engine.Turn())
         # In the order of the queue: what is not known to be over.
         self._queued: deque[_Queued] = deque()
-        self._last_over: Status | None = None
+        self._last_over: CallStatus | None = None
 
     @abstractmethod
     def prepare(self, task: Task) -> Any:
@@ -137,7 +137,7 @@ class QueueEngine(OrderedEngine):
     def task_again(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
         """Return the task of a call that C++ repeats, on these buffers."""
 
-    def last_queued(self) -> Status | None:
+    def last_queued(self) -> CallStatus | None:
         """Return the last queued call that has begun, if it is known."""
         begun = self._turn.begun
         found = [queued for queued in list(self._queued) if 0 < queued.seq <= begun]

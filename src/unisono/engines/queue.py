@@ -23,7 +23,7 @@ from unisono.engines.errors import (
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
 from unisono.transports import LinkDown
-from unisono.transports.api import Failure
+from unisono.transports.messages import Failure
 
 __all__ = ["OrderedEngine"]
 

@@ -27,7 +27,8 @@ from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
-from unisono.transports.api import Failure, Kind, Question
+from unisono.transports.api import Question
+from unisono.transports.messages import Failure, Kind
 
 __all__ = ["ReferenceEngine", "Run"]
 
@@ -70,7 +71,7 @@ class Run:
             self._comm.transport.close_question(self._asked)
         for transfer in self._open:
             if not transfer.done():
-                self._comm.transport.cancel(transfer)
+                transfer.cancel()
 
     # ---- agreement ------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class Run:
             word = word if word == word_heard else 0
             even = even if even == even_heard else 0
             distance *= 2
-        self.settle()
+        self.wait_for_sends()
         if word == 0:
             raise self.mismatch()
         if exchange is not None and even == 0:
@@ -131,7 +132,7 @@ class Run:
             self.send(rank, as_bytes(mine))
         for transfer in receives:
             self.wait(transfer)
-        self.settle()
+        self.wait_for_sends()
         return table
 
     # ---- program --------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class Run:
             end = target_at + count
             into = buffers[target][target_at:end]
             if op in (Op.RECV, Op.READ):
-                self.settle(target, target_at, end)
+                self.wait_for_sends(target, target_at, end)
                 self.wait(self.recv(peer, as_bytes(into)))
                 continue
             if op in (Op.RECV_REDUCE, Op.READ_REDUCE):
@@ -169,7 +170,7 @@ class Run:
                 self.wait(self.recv(peer, as_bytes(other)))
             else:
                 other = buffers[source][source_at : source_at + count]
-            self.settle(target, target_at, end)
+            self.wait_for_sends(target, target_at, end)
             if op == Op.COPY:
                 into[:] = other
             else:
@@ -178,13 +179,13 @@ class Run:
                 # and the last bit of a complex product (fused multiply-add) would differ.
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
                 reduce_into(into, other, task.dtype, task.op, swapped=swapped)
-        self.settle()
+        self.wait_for_sends()
         spread(result, task.output)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._comm.size) if rank != self._comm.rank]
 
-    def settle(self, buffer: int | None = None, first: int = 0, end: int = 0) -> None:
+    def wait_for_sends(self, buffer: int | None = None, first: int = 0, end: int = 0) -> None:
         """Wait for the sends that read [first, end) of a buffer; for all if None."""
         kept = []
         for send in self._sends:

@@ -315,6 +315,7 @@ OPS: dict[str, OpSchema] = {
         ),
     )
 }  # fmt: skip
+"""Every operation by its name."""
 
 CHECKS = {name: schema.check for name, schema in OPS.items()}
 

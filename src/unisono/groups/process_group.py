@@ -231,7 +231,7 @@ class ProcessGroup(C10dNames):
     def all_gather_coalesced(
         self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Any
     ) -> Work:
-        """all_gather of several tensors of one dtype, as one message: outputs[rank][i]."""
+        """all_gather of several tensors of one dtype, as one message: `outputs[rank][i]`."""
         return self._call_collective("all_gather_coalesced", (outputs, tensors), how)
 
     def all_gather_into_tensor_coalesced(

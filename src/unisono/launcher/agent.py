@@ -30,7 +30,7 @@ from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Family
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.rendezvous.dynamic import DynamicRendezvous, World
+from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerStore, WorkerWorld
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.services import open_service, service_host
@@ -120,21 +120,20 @@ class Agent:
             address=LOOPBACK,
             nprocs=spec.nprocs,
             role=spec.role,
-            wish=meeting.node_rank,
+            node_rank=meeting.node_rank,
         )
         alone = spec.limits.max_nodes == 1
         return DynamicRendezvous(
             _open_private if alone else lambda canceled: _open_shared(meeting, canceled),
             node,
             spec.limits,
-            meeting.timing,
+            replace(meeting.timing, poll_s=spec.monitor_interval_s),
             run_id=self._run_id,
-            poll_s=spec.monitor_interval_s,
-            beat_s=meeting.beat_s,
-            worker_port=spec.master_port,
-            worker_token=self._token,
-            share_port=meeting.share_port and not alone,
-            close_s=meeting.close_s,
+            worker_store=WorkerStore(
+                port=spec.master_port,
+                token=self._token,
+                shared=meeting.share_port and not alone,
+            ),
             wake=self._signals.knock,
         )
 
@@ -149,7 +148,7 @@ class Agent:
                 self._signum = outcome.signum
                 return self._result(outcome)
 
-    def _next_world(self) -> World | None:
+    def _next_world(self) -> WorkerWorld | None:
         """Wait for a world to run; None if there will be none."""
         patience_s: float | None = _PATIENCE_S
         while True:
@@ -163,12 +162,12 @@ class Agent:
                     self._signum = signum
                     return None
 
-    def _take_orders(self) -> World | None:
+    def _take_orders(self) -> WorkerWorld | None:
         """Note what the rendezvous says; return a world to start if it is the latest order."""
-        world: World | None = None
+        world: WorkerWorld | None = None
         while (order := self._rendezvous.next_order()) is not None:
             match order:
-                case World():
+                case WorkerWorld():
                     world, self._stop = order, None
                 case Stop():
                     self._stop = order
@@ -183,7 +182,7 @@ class Agent:
             return 0.0
         return float("inf") if self._stop is None else self._stop_at.remaining()
 
-    def _run_world(self, world: World, output: Output) -> Outcome:
+    def _run_world(self, world: WorkerWorld, output: Output) -> Outcome:
         self._restarts = world.restarts
         self._failed = False
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import LaunchError
-from unisono.rendezvous.dynamic import World
+from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
 
 __all__ = [
@@ -41,7 +41,7 @@ class Place:
         token: Secret of the job, by which the workers' store knows them; empty if there is none.
     """
 
-    world: World
+    world: WorkerWorld
     run_id: str
     max_restarts: int = 0
     one_gpu_each: bool = False
@@ -50,7 +50,7 @@ class Place:
     @classmethod
     def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
         """Return the place of the only node."""
-        world = World(
+        world = WorkerWorld(
             epoch=1,
             members=(Node(id="", host="", address=LOOPBACK, nprocs=nprocs),),
             group_rank=0,

@@ -30,9 +30,7 @@ class Meeting:
         node_rank: Group rank that this node must get, or None.
         share_port: The workers' store is the rendezvous store (`--master-port`).
         address: Where other nodes reach this one; None: found out.
-        timing: How long to wait for each other.
-        beat_s: Pause between heartbeats.
-        close_s: How long the store's host waits for the others in the end.
+        timing: Time-outs and pauses.
     """
 
     endpoint: tuple[str, int] | str = ("127.0.0.1", 0)
@@ -41,8 +39,6 @@ class Meeting:
     share_port: bool = False
     address: str | None = None
     timing: Timing = field(default_factory=Timing)
-    beat_s: float = 1.0
-    close_s: float = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

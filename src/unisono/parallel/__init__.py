@@ -1,7 +1,7 @@
 """Data-parallel training of torch modules over unisono groups, without torch.distributed.
 
-Besides `unisono.torch` the only package that imports torch. Whoever uses torch.distributed has
-torch's own DistributedDataParallel, which runs on the plug-in.
+Only this package and `unisono.torch` import torch. Programs that use torch.distributed have torch's
+own DistributedDataParallel, which runs on the plug-in.
 """
 
 from unisono.parallel.buckets import Bucket

@@ -1,4 +1,4 @@
-"""Gradients that travel together: which parameters share a message, and its memory."""
+"""Buckets: assign parameters to messages, and hold the gradients of a message in one tensor."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["Bucket", "assign_buckets"]
 class Bucket:
     """The gradients of some parameters in one flat tensor.
 
-    What a communication hook gets. The parameters are in the order in which backward is expected
-    to reach them.
+    A communication hook gets a bucket. The parameters are in the order in which backward is
+    expected to reach them.
 
     Args:
-        index: Position among the buckets; they are reduced in this order on every rank.
-        parameters: Of one dtype and device. A single one's gradient is reduced where it is.
-        is_last: No bucket comes after it.
+        index: Position among the buckets, which are reduced in this order on every rank.
+        parameters: Parameters of one dtype and device. The gradient of a single parameter is
+            reduced in place.
+        is_last: Whether this is the last bucket.
 
     Source: torch.distributed.GradBucket (2.13).
     """
@@ -34,14 +35,14 @@ class Bucket:
         if self._is_shared:
             self.set_buffer(self._zeros())
         self.pending = 0
-        """Parameters whose gradient is still to come in this backward pass."""
+        """Number of parameters whose gradient has not arrived yet in this backward pass."""
 
     def index(self) -> int:
         """Return the position among the buckets."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no bucket comes after this one."""
+        """Return whether this is the last bucket."""
         return self._is_last
 
     def buffer(self) -> Tensor:
@@ -51,11 +52,11 @@ class Bucket:
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat tensor by one of the same size."""
         self._buffer = buffer
-        # Made once: a gradient's place is asked for whenever one arrives.
+        # Made once, because every arriving gradient needs its view.
         self._gradients = self.views(buffer)
 
     def take(self, at: int, gradient: Tensor | None, factor: float) -> None:
-        """Take the gradient of one parameter, times `factor`; None counts as zeros."""
+        """Copy the gradient of one parameter, times `factor`, into the bucket; None means zeros."""
         if not self._is_shared:
             if gradient is None or _is_lent(gradient):
                 self.set_buffer(self._zeros())
@@ -68,7 +69,7 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def hand_out(self, flat: Tensor, wanted: Sequence[bool]) -> None:
-        """Make the parts of a flat tensor the gradients of those parameters that are wanted."""
+        """Make the parts of a flat tensor the gradients of the wanted parameters."""
         for parameter, part, is_wanted in zip(
             self._parameters, self.views(flat), wanted, strict=True
         ):
@@ -79,7 +80,8 @@ class Bucket:
             elif parameter.grad.data_ptr() != part.data_ptr():
                 parameter.grad.copy_(part)
         if not self._is_shared:
-            # It belongs to the parameter: kept here, it would outlive `zero_grad`.
+            # The buffer is the parameter's gradient. A reference here would keep it alive after
+            # `zero_grad`.
             del self._buffer, self._gradients
 
     def _zeros(self) -> Tensor:
@@ -103,30 +105,29 @@ class Bucket:
 
 
 def _is_lent(gradient: Tensor) -> bool:
-    """Whether others have this memory: backward passes views on, and may have to read them yet."""
+    """Return whether other tensors use this memory; backward may still read such a view."""
     storage = gradient.untyped_storage()
-    # The gradient's, and that of `storage`.
+    # The gradient and `storage` each hold one reference.
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def assign_buckets(
     parameters: Sequence[Any], caps_bytes: Sequence[int], alone_bytes: float = math.inf
 ) -> list[list[int]]:
-    """Return the parameters' numbers, by bucket, in the order in which backward reaches them.
+    """Return the numbers of the parameters by bucket, in the order in which backward reaches them.
 
-    That order is the reverse of the parameters', as layers are mostly defined in the order of
-    their use. A bucket is closed when it has reached its size; the first ones may be smaller, so
-    that communication begins early. Parameters of another dtype or device get buckets of their
-    own.
+    The expected order is the reverse of the parameters' order, because most layers are defined in
+    the order of their use. A bucket is closed when it has reached its size. The first buckets may
+    be smaller, so that communication begins early. Each dtype and device has separate buckets.
 
     Args:
-        parameters: In the order of definition.
-        caps_bytes: Sizes of the first, second, ... bucket of each kind; the last one holds for
-            all that follow.
-        alone_bytes: A parameter of this size or more shares no bucket.
+        parameters: The parameters in the order of definition.
+        caps_bytes: Sizes of the first, second, ... bucket of each kind. The last size is used for
+            all later buckets.
+        alone_bytes: A parameter of this size or more gets a bucket by itself.
     """
     buckets: list[list[int]] = []
-    open_ones: dict[object, tuple[list[int], int, int]] = {}
+    open_buckets: dict[object, tuple[list[int], int, int]] = {}
     for number in reversed(range(len(parameters))):
         p = parameters[number]
         own_bytes = p.numel() * p.element_size()
@@ -134,13 +135,13 @@ def assign_buckets(
             buckets.append([number])
             continue
         kind = (p.dtype, p.device)
-        members, nbytes, position = open_ones.get(kind, ([], 0, 0))
+        members, nbytes, position = open_buckets.get(kind, ([], 0, 0))
         if not members:
             buckets.append(members)
         members.append(number)
         nbytes += own_bytes
         if nbytes >= caps_bytes[min(position, len(caps_bytes) - 1)]:
             members, nbytes, position = [], 0, position + 1
-        open_ones[kind] = (members, nbytes, position)
-    # A bucket is full when its last member comes.
+        open_buckets[kind] = (members, nbytes, position)
+    # A bucket is full when the gradient of its last member arrives.
     return sorted(buckets, key=lambda members: members[-1], reverse=True)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: one model, its copies on all ranks, each with its part of the batch."""
+"""DistributedDataParallel: copies of one model on all ranks, each with a part of the batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unisono.errors import ArgumentTypeError, InvalidArgumentError, NotInGroupEr
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
 from unisono.parallel.hooks import Hook
+from unisono.parallel.module_check import ModuleCheck
 from unisono.parallel.reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
@@ -27,28 +28,28 @@ class DistributedDataParallel(torch.nn.Module):
 
     grad = (grad_0 + grad_1 + ... + grad_{p-1}) / p
 
-    If every rank's loss is a mean over equally many samples, that is the gradient of the mean
-    over all samples. Parameters and buffers of rank 0 are copied to the others at construction;
-    equal steps of equal optimizers then keep the copies equal, bit by bit.
+    If every rank's loss is a mean over the same number of samples, this is the gradient of the mean
+    over all samples. The constructor copies the parameters and buffers of rank 0 to the other
+    ranks. Equal steps of equal optimizers then keep the copies bitwise equal.
 
-    Communication runs while backward computes (see `unisono.parallel.reducer`). The result has the
-    bits of torch's DistributedDataParallel on Gloo with two ranks; with more, sums are in another
-    order, so that they differ by rounding.
+    Communication runs while backward computes (see `unisono.parallel.reducer`). With two ranks the
+    result has the bits of torch's DistributedDataParallel on Gloo. With more ranks the order of
+    sums differs, so the results differ by rounding.
 
     Args:
-        module: On the CPU; the same on all ranks.
-        process_group: The default group if None.
+        module: The module, on the CPU; the same on all ranks.
+        process_group: The group; the default group if None.
         bucket_cap_mb: MiB of gradients per message.
-        broadcast_buffers: Copy rank 0's buffers to the others before each forward pass that
-            follows one with reduction.
+        broadcast_buffers: Copy rank 0's buffers to the other ranks before each forward pass that
+            follows a pass with reduction.
         init_sync: Copy rank 0's parameters and buffers at construction.
         find_unused_parameters: Look in each forward pass for parameters that its outputs do not
-            depend on. One that no rank uses keeps its gradient; one that some rank uses gets the
-            average, in which the others count as zero.
+            depend on. A parameter that no rank uses keeps its gradient. A parameter that some
+            ranks use gets the average, in which the other ranks count as zero.
 
     Raises:
         NotInGroupError: This rank is no member of the group.
-        InvalidArgumentError: No parameter needs a gradient, or a cap that is not positive.
+        InvalidArgumentError: No parameter needs a gradient, or `bucket_cap_mb` is not positive.
         CollectiveMismatchError: The ranks' modules differ in sizes or dtypes.
 
     Source: torch.nn.parallel.DistributedDataParallel (2.13).
@@ -86,19 +87,20 @@ class DistributedDataParallel(torch.nn.Module):
         cap_bytes = int(bucket_cap_mb * _MIB)
         caps_bytes = [min(_FIRST_BUCKET_BYTES, cap_bytes), cap_bytes]
         self._reducer = Reducer(named, group, caps_bytes, find_unused_parameters)
+        self._module_check = ModuleCheck(named, find_unused_parameters)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and expect a backward pass from what it returns.
+        """Call the module, and expect a backward pass from its outputs.
 
         Raises:
-            UsageError: The last backward pass did not reach all parameters, or they are not those
-                that the module was wrapped with any more; names them.
+            UsageError: The last backward pass did not reach all parameters, or the module no longer
+                has the parameters with which it was wrapped. The text names them.
         """
         reduces = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._reducer.require_finished()
         if reduces:
-            self._reducer.require_unchanged(self.module)
+            self._module_check.require_unchanged(self.module)
         if self._buffers_due and self.broadcast_buffers:
             self._copy_from_first([b for _, b in self.module.named_buffers()])
         self._buffers_due = self.require_backward_grad_sync
@@ -111,9 +113,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add gradients up without reducing them, for forward passes inside the with block.
+        """Add up gradients without reducing them, for forward passes inside the with block.
 
-        The first backward pass of a forward pass outside reduces the sum.
+        The first backward pass of a forward pass outside the block reduces the sum.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -122,7 +124,7 @@ class DistributedDataParallel(torch.nn.Module):
             self.require_backward_grad_sync = before
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Let `hook(state, bucket)` turn each bucket's gradients into their average.
+        """Use `hook(state, bucket)` to average the gradients of each bucket.
 
         Raises:
             UsageError: There is a hook already, or a backward pass is under way.

@@ -1,7 +1,8 @@
-"""Communication hooks: how the gradients of a bucket become their average over all ranks.
+"""Communication hooks, which average the gradients of a bucket over all ranks.
 
-A hook is called as `hook(state, bucket)` when all gradients of the bucket are there, and returns a
-future of the flat tensor that replaces them. For these hooks the state is the process group.
+The reducer calls `hook(state, bucket)` when all gradients of the bucket have arrived. A hook
+returns a future of the flat tensor that replaces them. For these hooks the state is the process
+group.
 
 Source: torch.distributed.algorithms.ddp_comm_hooks.default_hooks (2.13).
 """
@@ -30,7 +31,7 @@ Hook = Callable[[Any, Bucket], Future]
 
 
 def all_reduce_hook(group: ProcessGroup, bucket: Bucket) -> Future:
-    """Average the gradients: each rank divides its own by the number of ranks, then all add.
+    """Average the gradients: divide them by the number of ranks, then add up those of all ranks.
 
     Cost: one all_reduce of the bucket.
     """

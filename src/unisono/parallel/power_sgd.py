@@ -1,8 +1,8 @@
-"""PowerSGD: gradients as products of two thin matrices.
+"""PowerSGD: send a gradient as the product of two thin matrices.
 
-A gradient matrix M [n, m] is replaced by P Qᵀ with P [n, r] and Q [m, r]: one step of power
-iteration, which the next iteration continues from where it was. What the product lacks is added to
-the next gradient (error feedback), so nothing is lost for good.
+A gradient matrix M [n, m] is replaced by P Qᵀ with P [n, r] and Q [m, r]. Each training iteration
+does one step of power iteration and starts with the last Q. The difference between M and the
+product is added to the next gradient (error feedback), so it is not lost.
 
 Source: Vogels, Karimireddy, Jaggi: "PowerSGD: practical low-rank gradient compression for
 distributed optimization", NeurIPS 2019; torch.distributed's hook of that name (2.13).
@@ -23,18 +23,17 @@ __all__ = ["PowerSGDState", "power_sgd_hook"]
 
 
 class PowerSGDState:
-    """What `power_sgd_hook` keeps between iterations.
+    """The state of `power_sgd_hook` between iterations.
 
     Args:
         group: The ranks that average.
-        matrix_approximation_rank: r. A larger one approximates better and sends more.
-        start_power_sgd_iter: So many iterations average without compression first, because
-            gradients change fastest at the beginning.
-        min_compression_rate: A matrix is compressed only if n*m is larger than (n+m)*r times
-            this.
-        use_error_feedback: Add what was lost to the next gradient.
+        matrix_approximation_rank: r. A larger r approximates better and sends more.
+        start_power_sgd_iter: Number of first iterations without compression. Gradients change
+            fastest at the beginning.
+        min_compression_rate: Compress a matrix only if n*m is larger than (n+m)*r times this.
+        use_error_feedback: Add the error of the approximation to the next gradient.
         warm_start: Begin the power iteration with the last Q.
-        random_seed: Of the first Q; equal on all ranks.
+        random_seed: Seed of the first Q; equal on all ranks.
 
     Raises:
         InvalidArgumentError: r < 1.
@@ -66,16 +65,16 @@ class PowerSGDState:
         self.factors: dict[tuple[int, int], Tensor] = {}
 
     def compresses(self, n: int, m: int) -> bool:
-        """Whether a matrix [n, m] is sent as two factors."""
+        """Return whether a matrix [n, m] is sent as two factors."""
         r = min(n, m, self.rank)
         return (n + m) * r * self.min_compression_rate < n * m
 
 
 def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
-    """Average matrices by their factors, and everything else (vectors, small ones) as it is.
+    """Average matrices by their factors, and vectors and small matrices without compression.
 
-    The three sums of a bucket follow one another on the calling thread, so that all ranks make
-    them in one order; unlike the other hooks this one hides no communication behind backward.
+    The three sums of a bucket run one after another on the calling thread, so that all ranks make
+    them in the same order. Unlike the other hooks, this hook does not overlap with backward.
 
     Cost: all_reduce of the vectors, of all P and of all Q: (n+m)*r elements for each matrix.
     """
@@ -90,7 +89,7 @@ def power_sgd_hook(state: PowerSGDState, bucket: Bucket) -> Future:
 
 
 def _average(state: PowerSGDState, bucket: Bucket) -> Tensor:
-    """Replace the bucket's gradients by (nearly) their average over the ranks."""
+    """Replace the bucket's gradients by an approximation of their average over the ranks."""
     number, flat = bucket.index(), bucket.buffer()
     if number in state.errors:
         flat.add_(state.errors[number])
@@ -110,7 +109,8 @@ def _average(state: PowerSGDState, bucket: Bucket) -> Tensor:
         state.factors[number, i] = q
         torch.matmul(p, q.t(), out=matrix)
     if state.use_error_feedback:
-        # Over all ranks this adds up to what the average lacks; what is no matrix lacks nothing.
+        # The errors of all ranks add up to the error of the average. Uncompressed gradients have
+        # no error.
         lost = [o - g if i in wide else torch.zeros_like(g)
                 for i, (o, g) in enumerate(zip(own, gradients, strict=True))]  # fmt: skip
         state.errors[number] = torch.cat([each.reshape(-1) for each in lost])
@@ -124,11 +124,12 @@ def _as_matrix(gradient: Tensor) -> Tensor:
 
 
 def _start(state: PowerSGDState, key: tuple[int, int], matrix: Tensor) -> Tensor:
-    """Return Q [m, r] to begin with: the last one, or a random one; its columns orthonormal."""
+    """Return the first Q [m, r], with orthonormal columns: the last Q, or a random Q."""
     n, m = matrix.shape
     q = state.factors.get(key) if state.warm_start else None
     if q is None or not bool(q.any()):
-        # Every rank draws the same numbers, and nobody else's are disturbed.
+        # Its own generator: every rank draws the same numbers, and other users of random numbers
+        # get the numbers that they would get without this hook.
         generator = torch.Generator().manual_seed(hash((state.random_seed, *key)) % 2**63)
         shape = (m, min(n, m, state.rank))
         q = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix.dtype)

@@ -1,12 +1,13 @@
-"""The reduction of gradients while backward is still computing others.
+"""Reduce gradients while backward still computes other gradients.
 
-Theory of operation: a backward pass is reduced if it comes from what a forward pass returned; hooks
-on that say so. torch calls another hook when the gradient of a parameter is complete. It is copied
-into its bucket; when a bucket is full, and all buckets before it are under way, its reduction
-begins, on the group's progress thread. When all are under way and backward has come to its end, a
-callback of the autograd engine waits for them and copies the averages back. Buckets are reduced in
-their order, so that all ranks make the same calls whatever order their gradients come in. A large
-gradient is a bucket by itself, reduced where it is: two copies of it would cost as much again.
+Theory of operation: a backward pass is reduced if it reaches an output of a forward pass. Hooks on
+the outputs detect this. Another hook runs when the gradient of a parameter is complete, and copies
+the gradient into its bucket. When a bucket is full and the reductions of all buckets before it have
+begun, its reduction begins on the group's progress thread. When all have begun and backward has
+ended, a callback of the autograd engine waits for them. It copies the averages back to the
+gradients. Buckets are reduced in their order, so that all ranks make the same calls for any order
+of gradients. A large gradient is a bucket by itself and is reduced in place, because two copies of
+it would take as long as the reduction.
 
 Source: torch.nn.parallel.DistributedDataParallel's reducer (2.13); Li et al.: "PyTorch distributed:
 experiences on accelerating data parallel training", VLDB 2020.
@@ -15,11 +16,10 @@ experiences on accelerating data parallel training", VLDB 2020.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,42 +30,41 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
 from unisono.parallel.buckets import Bucket, assign_buckets
 from unisono.parallel.hooks import Hook, sum_flat
+from unisono.parallel.module_check import listed
 
 __all__ = ["Reducer"]
 
-# From here on two copies of a gradient cost clearly more than a call of its own.
+# From this size on two copies of a gradient take clearly longer than a separate call.
 _ALONE_BYTES = 4 * 1024 * 1024
 
 
-_PARAMETERS = operator.attrgetter("_parameters")
-_MODULES = operator.attrgetter("_modules")
-# Those of scripted modules are no dicts.
-_VALUES = operator.methodcaller("values")
-_KIND = operator.attrgetter("requires_grad", "dtype", "shape")
+@dataclass
+class _Pass:
+    """The state of one backward pass.
 
+    Attributes:
+        expecting: Whether the next backward pass is to be reduced.
+        started: Whether a gradient has arrived.
+        unused: Numbers of the parameters that the pass does not reach.
+        ready: Numbers of the parameters whose gradient is in its bucket.
+        under_way: Reductions that have begun, in the order of the buckets.
+    """
 
-def _held(modules: Sequence[Any]) -> list[Any]:
-    """Return the modules and parameters in modules, and the kinds of these."""
-    values = itertools.chain.from_iterable
-    inner = values(map(_VALUES, map(_MODULES, modules)))
-    parameters = list(values(map(_VALUES, map(_PARAMETERS, modules))))
-    return [*inner, *parameters, [_KIND(p) for p in parameters if p is not None]]
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    if len(one) != len(other) or one[-1] != other[-1]:
-        return False
-    return all(map(operator.is_, one[:-1], other[:-1]))
+    expecting: bool = False
+    started: bool = False
+    unused: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    under_way: list[Work | Future] = field(default_factory=list)
 
 
 class Reducer:
-    """Averages the gradients of some parameters over a group, backward pass after backward pass.
+    """Averages the gradients of some parameters over a group in every backward pass.
 
     Args:
         named: Names and parameters, the same on all ranks.
         group: The ranks.
         caps_bytes: See `assign_buckets`.
-        find_unused: Look in each pass for parameters that it will not reach.
+        find_unused: Whether to look in each pass for parameters that the pass does not reach.
     """
 
     def __init__(
@@ -80,19 +79,9 @@ class Reducer:
         self._group = group
         self._find_unused = find_unused
         self._caps_bytes = caps_bytes
-        self._hook: Hook | None = None
-        self._state: Any = None
-        self._kinds = [(p.dtype, p.shape) for p in self._parameters]
-        self._modules: list[Any] = []
-        # What they held, and of what kind it was, when that was last found to be fine.
-        self._fine: list[Any] = []
+        self._hook: Callable[[Bucket], Future] | None = None
         self._fill_buckets(_ALONE_BYTES)
-        # Of the pass in progress.
-        self._expecting = False
-        self._started = False
-        self._ready: set[int] = set()
-        self._unused: set[int] = set()
-        self._under_way: list[Work | Future] = []
+        self._pass = _Pass()
         for n, p in enumerate(self._parameters):
             p.register_post_accumulate_grad_hook(_hook(weakref.ref(self), n))
 
@@ -113,103 +102,62 @@ class Reducer:
         """Use `hook(state, bucket)` instead of the plain average.
 
         Raises:
-            UsageError: There is one already, or a backward pass has begun and not ended.
+            UsageError: There is a hook already, or a backward pass has begun and not ended.
         """
         if self._hook is not None:
             raise UsageError("a communication hook is registered already")
-        if self._started:
+        if self._pass.started:
             raise UsageError("a communication hook cannot be registered during a backward pass")
-        self._hook, self._state = hook, state
-        # A hook makes several calls of a bucket, or casts it: one large one is better.
+        self._hook = functools.partial(hook, state)
+        # A hook makes several calls per bucket, or casts it: few large buckets are faster.
         self._fill_buckets(math.inf)
 
     def prepare(self, outputs: Any) -> None:
         """Expect backward passes from `outputs`."""
-        # At once, for a loss may depend on something else that the module has kept.
+        # Expect a pass now: a loss may depend only on a tensor that the module has kept.
         self._expect(self._unreached(outputs) if self._find_unused else set())
-        again = functools.partial(_expect_again, weakref.ref(self), self._unused)
+        again = functools.partial(_expect_again, weakref.ref(self), self._pass.unused)
         for tensor in _tensors(outputs):
             if tensor.grad_fn is not None:
                 tensor.register_hook(again)
 
     def _expect(self, unused: set[int]) -> None:
-        if not self._started:
-            self._expecting, self._unused = True, unused
+        if not self._pass.started:
+            self._pass.expecting, self._pass.unused = True, unused
 
     def suspend(self) -> None:
         """Let the next backward pass add to the gradients without reducing them."""
-        self._expecting = False
+        self._pass.expecting = False
 
     def require_finished(self) -> None:
-        """Check that the last pass reduced everything.
+        """Check that the last pass reduced all gradients.
 
         Raises:
-            UsageError: It did not; names the parameters that got no gradient.
+            UsageError: It did not. The text names the parameters that got no gradient.
         """
-        if not self._started:
+        if not self._pass.started:
             return
-        missing = [name for n, name in enumerate(self._names) if n not in self._ready]
+        missing = [name for n, name in enumerate(self._names) if n not in self._pass.ready]
         got_none = f"{len(missing)} of {len(self._names)} parameters got no gradient: "
         raise UsageError(
             "the last backward pass of DistributedDataParallel was not finished: "
-            + (got_none + _listed(missing) if missing else "its reduction failed"),
+            + (got_none + listed(missing) if missing else "its reduction failed"),
             hint="if it raised an error, make a new DistributedDataParallel; if forward does not "
             "use all parameters every time, pass find_unused_parameters=True; outputs that a loss "
             "does not use count as used",
         )
 
-    def require_unchanged(self, module: Any) -> None:
-        """Check that the module has the parameters that it was wrapped with.
-
-        Raises:
-            UsageError: It has not; names those that are new, frozen, or of another dtype or shape.
-        """
-        # To walk through a module takes three times as long as to look at what its parts hold.
-        if self._modules and _same(self._fine, _held(self._modules)):
-            return
-        self._require_unchanged(module)
-        self._modules = list(module.modules())
-        self._fine = _held(self._modules)
-
-    def _require_unchanged(self, module: Any) -> None:
-        now = [id(p) for p in module.parameters() if p.requires_grad]
-        if not now:
-            return  # all are frozen, as a GAN's other half is for a while: nothing will come
-        before = [id(p) for p in self._parameters]
-        kinds = [(p.dtype, p.shape) for p in self._parameters]
-        if now == before and kinds == self._kinds:
-            return
-        known = zip(self._names, self._parameters, strict=True)
-        names = {id(p): name for name, p in (*known, *module.named_parameters())}
-        pairs = zip(before, kinds, self._kinds, strict=True)
-        changes = {
-            "new, or frozen before": set(now) - set(before),
-            "frozen or gone": set() if self._find_unused else set(before) - set(now),
-            "of another dtype or shape": {p for p, kind, was in pairs if kind != was},
-        }
-        told = [
-            f"{_listed(sorted(names[p] for p in changed))} ({what})"
-            for what, changed in changes.items()
-            if changed
-        ]
-        if told:
-            raise UsageError(
-                f"parameters changed after DistributedDataParallel was made: {'; '.join(told)}",
-                hint="change the module first and wrap it afterwards; frozen parameters also pass "
-                "with find_unused_parameters=True",
-            )
-
     # ---- during backward ------------------------------------------------------------------
 
     def arrived(self, number: int) -> None:
-        """Take the gradient of a parameter, which is complete now."""
-        if not self._expecting:
+        """Copy the complete gradient of a parameter into its bucket."""
+        if not self._pass.expecting:
             return
-        if not self._started:
+        if not self._pass.started:
             self._begin()
-            for unused in sorted(self._unused):
+            for unused in sorted(self._pass.unused):
                 self._mark_ready(unused)
-        if number in self._ready:
+        if number in self._pass.ready:
             raise UsageError(
                 f"parameter {self._names[number]!r} got its gradient twice in one backward pass",
                 hint="forward is called once, or several modules share the parameter: reduce "
@@ -218,44 +166,44 @@ class Reducer:
         self._mark_ready(number)
 
     def _begin(self) -> None:
-        self._started = True
-        self._ready.clear()
-        self._under_way.clear()
+        self._pass.started = True
         for bucket, members in zip(self._buckets, self._members, strict=True):
             bucket.pending = len(members)
 
     def _mark_ready(self, number: int) -> None:
         bucket, at = self._place[number]
-        gradient = None if number in self._unused else self._parameters[number].grad
+        gradient = None if number in self._pass.unused else self._parameters[number].grad
         if gradient is not None and gradient.layout != torch.strided:
             raise UnsupportedError(
                 f"the gradient of {self._names[number]!r} is {gradient.layout}; "
-                "DistributedDataParallel reduces dense ones",
+                "DistributedDataParallel reduces dense gradients",
                 hint="use sparse=False in the embedding",
             )
-        # As torch does, which multiplies by the reciprocal: so the bits agree.
+        # torch multiplies by the reciprocal; a division would give other bits.
         bucket.take(at, gradient, 1.0 if self._hook else 1.0 / self._group.size())
-        self._ready.add(number)
+        self._pass.ready.add(number)
         bucket.pending -= 1
-        while len(self._under_way) < len(self._buckets):
-            bucket = self._buckets[len(self._under_way)]
+        under_way = self._pass.under_way
+        while len(under_way) < len(self._buckets):
+            bucket = self._buckets[len(under_way)]
             if bucket.pending:
                 break
-            self._under_way.append(self._reduce(bucket))
-            if len(self._under_way) == len(self._buckets):
-                # Gradients may come in several backward passes, each over a part of the outputs.
+            under_way.append(self._reduce(bucket))
+            if len(under_way) == len(self._buckets):
+                # Queue it here: gradients may come from several calls of backward, each over a
+                # part of the outputs.
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _reduce(self, bucket: Bucket) -> Work | Future:
         if self._hook is None:
             return self._group.all_reduce(bucket.buffer(), async_op=True)
-        return self._hook(self._state, bucket)
+        return self._hook(bucket)
 
     def _finish(self) -> None:
-        """Wait for all reductions and hand the averages out; runs when backward has ended."""
+        """Wait for all reductions and set the gradients to the averages; runs after backward."""
         used = self._used_anywhere()
         for bucket, members, reduction in zip(
-            self._buckets, self._members, self._under_way, strict=True
+            self._buckets, self._members, self._pass.under_way, strict=True
         ):
             value = reduction.wait()
             if self._hook is None:
@@ -263,21 +211,20 @@ class Reducer:
             else:
                 flat = value[0] if isinstance(value, (list, tuple)) else value
             bucket.hand_out(flat, [used is None or bool(used[n]) for n in members])
-        self._under_way.clear()
-        self._started = self._expecting = False
+        self._pass = _Pass()
 
     def _used_anywhere(self) -> Tensor | None:
-        """Return [parameters] of 0 and 1: which were used on some rank; None if all were."""
+        """Return [parameters] of 0 and 1: 1 if some rank used the parameter; None if all were."""
         if not self._find_unused:
             return None
         used = torch.ones(len(self._parameters), dtype=torch.int32)
-        used[sorted(self._unused)] = 0
+        used[sorted(self._pass.unused)] = 0
         return sum_flat(self._group, used).wait().clamp_(max=1)
 
     # ---- unused parameters ----------------------------------------------------------------
 
     def _unreached(self, outputs: Any) -> set[int]:
-        """Return the parameters that a backward pass from `outputs` will not reach."""
+        """Return the numbers of the parameters that a backward pass from `outputs` cannot reach."""
         todo = [t.grad_fn for t in _tensors(outputs) if t.grad_fn is not None]
         seen = set(todo)
         reached: set[int] = set()
@@ -293,7 +240,7 @@ class Reducer:
 
 
 def _hook(reducer: weakref.ref[Reducer], number: int) -> Callable[[Any], None]:
-    """Return what torch calls; a parameter's C++ part must not keep the reducer alive."""
+    """Return the hook of a parameter; its weak reference does not keep the reducer alive."""
 
     def hook(parameter: Any) -> None:
         alive = reducer()
@@ -304,13 +251,9 @@ def _hook(reducer: weakref.ref[Reducer], number: int) -> Callable[[Any], None]:
 
 
 def _expect_again(reducer: weakref.ref[Reducer], unused: set[int], gradient: Any) -> None:
-    """Say that a backward pass has come to an output; torch calls it."""
+    """Expect a backward pass that has reached an output; torch calls this hook."""
     if (alive := reducer()) is not None:
         alive._expect(unused)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def _tensors(value: Any) -> Iterator[Any]:

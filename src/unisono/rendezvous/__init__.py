@@ -1,4 +1,4 @@
-"""How ranks meet: a URL becomes a store, a rank and a world size."""
+"""Rendezvous: turn a URL into a store, a rank and a world size."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ __all__ = ["Handler", "register_rendezvous_handler", "rendezvous"]
 
 
 class _CallableModule(ModuleType):
-    """`unisono.rendezvous(url)` is a function for users and a package for Python: both work."""
+    """A package that is callable, so that users can call `unisono.rendezvous(url)`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
         return rendezvous(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""The elastic rendezvous over any Store: the thin shell around `state` and `member`.
+"""The elastic rendezvous over any Store: the I/O around `state` and `member`.
 
-A thread of its own talks to the store, so that the agent hears a signal or the end of a worker
-even while the store's host does not answer. The agent leaves events in an inbox and takes
-orders (`World`, `Stop`, `End`) from an outbox; `wake` is called for each of them.
+A separate thread uses the store. The agent can thus handle a signal or the end of a worker while
+the store's host does not answer. The agent puts events into an inbox and takes orders
+(`WorkerWorld`, `Stop`, `End`) from an outbox. The thread calls `wake` for each order.
 """
 
 from __future__ import annotations
@@ -44,24 +44,25 @@ from unisono.rendezvous.state import (
 from unisono.rendezvous.transitions import apply
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["DynamicRendezvous", "Order", "World"]
+__all__ = ["DynamicRendezvous", "Order", "WorkerStore", "WorkerWorld"]
 
 _LOG = get_logger("rendezvous")
+_PREFIX = "unisono/rendezvous/"
 _STATE = "state"
 _IDLE_POLL_S = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """Order to start the workers of a world.
+class WorkerWorld:
+    """The order to start the workers of a world.
 
     Attributes:
-        epoch: Its number.
-        members: Its nodes by group rank.
-        group_rank: Place of this node.
-        restarts: Worlds that failed before.
-        master_addr: Where the workers' store listens.
-        master_port: Likewise.
+        epoch: The number of the world.
+        members: The nodes of the world by group rank.
+        group_rank: The group rank of this node.
+        restarts: Number of worlds that failed before.
+        master_addr: Address of the workers' store.
+        master_port: Port of the workers' store.
     """
 
     epoch: int
@@ -72,28 +73,65 @@ class World:
     master_port: int
 
 
-Order = World | Stop | End
+Order = WorkerWorld | Stop | End
+
+
+class WorkerStore:
+    """The store of the workers, which is empty at the start of every world.
+
+    Args:
+        port: Port of the store; 0 for any.
+        token: Token of the store.
+        shared: Whether the workers use the server of the rendezvous store (`--master-port`). If
+            not, every world has a new server.
+    """
+
+    def __init__(self, *, port: int = 0, token: str = "", shared: bool = False) -> None:
+        self._port = port
+        self._token = token
+        self._shared = shared
+        self._server: TCPStore | None = None
+
+    def open(self, rendezvous_store: Store, address: str) -> tuple[str, int]:
+        """Close the server of the last world; return host and port of a store without keys.
+
+        Raises:
+            RendezvousError: The server cannot be started.
+        """
+        self.close()
+        if self._shared and isinstance(rendezvous_store, TCPStore):
+            for key in rendezvous_store.list_keys():
+                if not key.startswith(_PREFIX):
+                    rendezvous_store.delete_key(key)
+            return rendezvous_store.host, rendezvous_store.port
+        try:
+            self._server = TCPStore(
+                address, self._port, is_master=True, wait_for_workers=False, token=self._token
+            )
+        except StoreError as error:
+            raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
+        return address, self._server.port
+
+    def close(self) -> None:
+        """Close the server, if there is one."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 class DynamicRendezvous:
     """One agent's part in the rendezvous.
 
     Args:
-        open_store: Opens the store that all agents share, on this object's thread; returns
-            it with the address under which the other nodes reach this one. It is given a
-            function that says whether to give up.
-        node: This agent; its address is filled in.
+        open_store: Function that opens the store of all agents, called on this object's thread.
+            It returns the store and the address under which other nodes reach this node. Its
+            argument is a function that returns whether to give up.
+        node: This agent, without its address.
         limits: Equal on all agents.
-        timing: How long to wait.
-        run_id: Keeps several jobs in one store apart.
-        poll_s: Pause between looks at the store while workers run.
-        beat_s: Pause between heartbeats.
-        worker_port: Port of the workers' store; 0 for any.
-        worker_token: Token of the workers' store.
-        share_port: The workers use the rendezvous store's own server (`--master-port`);
-            otherwise every world has a new one.
-        close_s: How long the host of the store waits for the others in the end.
-        wake: Called, on the thread, after an order was put into the outbox.
+        timing: Time-outs and pauses.
+        run_id: Name of the job, which separates several jobs in one store.
+        worker_store: Opens the workers' store; closed at the end.
+        wake: Function that is called on the thread after each order was put into the outbox.
     """
 
     def __init__(
@@ -104,68 +142,56 @@ class DynamicRendezvous:
         timing: Timing,
         *,
         run_id: str,
-        poll_s: float = 0.1,
-        beat_s: float = 1.0,
-        worker_port: int = 0,
-        worker_token: str = "",
-        share_port: bool = False,
-        close_s: float = 30.0,
+        worker_store: WorkerStore | None = None,
         wake: Callable[[], None],
     ) -> None:
-        self._open_store = open_store
         self._member = Member(node=node, limits=limits, timing=timing)
-        self._run_id = run_id
-        self._poll_s = poll_s
-        self._beat_s = beat_s
-        self._worker_port = worker_port
-        self._worker_token = worker_token
-        self._share_port = share_port
-        self._close_s = close_s
+        self._worker_store = worker_store or WorkerStore()
         self._wake = wake
-        self._alone = limits.max_nodes == 1
         self._next_beat_s = 0.0
         self._pending: State | None = None
-        self._base: Store | None = None
-        self._worker_store: TCPStore | None = None
+        self._store: PrefixStore | None = None
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False
-        self._thread = threading.Thread(target=self._run, name="unisono-rendezvous", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(open_store, run_id), name="unisono-rendezvous", daemon=True
+        )
         self._thread.start()
 
     def next_order(self) -> Order | None:
-        """Return the oldest order that was not taken yet, or None."""
+        """Remove and return the oldest order of the outbox, or None."""
         try:
             return self._outbox.get_nowait()
         except queue.Empty:
             return None
 
     def failed(self, epoch: int, *, original: bool, reason: str) -> None:
-        """Tell that workers failed; the others may still be ending."""
+        """Report that workers failed; other workers of this node may still be ending."""
         self._inbox.put(Failed(self._member.node.id, epoch, original, reason))
 
     def succeeded(self, epoch: int) -> None:
-        """Tell that all workers ended well."""
+        """Report that all workers ended with exit code 0."""
         self._inbox.put(Succeeded(self._member.node.id, epoch))
 
     def stopped(self) -> None:
-        """Tell that no worker of this node runs any more."""
+        """Report that no worker of this node runs any longer."""
         self._inbox.put(None)
 
     def leave(self, reason: str, *, broken: bool = False) -> None:
-        """Tell that this node goes; `broken`: it could not do its part."""
+        """Report that this node leaves; `broken` if it leaves because of a fault."""
         kind = Lost if broken else Left
         self._inbox.put(kind(self._member.node.id, reason))
 
     def exchange(self, text: str, timeout_s: float) -> list[str]:
-        """Publish a text; return those of all members of the last world that came in time.
+        """Publish a text; return the texts of all members of the last world before the time-out.
 
-        Nodes that have left or were lost are not waited for.
+        The call does not wait for nodes that have left or were lost.
         """
-        if self._base is None or self._alone:
+        store = self._store
+        if store is None or self._is_only_node:
             return [text]
-        store = self._prefixed(self._base)
         deadline = Deadline(timeout_s)
         try:
             epoch = loads(store.get(_STATE)).epoch
@@ -179,12 +205,12 @@ class DynamicRendezvous:
                     return [store.get(key).decode() for key in there] or [text]
                 time.sleep(_IDLE_POLL_S)
         except UnisonoError:
-            # The store's host is gone; what this node knows must do.
+            # The store's host is gone, so the texts of other nodes cannot be read.
             return [text]
 
     def progress(self) -> str:
-        """Return in words who has come and what the node waits for."""
-        if self._base is None:
+        """Return a text that names the nodes present and what this node waits for."""
+        if self._store is None:
             return "the store is not open yet"
         state, limits = self._state, self._member.limits
         hosts = ", ".join(node.host for node in state.members) or "none"
@@ -199,8 +225,10 @@ class DynamicRendezvous:
         return f"{text}; before that, {state.reason}" if state.reason else text
 
     def hosted_for(self) -> list[str]:
-        """Return the hosts that need the store of this process, if it has it."""
-        state = self._state if self._base is not None and is_host_of(self._base) else State()
+        """Return the hosts that need the store, if this process serves it."""
+        store = self._store
+        serves = store is not None and is_host_of(store.underlying_store)
+        state = self._state if serves else State()
         me = self._member.node.id
         return [node.host for node in (*state.members, *state.waiting) if node.id != me]
 
@@ -215,66 +243,70 @@ class DynamicRendezvous:
         return self._state.blamed
 
     def close(self) -> None:
-        """Leave if that was not done, serve the store as long as others need it, and end."""
+        """Leave, serve the store until no other node needs it, and end the thread."""
         self.leave("its agent ended")
         self._thread.join()
 
     def abandon(self) -> None:
-        """Make `close` return soon, even if others need the store."""
+        """Make `close` return soon, even if other nodes need the store."""
         self._abandoned = True
         self._inbox.put(None)
 
     def is_closed(self, timeout_s: float) -> bool:
-        """Wait for the thread to end after `leave`; return whether it has."""
+        """Wait for the thread to end after `leave`; return whether it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # Everything below runs on the thread.
+    @property
+    def _is_only_node(self) -> bool:
+        return self._member.limits.max_nodes == 1
+
+    # All methods below run on the thread.
 
     _state = State()
 
-    def _run(self) -> None:
+    def _run(
+        self, open_store: Callable[[Callable[[], bool]], tuple[Store, str]], run_id: str
+    ) -> None:
         try:
-            self._base, address = self._open_store(lambda: self._abandoned or self._left())
+            base, address = open_store(lambda: self._abandoned or self._has_event())
+            self._store = store = PrefixStore(f"{_PREFIX}{run_id}", base, owns_store=True)
             node = replace(self._member.node, address=address)
             self._member = replace(self._member, node=node)
-            store = self._prefixed(self._base)
             store.compare_set(_STATE, b"", dumps(State()))
             while not self._leaving:
-                self._turn(store)
-                self._take(store, self._pause_s())
-            self._linger(store)
+                self._follow_state(store)
+                self._handle_event(store, self._pause_s())
+            self._serve_others(store)
             self._clean_up(store)
         except UnisonoError as error:
-            self._say(End(False, self._lost_store(error)))
+            self._put_order(End(False, self._lost_store(error)))
         except Exception as error:
             _LOG.exception("the rendezvous failed")
-            self._say(End(False, f"internal error in the rendezvous: {error!r}"))
+            self._put_order(End(False, f"internal error in the rendezvous: {error!r}"))
         finally:
-            for each in (self._worker_store, self._base):
-                if each is not None:
-                    each.close()
+            self._worker_store.close()
+            if self._store is not None:
+                self._store.close()
 
-    def _prefixed(self, store: Store) -> Store:
-        return PrefixStore(f"unisono/rendezvous/{self._run_id}", store)
-
-    def _left(self) -> bool:
-        """Whether the agent said that it goes before the store was even open."""
+    def _has_event(self) -> bool:
+        """Return whether the inbox has an event; before the store is open this means to leave."""
         return not self._inbox.empty()
 
     def _lost_store(self, error: UnisonoError) -> str:
-        if isinstance(error, StoreError) and self._base is not None:
+        if isinstance(error, StoreError) and self._store is not None:
             text = f"the rendezvous store is gone: {error.what}"
             return text if self._member.running else f"{text}; before that, {self.progress()}"
         return f"{error.what} ({error.hint})" if error.hint else error.what
 
     def _pause_s(self) -> float | None:
-        if self._alone:
+        if self._is_only_node:
             return None
-        return self._poll_s if self._member.running else min(self._poll_s, _IDLE_POLL_S)
+        poll_s = self._member.timing.poll_s
+        return poll_s if self._member.running else min(poll_s, _IDLE_POLL_S)
 
-    def _take(self, store: Store, pause_s: float | None) -> None:
-        """Wait for an event from the agent and pass it on."""
+    def _handle_event(self, store: PrefixStore, pause_s: float | None) -> None:
+        """Wait for an event from the agent, at most `pause_s`, and apply it."""
         try:
             event = self._inbox.get(timeout=pause_s)
         except queue.Empty:
@@ -282,38 +314,38 @@ class DynamicRendezvous:
         if event is None:
             self._member = stopped(self._member)
         else:
-            self._change(store, event)
+            self._apply(store, event)
             mine = isinstance(event, Left | Lost) and event.node_id == self._member.node.id
             self._leaving = self._leaving or mine
 
-    def _turn(self, store: Store) -> None:
-        """Look at the state and do what follows from it, until nothing more does."""
+    def _follow_state(self, store: PrefixStore) -> None:
+        """Read the state and act on it, until no event of this node changes it."""
         self._beat(store)
         while True:
             self._state = state = loads(store.get(_STATE))
             self._member, events, actions = decide(self._member, state, time.monotonic())
-            changed = [self._change(store, event) for event in events]
+            changed = [self._apply(store, event) for event in events]
             for action in actions:
-                self._do(store, action, state)
+                self._execute(store, action, state)
             if not any(changed):
                 break
         self._start_pending(store)
 
-    def _beat(self, store: Store) -> None:
+    def _beat(self, store: PrefixStore) -> None:
         now = time.monotonic()
-        if self._alone or now < self._next_beat_s:
+        if self._is_only_node or now < self._next_beat_s:
             return
-        self._next_beat_s = now + self._beat_s
+        self._next_beat_s = now + self._member.timing.beat_s
         store.add(f"beat/{self._member.node.id}", 1)
         others = [i for i in loads(store.get(_STATE)).present if i != self._member.node.id]
         counts = store.multi_get([f"beat/{node_id}" for node_id in others])
         beats = {i: int(count) for i, count in zip(others, counts, strict=True)}
         self._member = observe(self._member, beats, time.monotonic())
 
-    def _change(self, store: Store, event: Event) -> bool:
-        """Apply an event to the shared state, whoever else changes it at the same time.
+    def _apply(self, store: PrefixStore, event: Event) -> bool:
+        """Apply an event to the shared state; retry if another node changes it meanwhile.
 
-        Returns whether the event made a difference.
+        Returns whether the event changed the state.
         """
         text = store.get(_STATE)
         while True:
@@ -328,50 +360,27 @@ class DynamicRendezvous:
                 return True
             text = found
 
-    def _do(self, store: Store, action: Action, state: State) -> None:
+    def _execute(self, store: PrefixStore, action: Action, state: State) -> None:
         if isinstance(action, Start):
             self._pending = state
             if state.members[0].id == self._member.node.id:
-                self._open_worker_store(store, state.epoch)
+                here = self._member.node.address
+                address, port = self._worker_store.open(store.underlying_store, here)
+                store.set(f"master/{state.epoch}", f"{port} {address}")
         else:
             self._pending = None
-            self._say(action)
+            self._put_order(action)
 
-    def _open_worker_store(self, store: Store, epoch: int) -> None:
-        """Give the workers of a world a store without a trace of the last one."""
-        address = self._member.node.address
-        if self._worker_store is not None:
-            self._worker_store.close()
-            self._worker_store = None
-        if self._share_port and isinstance(self._base, TCPStore):
-            for key in self._base.list_keys():
-                if not key.startswith("unisono/rendezvous/"):
-                    self._base.delete_key(key)
-            address, port = self._base.host, self._base.port
-        else:
-            try:
-                self._worker_store = TCPStore(
-                    address,
-                    self._worker_port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    token=self._worker_token,
-                )
-            except StoreError as error:
-                raise RendezvousError(f"cannot open the workers' store: {error.what}") from error
-            port = self._worker_store.port
-        store.set(f"master/{epoch}", f"{port} {address}")
-
-    def _start_pending(self, store: Store) -> None:
-        """Order a start as soon as the first node has opened the workers' store."""
+    def _start_pending(self, store: PrefixStore) -> None:
+        """Order the start of the workers when the first node has opened their store."""
         state = self._pending
         if state is None or not store.check([f"master/{state.epoch}"]):
             return
         port, _, address = store.get(f"master/{state.epoch}").decode().partition(" ")
         ids = [node.id for node in state.members]
         self._pending = None
-        self._say(
-            World(
+        self._put_order(
+            WorkerWorld(
                 epoch=state.epoch,
                 members=state.members,
                 group_rank=ids.index(self._member.node.id),
@@ -381,9 +390,9 @@ class DynamicRendezvous:
             )
         )
 
-    def _linger(self, store: Store) -> None:
-        """Serve the store until the other nodes have no more use for it."""
-        if self._base is None or not is_host_of(self._base):
+    def _serve_others(self, store: PrefixStore) -> None:
+        """Serve the store until no other node needs it."""
+        if not is_host_of(store.underlying_store):
             return
         deadline: Deadline | None = None
         while not self._abandoned:
@@ -391,27 +400,30 @@ class DynamicRendezvous:
             self._state = state = loads(store.get(_STATE))
             others = [i for i in state.present if i != self._member.node.id]
             if state.phase in (Phase.FINISHED, Phase.FAILED) and deadline is None:
-                deadline = Deadline(self._close_s)
+                deadline = Deadline(self._member.timing.close_s)
             if not others or (deadline is not None and deadline.expired()):
                 return
             _, events, _ = decide(replace(self._member, ended=False), state, time.monotonic())
             for event in events:
                 if isinstance(event, Lost):
-                    self._change(store, event)
+                    self._apply(store, event)
             try:
                 self._inbox.get(timeout=_IDLE_POLL_S)
             except queue.Empty:
                 continue
 
-    def _clean_up(self, store: Store) -> None:
-        """Take the run out of a store that goes on, if this node is the last: its name is free."""
-        if self._base is None or isinstance(self._base, TCPStore | HashStore):
+    def _clean_up(self, store: PrefixStore) -> None:
+        """Delete the run's keys from a lasting store if this is the last node.
+
+        Another run can then use the same run id.
+        """
+        if isinstance(store.underlying_store, TCPStore | HashStore):
             return
         state = loads(store.get(_STATE))
         if state.phase in (Phase.FINISHED, Phase.FAILED) and not state.present:
             for key in store.list_keys():
                 store.delete_key(key)
 
-    def _say(self, order: Order) -> None:
+    def _put_order(self, order: Order) -> None:
         self._outbox.put(order)
         self._wake()

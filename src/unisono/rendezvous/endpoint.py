@@ -1,4 +1,4 @@
-"""Who hosts the rendezvous store, and under which address a node is known to the others."""
+"""Find the host of the rendezvous store, and the address under which others reach a node."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unisono.stores import Store, TCPStore
 __all__ = ["DEFAULT_PORT", "is_local", "open_endpoint", "own_address", "parse_endpoint"]
 
 DEFAULT_PORT = 29400
-"""Port of an endpoint that names none, as torchrun has it."""
+"""Port of an endpoint without a port, the same as torchrun's."""
 
 _SLICE_S = 1.0
 _QUIET_S = 4.0
-"""So long a node may wait for another one without a word: nodes start at different times."""
+"""Seconds to wait for another node before logging it. Nodes start at different times."""
 
 _LOG = get_logger("rendezvous")
 
@@ -27,13 +27,13 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
     """Return host and port of "host", "host:port" or "[address]:port".
 
     Raises:
-        RendezvousError: No host, or a port that is none.
+        RendezvousError: There is no host, or the port is not a number.
     """
     host, colon, port = text.rpartition(":")
     if not colon or "]" in port:
         host, port = text, str(default_port)
     elif ":" in host and not host.startswith("["):
-        # An IPv6 address without brackets, so without a port.
+        # An IPv6 address without brackets has no port.
         host, port = text, str(default_port)
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal():
@@ -42,7 +42,7 @@ def parse_endpoint(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, in
 
 
 def is_local(host: str) -> bool:
-    """Whether a name or address is one of this host's own."""
+    """Return whether a name or address belongs to this host."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -58,14 +58,14 @@ def is_local(host: str) -> bool:
 
 
 def own_address(host: str) -> str:
-    """Return an address under which the nodes that meet at `host` reach this one; sends nothing.
+    """Return an address under which the nodes that meet at `host` reach this node; send nothing.
 
-    If `host` is this host, that is the name they all know. It must not be looked up here: where
-    /etc/hosts gives a machine's own name 127.0.1.1, the answer would be of no use to others.
-    Elsewhere it is the address that packets to `host` carry.
+    If `host` is this host, return `host`, which all nodes can resolve. Do not look it up here: if
+    /etc/hosts maps the machine's own name to 127.0.1.1, other nodes cannot use the result.
+    Otherwise return the source address of packets to `host`.
 
     Raises:
-        RendezvousError: There is no way to `host`.
+        RendezvousError: There is no route to `host`.
     """
     if is_local(host):
         return host
@@ -89,19 +89,19 @@ def open_endpoint(
     read_timeout_s: float,
     canceled: Callable[[], bool],
 ) -> TCPStore:
-    """Return the store at an endpoint, and run its server if this is the place for it.
+    """Return the store at an endpoint, and run its server if it belongs here.
 
     Args:
         host: Name or address.
         port: Port.
-        hosting: Whether the server must run here; None: if `host` is this host and nobody
-            else (another agent of the job) has the port.
-        timeout_s: How long to wait for the one that hosts it.
-        read_timeout_s: How long each later request may take.
-        canceled: Asked once a second; True ends the wait.
+        hosting: Whether the server must run here. None: run it if `host` is this host and no other
+            process (another agent of the job) has the port.
+        timeout_s: Seconds to wait for the agent that hosts the store.
+        read_timeout_s: Time-out of each later request.
+        canceled: Function that is called once a second; True ends the wait.
 
     Raises:
-        RendezvousError: Nobody answered, or the port is in use.
+        RendezvousError: No store answered, or the port is in use.
     """
     if hosting or (hosting is None and is_local(host)):
         try:
@@ -115,7 +115,7 @@ def open_endpoint(
                     hint="another agent here may have --node-rank 0, too; beside another job, "
                     "choose another port (--master-port, --rdzv-endpoint) on all nodes",
                 ) from error
-    deadline, quiet, told = Deadline(timeout_s), Deadline(_QUIET_S), False
+    deadline, quiet, logged = Deadline(timeout_s), Deadline(_QUIET_S), False
     while True:
         try:
             store = TCPStore(host, port, timeout=min(_SLICE_S, deadline.remaining()))
@@ -125,8 +125,8 @@ def open_endpoint(
                     f"no rendezvous at {host}:{port} within {timeout_s:g} s: {error.what}",
                     hint="is the agent of that host running, and is the port open?",
                 ) from error
-            if quiet.expired() and not told:
-                told = True
+            if quiet.expired() and not logged:
+                logged = True
                 _LOG.warning("no rendezvous at %s:%d yet: %s", host, port, error.what)
         else:
             store.set_timeout(read_timeout_s)
@@ -134,5 +134,5 @@ def open_endpoint(
 
 
 def is_host_of(store: Store) -> bool:
-    """Whether other nodes reach the store only through this process."""
+    """Return whether this process serves the store to other nodes."""
     return isinstance(store, TCPStore) and store.is_master

@@ -1,4 +1,4 @@
-"""The three built-in ways to meet: env://, tcp:// and file://."""
+"""The three built-in rendezvous methods: env://, tcp:// and file://."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.sockets import format_address
 from unisono.errors import Context, RendezvousError, StoreConnectionError, StoreTimeoutError
-from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, Place, find_place, job_of
+from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, LauncherPlace, find_place, job_of
 from unisono.rendezvous.url import (
     check_port,
     host_and_port,
@@ -31,19 +31,19 @@ _Met = Iterator[tuple[Store, int, int]]
 _WORLD = "unisono/world"
 _PAUSE_S = 0.02
 
-# The world for which this process last used the store of a place, as a rank.
+# (host, port, rank) -> the world for which this process last used that store as that rank.
 _worlds: dict[tuple[str, int, int], bytes] = {}
 
 
 def env_handler(url: str, timeout: Timeout) -> _Met:
     """Meet at MASTER_ADDR:MASTER_PORT as RANK of WORLD_SIZE; rank 0 runs the store.
 
-    `rank` and `world_size` in the URL's query take precedence over the variables. Where RANK and
-    WORLD_SIZE are not set, those of another launcher are taken (mpiexec, srun, ...), and with
-    them a place to meet is found without MASTER_ADDR and MASTER_PORT too.
+    `rank` and `world_size` in the URL's query take precedence over the variables. If RANK and
+    WORLD_SIZE are not set, the variables of another launcher are used (mpiexec, srun, ...). The
+    ranks then meet without MASTER_ADDR and MASTER_PORT, too.
 
     Raises:
-        RendezvousError: A variable is missing or bad; the text names it and lists all four.
+        RendezvousError: A variable is missing or bad. The text names it and lists all four.
 
     Source: torch.distributed.rendezvous, torch 2.13.
     """
@@ -81,8 +81,8 @@ def tcp_handler(url: str, timeout: Timeout) -> _Met:
 def file_handler(url: str, timeout: Timeout) -> _Met:
     """Meet in the file of file:///path?rank=&world_size=&run_id=, which every rank must reach.
 
-    `run_id` tells a run from the one before, whose file may still be there; under a launcher
-    that names its jobs (Slurm, Open MPI, `unisono run`) it is known without being said.
+    `run_id` separates a run from the previous run, whose file may still exist. A launcher that
+    names its jobs (Slurm, Open MPI, `unisono run`) supplies the run id.
 
     Raises:
         RendezvousError: Path, rank or world_size is missing or bad.
@@ -91,7 +91,7 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     """
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
-        # torch drops this part and opens another file than was meant.
+        # torch drops this part and opens another file than the user meant.
         raise RendezvousError(
             f"the URL {url!r} names the host {parts.netloc!r}; write file:///absolute/path"
         )
@@ -105,25 +105,25 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     _only_once("file://")
 
 
-def _foreign_store(place: Place, timeout: Timeout) -> Store:
-    """Open the store of ranks that were started by a launcher which is not torch's kind."""
+def _foreign_store(place: LauncherPlace, timeout: Timeout) -> Store:
+    """Open the store of ranks whose launcher does not set the variables of env://."""
     if place.world_size == 1:
         return HashStore()
     environment = config.environ()
     if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
         port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
         return _tcp_store(_variable("MASTER_ADDR"), port, place.rank, place.world_size, timeout)
-    # Only here: it loads what `unisono run`, which must start fast, has no use for.
+    # Imported here because `unisono run` must start fast and does not need this module.
     from unisono.rendezvous.meeting import open_store
 
     return open_store(place, environment, timeout)
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:
-    """Open the store: as its server on rank 0, unless the launcher runs one.
+    """Open the store; rank 0 serves it, unless the launcher runs a server.
 
-    torchrun's serves all attempts of a job: each has keys of its own, so that workers that were
-    restarted do not find what those before them left.
+    torchrun's server is used by all attempts of a job. Each attempt has a prefix, so that restarted
+    workers do not find the keys of earlier workers.
     """
     agent_has_store = config.environ().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -134,7 +134,7 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
             world_size,
             is_master=rank == 0 and not agent_has_store,
             timeout=timeout,
-            # Whoever uses the store waits for the ranks by name; this would only count them.
+            # The users of the store wait for each rank by name. This option only counts ranks.
             wait_for_workers=False,
             multi_tenant=not agent_has_store,
         )
@@ -152,11 +152,11 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int, timeout: Timeou
 def _store_of_next_world(
     place: tuple[str, int, int], connect: Callable[[Timeout], TCPStore], timeout: Timeout
 ) -> TCPStore:
-    """Connect to rank 0's store, but not to that of the world before, which may still be open.
+    """Connect to rank 0's store, but not to the store of the previous world, if that is still open.
 
     Raises:
-        StoreConnectionError: Rank 0 did not come.
-        RendezvousError: It is still in the world before.
+        StoreConnectionError: Rank 0 did not open a store.
+        RendezvousError: Rank 0 is still in the previous world.
     """
     deadline = Deadline(timeout)
     while True:
@@ -168,12 +168,12 @@ def _store_of_next_world(
                 store.set_timeout(timeout)
                 return store
         except StoreConnectionError:
-            pass  # closed at this moment
+            pass  # the previous store was closed meanwhile
         except StoreTimeoutError as error:
             store.close()
             raise RendezvousError(
                 f"rank {place[2]} waited {deadline.timeout_s:g} s for rank 0 at the store at "
-                f"{format_address(*place[:2])}, which somebody else serves",
+                f"{format_address(*place[:2])}, which another process serves",
                 context=Context(rank=place[2], peers=(0,)),
             ) from error
         except BaseException:

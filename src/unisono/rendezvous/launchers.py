@@ -1,6 +1,6 @@
-"""What each launcher tells its processes: one table, and the question who started this one.
+"""Find the launcher of this process from the environment variables that launchers set.
 
-Pure: everything is asked of a mapping. Where the ranks then meet is `meeting`'s business.
+Pure: the functions read a mapping. `meeting` opens the store of the ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from unisono.errors import RendezvousError
 from unisono.rendezvous.url import parse_integer, ranks_of
 
-__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "Place", "find_place", "is_alone", "job_of"]
+__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "LauncherPlace", "find_place", "is_alone", "job_of"]
 
 Names = tuple[str, ...]
 
 GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""The variables of env://, by which unisono's and torch's launchers and users say everything."""
+"""The variables of env://, set by unisono's and torch's launchers or by users."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +24,16 @@ class Launcher:
     """The variables of one launcher; of several names the first that is set counts.
 
     Attributes:
-        name: How people call it.
-        rank: Set for every process; the process was started by this launcher if it is there.
+        name: Name of the launcher in texts.
+        rank: Rank of this process. If it is set, this launcher started the process.
         world_size: Number of processes.
         local_rank: Number of this process on its host.
         local_size: Number of processes on this host.
         nodes: Number of hosts.
-        job: Together the name of the job. Without them it is named after the launcher's process.
-        needs: Prefix of variables, one of which must be set, or `rank` is not to be believed.
-        same: Pairs of variables. If each pair is equal, a later row says the same and more.
+        job: Parts of the job's name. Without them the job is named after the launcher's process.
+        needs: Prefix of variables, of which at least 1 must be set. If none is, ignore `rank`.
+        same: Pairs of variables. If each pair is equal, a later row of the table has the same
+            values and more.
     """
 
     name: str
@@ -79,7 +80,7 @@ LAUNCHERS = (
         world_size=("PMI_SIZE",),
         local_rank=("MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "SLURM_LOCALID"),
         local_size=("MPI_LOCALNRANKS", "PALS_LOCAL_SIZE"),
-        # srun --mpi=pmi2 sets PMI's variables too, but not those about the host.
+        # srun --mpi=pmi2 sets PMI's variables, too, but not the variables about the host.
         same=(("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS")),
     ),
     Launcher(
@@ -89,7 +90,7 @@ LAUNCHERS = (
         local_rank=("SLURM_LOCALID",),
         nodes=_SLURM_NODES,
         job=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
-        # A batch script outside of srun has SLURM_PROCID=0 too, and there are no other ranks.
+        # A batch script outside of srun has SLURM_PROCID=0, too, but there are no other ranks.
         needs="SLURM_STEP",
     ),
     Launcher(
@@ -99,21 +100,21 @@ LAUNCHERS = (
     ),
 )
 
-# Several processes are meant, though this one was started by no launcher of the table.
+# These are set for several processes, even if no launcher of the table started this process.
 _ALLOCATIONS = ("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "PMI_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a launcher put this process.
+class LauncherPlace:
+    """The place of this process among the processes that a launcher started.
 
     Attributes:
-        launcher: Who says so.
-        rank: This process.
+        launcher: The launcher.
+        rank: Rank of this process.
         world_size: Number of processes.
-        local_rank: This process on its host; None if nobody says.
+        local_rank: Number of this process on its host; None if unknown.
         one_host: Whether all processes are certainly on one host.
-        job: Name of the job, unique among jobs that run at the same time; "" if nobody says.
+        job: Name of the job, unique among jobs that run at the same time; "" if unknown.
     """
 
     launcher: Launcher
@@ -124,18 +125,18 @@ class Place:
     job: str = ""
 
 
-def find_place(env: Mapping[str, str]) -> Place | None:
-    """Return what the first launcher of the table that shows in `env` says.
+def find_place(env: Mapping[str, str]) -> LauncherPlace | None:
+    """Return the place that the first launcher in the table with variables in `env` gave.
 
     Raises:
-        RendezvousError: Its variables are incomplete, no numbers, or out of range; or they
-            belong to one of several processes while WORLD_SIZE says that there is only one.
+        RendezvousError: The launcher's variables are incomplete, no numbers, or out of range. Or
+            a launcher started several processes, while WORLD_SIZE is 1.
     """
     for launcher in LAUNCHERS:
         if not env.get(launcher.rank) or not _believable(launcher, env):
             continue
         if launcher is LAUNCHERS[0] and not env.get("WORLD_SIZE"):
-            continue  # env:// tells what is missing
+            continue  # env:// reports the missing variable
         place = _place(launcher, env)
         if launcher is LAUNCHERS[0] and place.world_size == 1:
             _check_really_alone(env)
@@ -144,16 +145,16 @@ def find_place(env: Mapping[str, str]) -> Place | None:
 
 
 def is_alone(env: Mapping[str, str], rank: int = -1, world_size: int = -1) -> bool:
-    """Whether nothing says that there are other ranks.
+    """Return whether neither the user nor the environment indicates other ranks.
 
     Args:
         env: The environment.
-        rank: As passed by the user; -1 if not.
-        world_size: Likewise.
+        rank: As passed by the user; -1 if not passed.
+        world_size: As passed by the user; -1 if not passed.
 
     Raises:
-        RendezvousError: Several processes were asked for in words that lead nowhere: each of
-            them would make a world of its own.
+        RendezvousError: A variable indicates several processes, but no launcher started them. Each
+            process would make a world of its own.
     """
     if world_size == 1 and rank in (-1, 0):
         return True
@@ -164,8 +165,8 @@ def is_alone(env: Mapping[str, str], rank: int = -1, world_size: int = -1) -> bo
     for name in _ALLOCATIONS:
         if env.get(name, "1") != "1":
             raise RendezvousError(
-                f"{name}={env[name]} says that several processes are meant, but no launcher "
-                "started this one: this would make a world of one in each",
+                f"{name}={env[name]} means several processes, but no launcher started this "
+                "process: this would make a world of one in each",
                 hint="start the script with srun, mpiexec or `unisono run`; for one process alone "
                 "pass rank=0, world_size=1",
             )
@@ -178,7 +179,7 @@ def _believable(launcher: Launcher, env: Mapping[str, str]) -> bool:
     return not launcher.needs or any(name.startswith(launcher.needs) for name in env)
 
 
-def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
+def _place(launcher: Launcher, env: Mapping[str, str]) -> LauncherPlace:
     size_text = _first(launcher.world_size, env)
     if not size_text:
         names = " or ".join(launcher.world_size)
@@ -194,7 +195,7 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
         f"{launcher.name} ({launcher.rank}, {size_name})",
     )
     local_rank = _first(launcher.local_rank, env)
-    return Place(
+    return LauncherPlace(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
@@ -206,7 +207,7 @@ def _place(launcher: Launcher, env: Mapping[str, str]) -> Place:
 
 
 def job_of(env: Mapping[str, str]) -> str:
-    """Return a name that all processes of this run have and no other run; "" if nobody says."""
+    """Return a name that all processes of this run and no other run have; "" if unknown."""
     run_id = env.get("TORCHELASTIC_RUN_ID", "none")
     if run_id not in ("", "none"):
         return f"{run_id}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -226,9 +227,9 @@ def _first(names: Names, env: Mapping[str, str]) -> str:
 
 
 def _check_really_alone(env: Mapping[str, str]) -> None:
-    """Refuse a WORLD_SIZE=1 that was left over from elsewhere, below a launcher of several."""
+    """Refuse an inherited WORLD_SIZE=1 if a launcher started several processes."""
     if env.get("TORCHELASTIC_RUN_ID"):
-        return  # said by a launch inside the other launcher's process, so it is meant
+        return  # set by a launch inside the other launcher's process, so it is intended
     for launcher in LAUNCHERS[1:]:
         if not env.get(launcher.rank) or not _believable(launcher, env):
             continue

@@ -1,7 +1,7 @@
-"""Where ranks meet that a launcher started without telling them a place.
+"""Open a store for ranks whose launcher does not set MASTER_ADDR and MASTER_PORT.
 
-On one host in a file, which needs no port; on several at a host and port that all of them can
-work out by themselves.
+On one host the store is a file, which needs no port. On several hosts it has a host and a port that
+each rank can derive.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from collections.abc import Mapping
 
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
-from unisono.rendezvous.launchers import Place
+from unisono.rendezvous.launchers import LauncherPlace
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
 
 __all__ = ["first_host", "job_port", "open_store"]
 
 _KUBERNETES_PORT = 29500
-# Below the ports that Linux gives to whoever asks for any (32768 and above).
+# Below the ephemeral ports of Linux (32768 and above).
 _FIRST_PORT, _PORTS = 16384, 16384
 
-# How often this process has met others. All ranks meet equally often, so each meeting has a
-# file of its own: a rank that is late to leave the last one cannot hand on its keys.
+# The number of meetings of this process. It is equal on all ranks, so each meeting has a file of
+# its own. A rank that leaves the last meeting late cannot mix its keys into the next.
 _meetings = itertools.count()
 
 
-def open_store(place: Place, env: Mapping[str, str], timeout: Timeout) -> Store:
-    """Open the store of a place without MASTER_ADDR or MASTER_PORT (one of them may be set).
+def open_store(place: LauncherPlace, env: Mapping[str, str], timeout: Timeout) -> Store:
+    """Open the store of a place; MASTER_ADDR or MASTER_PORT may be set, but not both.
 
     Raises:
-        RendezvousError: The ranks are on several hosts, and nothing says which has rank 0.
+        RendezvousError: The ranks are on several hosts, and the host of rank 0 is unknown.
     """
     address, port_text = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
     meeting = next(_meetings)
@@ -52,15 +52,15 @@ def open_store(place: Place, env: Mapping[str, str], timeout: Timeout) -> Store:
         timeout=timeout,
         multi_tenant=True,
     )
-    # Two jobs may come to the same port. One of them then fails to listen there; its other
-    # ranks must not disturb the world of the job that they reach instead.
+    # Two jobs may derive the same port. Rank 0 of the second job then fails to listen. The prefix
+    # keeps its other ranks out of the keys of the first job, whose store they reach.
     return PrefixStore(f"{place.job or place.launcher.rank}/{meeting}", tcp_store, owns_store=True)
 
 
-def job_port(place: Place, meeting: int = 0) -> int:
-    """Return a port that all ranks of a job work out alike, another for each meeting.
+def job_port(place: LauncherPlace, meeting: int = 0) -> int:
+    """Return a port that is equal on all ranks of a job and differs between meetings.
 
-    Otherwise a rank could come to the next meeting while rank 0 still serves the last one.
+    With the same port a rank could enter the next meeting while rank 0 still serves the last.
 
     Raises:
         RendezvousError: The job has no name.
@@ -76,24 +76,24 @@ def job_port(place: Place, meeting: int = 0) -> int:
     return _FIRST_PORT + (zlib.crc32(place.job.encode()) + meeting) % _PORTS
 
 
-def first_host(place: Place, env: Mapping[str, str]) -> str:
+def first_host(place: LauncherPlace, env: Mapping[str, str]) -> str:
     """Return the host of rank 0.
 
     Raises:
-        RendezvousError: Nothing says which it is.
+        RendezvousError: The host is unknown.
     """
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST")
     if place.launcher.rank == "SLURM_PROCID" and nodes:
         return _first_of_node_list(nodes)
     if place.launcher.rank == "JOB_COMPLETION_INDEX":
-        # Pods are called <job>-<index>, and <job>-<index>.<service>... for one another.
+        # A pod's name is <job>-<index>. Other pods reach it as <job>-<index>.<service>...
         name, dot, domain = socket.getfqdn().partition(".")
         job, dash, index = name.rpartition("-")
         if dash and index == str(place.rank):
             return f"{job}-0{dot}{domain}"
     raise RendezvousError(
         f"{place.launcher.name} started {place.world_size} processes on several hosts, but "
-        "MASTER_ADDR is not set and nothing else says where rank 0 is",
+        "MASTER_ADDR is not set and the host of rank 0 is unknown",
         hint="set MASTER_ADDR to the host of rank 0 for all processes (mpiexec -genv or -x)",
     )
 
@@ -105,8 +105,8 @@ def _first_of_node_list(nodes: str) -> str:
     return "".join(part or "" for part in head.groups())
 
 
-def _meeting_file(place: Place, env: Mapping[str, str], meeting: int) -> str:
-    """Return a path that is the same for all ranks of a job, and only for them."""
+def _meeting_file(place: LauncherPlace, env: Mapping[str, str], meeting: int) -> str:
+    """Return a path that all ranks of a job have in common and no other process derives."""
     variable = place.launcher.rank
     job = place.job or _launcher_process(f"{variable}={env[variable]}")
     digest = hashlib.sha256(f"{place.launcher.name}/{job}/{meeting}".encode()).hexdigest()[:32]
@@ -114,10 +114,10 @@ def _meeting_file(place: Place, env: Mapping[str, str], meeting: int) -> str:
 
 
 def _private_folder() -> str:
-    """Make, or find, a folder in which nobody else can have put anything.
+    """Make or find a folder that only this user can write to.
 
     Raises:
-        RendezvousError: Somebody else owns what has that name, or may write to it.
+        RendezvousError: Another user owns a file of that name or may write to it.
     """
     folder = os.path.join(tempfile.gettempdir(), f"unisono-{os.getuid()}")
     try:
@@ -137,10 +137,10 @@ def _private_folder() -> str:
 
 
 def _launcher_process(marker: str) -> str:
-    """Name the process that started all ranks of this host.
+    """Return an identifier of the process that started all ranks of this host.
 
-    It is the nearest ancestor without the rank's variable: between it and a rank there may be
-    a shell or another wrapper per rank.
+    It is the nearest ancestor without the rank's variable. Between this ancestor and a rank there
+    may be a shell or another wrapper, which has the variable.
     """
     pid, started = _parent(os.getpid())
     while pid > 1 and marker.encode() in _initial_environment(pid):
@@ -153,11 +153,11 @@ def _initial_environment(pid: int) -> list[bytes]:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
     except OSError:
-        return []  # another user's: certainly no wrapper of ours
+        return []  # a process of another user is no wrapper of a rank
 
 
 def _parent(pid: int) -> tuple[int, str]:
-    """Return a process's parent, and when that was started."""
+    """Return the parent of a process and the parent's start time."""
     try:
         parent = int(_status_fields(pid)[1])
         return parent, _status_fields(parent)[19]

@@ -1,9 +1,9 @@
-"""What one agent does next, as a pure function of what it knows and the time.
+"""Decide the next actions of one agent: a pure function of its knowledge and the time.
 
-`State` (see `unisono.rendezvous.state`) is what all agents share; a `Member` is what one of them
-remembers besides: which world its workers run in, and when it last saw something change. Times
-are of its own monotonic clock, so that clocks need not agree between hosts: a node is alive as
-long as its heartbeat counter moves, whatever the time is there.
+All agents share a `State` (see `unisono.rendezvous.state`). A `Member` is the knowledge of one
+agent besides: the world of its workers, and the times of the last changes. Times are of the agent's
+own monotonic clock, so the clocks of hosts need not agree. A node is alive while its heartbeat
+counter grows.
 """
 
 from __future__ import annotations
@@ -32,35 +32,41 @@ __all__ = ["Action", "End", "Member", "Start", "Stop", "Timing", "decide", "obse
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How long agents wait for each other, in seconds.
+    """Time-outs and pauses of an agent, in seconds.
 
     Attributes:
-        join_timeout_s: To become part of a world.
-        last_call_s: For further nodes, once there are enough.
-        dead_after_s: Without a heartbeat, until a node counts as lost.
+        join_timeout_s: Longest wait to become part of a world.
+        last_call_s: Wait for further nodes when there are enough.
+        dead_after_s: Time without a heartbeat after which a node counts as lost.
+        poll_s: Pause between reads of the shared state while workers run.
+        beat_s: Pause between heartbeats.
+        close_s: Longest time that the host of the store serves the others after the end.
     """
 
     join_timeout_s: float = 600.0
     last_call_s: float = 30.0
     dead_after_s: float = 10.0
+    poll_s: float = 0.1
+    beat_s: float = 1.0
+    close_s: float = 30.0
 
 
 @dataclass(frozen=True)
 class Start:
-    """Start the workers of a world."""
+    """Action: start the workers of a world."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End the workers of a world, then say so with `stopped`.
+    """Action: end the workers of a world, then report it with `stopped`.
 
     Attributes:
-        epoch: That of the world.
-        reason: Why, in words.
-        unexplained: Workers of another node only report that a peer was lost: perhaps one of
-            these here, which has yet to end and to say why.
+        epoch: The number of the world.
+        reason: The cause, in words.
+        unexplained: Whether workers of another node report only that a peer was lost. The peer may
+            be a worker of this node that has not yet ended and reported the cause.
     """
 
     epoch: int
@@ -70,7 +76,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class End:
-    """There is nothing more to do; `ok` says whether the job succeeded."""
+    """Action: end the agent; `ok` is whether the job succeeded."""
 
     ok: bool
     reason: str
@@ -81,21 +87,21 @@ Action = Start | Stop | End
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What one agent knows beside the shared state.
+    """The knowledge of one agent besides the shared state.
 
     Attributes:
         node: The agent.
-        limits: What it was told.
-        timing: Likewise.
-        epoch: World that its workers run in, or ran in last.
-        running: Whether they (may) still run.
-        stopping: Whether they were told to end.
-        ended: Whether End was said.
-        joining_since_s: When it began to wait for a world; None while it has one.
-        changed_s: When the nodes of the forming world last changed.
-        seen_nodes: Those nodes.
+        limits: The limits that its user set.
+        timing: The time-outs and pauses that its user set.
+        epoch: World in which its workers run, or ran last.
+        running: Whether its workers may still run.
+        stopping: Whether `Stop` was returned for them.
+        ended: Whether `End` was returned.
+        joining_since_s: Time at which it began to wait for a world; None while it has a world.
+        changed_s: Time of the last change among the nodes of the forming world.
+        seen_nodes: Epoch and ids of these nodes.
         hosts: Names of the hosts of all nodes that were ever seen.
-        beats: Last heartbeat count of each other node, and when it appeared.
+        beats: Last heartbeat count of each other node, and the time of its arrival.
     """
 
     node: Node
@@ -113,7 +119,7 @@ class Member:
 
 
 def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
-    """Take note of the other nodes' heartbeat counts."""
+    """Return the member with the heartbeat counts of the other nodes."""
     beats = {}
     for node_id, count in counts.items():
         known = member.beats.get(node_id)
@@ -123,15 +129,15 @@ def observe(member: Member, counts: Mapping[str, int], now: float) -> Member:
 
 
 def stopped(member: Member) -> Member:
-    """Take note that the workers have ended, however they did."""
+    """Return the member after its workers have ended, for any reason."""
     return replace(member, running=False, stopping=False)
 
 
 def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event], list[Action]]:
-    """Return what to remember, what to tell the others, and what to do.
+    """Return the new member, the events to apply to the state, and the actions to execute.
 
-    To be called after every change of the state, and again after some time without one. It
-    may say the same event again until the state shows it; `apply` ignores what it knows.
+    Call it after every change of the state, and also from time to time without a change. It may
+    return an event again until the state has it; `apply` ignores a repeated event.
     """
     if member.ended:
         return member, [], []
@@ -151,16 +157,16 @@ def decide(member: Member, state: State, now: float) -> tuple[Member, list[Event
 def _lost_nodes(member: Member, state: State, now: float) -> list[Lost]:
     limit_s = member.timing.dead_after_s
     found = []
-    # Who has done its part in a world that still runs may go without harm.
+    # In a running world a node whose workers have succeeded may leave without harm.
     done = state.succeeded if state.phase is Phase.RUNNING else ()
     for node_id in state.present:
         if node_id in done:
             continue
         _, since_s = member.beats.get(node_id, (0, now))
         if node_id != member.node.id and now - since_s >= limit_s:
-            # An expected one is in the state by its number only.
-            who = member.hosts.get(node_id, node_id)
-            found.append(Lost(node_id, f"node {who} was lost (no heartbeat for {limit_s:g} s)"))
+            # The state has only the id of an expected node, not its host.
+            host = member.hosts.get(node_id, node_id)
+            found.append(Lost(node_id, f"node {host} was lost (no heartbeat for {limit_s:g} s)"))
     return found
 
 
@@ -180,21 +186,21 @@ def _while_idle(
         return _end(member, state.phase is Phase.FINISHED, state.reason)
     if state.phase is Phase.RUNNING and state.is_member(me):
         if state.epoch == member.epoch:
-            # Our workers have ended; the event that says how is on its way.
+            # The workers of this node have ended. The event with their result is not applied yet.
             return replace(member, joining_since_s=None), [], []
         member = replace(member, epoch=state.epoch, running=True, joining_since_s=None)
         return member, [], [Start(state.epoch)]
     since_s = now if member.joining_since_s is None else member.joining_since_s
     member = replace(member, joining_since_s=since_s)
     if now - since_s >= member.timing.join_timeout_s:
-        reason = _nobody_came(member, state)
+        reason = _join_timed_out(member, state)
         member, _, actions = _end(member, False, reason)
         return member, [Left(me, reason)], actions
     if me not in (node.id for node in (*state.members, *state.waiting)):
         return member, [Join(member.node, member.limits)], []
     rival = rival_of(member.node, state)
     if rival is not None and member.beats.get(rival.id, (0, 0.0))[1] > since_s:
-        # It lives, so this node is not there to replace it.
+        # The rival is alive, so this node does not replace it.
         error = rank_taken(member.node, rival)
         member, _, actions = _end(member, False, f"{error.what} ({error.hint})")
         return member, [Left(me, error.what)], actions
@@ -208,7 +214,7 @@ def _end(member: Member, ok: bool, reason: str) -> tuple[Member, list[Event], li
     return replace(member, ended=True), [], [End(ok, reason)]
 
 
-def _nobody_came(member: Member, state: State) -> str:
+def _join_timed_out(member: Member, state: State) -> str:
     limit_s = member.timing.join_timeout_s
     hosts = ", ".join(node.host for node in state.members) or "none"
     text = (

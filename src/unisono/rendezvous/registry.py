@@ -1,4 +1,4 @@
-"""The table of URL schemes, and the call that picks from it."""
+"""The table of URL schemes, and the function that picks a handler from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.stores import Store
 __all__ = ["Handler", "register_rendezvous_handler", "rendezvous"]
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
-"""handler(url, timeout=..., **options): yields (store, rank, world_size) each time it is asked."""
+"""handler(url, timeout=..., **options) yields (store, rank, world_size), once per rendezvous."""
 
 _HANDLERS: dict[str, Handler] = {
     "env": handlers.env_handler,
@@ -49,14 +49,14 @@ def rendezvous(
     timeout: Timeout | None = None,
     **options: object,
 ) -> Iterator[tuple[Store, int, int]]:
-    """Return a generator that yields (store, rank, world_size) when the ranks have met.
+    """Return a generator that yields (store, rank, world_size) when the store is open.
 
     Args:
         url: env://, tcp://host:port, file:///path, redis://host:port/prefix,
             etcd://host:port/prefix, or a registered scheme.
-        rank: This rank; -1 if the URL or the environment has it.
-        world_size: Number of ranks; -1 likewise.
-        timeout: Default timeout of the store, connecting included; UNISONO_TIMEOUT if None.
+        rank: This rank; -1 to take it from the URL or the environment.
+        world_size: Number of ranks; -1 to take it from the URL or the environment.
+        timeout: Default time-out of the store, also to connect; UNISONO_TIMEOUT if None.
         options: Passed to the handler.
 
     Raises:

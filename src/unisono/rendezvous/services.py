@@ -1,4 +1,4 @@
-"""redis:// and etcd://: meeting in a service that runs anyway, and outlives every rank."""
+"""redis:// and etcd://: meet in a service that runs independently of the ranks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SCHEMES = tuple(_OPTIONS)
 def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, int]]:
     """Meet at redis://host:port/prefix or etcd://host:port,host:port/prefix?rank=&world_size=.
 
-    What a run writes is below prefix/run_id; under a launcher that names its jobs the run id is
-    known without being said. The last rank to leave deletes it. A run without an id that finds
-    what another one left waits for its end, and says so when the time is over.
+    The keys of a run are below prefix/run_id. A launcher that names its jobs supplies the run id.
+    The last rank to leave deletes the keys. A run without an id waits while the keys of another run
+    exist, and reports them when its time-out ends.
 
     Raises:
         RendezvousError: A part of the URL is missing or bad.
@@ -47,10 +47,10 @@ def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, in
 
 
 def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeout) -> Store:
-    """Open the store that a URL of one of `SCHEMES` leads to.
+    """Open the store of a URL with a scheme of `SCHEMES`.
 
     Raises:
-        RendezvousError: A part of the URL is bad; names it.
+        RendezvousError: A part of the URL is bad. The text names it.
         UnsupportedError: The service's client is not installed.
         StoreConnectionError: The service does not answer.
     """
@@ -67,7 +67,7 @@ def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeou
     prefix = "/".join(filter(None, (parts.path.strip("/") or _PREFIX, run_id)))
     user, _, places = parts.netloc.rpartition("@")
     if parts.scheme.startswith("etcd"):
-        # Only here: most programs need neither.
+        # Imported here because most programs use neither etcd nor Redis.
         from unisono.stores.services.etcd import EtcdStore
 
         if user:

@@ -1,7 +1,7 @@
-"""What the agents of a job share: the document that says which nodes form the current world.
+"""The shared document of a job's agents, which lists the nodes of the current world.
 
-The rules by which it changes are in `unisono.rendezvous.transitions`. Nothing here reads a clock
-or does I/O.
+`unisono.rendezvous.transitions` has the rules by which it changes. Nothing here reads a clock or
+does I/O.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Phase(StrEnum):
-    """What the job as a whole is doing."""
+    """The phase of a job."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -43,7 +43,7 @@ class Phase(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why the last world ended."""
+    """The cause of the end of the last world."""
 
     NONE = ""
     FAILURE = "failure"
@@ -53,7 +53,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What all agents of a job must have been told alike."""
+    """Settings that must be equal on all agents of a job."""
 
     min_nodes: int
     max_nodes: int
@@ -65,12 +65,12 @@ class Node:
     """One agent.
 
     Attributes:
-        id: Never used twice.
-        host: Name shown to people.
-        address: Where the other nodes reach it.
+        id: Unique id, never used again.
+        host: Name of the host for texts.
+        address: Address under which the other nodes reach it.
         nprocs: Number of its workers.
-        role: Their role, as of `--role`.
-        wish: Group rank that it must get (`--node-rank`), or None.
+        role: Role of its workers (`--role`).
+        node_rank: Group rank that it must get (`--node-rank`), or None.
     """
 
     id: str
@@ -78,7 +78,7 @@ class Node:
     address: str
     nprocs: int
     role: str = "default"
-    wish: int | None = None
+    node_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,19 +86,19 @@ class State:
     """The shared document.
 
     Attributes:
-        limits: Of the first node; others must agree. None before.
+        limits: Limits of the first node, which all others must have; None before the first node.
         epoch: Number of the current or last world; the first is 1.
-        phase: What the job is doing.
-        members: RUNNING: the world, by group rank. JOINING: who has come so far.
-        expected: JOINING: members of the last world that are still to come; their places
-            are kept.
+        phase: Phase of the job.
+        members: RUNNING: nodes of the world, by group rank. JOINING: nodes that have joined.
+        expected: JOINING: members of the last world that have not joined yet. Their places are
+            kept.
         waiting: Nodes for which there is no place now.
-        succeeded: Members whose workers have all ended well.
+        succeeded: Members whose workers have all ended with exit code 0.
         order: Members of the last world, by group rank.
-        restarts: Worlds that were lost to a failing worker.
-        cause: Why the last world ended.
-        blamed: The node that reported it.
-        reason: The same in words.
+        restarts: Number of worlds that ended because a worker failed.
+        cause: Cause of the end of the last world.
+        blamed: The node that reported the cause.
+        reason: The cause in words.
     """
 
     limits: Limits | None = None
@@ -116,7 +116,7 @@ class State:
 
     @property
     def over(self) -> bool:
-        """Whether there will be no further world."""
+        """Whether the job has ended, so that there is no further world."""
         return self.phase in (Phase.FINISHED, Phase.FAILED)
 
     @property
@@ -125,13 +125,13 @@ class State:
         return (*(node.id for node in (*self.members, *self.waiting)), *self.expected)
 
     def is_member(self, node_id: str) -> bool:
-        """Whether a node belongs to the current world, or to the one that is forming."""
+        """Return whether a node belongs to the current world, or to the world that is forming."""
         return any(node.id == node_id for node in self.members)
 
 
 @dataclass(frozen=True)
 class Join:
-    """A node without running workers wants to be part of the next world."""
+    """Event: a node without running workers asks to be part of the next world."""
 
     node: Node
     limits: Limits
@@ -139,14 +139,14 @@ class Join:
 
 @dataclass(frozen=True)
 class LastCall:
-    """Nobody came for a while: form the world from the nodes that are there."""
+    """Event: no node has joined for `last_call_s`, so the present nodes form the world."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Workers of a member failed; `original` if not only because a peer was lost."""
+    """Event: workers of a member failed; not `original` if only because a peer was lost."""
 
     node_id: str
     epoch: int
@@ -156,7 +156,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Succeeded:
-    """All workers of a member ended with exit code 0."""
+    """Event: all workers of a member ended with exit code 0."""
 
     node_id: str
     epoch: int
@@ -164,7 +164,7 @@ class Succeeded:
 
 @dataclass(frozen=True)
 class Left:
-    """A node goes, by its own decision."""
+    """Event: a node left by its own decision."""
 
     node_id: str
     reason: str
@@ -172,7 +172,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Lost:
-    """A node shows no sign of life."""
+    """Event: a node was lost, because its heartbeat stopped or because of a fault."""
 
     node_id: str
     reason: str
@@ -182,15 +182,15 @@ Event = Join | LastCall | Failed | Succeeded | Left | Lost
 
 
 def rival_of(node: Node, state: State) -> Node | None:
-    """Return the other node of the world that has the group rank which a node must get."""
-    others = (n for n in state.members if n.id != node.id and n.wish == node.wish)
-    return None if node.wish is None else next(others, None)
+    """Return the other node of the world whose fixed group rank is the same, or None."""
+    others = (n for n in state.members if n.id != node.id and n.node_rank == node.node_rank)
+    return None if node.node_rank is None else next(others, None)
 
 
 def rank_taken(node: Node, rival: Node) -> RendezvousError:
-    """Return the error of a node whose rank belongs to another one."""
+    """Return the error of a node whose fixed group rank another node has."""
     return RendezvousError(
-        f"--node-rank {node.wish} of host {node.host} is taken by host {rival.host}",
+        f"--node-rank {node.node_rank} of host {node.host} is taken by host {rival.host}",
         hint="give each node a different --node-rank, 0 to nnodes - 1",
     )
 
@@ -204,7 +204,7 @@ def loads(text: bytes) -> State:
     """Return the state that `dumps` wrote; an empty text is the state before the first node.
 
     Raises:
-        RendezvousError: The text is none of ours.
+        RendezvousError: The text was not written by this version of unisono.
     """
     if not text:
         return State()

@@ -1,9 +1,9 @@
 """The elastic rendezvous as a pure state machine: which nodes form the current world.
 
-All agents of a job share one `State`, a small document in a store. Whoever wants to change it
-computes `apply(state, event)` and writes the result with compare_set; if somebody else was
-faster, it reads again and applies the event to what it finds. So events come in one order for
-all, and none is lost. Nothing here reads a clock or does I/O.
+All agents of a job share one `State`, a small document in a store. To change it, an agent computes
+`apply(state, event)` and writes the result with compare_set. If another agent was faster, the agent
+reads the new state and applies the event to it. So all agents see the same order of events, and
+none is lost. Nothing here reads a clock or does I/O.
 
             Join: enough nodes                       all members Succeeded
     JOINING ------------------> RUNNING (epoch + 1) -----------------------> FINISHED
@@ -11,12 +11,12 @@ all, and none is lost. Nothing here reads a clock or does I/O.
        +---------------------------+---------------------------------------> FAILED
          Failed, Lost, Left, Join
 
-A world is one epoch. It ends at most once, and so counts at most once against `max_restarts`,
-however many nodes report its end: events that name an epoch are ignored when it is over.
+A world is one epoch. It ends at most once, so it counts at most once against `max_restarts`. If
+several nodes report its end, the later events are ignored, because they name a past epoch.
 
-Restarts are counted when a worker failed by itself. If workers only report a lost peer, the
-count waits until the next world forms: a node that turned out to be lost or to have left is a
-change of membership, which costs no restart.
+A restart is counted when a worker itself failed. If workers only report a lost peer, the count
+waits until the next world forms. If a node was lost or has left by then, the cause is a change of
+membership, which costs no restart.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def apply(state: State, event: Event) -> State:
     """Return the state after an event; the same object if the event changes nothing.
 
     Raises:
-        RendezvousError: A node cannot join, because it was started with other limits or with
-            a node rank that another node has.
+        RendezvousError: A node cannot join, because it has other limits, or the node rank of
+            another node.
     """
     match event:
         case Join():
             after = _join(state, event)
         case LastCall():
             after = state
-            # Why a peer was lost shows when all have come back or have been lost, which takes
-            # no longer than a heartbeat may.
+            # The cause is known when each expected node has joined again or is lost, at the latest
+            # after `dead_after_s`.
             unexplained = state.cause is Cause.CONSEQUENCE and state.expected
             if event.epoch == state.epoch and _enough(state) and not unexplained:
                 after = _form(state)
@@ -83,14 +83,14 @@ def _join(state: State, event: Join) -> State:
         )
     if node.id in (n.id for n in (*state.members, *state.waiting)) or state.over:
         return state
-    # Later it may be there to replace one that was lost.
+    # In a later epoch the node may replace a lost node.
     if state.epoch == 0 and (rival := rival_of(node, state)) is not None:
         raise rank_taken(node, rival)
     if state.phase is Phase.RUNNING and _has_room(state, node) and not state.succeeded:
         reason = f"node {node.host} joined"
         state = _end_world(state, Cause.MEMBERSHIP, node.id, reason)
     if state.phase is Phase.JOINING and _has_room(state, node):
-        return _settle(_admit(state, node))
+        return _form_if_complete(_admit(state, node))
     return replace(state, waiting=(*state.waiting, node))
 
 
@@ -99,7 +99,7 @@ def _words(limits: Limits) -> str:
 
 
 def _has_room(state: State, node: Node) -> bool:
-    """Whether a node can be admitted without taking a place that is kept for another."""
+    """Return whether a node can be admitted without taking a place kept for another node."""
     assert state.limits is not None
     if rival_of(node, state) is not None:
         return False
@@ -122,11 +122,11 @@ def _failed(state: State, event: Failed) -> State:
     cause = Cause.FAILURE if event.original else Cause.CONSEQUENCE
     if state.phase is Phase.RUNNING:
         state = _end_world(state, cause, event.node_id, event.reason)
-        return _settle(_count(state)) if event.original else state
+        return _form_if_complete(_count_restart(state)) if event.original else state
     if event.original and state.cause is Cause.CONSEQUENCE:
-        # The node that only lost a peer was quicker than the one which says why.
+        # A node that only lost a peer reported first. This node reports the cause.
         known = replace(state, cause=cause, blamed=event.node_id, reason=event.reason)
-        return _settle(_count(known))
+        return _form_if_complete(_count_restart(known))
     return state
 
 
@@ -147,7 +147,7 @@ def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
 
 
 def _promote(state: State) -> State:
-    """Give free places to nodes that wait for one."""
+    """Give free places to waiting nodes."""
     for node in state.waiting:
         if _has_room(state, node):
             state = _admit(state, node)
@@ -155,8 +155,8 @@ def _promote(state: State) -> State:
     return state
 
 
-def _count(state: State) -> State:
-    """Count the end of a world as a restart, or fail if there was none left."""
+def _count_restart(state: State) -> State:
+    """Count the end of a world as a restart, or fail if no restart is left."""
     assert state.limits is not None
     if state.restarts >= state.limits.max_restarts:
         return replace(state, phase=Phase.FAILED)
@@ -189,12 +189,12 @@ def _gone(state: State, event: Left | Lost) -> State:
     )
     if state.phase is not Phase.JOINING:
         return state
-    state = _settle(_promote(state))
+    state = _form_if_complete(_promote(state))
     return _fail_if_hopeless(state, event) if isinstance(event, Lost) else state
 
 
 def _fail_if_hopeless(state: State, event: Lost) -> State:
-    """Fail rather than wait for a replacement in a job that was not to be restarted."""
+    """Fail if too few nodes are left and the job has no restarts."""
     assert state.limits is not None
     coming = len(state.members) + len(state.expected)
     hopeless = state.limits.max_restarts == 0 and coming < state.limits.min_nodes
@@ -215,8 +215,8 @@ def _enough(state: State) -> bool:
     )
 
 
-def _settle(state: State) -> State:
-    """Form the world if nobody else is to be waited for."""
+def _form_if_complete(state: State) -> State:
+    """Form the world if it has the largest size or all nodes of the last world."""
     if not _enough(state):
         return state
     assert state.limits is not None
@@ -227,16 +227,16 @@ def _settle(state: State) -> State:
 
 def _form(state: State) -> State:
     if state.cause is Cause.CONSEQUENCE:
-        # Every node is alive: it was a worker that failed, without saying why.
-        state = _count(replace(state, cause=Cause.FAILURE))
+        # Every node is alive, so a worker failed without a report.
+        state = _count_restart(replace(state, cause=Cause.FAILURE))
         if state.over:
             return state
     before = {node_id: i for i, node_id in enumerate(state.order)}
 
     def place(item: tuple[int, Node]) -> tuple[int, int, int]:
-        came, node = item
-        wish = len(state.members) if node.wish is None else node.wish
-        return wish, before.get(node.id, len(before)), came
+        arrival, node = item
+        fixed = len(state.members) if node.node_rank is None else node.node_rank
+        return fixed, before.get(node.id, len(before)), arrival
 
     members = tuple(node for _, node in sorted(enumerate(state.members), key=place))
     return replace(

@@ -1,4 +1,4 @@
-"""Reading rendezvous URLs."""
+"""Parse rendezvous URLs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_query(url: str) -> dict[str, str]:
 
 
 def warn_unknown(url: str, query: dict[str, str], known: set[str]) -> None:
-    """Warn about parameters that a method does not have; torch takes them in silence."""
+    """Warn about parameters that a method does not have; torch ignores them silently."""
     if unknown := sorted(query.keys() - known - {"use_libuv"}):
         _LOG.warning(
             "the URL %r: %s has no meaning there and is ignored (known: %s)",
@@ -51,10 +51,10 @@ def warn_unknown(url: str, query: dict[str, str], known: set[str]) -> None:
 
 
 def parse_integer(text: str, what: str) -> int:
-    """Return a number; `what` says whose it is.
+    """Return the integer in a text; `what` names the value in the error.
 
     Raises:
-        RendezvousError: It is none.
+        RendezvousError: The text is no integer.
     """
     try:
         return int(text)
@@ -76,10 +76,10 @@ def ranks_of(rank: int, world_size: int, where: str) -> tuple[int, int]:
 
 
 def rank_and_size(url: str, scheme: str) -> tuple[int, int]:
-    """Return what the query of a URL says about the ranks.
+    """Return `rank` and `world_size` of a URL's query.
 
     Raises:
-        RendezvousError: It is missing or bad.
+        RendezvousError: A value is missing or bad.
     """
     query = parse_query(url)
     for name in ("rank", "world_size"):
@@ -105,10 +105,10 @@ def check_port(port: int, what: str) -> int:
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Return the host and port of a tcp:// URL; IPv6 addresses stand in brackets.
+    """Return the host and port of a tcp:// URL; IPv6 addresses must be in brackets.
 
     Raises:
-        RendezvousError: One of them is missing, or the port is no port.
+        RendezvousError: The host or the port is missing, or the port is not a valid number.
     """
     parts = urlsplit(url)
     try:

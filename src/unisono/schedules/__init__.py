@@ -1,8 +1,8 @@
-"""Collectives as data: schedules, their proof, their cost, and how to choose among them.
+"""Collectives as data: schedules, their proof, their cost, and the choice among them.
 
-`select` picks an algorithm, `build` gives its `Schedule`, `lower` turns that into one rank's
-`Program`. `verify` proves a schedule right and `cost` counts what it sends. Pure: no thread, no
-socket, no clock.
+`select` picks an algorithm, `build` returns its `Schedule`, and `lower` turns the schedule into the
+`Program` of one rank. `verify` proves a schedule right, and `cost` counts the bytes that it sends.
+The package is pure: no thread, no socket, no clock.
 """
 
 from unisono.schedules.cost import Cost, cost

@@ -1,8 +1,9 @@
 """Bruck's algorithms: a logarithmic number of rounds for any world size.
 
-Blocks are renumbered relative to each rank, which turns both exchanges into the same pattern on
-every rank, at the price of local copies before and after.
-n is the size of all p blocks, p the world size, lg the logarithm to base 2.
+Blocks are renumbered relative to each rank. Both exchanges then have the same pattern on every
+rank, at the price of local copies before and after.
+
+In the formulas n is the size of all p blocks, p the world size, lg the logarithm to base 2.
 Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all
 communications in multiport message-passing systems", IEEE TPDS 8(11), 1997.
 """
@@ -43,16 +44,25 @@ def all_gather(p: int) -> Schedule:
         yield copy(r, (SCRATCH, p - r), (OUTPUT, 0), r, where=r > 0)
 
     return Schedule(
-        "all_gather", "bruck", p, ceil_log2(p), exchange, -1, 1, p, p, before=own, after=unrotate
+        "all_gather",
+        "bruck",
+        p,
+        ceil_log2(p),
+        exchange,
+        input_chunks=1,
+        output_chunks=p,
+        scratch_chunks=p,
+        before=own,
+        after=unrotate,
     )
 
 
 def all_to_all(p: int) -> Schedule:
-    """Move a block that has j ranks to go by one hop per bit of j.
+    """Move the block for the j-th rank to the right by one hop per bit of j.
 
     SCRATCH[j] is the block for rank r + j at the start and the block from rank r - j at the end.
-    In round k the blocks with bit k set in j travel 2**k ranks to the right, packed into one
-    message behind SCRATCH[p].
+    In round k the blocks with bit k set in j travel 2**k ranks to the right. They are packed into
+    one message in SCRATCH[p], SCRATCH[p + 1], ...
 
     Cost: ceil(lg p) rounds, (n/p) * (sum of the bits set in 1..p-1) sent, (n/2) lg p for p = 2**k.
     Source: Bruck et al. 1997; MPICH's alltoall "brucks".

@@ -1,4 +1,4 @@
-"""What a schedule costs, counted on its steps: rounds, messages and bytes."""
+"""Count the cost of a schedule on its steps: rounds, messages and bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ __all__ = ["Cost", "cost"]
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts of one call. Those per rank are those of the rank with the most.
+    """Counts of one call. A count per rank is the largest over all ranks.
 
     Attributes:
         rounds: Message latencies on the critical path.
-        messages: Messages sent per rank. A post to all others counts once for each.
+        messages: Messages sent per rank. A post to all other ranks counts once for each of them.
         bytes_sent: Sent per rank.
         bytes_received: Received or read per rank.
         bytes_reduced: Reduced per rank.
-        critical_bytes: Sum over rounds of the most that a rank sends or receives in it.
-        critical_reduced: Sum over rounds of the most that a rank reduces in it.
+        critical_bytes: Sum over rounds of the largest number of bytes that a rank sends or
+            receives in the round.
+        critical_reduced: Sum over rounds of the largest number of bytes that a rank reduces in
+            the round.
     """
 
     rounds: int
@@ -35,7 +37,7 @@ class Cost:
     critical_reduced: Fraction
 
     def time(self, alpha: float, beta: float, gamma: float = 0.0) -> float:
-        """Return the time of one call when rounds follow one another in lock step.
+        """Return the time of one call if all ranks start each round together.
 
         T = alpha * rounds + beta * critical_bytes + gamma * critical_reduced
 
@@ -49,11 +51,11 @@ class Cost:
 
 
 def cost(schedule: Schedule, nbytes: int | Fraction = 1) -> Cost:
-    """Count what the schedule does with data of `nbytes`.
+    """Count rounds, messages and bytes of the schedule for data of `nbytes`.
 
     `nbytes` is the whole data: the vector (all_reduce, broadcast, reduce) or all p blocks (the
-    gathered result, the input of reduce_scatter and all_to_all). The bytes are exact when the
-    chunks divide it; with the default 1 they are factors of n.
+    gathered result, the input of reduce_scatter and all_to_all). The counts are exact if the number
+    of chunks divides `nbytes`. With the default 1 the counts are factors of n.
     """
     p = schedule.world_size
     everyone = np.arange(p)
@@ -72,7 +74,7 @@ def cost(schedule: Schedule, nbytes: int | Fraction = 1) -> Cost:
 
 
 def _copies(rows: IntArray, p: int) -> IntArray:
-    """Return how many messages each row sends."""
+    """Return the number of messages that each row sends."""
     puts = np.isin(rows[:, 1], (Op.SEND, Op.POST))
     return np.where(puts, np.where(rows[:, 2] < 0, p - 1, 1), 0)
 

@@ -1,8 +1,8 @@
 """All-reduce on a hybrid cube mesh: eight ranks with four direct neighbours each.
 
-Two fully connected quads {0,1,2,3} and {4,5,6,7}, and a link r - r+4 between them: the wiring of
-NVIDIA's DGX-1. The only neighbour from which a rank can learn about its three non-neighbours is
-its *relay* in the other quad.
+The ranks form two fully connected quads {0,1,2,3} and {4,5,6,7}. A link joins ranks r and r+4. This
+is the wiring of NVIDIA's DGX-1. A rank gets the data of its three non-neighbours only from its
+neighbour in the other quad, its *relay*.
 Source: PyTorch's IntraNodeComm (hybridCubeMeshAllReduce, up to torch 2.6).
 """
 
@@ -23,7 +23,7 @@ QUAD = 4
 def all_reduce(p: int) -> Schedule:
     """Reduce within the quad, then add the relay's partial result.
 
-    All ranks of a quad reduce in the same order, and a+b = b+a: bitwise equal results.
+    All ranks of a quad reduce in the same order, and a+b = b+a. The results are bitwise equal.
 
     Cost: 2 rounds, 3n + n read and reduced by every rank.
     Source: PyTorch's hybridCubeMeshAllReduce.

@@ -1,10 +1,10 @@
 """Double binary tree: two trees carry half of the vector each.
 
-A rank that is an inner node of one tree is a leaf of the other, so all ranks send about equally
-much: the depth of a tree with the bandwidth of a ring.
+An inner node of one tree is a leaf of the other tree, so all ranks send about the same number of
+bytes. The depth is that of a tree, the bandwidth that of a ring.
 
-n is the size of the vector, p the world size, m the pipeline depth per tree, lg the logarithm to
-base 2.
+In the formulas n is the size of the vector, p the world size, m the pipeline depth per tree.
+`lg` is the logarithm to base 2.
 Source: Sanders, Speck and Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction
 and scan", Parallel Computing 35, 2009; the trees are those of NCCL 2.30 (trees.cc).
 """
@@ -20,7 +20,7 @@ __all__ = ["all_reduce", "broadcast", "double_tree", "reduce"]
 
 
 def all_reduce(p: int, pipeline: int) -> Schedule:
-    """Reduce up both trees and broadcast down them again, `pipeline` chunks per tree.
+    """Reduce up both trees and broadcast down them, with `pipeline` chunks per tree.
 
     Cost: 2 ceil(lg p) - 1 + m rounds, at most 2n sent, at most n reduced.
     Source: NCCL's tree all-reduce with one rank per node.
@@ -29,7 +29,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:
-    """Send one half of the vector down each tree; the root feeds both.
+    """Send one half of the vector down each tree; the root sends to both.
 
     The trees span the other p-1 ranks.
 
@@ -40,7 +40,7 @@ def broadcast(p: int, root: int, pipeline: int) -> Schedule:
 
 
 def reduce(p: int, root: int, pipeline: int) -> Schedule:
-    """Send partial results of one half of the vector up each tree, and on to the root.
+    """Send partial results of one half of the vector up each tree and to the root.
 
     The trees span the other p-1 ranks.
 
@@ -51,10 +51,10 @@ def reduce(p: int, root: int, pipeline: int) -> Schedule:
 
 
 def double_tree(p: int, pipeline: int) -> tuple[Tree, Tree]:
-    """Return NCCL's two trees over p ranks; the second carries chunks `pipeline`, ...
+    """Return NCCL's two trees over p ranks; the second tree carries the chunks from `pipeline` on.
 
-    The second is the first one mirrored (p even: r -> p-1-r) or shifted (p odd: r -> r+1).
-    Both have depth ceil(lg p); no rank has more than two children in both together.
+    The second tree is the first, mirrored (p even: r -> p-1-r) or shifted (p odd: r -> r+1).
+    Both have depth ceil(lg p). No rank has more than two children in both together.
     """
     first = _alternating_tree(p)
     ranks = np.arange(p)
@@ -65,11 +65,11 @@ def double_tree(p: int, pipeline: int) -> tuple[Tree, Tree]:
 def _alternating_tree(p: int) -> Tree:
     """Return NCCL's tree whose odd ranks are leaves.
 
-    With b the lowest set bit of r, rank r hangs b below or above its parent, and its children
-    lie b/2 to either side. Rank 0 is the root; its only child is the largest power of two < p.
+    Let b be the lowest set bit of r. The parent of rank r is r + b or r - b, and its children are
+    r - b/2 and r + b/2. Rank 0 is the root. Its only child is the largest power of two < p.
     """
     r = np.arange(p)
-    # Rank 0 behaves like the number 2**k >= p: no parent, and one child below it.
+    # Treat rank 0 like the number 2**k >= p: it has no parent, and one child, a smaller number.
     bit = np.where(r > 0, r & -r, 1 << (p - 1).bit_length())
     up = (r ^ bit) | (bit << 1)
     parent = np.where(r > 0, np.where(up < p, up, r ^ bit), -1)
@@ -93,10 +93,10 @@ def _depth(parent: IntArray) -> tuple[IntArray, int]:
 
 
 def _fed_by(root: int, p: int, pipeline: int) -> tuple[Tree, Tree]:
-    """Return two trees over all ranks but `root`, both hung below `root`."""
+    """Return two trees over all ranks but `root`, with `root` as the parent of both tree roots."""
     if p == 1:
         return double_tree(1, pipeline)
-    # Rank p-1 of the relabelled world is the root; it becomes the parent of both tree roots.
+    # Rank p-1 of the relabelled world is the root. It becomes the parent of both tree roots.
     names = (np.arange(p) + root + 1) % p
     trees = []
     for tree in double_tree(p - 1, pipeline):

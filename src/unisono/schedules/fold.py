@@ -1,11 +1,12 @@
-"""Folding: how an algorithm for powers of two serves any world size.
+"""Fold a world of any size onto a power of two, for an algorithm that needs a power of two.
 
-Let q be the largest power of two <= p. Of the first 2(p-q) ranks each odd one, a *guest*, hands
-its data to the even one before it, its *host*, and sits out; the q ranks that stay, the *members*,
-are numbered 0..q-1 in order. Afterwards hosts give their guests the result.
+Let q be the largest power of two <= p. The odd ranks among the first 2(p-q) are *guests*. A guest
+sends its data to the even rank before it, its *host*, and takes no part in the algorithm. The other
+q ranks, the *members*, are numbered 0..q-1 in order. At the end each host sends its guest the
+result.
 
-Source: Thakur, Rabenseifner and Gropp 2005; MPICH folds the other way round, onto the odd ranks.
-Here rank 0 is always a member, so that a root relabelled to 0 never is a guest.
+Source: Thakur, Rabenseifner and Gropp 2005. MPICH folds onto the odd ranks instead.
+Here rank 0 is always a member, so a root that is relabelled to 0 is never a guest.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Fold:
 
     @property
     def guests(self) -> int:
-        """The number of ranks that sit out, p - q."""
+        """The number of guests, p - q."""
         return self.p - self.q
 
     @property
@@ -42,7 +43,7 @@ class Fold:
         return self.p.bit_length() - 1
 
     def is_guest(self, rank: IntArray) -> BoolArray:
-        """Return which ranks sit out."""
+        """Return which ranks are guests."""
         guest: BoolArray = np.logical_and(rank < 2 * self.guests, rank % 2 == 1)
         return guest
 
@@ -56,7 +57,7 @@ class Fold:
         return np.where(rank < 2 * self.guests, rank // 2, rank - self.guests)
 
     def rank(self, member: IntArray) -> IntArray:
-        """Return the rank of each member. Ranks from it to the next member's are its own."""
+        """Return the rank of each member; if it is a host, its guest is the next rank."""
         return member + np.minimum(member, self.guests)
 
 
@@ -69,13 +70,14 @@ def with_fold(
     """Wrap an all_reduce of the members into one of all ranks.
 
     Args:
-        fold: Who is a member.
+        fold: The map of ranks to members.
         chunks: Chunks of the vector.
         rounds: Rounds of the inner algorithm.
-        inner: `inner(k, ranks, members)` gives the rows of its round `k`.
+        inner: `inner(k, ranks, members)` returns the rows of its round `k`.
 
     Returns:
-        The number of rounds and the rows of each, folding and unfolding included.
+        The number of rounds, and the function that returns their rows. Both include the rounds
+        between hosts and guests.
     """
     if not fold.guests:
         return rounds, lambda k, r: inner(k, r, r)

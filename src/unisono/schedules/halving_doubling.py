@@ -1,10 +1,12 @@
-"""Halving and doubling: partners halve the data on the way to a result, and double it after.
+"""Halving and doubling: exchange half as much data per round while reducing, then twice as much.
 
-The bandwidth of a ring in a logarithmic number of rounds.
-n is the size of the whole data (the vector, or p blocks), p the world size, q the largest power of
-two <= p, lg the logarithm to base 2.
-Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; Thakur,
-Rabenseifner and Gropp 2005; the broadcast is van de Geijn's.
+The algorithms have the bandwidth of a ring and a logarithmic number of rounds.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), and p the world size.
+`q` is the largest power of two <= p, `lg` the logarithm to base 2.
+
+Source: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004. Thakur,
+Rabenseifner and Gropp 2005. The broadcast is van de Geijn's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ NAME = "halving_doubling"
 def all_reduce(p: int) -> Schedule:
     """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
-    The vector has q chunks, one per member; other ranks fold.
+    The vector has q chunks, one per member. The other ranks fold; see `fold`.
 
     Cost: 2 lg p rounds, 2n(p-1)/p sent, n(p-1)/p reduced; for other p than 2**k,
         2 floor(lg p)+2 rounds, 2n(q-1)/q + n sent, n(q-1)/q + n reduced.
@@ -54,9 +56,9 @@ def all_reduce(p: int) -> Schedule:
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Halve the blocks a rank is responsible for until its own is left.
+    """Halve the set of blocks that a rank reduces, until only its own block is left.
 
-    A member stands for its own block and its guest's, which it hands over at the end.
+    A member also reduces the block of its guest, and sends it to the guest at the end.
 
     Cost: lg p rounds, n(p-1)/p sent and reduced; for other p than 2**k, floor(lg p)+2 rounds and
         at most n more.
@@ -160,7 +162,7 @@ def broadcast(p: int, root: int) -> Schedule:
 def _halve(
     fold: Fold, k: int, r: IntArray, member: IntArray, rank: Callable[[IntArray], IntArray]
 ) -> Iterable[IntArray]:
-    """Keep the half of the vector that holds chunk `member`; give the other to the partner."""
+    """Keep the half of the vector that holds chunk `member`; send the other half to the partner."""
     d = fold.q >> (k + 1)
     mine = member // d * d
     yield send(r, rank(member ^ d), OUTPUT, mine ^ d, d)
@@ -168,7 +170,7 @@ def _halve(
 
 
 def _halve_blocks(fold: Fold, k: int, r: IntArray) -> Iterable[IntArray]:
-    """Do the same on the members' blocks in SCRATCH, of which a host has two."""
+    """Halve the members' blocks in SCRATCH like `_halve`; a host has two blocks."""
     member, d = fold.member(r), fold.q >> (k + 1)
     mine, theirs = member // d * d, member // d * d ^ d
     partner = fold.rank(member ^ d)
@@ -185,7 +187,7 @@ def _double(r: IntArray, v: IntArray, partner: IntArray, width: int) -> Iterable
 
 
 def _scatter(p: int, r: IntArray, v: IntArray, d: int) -> Iterable[IntArray]:
-    """Hand the subtree d numbers up its chunks; chunk v is for rank number v."""
+    """Send the subtree at rank number v + d its chunks; chunk v is for rank number v."""
     first = (v % (2 * d) == 0) & (v + d < p)
     yield send(r, (r + d) % p, OUTPUT, v + d, np.minimum(d, p - v - d), where=first)
     yield recv(r, (r - d) % p, OUTPUT, v, np.minimum(d, p - v), where=v % (2 * d) == d)

@@ -1,26 +1,26 @@
 """The step language: a collective algorithm as rows of integers.
 
-A schedule says what every rank does in every round. In round `k` a rank executes its rows in
-order; a row moves `nchunks` contiguous chunks of a buffer to or from one peer, or between two
-buffers of its own.
+A schedule holds the steps of every rank in every round. In round `k` a rank executes its rows in
+order. A row moves `nchunks` contiguous chunks of a buffer to or from one peer, or between two
+buffers of the rank.
 
-    SEND         give the value, as of now, to `peer`; never blocks
+    SEND         send the current value to `peer`; never blocks
     RECV         dst = the next message from `peer`
     RECV_REDUCE  dst = dst (op) the next message from `peer`
     COPY         dst = src
     REDUCE       dst = dst (op) src
-    POST         make the value, as of now, readable by `peer` (-1: by every other rank)
+    POST         make the current value readable by `peer` (-1: by every other rank)
     READ         dst = the next post of `peer`
     READ_REDUCE  dst = dst (op) the next post of `peer`
 
-The operands of a reduction keep their places, `dst` first; only RECV_REDUCE puts the lower rank's
-first. Two ranks that exchange and reduce then compute the same expression.
+`dst` is the first operand of a reduction. Only RECV_REDUCE takes the lower rank's value first, so
+that two ranks that exchange and reduce compute the same expression.
 
-Messages between an ordered pair of ranks are matched first in, first out, and both ends give the
-same size. Every post is read exactly once by each rank it is meant for, so an engine without
-shared memory may execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is
-received in the round in which it is sent: `rounds` is then the number of latencies on the
-critical path. Within one round a rank sends before it receives, so no order of arrival deadlocks.
+Messages from one rank to another are matched first in, first out, and both ranks give the same
+size. Each rank that a post is meant for reads it exactly once. An engine without shared memory may
+therefore execute POST as SEND, READ as RECV and READ_REDUCE as RECV_REDUCE. A message is received
+in the round in which it is sent, so `rounds` is the number of latencies on the critical path.
+Within one round a rank sends before it receives, so no order of arrival deadlocks.
 
 Buffers. INPUT is never written. A *vector* collective (all_reduce, broadcast, reduce, scan, exscan)
 works in place on OUTPUT, cut into chunks of balanced size. In the others a buffer is one block or
@@ -30,10 +30,10 @@ works in place on OUTPUT, cut into chunks of balanced size. In the others a buff
     reduce_scatter       INPUT p blocks  OUTPUT 1 block
     scatter              INPUT p blocks on the root only, OUTPUT 1 block
     all_to_all           INPUT p blocks  OUTPUT p blocks
-    barrier              OUTPUT one chunk of size 0; its messages are sent all the same
+    barrier              OUTPUT one chunk of size 0; its messages are sent, too
 
-Everything here is vectorised over ranks: the functions below take arrays of ranks, peers and
-chunks, broadcast them, and give one row per element, so that 24,576 ranks cost one NumPy call.
+All functions here are vectorised over ranks. They take arrays of ranks, peers and chunks, broadcast
+them, and return a row per element. The rows of 24,576 ranks thus cost one NumPy call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ __all__ = [
     "send",
 ]
 
-# Spelled out: importing numpy.typing costs more than the rest of this package.
+# Written out, because importing numpy.typing costs more than the rest of this package.
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Exchange = Callable[[int, IntArray], Iterable[IntArray]]
@@ -84,7 +84,7 @@ ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 class Op(IntEnum):
-    """What a step does; the module's docstring defines each."""
+    """The kind of a step; the module's docstring defines each."""
 
     SEND = 0
     RECV = 1
@@ -97,7 +97,7 @@ class Op(IntEnum):
 
 
 class Buf(IntEnum):
-    """Which buffer of a rank a step names."""
+    """A buffer of a rank, as a step names it."""
 
     INPUT = 0
     OUTPUT = 1
@@ -115,17 +115,17 @@ class Schedule:
     Attributes:
         collective: "all_reduce", "broadcast", ...; see `COLLECTIVES`.
         algorithm: The family's name, "ring", ...; see `registry`.
-        world_size: How many ranks take part.
-        rounds: Communication rounds: how many message latencies lie on the critical path.
-        exchange: `exchange(k, ranks)` gives the rows of communication round `k`.
-        root: The root's rank, -1 where the collective has none.
-        input_chunks: Chunks of INPUT; 0 where the collective is in place.
+        world_size: Number of ranks that take part.
+        rounds: Communication rounds: the number of message latencies on the critical path.
+        exchange: `exchange(k, ranks)` returns the rows of communication round `k`.
+        root: The root's rank; -1 if the collective has none.
+        input_chunks: Chunks of INPUT; 0 if the collective works in place.
         output_chunks: Chunks of OUTPUT.
-        scratch_chunks: Chunks of SCRATCH; chunk j is as large as chunk j mod N of the
+        scratch_chunks: Chunks of SCRATCH. Chunk j is as large as chunk j mod N of the
             collective's N work chunks; see `layout`.
         uneven_ok: Whether the blocks may differ in size.
-        before: Local steps ahead of the first round.
-        after: Local steps behind the last round.
+        before: Local steps before the first round.
+        after: Local steps after the last round.
     """
 
     collective: str
@@ -143,9 +143,9 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many values of `k` the method `steps` takes.
+        """Number of values of `k` that the method `steps` takes.
 
-        One per round. A world of one rank has no round and still one stage, of local steps.
+        A stage is a round. A world of one rank has no round, but one stage, of local steps.
         """
         return max(self.rounds, 1)
 
@@ -200,7 +200,7 @@ def _rows(
 
 
 class Transfer(Protocol):
-    """Rows of one kind of step that joins a rank and a peer."""
+    """A function that returns the rows of one kind of step between ranks and peers."""
 
     def __call__(
         self,
@@ -211,9 +211,9 @@ class Transfer(Protocol):
         n: IntArray | int = 1,
         where: BoolArray | bool = True,
     ) -> IntArray:
-        """Return rows: each rank moves `n` chunks of its `buf` from `chunk` on.
+        """Return rows in which each rank moves `n` chunks of its `buf`, beginning at `chunk`.
 
-        `where` drops the ranks at which it is false.
+        A rank for which `where` is false gets no row.
         """
 
 
@@ -246,7 +246,7 @@ def copy(
     n: IntArray | int = 1,
     where: BoolArray | bool = True,
 ) -> IntArray:
-    """Return rows: each rank copies `n` chunks from `src` = (buffer, chunk) to `dst`."""
+    """Return rows in which each rank copies `n` chunks from `src` = (buffer, chunk) to `dst`."""
     return _rows(Op.COPY, ranks, -1, src, dst, n, where)
 
 
@@ -257,7 +257,7 @@ def reduce(
     n: IntArray | int = 1,
     where: BoolArray | bool = True,
 ) -> IntArray:
-    """Return rows: each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
+    """Return rows in which each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
     return _rows(Op.REDUCE, ranks, -1, src, dst, n, where)
 
 

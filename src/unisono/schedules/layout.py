@@ -1,19 +1,20 @@
-"""From element counts to the places of chunks in buffers.
+"""Compute the offsets of chunks in buffers from element counts.
 
     vector collectives   `count` is the vector's length; chunk i of N is [i*n//N, (i+1)*n//N)
     block collectives    `count` is one block's length; chunk i of m of block b starts at
                          b*n + i*n//m, or at the sum of the splits before b, plus i*split//m
     barrier              everything is empty
 
-Chunk sizes differ by one element at most, and some are empty when there are fewer elements than
+Chunk sizes differ by at most one element. Some chunks are empty if there are fewer elements than
 chunks. SCRATCH repeats the collective's work chunks (the vector's, or those of all p blocks):
 scratch chunk j is as large as work chunk j mod N. A chunk thus keeps its size when it passes
-through a scratch chunk of its own number; and where the blocks are equal, any block fits any
-block's place.
+through the scratch chunk of its own number. If all blocks are equal, any block fits the place of
+any other.
 
-Uneven splits. all_gather and gather take `out_splits`, reduce_scatter and scatter `in_splits`: the
-p block sizes, the same on every rank (gather and scatter: a rank that is not the root needs only
-its own entry right). all_to_all takes both: what this rank gives to and gets from each rank.
+Uneven splits. all_gather and gather take `out_splits`, reduce_scatter and scatter take `in_splits`.
+Either list holds the p block sizes and is the same on every rank. In `gather` and `scatter` a rank
+other than the root needs only its own entry right. `all_to_all` takes both lists: the elements that
+this rank sends to each rank, and the elements that it receives from each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from unisono.schedules.ir import VECTOR_COLLECTIVES, Buf, IntArray, Schedule
 
 __all__ = ["Layout", "buffer_bounds", "buffer_ends", "layout_for"]
 
-# Which of the two split lists a collective takes; the other one follows from it.
+# The split lists that a collective takes. A list that it does not take follows from the other.
 _SPLITS = {
     "all_gather": ("out_splits",),
     "gather": ("out_splits",),
@@ -41,12 +42,12 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many elements the blocks of one call have; hashable, so programs can be cached.
+    """The number of elements in each block of one call; hashable, so that programs can be cached.
 
     Attributes:
-        count: Elements of the vector, or of each block where no splits are given.
-        in_splits: Elements of each INPUT block, or None when all have `count`.
-        out_splits: Elements of each OUTPUT block, or None when all have `count`.
+        count: Elements of the vector, or of each block if there are no splits.
+        in_splits: Elements of each INPUT block, or None if all have `count`.
+        out_splits: Elements of each OUTPUT block, or None if all have `count`.
     """
 
     count: int
@@ -63,8 +64,8 @@ def layout_for(
     """Return the checked layout of one call; the module's docstring defines the arguments.
 
     Raises:
-        InvalidArgumentError: A negative size; splits of the wrong number; splits for a
-            collective or an algorithm that does not take them.
+        InvalidArgumentError: A size is negative, the number of splits is wrong, or the collective
+            or the algorithm takes no such splits.
     """
     given = {"in_splits": in_splits, "out_splits": out_splits}
     name = f"{schedule.collective} ({schedule.algorithm})"
@@ -101,7 +102,7 @@ def _check_splits(schedule: Schedule, name: str, key: str, splits: Sequence[int]
 
 
 def buffer_bounds(schedule: Schedule, rank: int, layout: Layout) -> dict[Buf, IntArray]:
-    """Return where the chunks of each buffer lie on `rank`, in elements.
+    """Return the bounds of the chunks of each buffer on `rank`, in elements.
 
     Returns:
         Per buffer an int64 array [chunks + 1]: chunk i is [bounds[i], bounds[i + 1]).
@@ -110,8 +111,8 @@ def buffer_bounds(schedule: Schedule, rank: int, layout: Layout) -> dict[Buf, In
     m = schedule.block_chunks
     input_bounds = _chunk_bounds(ins, m)
     output_bounds = _chunk_bounds(outs, m)
-    # The buffer with all chunks sets the sizes; a gather's OUTPUT is laid out like that on
-    # every rank, although only the root has one.
+    # The buffer with all chunks determines the sizes. Every rank computes the bounds of a gather's
+    # OUTPUT, although only the root has this buffer.
     work = max(input_bounds, output_bounds, key=len)
     return {
         Buf.INPUT: input_bounds,
@@ -121,19 +122,19 @@ def buffer_bounds(schedule: Schedule, rank: int, layout: Layout) -> dict[Buf, In
 
 
 def buffer_ends(schedule: Schedule, rank: int, layout: Layout) -> IntArray:
-    """Return the bounds of INPUT, OUTPUT and SCRATCH behind one another, and a -1 for no buffer."""
+    """Return the bounds of INPUT, OUTPUT and SCRATCH in one array, then a -1 for no buffer."""
     if layout.in_splits is None and layout.out_splits is None:
         return _even_ends(schedule, layout.count)
-    return _joined(buffer_bounds(schedule, rank, layout))
+    return _concatenated(buffer_bounds(schedule, rank, layout))
 
 
 @lru_cache(maxsize=256)
 def _even_ends(schedule: Schedule, count: int) -> IntArray:
     """Return `buffer_ends` of equal blocks, which are the same on all ranks."""
-    return _joined(buffer_bounds(schedule, 0, Layout(count)))
+    return _concatenated(buffer_bounds(schedule, 0, Layout(count)))
 
 
-def _joined(bounds: dict[Buf, IntArray]) -> IntArray:
+def _concatenated(bounds: dict[Buf, IntArray]) -> IntArray:
     joined = np.concatenate([*(bounds[buf] for buf in Buf), [-1]])
     joined.flags.writeable = False
     return joined

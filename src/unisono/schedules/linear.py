@@ -1,11 +1,11 @@
-"""Linear algorithms: every block goes straight from its owner to who needs it.
+"""Linear algorithms: every block goes directly from its owner to the ranks that need it.
 
-They work for every collective and every world size, and for blocks of different size: the
-fallback wherever nothing better applies. In round k the root deals with its k-th neighbour; where
-all ranks take part, every rank sends to its k-th right neighbour and receives from its k-th
-left one, so that no rank is anybody's hot spot. An all-to-all does not wait between them.
+They work for every collective, for every world size and for blocks of different size, so they are
+the fallback. In round k the root exchanges data with its k-th neighbour. If the collective has no
+root, every rank sends to its k-th right neighbour and receives from its k-th left neighbour. No
+rank then gets several messages in the same round. all_to_all does all exchanges in one round.
 
-n is the size of the whole data (the vector, or p blocks), p the world size.
+In the formulas n is the size of the whole data (the vector, or p blocks), p the world size.
 Source: Open MPI's coll/base "linear" algorithms; the rotation is MPICH's for all-to-all.
 """
 
@@ -33,7 +33,7 @@ INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
 
 
 def broadcast(p: int, root: int) -> Schedule:
-    """The root sends the vector to one rank after the other.
+    """Send the vector from the root to one rank after another.
 
     Cost: p-1 rounds, (p-1)n sent by the root.
     Source: Open MPI's bcast "linear".
@@ -48,7 +48,7 @@ def broadcast(p: int, root: int) -> Schedule:
 
 
 def reduce(p: int, root: int) -> Schedule:
-    """The root receives and reduces the vector of one rank after the other.
+    """Receive and reduce the vector of one rank after another on the root.
 
     Cost: p-1 rounds, (p-1)n received and reduced by the root.
     Source: Open MPI's reduce "linear".
@@ -77,7 +77,7 @@ def all_reduce(p: int) -> Schedule:
 
 
 def gather(p: int, root: int) -> Schedule:
-    """Every rank sends its block to the root.
+    """Send the block of every rank to the root.
 
     Cost: p-1 rounds, n/p sent by each rank, n(p-1)/p received by the root.
     Source: Open MPI's gather "linear".
@@ -91,11 +91,22 @@ def gather(p: int, root: int) -> Schedule:
         yield send(r, root, INPUT, 0, where=r == peer)
         yield recv(r, peer, OUTPUT, peer, where=r == root)
 
-    return Schedule("gather", "linear", p, p - 1, exchange, root, 1, p, uneven_ok=True, before=own)
+    return Schedule(
+        "gather",
+        "linear",
+        p,
+        p - 1,
+        exchange,
+        root,
+        input_chunks=1,
+        output_chunks=p,
+        uneven_ok=True,
+        before=own,
+    )
 
 
 def scatter(p: int, root: int) -> Schedule:
-    """The root sends every rank its block.
+    """Send every rank its block from the root.
 
     Cost: p-1 rounds, n(p-1)/p sent by the root.
     Source: Open MPI's scatter "linear".
@@ -109,11 +120,22 @@ def scatter(p: int, root: int) -> Schedule:
         yield send(r, peer, INPUT, peer, where=r == root)
         yield recv(r, root, OUTPUT, 0, where=r == peer)
 
-    return Schedule("scatter", "linear", p, p - 1, exchange, root, p, 1, uneven_ok=True, before=own)
+    return Schedule(
+        "scatter",
+        "linear",
+        p,
+        p - 1,
+        exchange,
+        root,
+        input_chunks=p,
+        output_chunks=1,
+        uneven_ok=True,
+        before=own,
+    )
 
 
 def all_gather(p: int) -> Schedule:
-    """Every rank sends its block to every other rank.
+    """Send the block of every rank to every other rank.
 
     Cost: p-1 rounds, n(p-1)/p sent.
     Source: Open MPI's allgather "direct".
@@ -128,12 +150,20 @@ def all_gather(p: int) -> Schedule:
         yield recv(r, left, OUTPUT, left)
 
     return Schedule(
-        "all_gather", "linear", p, p - 1, exchange, -1, 1, p, uneven_ok=True, before=own
+        "all_gather",
+        "linear",
+        p,
+        p - 1,
+        exchange,
+        input_chunks=1,
+        output_chunks=p,
+        uneven_ok=True,
+        before=own,
     )
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Every rank sends every other rank the block that this one is to reduce.
+    """Send every rank the blocks that it has to reduce, directly from their owners.
 
     Cost: p-1 rounds, n(p-1)/p sent and reduced.
     Source: MPICH's reduce_scatter "pairwise" with its rotation.
@@ -148,15 +178,23 @@ def reduce_scatter(p: int) -> Schedule:
         yield recv_reduce(r, left, OUTPUT, 0)
 
     return Schedule(
-        "reduce_scatter", "linear", p, p - 1, exchange, -1, p, 1, uneven_ok=True, before=own
+        "reduce_scatter",
+        "linear",
+        p,
+        p - 1,
+        exchange,
+        input_chunks=p,
+        output_chunks=1,
+        uneven_ok=True,
+        before=own,
     )
 
 
 def all_to_all(p: int) -> Schedule:
-    """Every rank sends every other rank its block, all of them at once.
+    """Send every block directly to its destination, all of them in one round.
 
-    The ranks half-way round come first: where each host's ranks follow one another, these are on
-    other hosts, and what takes longest should start early.
+    Each rank sends first to the ranks that are farthest from it by number. If ranks are numbered
+    host by host, these are on other hosts, and the slowest messages should start first.
 
     Cost: 1 round, n(p-1)/p sent.
     Source: Open MPI's alltoall "linear".
@@ -172,14 +210,21 @@ def all_to_all(p: int) -> Schedule:
         yield send(column, right, INPUT, right)
         yield recv(column, left, OUTPUT, left)
 
-    rounds = min(p - 1, 1)
     return Schedule(
-        "all_to_all", "linear", p, rounds, exchange, -1, p, p, uneven_ok=True, before=own
+        "all_to_all",
+        "linear",
+        p,
+        min(p - 1, 1),
+        exchange,
+        input_chunks=p,
+        output_chunks=p,
+        uneven_ok=True,
+        before=own,
     )
 
 
 def barrier(p: int) -> Schedule:
-    """Every rank reports to rank 0, which then releases them all.
+    """Send a message from every rank to rank 0, then from rank 0 to every rank.
 
     Cost: 2(p-1) rounds of empty messages at rank 0.
     Source: Open MPI's barrier "linear".

@@ -1,9 +1,11 @@
-"""One-shot algorithms for shared memory: everybody posts, then everybody reads.
+"""One-shot algorithms for shared memory: all ranks post, then all ranks read.
 
-One round, and therefore the lowest latency there is; every rank reads what it needs from all
-others, so all_reduce suits small data only.
-n is the size of the whole data (the vector, or p blocks), p the world size. Costs count a post to
-all as p-1 messages, which it is on links without shared memory.
+They have one round, and therefore the lowest latency. Every rank reads from all other ranks, so
+all_reduce suits small data only.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), p the world size. Costs
+count a post to all ranks as p-1 messages, as on links without shared memory.
+
 Source: PyTorch's symmetric-memory one_shot_all_reduce, FasterTransformer's one-shot kernels.
 """
 
@@ -35,7 +37,7 @@ NAME = "one_shot"
 
 
 def all_reduce(p: int) -> Schedule:
-    """Every rank reads every vector and reduces them in the order of ranks.
+    """Read the vectors of all ranks on every rank, and reduce them in the order of ranks.
 
     The fixed order makes the results of all ranks bitwise equal.
 
@@ -51,7 +53,7 @@ def all_reduce(p: int) -> Schedule:
 
 
 def broadcast(p: int, root: int) -> Schedule:
-    """Every rank reads the root's vector.
+    """Read the root's vector on every other rank.
 
     Cost: 1 round, n read by every rank but the root.
     Source: MPICH's release_gather broadcast with a flat tree.
@@ -65,7 +67,7 @@ def broadcast(p: int, root: int) -> Schedule:
 
 
 def reduce_to_root(p: int, root: int) -> Schedule:
-    """The root reads and reduces every vector.
+    """Read and reduce every vector on the root.
 
     Cost: 1 round, (p-1)n read and reduced by the root.
     Source: MPICH's release_gather reduce with a flat tree.
@@ -74,7 +76,7 @@ def reduce_to_root(p: int, root: int) -> Schedule:
 
 
 def all_gather(p: int) -> Schedule:
-    """Every rank reads every block.
+    """Read every block on every rank.
 
     Cost: 1 round, n(p-1)/p read by every rank.
     Source: MSCCL++'s fullmesh all-gather.
@@ -89,12 +91,20 @@ def all_gather(p: int) -> Schedule:
         yield read(r[:, None], peers, OUTPUT, peers)
 
     return Schedule(
-        "all_gather", NAME, p, _rounds(p), exchange, -1, 1, p, uneven_ok=True, before=own
+        "all_gather",
+        NAME,
+        p,
+        _rounds(p),
+        exchange,
+        input_chunks=1,
+        output_chunks=p,
+        uneven_ok=True,
+        before=own,
     )
 
 
 def gather(p: int, root: int) -> Schedule:
-    """The root reads every block.
+    """Read every block on the root.
 
     Cost: 1 round, n(p-1)/p read by the root.
     Source: as all_gather, on the root alone.
@@ -103,7 +113,7 @@ def gather(p: int, root: int) -> Schedule:
 
 
 def scatter(p: int, root: int) -> Schedule:
-    """Every rank reads its block at the root.
+    """Read the root's block for each rank on that rank.
 
     Cost: 1 round, n/p read by every rank but the root.
     Source: the mirror image of gather.
@@ -112,7 +122,7 @@ def scatter(p: int, root: int) -> Schedule:
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Every rank reads and reduces its block of every other rank.
+    """Read and reduce, on every rank, the blocks that the other ranks hold for it.
 
     Cost: 1 round, n(p-1)/p read and reduced by every rank.
     Source: the first half of PyTorch's two_shot_all_reduce.
@@ -121,7 +131,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 
 def all_to_all(p: int) -> Schedule:
-    """Every rank reads its block of every other rank.
+    """Read, on every rank, the blocks that the other ranks hold for it.
 
     Cost: 1 round, n(p-1)/p read by every rank.
     Source: MSCCL++'s fullmesh all-to-all.
@@ -130,7 +140,7 @@ def all_to_all(p: int) -> Schedule:
 
 
 def barrier(p: int) -> Schedule:
-    """Every rank posts that it is here and reads that all others are.
+    """Post a flag on every rank, then read the flags of all other ranks.
 
     Cost: 1 round, p-1 flags read by every rank.
     Source: PyTorch's symmetric-memory signal-pad barrier.
@@ -148,9 +158,10 @@ def reduce_in_rank_order(
 ) -> Iterable[IntArray]:
     """Reduce the posts of ranks [first, first + size) into OUTPUT[chunk], in the order of ranks.
 
-    Each rank belongs to its group and has its own value in OUTPUT[chunk]. Rank 0 of the group
-    starts from its own value; the others set theirs aside in SCRATCH[chunk] until it is its turn.
-    Rank 1 too: b+a is not a+b in the payload of a NaN, nor in the last bit of a complex product.
+    Each rank in `r` is one of these ranks, and has its own value in OUTPUT[chunk]. Rank `first`
+    starts with its own value. Each other rank keeps its value in SCRATCH[chunk] until its turn.
+    Rank `first` + 1 must do so, too. For it b+a differs from a+b in the payload of a NaN, and b*a
+    from a*b in the last bit of a complex product.
     """
     place = r - first
     late = place >= 1
@@ -162,7 +173,7 @@ def reduce_in_rank_order(
 
 
 def _at_once(schedule: Schedule) -> Schedule:
-    """Return a linear schedule with all of its rounds in one: first all posts, then all reads."""
+    """Return a linear schedule with all rounds joined to one: first all posts, then all reads."""
     meaning = {Op.SEND: Op.POST, Op.RECV: Op.READ, Op.RECV_REDUCE: Op.READ_REDUCE}
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
@@ -179,7 +190,7 @@ def _at_once(schedule: Schedule) -> Schedule:
 def _others(ranks: IntArray, p: int) -> IntArray:
     """Return all other ranks [ranks, p-1], beginning with the right neighbour.
 
-    Were the order the same for all, all would read the same rank's memory at the same time.
+    If the order were the same on all ranks, all would read the memory of one rank at the same time.
     """
     return (ranks + np.arange(1, p)) % p
 

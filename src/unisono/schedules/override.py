@@ -1,4 +1,4 @@
-"""The text of UNISONO_ALGO: which algorithms a user permits, in NCCL_ALGO's grammar.
+"""Parse UNISONO_ALGO: the algorithms that a user permits, in NCCL_ALGO's grammar.
 
     text  = [collective ":"] list (";" collective ":" list)*
     list  = ["^"] algorithm ("," algorithm)*
@@ -7,8 +7,8 @@
     ^ring                         anything but ring
     ring,tree;broadcast:binomial  ring or tree, and binomial for broadcasts
 
-Upper and lower case, "_" and "-" make no difference: `AllReduce` and `all_reduce` are the same.
-Only the first entry may leave out the collective; later entries override earlier ones.
+Case, "_" and "-" make no difference: `AllReduce` and `all_reduce` are the same name.
+Only the first entry may leave out the collective. A later entry overrides an earlier entry.
 
 Source: NCCL 2.30 (`parseList`), where unknown names are errors since 2.24 as well.
 """
@@ -39,7 +39,7 @@ class Permission:
     inverted: bool = False
 
     def among(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that are permitted; a list's own order counts."""
+        """Return the permitted names among `names`, in the order of the permission's list."""
         names = list(names)
         if self.inverted:
             return [name for name in names if name not in self.algorithms]
@@ -54,8 +54,8 @@ def parse_override(text: str) -> Mapping[str, Permission]:
     """Return collective -> permission; the entry without a collective has the key `EVERY`.
 
     Raises:
-        InvalidArgumentError: Bad grammar, an unknown collective or algorithm; the text lists
-            the known ones.
+        InvalidArgumentError: The grammar is wrong, or a collective or algorithm is unknown. The
+            text lists the known names.
     """
     parsed: dict[str, Permission] = {}
     if not text.strip():

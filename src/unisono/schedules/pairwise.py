@@ -1,8 +1,9 @@
-"""Pairwise exchange: in every round a rank gives to and takes from one and the same partner.
+"""Pairwise exchange: in every round a rank sends to and receives from the same partner.
 
-That needs p = 2**k, where the partner of round k is r xor k. For other world sizes a rank gives to
-its k-th right and takes from its k-th left neighbour, as the linear algorithms do.
-n is the size of all p blocks, p the world size.
+This needs p = 2**k; the partner of round k is r xor k. For other world sizes a rank sends to its
+k-th right neighbour and receives from its k-th left neighbour, as in the linear algorithms.
+
+In the formulas n is the size of all p blocks, p the world size.
 Source: MPICH's "pairwise" algorithms; Thakur, Rabenseifner and Gropp 2005.
 """
 
@@ -58,7 +59,7 @@ def reduce_scatter(p: int) -> Schedule:
 
 
 def _partners(p: int, k: int, r: IntArray) -> tuple[IntArray, IntArray]:
-    """Return whom each rank gives to and takes from in round `k`."""
+    """Return the ranks that each rank sends to and receives from in round `k`."""
     if is_power_of_two(p):
         return r ^ (k + 1), r ^ (k + 1)
     return (r + 1 + k) % p, (r - 1 - k) % p

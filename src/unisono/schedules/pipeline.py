@@ -1,7 +1,7 @@
-"""Pipelines over rooted trees: the part that chain, binary tree and double tree share.
+"""Pipelines over rooted trees, for chain, binary tree and double tree.
 
-A tree of height H moves a vector of m chunks in H + m - 1 rounds: while an edge carries chunk c,
-the edges below it carry chunk c-1. Upward the chunks are reduced on their way.
+A tree of height H moves a vector of m chunks in H + m - 1 rounds. While an edge carries chunk c,
+the edges below it carry chunk c-1. On the way up the chunks are reduced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Tree:
 
     Attributes:
         parent: int64 [p], -1 at the root.
-        children: int64 [p, arity], -1 where a child is missing.
+        children: int64 [p, arity], -1 for a missing child.
         depth: int64 [p], 0 at the root.
         height: The largest depth.
         chunk: The first of the chunks that this tree carries.
@@ -52,7 +52,8 @@ def tree_schedule(
 ) -> Schedule:
     """Return the schedule in which each tree carries `pipeline` chunks of OUTPUT.
 
-    A broadcast goes down, a reduce goes up, an all_reduce goes up and, chunk by chunk, down again.
+    The chunks of a broadcast move down, those of a reduce up, those of an all_reduce up and then
+    down.
 
     Cost: H-1+m rounds one way, 2H-1+m both ways; H is the height, m the pipeline depth.
     """
@@ -70,13 +71,14 @@ def tree_schedule(
                 c = (c + 1)[:, None]
                 receives.append(_edges(recv_reduce, r[:, None], children, tree, c, pipeline))
             if down:
-                # The edge from depth d to d+1 carries chunk c in round d + c, or H later: what
-                # arrives at the root in round H-1+c leaves it in round H+c.
+                # The edge from depth d to d+1 carries chunk c in round d + c. In an all_reduce it
+                # does so H rounds later: a chunk that arrives at the root in round H-1+c leaves
+                # the root in round H+c.
                 c = k - depth - (height if up else 0)
                 sends.append(_edges(send, r[:, None], children, tree, c[:, None], pipeline))
                 receives.append(_edges(recv, r, parent, tree, c + 1, pipeline))
-        # Both lists name trees and directions in the same order: two ranks that meet on several
-        # edges in one round then match their messages first in, first out.
+        # Both lists have the same order of trees and directions. Two ranks that share several
+        # edges in a round otherwise match wrong messages, because matching is first in, first out.
         return sends + receives
 
     rounds = height * (up + down) - 1 + pipeline if p > 1 else 0

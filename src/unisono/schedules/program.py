@@ -1,4 +1,4 @@
-"""Lowering: what one rank does, as flat integers in elements, for an engine to execute."""
+"""Lower a schedule to the program of one rank: rows of integers, in elements, for an engine."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Program:
     """One rank's part of one collective call.
 
     Attributes:
-        steps: int64 [n, 7], read-only: (op, peer, src_buf, src_off, dst_buf, dst_off, count),
-            offsets and counts in elements, unused fields -1; `op` is an `Op`, the buffers are
-            `Buf`s, POST has peer -1 for "every other rank". In the order of execution.
+        steps: int64 [n, 7], read-only, in the order of execution: (op, peer, src_buf, src_off,
+            dst_buf, dst_off, count). Offsets and counts are in elements, unused fields are -1.
+            `op` is an `Op`, the buffers are `Buf`s. POST has peer -1 for "every other rank".
         scratch_count: Elements of SCRATCH that this rank needs.
     """
 
@@ -34,13 +34,13 @@ class Program:
 
 @lru_cache(maxsize=1024)
 def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
-    """Return the program of `rank`; cached, since a training loop repeats its calls.
+    """Return the program of `rank`; cached, because a training loop repeats its calls.
 
-    Steps without elements are dropped, at both ends of a message alike because both ends agree
-    on its size. A barrier's steps have no elements and stay.
+    Steps without elements are dropped. Both ends of a message drop it, because both compute the
+    same size. A barrier's steps have no elements and are kept.
 
     Raises:
-        ScheduleError: A local step joins two places of different size.
+        ScheduleError: The source and the destination of a local step differ in size.
     """
     rows = _rank_rows(schedule, rank)
     ends = buffer_ends(schedule, rank, layout)
@@ -58,14 +58,17 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
 
 
 class _Rows(NamedTuple):
-    """All rows of one rank, with the places of their chunks in `buffer_ends`.
+    """All rows of one rank, with the indices of their chunks in `buffer_ends`.
 
     Attributes:
-        chunks: As the schedule gives them.
+        chunks: The rows as the schedule returns them.
         steps: As in `Program`, without offsets and counts.
-        src, dst, src_end, dst_end: Where the chunks begin and end; the place of the -1 if none.
-        scratch: [2, n]: `src_end` and `dst_end` where these are in SCRATCH.
-        local: Whether a row has both.
+        src: Index of the begin of a row's source; the index of the -1 if it has none.
+        dst: Index of the begin of a row's destination, likewise.
+        src_end: Index of the end of the source, likewise.
+        dst_end: Index of the end of the destination, likewise.
+        scratch: [2, n]: `src_end` and `dst_end` of chunks in SCRATCH.
+        local: Whether a row has a source and a destination.
     """
 
     chunks: IntArray
@@ -80,7 +83,7 @@ class _Rows(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
-    """Return all rows of one rank; they serve every element count."""
+    """Return all rows of one rank; they are valid for every element count."""
     ranks = np.array([rank])
     rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
     bounds = buffer_bounds(schedule, rank, layout_for(schedule, 0))

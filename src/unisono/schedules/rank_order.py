@@ -1,13 +1,15 @@
-"""Reductions in the order of ranks: the bits of the result depend on nothing else.
+"""Reductions in the order of ranks: the bits of the result depend only on the data.
 
-Whoever reduces a part computes ((x_0 (op) x_1) (op) x_2) (op) ... (op) x_{p-1}, so cutting the data
-differently, another algorithm of this kind or another engine gives the same bits. Deterministic
-calls use these; `verify(schedule, rank_order=True)` proves the order.
+The rank that reduces a part computes ((x_0 (op) x_1) (op) x_2) (op) ... (op) x_{p-1}. Other chunk
+sizes, another algorithm of this kind or another engine therefore give the same bits. Deterministic
+calls use these algorithms. `verify(schedule, rank_order=True)` proves the order.
 
-Every rank reduces one p-th, as in the two-shot algorithms, whose traffic this is. Only, they begin
-with their own part, and here it waits in SCRATCH for its turn.
-n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth.
-Costs count messages: over shared memory a post is written once.
+Every rank reduces one p-th of the data, its part, with the traffic of the two-shot algorithms. In
+those a rank begins with its own part. Here its own part stays in SCRATCH until its turn.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), p the world size, m the
+pipeline depth. Costs count messages: over shared memory a post is written once.
+
 Source: PyTorch's symmetric-memory two_shot_all_reduce, with a fixed order.
 """
 
@@ -28,9 +30,9 @@ NAME = "rank_order"
 
 
 def all_reduce(p: int, pipeline: int) -> Schedule:
-    """Reduce one's own part of everybody's vector in the order of ranks, then read the others.
+    """Reduce one part per rank in the order of ranks, then read the parts of the other ranks.
 
-    A part has `pipeline` chunks; while chunk k of the parts is reduced, chunk k-1 is read.
+    A part has `pipeline` chunks. While chunk k of the parts is reduced, chunk k-1 is read.
 
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: as the module.
@@ -58,7 +60,7 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 
 
 def reduce(p: int, root: int) -> Schedule:
-    """Reduce one's own part of everybody's vector in the order of ranks; the root reads the parts.
+    """Reduce one part per rank in the order of ranks; the root reads the parts.
 
     Cost: 2 rounds, 2n(p-1)/p read by the root, n(p-1)/p reduced.
     Source: as the module; Rabenseifner's reduce.
@@ -79,14 +81,15 @@ def reduce(p: int, root: int) -> Schedule:
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Reduce one's own block of everybody's blocks in the order of ranks.
+    """Reduce the blocks that all ranks hold for a rank, in the order of ranks.
 
     Cost: 1 round, n(p-1)/p read and reduced by every rank.
     Source: as the module, its first half.
     """
 
     def own(r: IntArray) -> Iterable[IntArray]:
-        # OUTPUT may be this very block of INPUT, which the first step overwrites.
+        # Keep the own block in SCRATCH: OUTPUT may be this block of INPUT, and the first read
+        # overwrites OUTPUT.
         yield copy(r, (INPUT, r), (SCRATCH, r), where=r > 0)
         yield copy(r, (INPUT, r), (OUTPUT, 0), where=r == 0)
 
@@ -100,7 +103,16 @@ def reduce_scatter(p: int) -> Schedule:
 
     rounds = 1 if p > 1 else 0
     return Schedule(
-        "reduce_scatter", NAME, p, rounds, exchange, -1, p, 1, p, uneven_ok=True, before=own
+        "reduce_scatter",
+        NAME,
+        p,
+        rounds,
+        exchange,
+        input_chunks=p,
+        output_chunks=1,
+        scratch_chunks=p,
+        uneven_ok=True,
+        before=own,
     )
 
 

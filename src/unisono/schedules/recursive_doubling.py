@@ -1,10 +1,12 @@
-"""Recursive doubling: in round k partners are 2**k apart, and what a rank knows doubles.
+"""Recursive doubling: in round k partners are 2**k apart, and the data of a rank doubles.
 
-As few rounds as possible: the choice for small data.
-n is the size of the whole data (the vector, or p blocks), p the world size, lg the logarithm to
-base 2.
+The algorithms need the fewest rounds possible, and are the choice for small data.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), and p the world size.
+`lg` is the logarithm to base 2.
+
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-MPICH", IJHPCA 19(1), 2005; the barrier is Hensgen, Finkel and Manber 1988.
+MPICH", IJHPCA 19(1), 2005. The barrier is Hensgen, Finkel and Manber 1988.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def all_gather(p: int) -> Schedule:
 
 
 def barrier(p: int) -> Schedule:
-    """Tell the rank 1, 2, 4, ... to the right; hear from the one to the left.
+    """Send to the rank 1, 2, 4, ... to the right; receive from the rank 1, 2, 4, ... to the left.
 
     Cost: ceil(lg p) rounds of empty messages.
     Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988

@@ -1,4 +1,4 @@
-"""The table of all schedules: (collective, algorithm) -> how to build it, and when it applies."""
+"""The table of all schedules: (collective, algorithm) -> builder and conditions of use."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ class Entry:
     """One algorithm for one collective.
 
     Attributes:
-        builder: Called with the world size, then the ranks per host if `two_level`, then the root
-            if the collective has one, then the pipeline depth if `pipelined`.
-        applies: Whether it works for a world size, and `needs` in words.
-        needs: What `applies` asks for, for error messages.
-        pipelined: Whether it can cut the data into a pipeline of chunks.
+        builder: Function that returns the schedule. Its arguments: the world size, the ranks per
+            host (if `two_level`), the root (if there is one), the depth (if `pipelined`).
+        applies: Function that returns whether the algorithm works for a world size.
+        needs: The condition of `applies` in words, for error messages.
+        pipelined: Whether the algorithm can cut the data into a pipeline of chunks.
         uneven: Whether blocks may differ in size; equals `Schedule.uneven_ok`.
-        ordered: Whether it reduces in the order of ranks; see `rank_order`.
-        two_level: Whether it needs several hosts with equally many ranks, which follow one another.
+        ordered: Whether the algorithm reduces in the order of ranks; see `rank_order`.
+        two_level: Whether the algorithm needs several hosts with equally many ranks, numbered
+            host by host.
     """
 
     builder: Callable[..., Schedule]
@@ -52,7 +53,7 @@ class Entry:
     two_level: bool = False
 
     def serves(self, world_size: int, local: int) -> bool:
-        """Whether it works for so many ranks, `local` on each host."""
+        """Return whether the algorithm works for `world_size` ranks, `local` on each host."""
         levels = 1 < local < world_size and world_size % local == 0
         return self.applies(world_size) and (levels or not self.two_level)
 
@@ -157,7 +158,7 @@ def entry(collective: str, algorithm: str) -> Entry:
     """Return the table's entry.
 
     Raises:
-        InvalidArgumentError: Unknown collective or algorithm; the text lists the known ones.
+        InvalidArgumentError: Unknown collective or algorithm; the text lists the known names.
     """
     if collective not in _TABLE:
         raise InvalidArgumentError(
@@ -181,9 +182,10 @@ def available(
 
     Args:
         collective: "all_reduce", "broadcast", ...
-        world_size: How many ranks take part.
-        uneven: Only those that allow blocks of different size.
-        ordered: Of a collective that reduces only those that do so in the order of ranks.
+        world_size: Number of ranks that take part.
+        uneven: Return only algorithms that allow blocks of different size.
+        ordered: For a collective that reduces, return only algorithms that reduce in the order
+            of ranks.
         local: Ranks per host, if they are numbered host by host.
 
     Raises:
@@ -213,14 +215,14 @@ def build(
     Args:
         collective: "all_reduce", "broadcast", ...
         algorithm: "ring", "linear", ...; see `available`.
-        world_size: How many ranks take part.
-        root: The root's rank; -1 for a collective without one.
-        pipeline: How many chunks follow one another; 1 for algorithms without a pipeline.
+        world_size: Number of ranks that take part.
+        root: The root's rank; -1 for a collective without a root.
+        pipeline: Number of chunks in the pipeline; 1 for algorithms without a pipeline.
         local: Ranks per host, for algorithms with two levels.
 
     Raises:
-        InvalidArgumentError: Unknown names, an algorithm that does not serve this world size, a
-            root outside the world or for a collective without root, a bad pipeline depth.
+        InvalidArgumentError: A name is unknown, or the algorithm does not serve this world size.
+            The root is outside the world or not needed, or the pipeline depth is not allowed.
     """
     found = entry(collective, algorithm)
     name = f"{collective} ({algorithm})"

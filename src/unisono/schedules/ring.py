@@ -1,9 +1,13 @@
-"""Ring algorithms: every rank talks to its right and its left neighbour only.
+"""Ring algorithms: every rank sends to its right neighbour and receives from its left neighbour.
 
-They send as few bytes as possible and need a round per rank: the choice for large data.
-n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth.
-Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009; the
-pipelined chains are what NCCL calls ring broadcast and ring reduce.
+They send the fewest bytes possible and need a round per rank, so they are the choice for large
+data.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), p the world size, m the
+pipeline depth.
+
+Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 69(2), 2009. NCCL calls
+the pipelined chains ring broadcast and ring reduce.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 
 
 def all_reduce(p: int) -> Schedule:
-    """Send partial sums around the ring once, then the sums once more.
+    """Send partial sums around the ring, then send the complete sums around the ring.
 
-    The vector has p chunks. In the first p-1 rounds each chunk collects one more contribution
-    per hop; it is complete at rank (chunk - 1) mod p and travels on as a plain copy.
+    The vector has p chunks. In each of the first p-1 rounds a rank adds its contribution to the
+    chunk that it receives. A chunk is complete at rank (chunk - 1) mod p. In the last p-1 rounds
+    the complete chunks are copied from rank to rank.
 
     Cost: 2(p-1) rounds, 2n(p-1)/p sent, n(p-1)/p reduced.
     Source: Patarasuk and Yuan 2009.
@@ -39,7 +44,7 @@ def all_reduce(p: int) -> Schedule:
 
 
 def reduce_scatter(p: int) -> Schedule:
-    """Send partial sums around the ring; each block ends at its owner.
+    """Send partial sums around the ring, so that each block ends at its owner.
 
     Cost: p-1 rounds, n(p-1)/p sent and reduced.
     Source: the first half of Patarasuk and Yuan's all-reduce.
@@ -60,7 +65,17 @@ def reduce_scatter(p: int) -> Schedule:
         else:
             yield recv_reduce(r, (r - 1) % p, OUTPUT, 0)
 
-    return Schedule("reduce_scatter", "ring", p, p - 1, exchange, -1, p, 1, 1, before=own)
+    return Schedule(
+        "reduce_scatter",
+        "ring",
+        world_size=p,
+        rounds=p - 1,
+        exchange=exchange,
+        input_chunks=p,
+        output_chunks=1,
+        scratch_chunks=1,
+        before=own,
+    )
 
 
 def all_gather(p: int) -> Schedule:
@@ -77,7 +92,17 @@ def all_gather(p: int) -> Schedule:
         yield send(r, (r + 1) % p, OUTPUT, (r - k) % p)
         yield recv(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
 
-    return Schedule("all_gather", "ring", p, p - 1, exchange, -1, 1, p, uneven_ok=True, before=own)
+    return Schedule(
+        "all_gather",
+        "ring",
+        world_size=p,
+        rounds=p - 1,
+        exchange=exchange,
+        input_chunks=1,
+        output_chunks=p,
+        uneven_ok=True,
+        before=own,
+    )
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

@@ -1,8 +1,11 @@
 """Prefix reductions: rank r gets the reduction over ranks 0..r (scan) or 0..r-1 (exscan).
 
-An exscan leaves rank 0's vector as it is, since there is nothing to reduce (MPI leaves it
-undefined).
-n is the size of the vector, p the world size, m the pipeline depth, lg the logarithm to base 2.
+An exscan does not change rank 0's vector, because rank 0 has nothing to reduce. In MPI that vector
+is undefined.
+
+In the formulas n is the size of the vector, p the world size, m the pipeline depth, lg the
+logarithm to base 2.
+
 Source: MPICH's and Open MPI's scan "linear" and "recursive doubling"; Hillis and Steele 1986.
 """
 
@@ -19,9 +22,9 @@ OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
 
 def scan_chain(p: int, pipeline: int) -> Schedule:
-    """Each rank adds its vector to what its left neighbour has, and passes it on.
+    """Add each rank's vector to the sum from the left, and send the new sum to the right.
 
-    Reduces in the order of ranks.
+    The reduction is in the order of ranks.
 
     Cost: p-2+m rounds, n sent and reduced by every rank.
     Source: Open MPI's scan "linear", with a pipeline.
@@ -29,7 +32,7 @@ def scan_chain(p: int, pipeline: int) -> Schedule:
     m = pipeline
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        # Rank r gives chunk c in round r + c.
+        # Rank r sends chunk c in round r + c.
         c = k - r
         yield send(r, r + 1, OUTPUT, c, where=(r < p - 1) & (c >= 0) & (c < m))
         yield recv_reduce(r, r - 1, OUTPUT, c + 1, where=(r > 0) & (c >= -1) & (c < m - 1))
@@ -38,9 +41,9 @@ def scan_chain(p: int, pipeline: int) -> Schedule:
 
 
 def exscan_chain(p: int, pipeline: int) -> Schedule:
-    """As the scan, but each rank keeps what it got and passes on the sum with its own vector.
+    """Keep the sum from the left on each rank, and send it on with the rank's own vector added.
 
-    Reduces in the order of ranks.
+    The reduction is in the order of ranks.
 
     Cost: p-2+m rounds, n sent and reduced by every rank.
     Source: Open MPI's exscan "linear", with a pipeline.
@@ -58,7 +61,8 @@ def exscan_chain(p: int, pipeline: int) -> Schedule:
         c = c + 1
         takes = (r > 0) & (c >= 0) & (c < m)
         yield recv(r, r - 1, OUTPUT, c, where=takes)
-        # What came is the first operand, so it is the one to reduce into.
+        # The received value is the first operand, so the copy of it is the destination of the
+        # reduction.
         yield copy(r, (OUTPUT, c), (SCRATCH, m + c), where=takes & (r < p - 1))
         yield ir.reduce(r, (SCRATCH, c), (SCRATCH, m + c), where=takes & (r < p - 1))
 
@@ -69,7 +73,7 @@ def exscan_chain(p: int, pipeline: int) -> Schedule:
 
 
 def scan_doubling(p: int) -> Schedule:
-    """In round k, reduce with what the rank 2**k to the left has so far.
+    """Reduce in round k with the partial result of the rank 2**k to the left.
 
     Cost: ceil(lg p) rounds, up to n ceil(lg p) sent and reduced.
     Source: Hillis and Steele 1986.
@@ -84,7 +88,7 @@ def scan_doubling(p: int) -> Schedule:
 
 
 def exscan_doubling(p: int) -> Schedule:
-    """The scan, then everybody passes its result to the right.
+    """Scan as `scan_doubling`, then send every rank's result to its right neighbour.
 
     Cost: ceil(lg p)+1 rounds, up to n(ceil(lg p)+1) sent, n ceil(lg p) reduced.
     Source: Hillis and Steele 1986.

@@ -1,7 +1,7 @@
-"""Which algorithm to use: a few thresholds by size and scale, and the user's word.
+"""Choose the algorithm of a call: a few thresholds by size and world size, and the user's setting.
 
-The default rule is small on purpose; where thresholds come from is said at each. A choice depends
-on nothing but the call and the world, so all ranks choose alike.
+The default rule is small on purpose. A comment at each threshold gives its source. A choice depends
+only on the call and the world, so all ranks choose the same algorithm.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from unisono.schedules.registry import available, entry
 __all__ = ["Choice", "Topology", "select"]
 
 KIB = 1024
-# Bytes that follow one another through a pipeline: large enough to hide a latency, small enough
-# to stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
-SEGMENT = 256 * KIB
+# Bytes per chunk of a pipeline. Smaller: the latency of a message is no longer hidden. Larger: a
+# chunk does not stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
+PIPELINE_CHUNK_BYTES = 256 * KIB
 MAX_PIPELINE = 128
 
 
 class Choice(NamedTuple):
-    """What `select` says: the algorithm, and how deep to pipeline it."""
+    """The result of `select`: the algorithm and its pipeline depth."""
 
     algorithm: str
     pipeline: int
@@ -32,13 +32,13 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """What the choice depends on besides the call.
+    """The properties of the world on which the choice depends.
 
     Attributes:
-        world_size: How many ranks take part.
+        world_size: Number of ranks that take part.
         shared_memory: Whether all ranks can read one another's memory.
-        local: Ranks per host if all hosts have as many, numbered host by host; 1 if nothing is
-            known about that.
+        local: Ranks per host, if it is equal on all hosts and ranks are numbered host by host;
+            else 1.
     """
 
     world_size: int
@@ -62,24 +62,24 @@ def select(
         collective: "all_reduce", "broadcast", ...
         nbytes: Bytes of the whole data: the vector, or all p blocks. All ranks must give the
             same number.
-        topology: Where the ranks are.
-        algorithm: The caller's choice for this call; beats `override`.
+        topology: The world size and the hosts of the ranks.
+        algorithm: The caller's choice for this call; takes precedence over `override`.
         override: The user's choice, the text of UNISONO_ALGO; see `override`. Among the
-            permitted algorithms the default rule's favourite wins.
+            permitted algorithms the choice of the default rule is taken.
         uneven: Whether blocks differ in size.
-        ordered: Whether to reduce in the order of ranks, which makes the result's bits the same
-            whatever is selected.
+        ordered: Whether to reduce in the order of ranks. The bits of the result are then the same
+            for every algorithm.
 
     Raises:
-        InvalidArgumentError: Unknown names; an algorithm that does not serve this call; the
-            text lists those that do.
+        InvalidArgumentError: A name is unknown, or the algorithm does not serve this call. The
+            text lists the algorithms that serve it.
     """
     p, local = topology.world_size, topology.local
     names = available(collective, p, uneven=uneven, ordered=ordered, local=local)
     if algorithm is not None:
         needs = entry(collective, algorithm).needs
         if algorithm not in names:
-            raise _unusable(collective, f"algorithm {algorithm!r}", needs, topology, names)
+            raise _unusable(f"algorithm {algorithm!r}", collective, needs, topology, names)
         chosen = algorithm
     else:
         permitted = _permitted(collective, names, topology, override)
@@ -87,7 +87,7 @@ def select(
         if ordered and collective in REDUCING:
             favourites = _ordered(collective, nbytes, p)
         chosen = next((name for name in favourites if name in permitted), permitted[0])
-    # Over shared memory the engine itself cuts the data into pieces that follow one another.
+    # Over shared memory the engine itself cuts the data into pieces and pipelines them.
     shared = topology.shared_memory
     depth = 1 if shared else _pipeline(collective, chosen, nbytes, topology.world_size)
     return Choice(chosen, depth)
@@ -96,24 +96,24 @@ def select(
 def _permitted(
     collective: str, names: tuple[str, ...], topology: Topology, override: str
 ) -> list[str]:
-    """Return the algorithms that the override leaves, never none."""
+    """Return the algorithms that the override permits, at least one."""
     parsed = parse_override(override)
     if collective in parsed:
         permitted = parsed[collective].among(names)
         if not permitted:
-            wish = f"the override '{collective}:{parsed[collective]}'"
-            raise _unusable(collective, wish, "another world or call", topology, names)
+            setting = f"the override '{collective}:{parsed[collective]}'"
+            raise _unusable(setting, collective, "another world or call", topology, names)
         return permitted
     if EVERY in parsed:
-        # An entry for all collectives says nothing about those that lack its algorithms.
+        # An entry for all collectives does not restrict a collective without its algorithms.
         return parsed[EVERY].among(names) or list(names)
     return list(names)
 
 
 def _unusable(
-    collective: str, wish: str, needs: str, topology: Topology, names: tuple[str, ...]
+    setting: str, collective: str, needs: str, topology: Topology, names: tuple[str, ...]
 ) -> InvalidArgumentError:
-    """Return the error of a wish; `names` are the algorithms that serve this very call."""
+    """Return the error of a setting; `names` are the algorithms that serve this call."""
     p, local = topology.world_size, topology.local
     everything = available(collective, p, local=local)
     kind = ""
@@ -122,13 +122,13 @@ def _unusable(
     elif names != everything:
         kind, needs = " with blocks of different size", "blocks of equal size"
     return InvalidArgumentError(
-        f"{wish} does not serve {collective}{kind} on {p} ranks: it needs {needs} "
+        f"{setting} does not serve {collective}{kind} on {p} ranks: it needs {needs} "
         f"(usable: {', '.join(names)})"
     )
 
 
 def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, ...]:
-    """Return the default rule's choice, then what to take where that does not apply."""
+    """Return the choice of the default rule, then the choices to fall back to."""
     if topology.shared_memory:
         return (_shared(collective, nbytes, topology.world_size),)
     flat = _messages(collective, nbytes, topology.world_size)
@@ -136,9 +136,9 @@ def _favourites(collective: str, nbytes: int, topology: Topology) -> tuple[str, 
 
 
 def _has_levels(collective: str, nbytes: int, topology: Topology) -> bool:
-    """Whether to save traffic between hosts, for a round or two more."""
+    """Return whether to save traffic between hosts at the price of one or two rounds."""
     block = nbytes // topology.world_size
-    # Where the ranks share two cores; those with a core each gain earlier.
+    # Measured with all ranks on two cores. Ranks with a core each gain from smaller sizes on.
     moved = 128 * KIB
     least = {"all_reduce": 4 * KIB, "reduce_scatter": KIB, "broadcast": moved, "reduce": moved}
     return topology.local > 1 and block >= least.get(collective, 0)
@@ -152,21 +152,21 @@ def _ordered(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
 
 
 def _shared(collective: str, nbytes: int, p: int) -> str:
-    """Choose where ranks read one another's memory."""
+    """Choose for ranks that read one another's memory."""
     if collective in ("all_reduce", "reduce"):
-        # PyTorch's IntraNodeComm and MSCCL++ end one-shot at 16 to 256 KiB; what counts is what
-        # a rank has to read, which grows with the world.
+        # PyTorch's IntraNodeComm and MSCCL++ use one-shot up to 16 to 256 KiB. The threshold here
+        # is on the bytes that a rank has to read, which grow with the world size.
         return "one_shot" if (p - 1) * nbytes <= 256 * KIB else "two_shot"
     if collective == "barrier":
         return "one_shot" if p <= 16 else "dissemination"
     if collective in ("scan", "exscan"):
-        # The engine lets pieces follow one another along the chain.
+        # The engine pipelines the pieces along the chain.
         return "recursive_doubling" if nbytes <= 32 * KIB else "linear"
     return "one_shot"
 
 
 def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
-    """Choose where ranks send messages."""
+    """Choose for ranks that send messages."""
     block = nbytes // p
     match collective:
         case "all_reduce" if nbytes <= 8 * KIB:  # Open MPI: 4 to 8 KiB for 4 to 31 ranks
@@ -186,7 +186,7 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
         case "reduce":
             return ("halving_doubling",)
         case "all_gather" | "reduce_scatter" if p == 2 and nbytes <= 512 * KIB:
-            return ("linear",)  # what it sends lies in INPUT, and can go out with the agreement
+            return ("linear",)  # it sends from INPUT, so the data can travel with the agreement
         case "all_gather" if nbytes < 80 * KIB:  # MPICH: 81,920 bytes
             return ("recursive_doubling", "bruck", "ring")
         case "all_gather" if nbytes < 512 * KIB:  # MPICH: 524,288 bytes
@@ -197,12 +197,12 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
             return ("halving_doubling",)
         case "reduce_scatter":
             return ("pairwise",)
-        # All at once: with 4, 8 and 16 ranks on two hosts 0.5 to 0.95 of the time of rounds.
+        # One round: 0.5 to 0.95 of pairwise's time with 4, 8 and 16 ranks on two hosts.
         case "all_to_all" if p <= 16:
             return ("linear", "pairwise")
         case "all_to_all" if block <= 256:  # MPICH: 256 bytes
             return ("bruck", "pairwise")
-        case "all_to_all":  # so many ranks would be in each other's way
+        case "all_to_all":  # with more than 16 ranks, messages of one round delay one another
             return ("pairwise",)
         case "gather" | "scatter" if block <= 2 * KIB:  # Open MPI: binomial for small blocks
             return ("binomial", "linear")
@@ -214,10 +214,10 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
 
 
 def _pipeline(collective: str, algorithm: str, nbytes: int, p: int) -> int:
-    """Return how many segments of data follow one another, a power of two."""
+    """Return the pipeline depth: the number of chunks in a pipeline, a power of two."""
     if not entry(collective, algorithm).pipelined:
         return 1
     streams = {"double_tree": 2, "two_shot": p, "rank_order": p, "two_level": p}.get(algorithm, 1)
-    segments = -(-nbytes // (streams * SEGMENT))
-    # Powers of two, so that a program of many sizes builds few schedules.
-    return min(1 << (max(segments, 1) - 1).bit_length(), MAX_PIPELINE)
+    chunks = -(-nbytes // (streams * PIPELINE_CHUNK_BYTES))
+    # A power of two, so that calls of many sizes build few schedules.
+    return min(1 << (max(chunks, 1) - 1).bit_length(), MAX_PIPELINE)

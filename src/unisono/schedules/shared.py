@@ -1,11 +1,12 @@
-"""Lowering for memory that all ranks of a host can read: posts get a place in a slot.
+"""Lower a schedule for memory that all ranks of a host can read: a post gets a place in a slot.
 
-A rank posts by copying into its slot, or a result to where it read the last operand (`_places`);
-the others read there. So that slots of fixed size serve any amount of data, a call is cut into
-*pieces*: each is the same schedule on a part of every chunk, and the engine runs them one after
-another (two slots per rank let it write the next piece while the previous one is read).
+A rank posts data by copying it into its slot, and other ranks read it there. A result may instead
+go to the place from which the rank read the last operand (`_places`). Slots have a fixed size, so a
+call is cut into *pieces*. A piece is the same schedule on a part of every chunk. The engine runs
+the pieces one after another. With two slots per rank it can write the next piece while other ranks
+read the previous piece.
 
-SEND and POST mean the same here, and so do RECV and READ: a message is a post with one reader.
+SEND and POST are the same here, and so are RECV and READ: a message is a post with one reader.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from unisono.schedules.program import Program, lower
 
 __all__ = ["ALIGN", "PIECE_BYTES", "SharedProgram", "lower_shared"]
 
-# Posts begin at multiples of this many elements, hence of a cache line for any element type.
+# Posts begin at multiples of this number of elements, and so at a cache line for any element type.
 ALIGN = 64
 
-# Bytes a rank posts per piece, if its slot is not smaller. Larger: a piece falls out of the L2
-# cache between writer and reader. Smaller: waking each other dominates. MPICH uses 8 KiB cells,
-# xhc 16 KiB, DeepSpeed 32 MiB; 256 KiB was fastest on a machine with 1-2 MiB of L2.
+# Bytes that a rank posts per piece, if its slot is not smaller. Larger: a piece leaves the L2 cache
+# before its readers read it. Smaller: the time to wake other ranks dominates. MPICH uses 8 KiB
+# cells, xhc 16 KiB, DeepSpeed 32 MiB. 256 KiB was fastest on a machine with 1-2 MiB of L2.
 PIECE_BYTES = 256 * 1024
 
 _GIVES = frozenset({Op.SEND, Op.POST})
@@ -38,17 +39,19 @@ _TAKES = frozenset({Op.RECV, Op.READ}) | _REDUCES
 
 @dataclass(frozen=True, eq=False)
 class SharedProgram(Program):
-    """One rank's part of a call, with its form for shared memory.
+    """One rank's part of a call, as messages and in the form for shared memory.
 
-    As a `Program` it is the same call with messages, for ranks that turn out to share no memory.
+    The attributes of `Program` are the call with messages, for ranks that share no memory.
 
     Attributes:
-        pieces: int64 [n, 10]: the columns of `Program.steps`, then whose slot the post lies in, its
-            offset there (elements) and the poster's stage, which its readers wait for. A
-            READ_REDUCE with a source is dst = src (op) the post.
-        loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift): rows [first, end) of
-            `pieces` run `repeats` times; INPUT and OUTPUT move on by the shifts after each.
-        pieces_scratch: Elements of SCRATCH that one piece needs.
+        pieces: int64 [n, 10]: the columns of `Program.steps`, then (slot, offset, stage) of the
+            post. `slot` is the rank that owns the slot, `offset` is in elements. Readers wait until
+            the posting rank has reached `stage`. A READ_REDUCE with a source is dst = src (op) the
+            post.
+        loops: int64 [m, 5]: (first, end, repeats, input_shift, output_shift). Rows [first, end) of
+            `pieces` run `repeats` times. After each run the offsets into INPUT and OUTPUT grow by
+            the shifts.
+        pieces_scratch: Elements of SCRATCH for one piece.
     """
 
     pieces: IntArray
@@ -60,7 +63,7 @@ class SharedProgram(Program):
 def lower_shared(
     schedule: Schedule, rank: int, count: int, itemsize: int, slot_bytes: int
 ) -> SharedProgram | None:
-    """Return the program of `rank`; None if the schedule cannot be cut so that slots hold it.
+    """Return the program of `rank`; None if the call cannot be cut into pieces that fit slots.
 
     All ranks get the same pieces. `count` is as in `layout`.
     """
@@ -90,7 +93,7 @@ def lower_shared(
 
 
 def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int) -> int | None:
-    """Return how many elements of the vector, or of each block, go into one piece."""
+    """Return the elements of the vector, or of each block, in one piece; None if none fits."""
     limit = min(slot_bytes, PIECE_BYTES) // itemsize
     size = count
     while True:
@@ -99,7 +102,7 @@ def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int)
             break
         if size <= 1:
             return None
-        # What a rank posts grows with the piece, up to the rounding of each post.
+        # The size of a rank's posts grows with the piece, apart from the rounding of each post.
         size = max(1, min(size - 1, size * limit // used // ALIGN * ALIGN or size // 2))
     if size < count and not _outline(schedule, _units(schedule, size)).separable:
         return None
@@ -107,27 +110,28 @@ def _piece_count(schedule: Schedule, count: int, itemsize: int, slot_bytes: int)
 
 
 def _units(schedule: Schedule, size: int) -> int:
-    """Return the size of the outline that serves a piece of `size` elements.
+    """Return the number of units of the outline for a piece of `size` elements.
 
-    An outline is a piece in which each chunk is one element, a unit: offsets are then numbers of
-    chunks. All sizes in which no chunk is empty have these rows; smaller ones have their own.
+    An outline is a piece in which each chunk is one element, a unit, so offsets are numbers of
+    chunks. All pieces without an empty chunk have the same outline. A smaller piece has its own.
     """
     return min(size, schedule.block_chunks)
 
 
 @dataclass(frozen=True, eq=False)
 class _Outline:
-    """What pieces of all sizes have in common; see `_units`.
+    """The posts and reads that pieces of all sizes have in common; see `_units`.
 
     Attributes:
         posts: Per rank int64 [n, 4]: (row, peer, number of the post, stage).
         reads: Per rank int64 [n, 4]: (row, peer, number of the peer's post, its stage).
         places: See `_places`.
-        first: int64 [p, n]: the unit with which a rank's n-th post begins, `Buf` by `Buf`.
-        last: int64 [p, n]: the unit behind its last one; equal to `first` where there is no post,
-            or one that has another's place.
-        separable: Whether no step joins several blocks, which lie apart when only a part of each
-            is taken.
+        first: int64 [p, n]: the first unit of a rank's n-th post. Units are numbered through all
+            buffers, in the order of `Buf`.
+        last: int64 [p, n]: the unit after the last unit of the post. It equals `first` if there
+            is no such post, or if the post uses the place of another post.
+        separable: Whether no step moves several blocks. In a piece the parts of two blocks are
+            not contiguous, so such a step could not move them.
     """
 
     posts: tuple[IntArray, ...]
@@ -140,7 +144,7 @@ class _Outline:
 
 @lru_cache(maxsize=256)
 def _outline(schedule: Schedule, units: int) -> _Outline:
-    """Return what the ranks post in a piece of so many units."""
+    """Return the outline of `units` units."""
     layout = layout_for(schedule, units)
     bases = _bases(schedule, units)
     programs = [lower(schedule, rank, layout).steps for rank in range(schedule.world_size)]
@@ -162,7 +166,7 @@ def _outline(schedule: Schedule, units: int) -> _Outline:
 
 
 def _posts(steps: IntArray) -> IntArray:
-    """Return [n, 4]: (row, peer, number, stage) of the posts of one rank."""
+    """Return [n, 4]: (row, peer, number, stage) of the posts of a rank."""
     posts: list[tuple[int, int, int, int]] = []
     stage = 0
     posting = False
@@ -176,7 +180,7 @@ def _posts(steps: IntArray) -> IntArray:
 
 
 def _reads(steps: IntArray, rank: int, posts: tuple[IntArray, ...]) -> IntArray:
-    """Return [n, 4]: (row, peer, number, stage) of the posts that one rank reads."""
+    """Return [n, 4]: (row, peer, number, stage) of the posts that a rank reads."""
     reads: list[list[int]] = []
     coming: dict[int, Iterator[list[int]]] = {}
     for at, (op, peer, *_) in enumerate(steps.tolist()):
@@ -192,11 +196,12 @@ def _reads(steps: IntArray, rank: int, posts: tuple[IntArray, ...]) -> IntArray:
 def _places(
     programs: list[IntArray], posts: tuple[IntArray, ...], reads: tuple[IntArray, ...]
 ) -> IntArray:
-    """Return [p, n]: whose place each post has; posts are numbered rank by rank, n for each.
+    """Return [p, n]: the post whose place each post uses; numbered rank by rank, n per rank.
 
-    A result goes where its last operand was read, if that was for this rank only. Those cache lines
-    are here; a place of its own is where its readers of last time have it, and to take it back from
-    them costs a fifth of a large all_reduce. See docs/decisions/0027.
+    A result goes to the place from which its last operand was read, if no other rank reads this
+    operand. The cache of this rank has those cache lines already. The lines of the post's own place
+    are in the caches of its previous readers. To fetch them back takes a fifth of the time of a
+    large all_reduce. See docs/decisions/0027.
     """
     width = max(map(len, posts))
     own = np.arange(len(posts) * width).reshape(len(posts), width)
@@ -212,14 +217,14 @@ def _places(
                     free[dst, dst_off, count] = int(own[poster, number])
             elif op in _GIVES:
                 places[rank, numbers[row]] = free.pop((*source, count), own[rank, numbers[row]])
-    # A post that has gone elsewhere itself has left no place.
+    # A post that uses the place of another post has no place that a third post could use.
     is_at_home = (places == own).ravel()
     return np.where(is_at_home[places], places, own)
 
 
 @lru_cache(maxsize=256)
 def _bases(schedule: Schedule, units: int) -> IntArray:
-    """Return where the ends of each buffer begin in `_ends`, and where its -1 is."""
+    """Return the index in `_ends` of the first bound of each buffer, and the index of the -1."""
     bounds = buffer_bounds(schedule, 0, layout_for(schedule, units))
     if units == schedule.block_chunks:
         return np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
@@ -227,7 +232,7 @@ def _bases(schedule: Schedule, units: int) -> IntArray:
 
 
 def _ends(schedule: Schedule, size: int) -> IntArray:
-    """Return where each unit of INPUT, OUTPUT, SCRATCH begins and the last one ends; then -1."""
+    """Return the bounds of the units of INPUT, OUTPUT and SCRATCH; then -1."""
     if size >= schedule.block_chunks:
         return buffer_ends(schedule, 0, layout_for(schedule, size))
     lengths = np.diff(_bases(schedule, size))
@@ -236,9 +241,9 @@ def _ends(schedule: Schedule, size: int) -> IntArray:
 
 @lru_cache(maxsize=256)
 def _slots(schedule: Schedule, size: int) -> tuple[IntArray, int]:
-    """Return where in its slot each place is, and the most that one rank uses of its slot.
+    """Return the offset of each place in its slot, and the largest part of a slot that is used.
 
-    Rank by rank, as many for each; then -1. Which place a post has: `_places`.
+    The offsets are numbered rank by rank, the same number for each, as in `_places`; then -1.
     """
     outline = _outline(schedule, _units(schedule, size))
     ends = _ends(schedule, size)
@@ -248,14 +253,16 @@ def _slots(schedule: Schedule, size: int) -> tuple[IntArray, int]:
 
 
 class _UnitPiece(NamedTuple):
-    """One rank's rows of a piece, with what gives them their offsets.
+    """One rank's rows of a piece, with the indices from which their offsets are computed.
 
     Attributes:
-        rows: As in `SharedProgram`, without offsets and counts.
-        src, dst: Places in `_ends` where the rows' chunks begin.
-        begin, end: Places between which lies what a row moves.
-        post: Place in `_slots`.
-        scratch: Place where the SCRATCH that is used ends.
+        rows: As in `SharedProgram.pieces`, without offsets and counts.
+        src: Index in `_ends` of the begin of each row's source.
+        dst: Index in `_ends` of the begin of each row's destination.
+        begin: Index in `_ends` of the begin of the data that each row moves.
+        end: Index in `_ends` of the end of that data.
+        post: Index in `_slots` of the place of each row's post.
+        scratch: Index in `_ends` of the end of the SCRATCH that is used.
     """
 
     rows: IntArray
@@ -269,7 +276,7 @@ class _UnitPiece(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
-    """Return the rows of one piece of so many units."""
+    """Return the rows of one piece of `units` units."""
     outline = _outline(schedule, units)
     program = lower(schedule, rank, layout_for(schedule, units))
     rows = np.concatenate([program.steps, np.full((len(program.steps), 3), -1)], axis=1)
@@ -278,7 +285,7 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
     for at, peer, number, stage in (*own.tolist(), *outline.reads[rank].tolist()):
         place = places[peer, number]
         rows[at, 7:] = place // places.shape[1], place, stage
-    rows = _joined(_posts_first(rows), rank)
+    rows = _join_rows(_move_posts_first(rows), rank)
     bases = _bases(schedule, units)
     src, dst = (
         np.where(rows[:, buf] < 0, bases[-1], bases[rows[:, buf]] + rows[:, off])
@@ -292,7 +299,7 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
 
 
 def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:
-    """Return the rows of one piece of `size` elements per block of `count`, and its SCRATCH."""
+    """Return the rows of a piece of `size` elements per block of `count`, and its SCRATCH size."""
     units = _units(schedule, size)
     piece = _unit_piece(schedule, rank, units)
     ends = places = _ends(schedule, size)
@@ -307,12 +314,12 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
     return rows, int(ends[piece.scratch])
 
 
-def _posts_first(rows: IntArray) -> IntArray:
-    """Move the first posts before the copies of own blocks that they follow.
+def _move_posts_first(rows: IntArray) -> IntArray:
+    """Move the first posts before the copies of own blocks that precede them.
 
-    The agreement travels with a post that comes first; behind a copy it is a round of its own. Only
-    posts of INPUT move, which no copy changes: an INPUT inside OUTPUT is the very block that is
-    copied onto itself.
+    The agreement travels with a post that is the first row; after a copy it needs a round of its
+    own. Only posts of INPUT move, because no copy changes INPUT. If INPUT lies inside OUTPUT, it is
+    the block that is copied onto itself.
     """
     ops, sources = rows[:, 0], rows[:, 2]
     copies = int(np.argmax(np.append(ops != Op.COPY, True)))
@@ -323,11 +330,15 @@ def _posts_first(rows: IntArray) -> IntArray:
     return np.concatenate([rows[copies:end], rows[:copies], rows[end:]])
 
 
-def _joined(rows: IntArray, rank: int) -> IntArray:
-    """Join rows that pass over the same elements one after another.
+def _join_rows(rows: IntArray, rank: int) -> IntArray:
+    """Join consecutive rows that pass over the same elements.
 
-    COPY to where the next row reduces is the source of that READ_REDUCE. A value that is set aside
-    while a lower rank's takes its place, to be reduced into that, is what RECV_REDUCE does.
+    A COPY to the destination of the next READ_REDUCE becomes the source of this READ_REDUCE.
+    Three rows become a RECV_REDUCE:
+
+    - COPY a value to SCRATCH.
+    - READ a lower rank's value into the place of the first value.
+    - REDUCE the copy into that place.
     """
     joined: list[list[int]] = []
     for at, row in enumerate(rows.tolist()):

@@ -1,7 +1,9 @@
 """Tree algorithms: binomial trees for small data, a pipelined binary tree for larger data.
 
-n is the size of the whole data (the vector, or p blocks), p the world size, m the pipeline depth,
-lg the logarithm to base 2. The trees are built for root 0 on relabelled ranks v = (r - root) mod p.
+In the formulas n is the size of the whole data (the vector, or p blocks), p the world size, m the
+pipeline depth. `lg` is the logarithm to base 2. The trees are built for root 0 on relabelled ranks
+v = (r - root) mod p.
+
 Source: Thakur, Rabenseifner and Gropp 2005 (binomial); the binary tree is the usual heap, as in
 Open MPI's "binary" algorithms.
 """
@@ -29,7 +31,7 @@ INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 
 
 def binomial_broadcast(p: int, root: int) -> Schedule:
-    """Double the ranks that have the vector in every round.
+    """Double the number of ranks that have the vector in every round.
 
     In the round with distance d the ranks v = 0 mod 2d send to v + d.
 
@@ -47,7 +49,7 @@ def binomial_broadcast(p: int, root: int) -> Schedule:
 
 
 def binomial_reduce(p: int, root: int) -> Schedule:
-    """Halve the ranks that hold partial results in every round.
+    """Halve the number of ranks that hold partial results in every round.
 
     In the round with distance d the ranks v = d mod 2d send to v - d.
 
@@ -64,10 +66,10 @@ def binomial_reduce(p: int, root: int) -> Schedule:
 
 
 def binomial_gather(p: int, root: int) -> Schedule:
-    """Collect the blocks of ever larger subtrees.
+    """Collect the blocks of subtrees whose size doubles in every round.
 
-    Rank v collects the blocks v, v+1, ... of its subtree in SCRATCH, its own first; the root
-    turns them into rank order at the end.
+    Rank v collects the blocks v, v+1, ... of its subtree in SCRATCH, its own first. The root
+    copies them into rank order at the end.
 
     Cost: ceil(lg p) rounds, n(p-1)/p received by the root.
     Source: MPICH's gather "binomial".
@@ -94,14 +96,24 @@ def binomial_gather(p: int, root: int) -> Schedule:
         yield copy(r, (SCRATCH, p - root), (OUTPUT, 0), root, where=at_root & (root > 0))
 
     return Schedule(
-        "gather", "binomial", p, ceil_log2(p), exchange, root, 1, p, p, before=own, after=unrotate
+        "gather",
+        "binomial",
+        p,
+        ceil_log2(p),
+        exchange,
+        root,
+        input_chunks=1,
+        output_chunks=p,
+        scratch_chunks=p,
+        before=own,
+        after=unrotate,
     )
 
 
 def binomial_scatter(p: int, root: int) -> Schedule:
-    """Hand ever smaller subtrees their blocks.
+    """Send subtrees their blocks; the size of a subtree halves in every round.
 
-    The mirror image of `binomial_gather`.
+    The steps are those of `binomial_gather` in reverse.
 
     Cost: ceil(lg p) rounds, n(p-1)/p sent by the root.
     Source: MPICH's scatter "binomial".
@@ -129,7 +141,17 @@ def binomial_scatter(p: int, root: int) -> Schedule:
         yield copy(r, (SCRATCH, 0), (OUTPUT, 0))
 
     return Schedule(
-        "scatter", "binomial", p, log2, exchange, root, p, 1, p, before=rotate, after=own
+        "scatter",
+        "binomial",
+        p,
+        log2,
+        exchange,
+        root,
+        input_chunks=p,
+        output_chunks=1,
+        scratch_chunks=p,
+        before=rotate,
+        after=own,
     )
 
 

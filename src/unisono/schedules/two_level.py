@@ -1,9 +1,12 @@
-"""Two levels: ranks of a host share the work, and every piece of data passes once between hosts.
+"""Two levels: the ranks of a host share the work, and data passes only once between hosts.
 
-The ranks of each host follow one another, and there are as many on every host: rank h*L + l is the
-l-th of L on host h of H. Each carries its shard of the data, one L-th, between the hosts; a host
-then sends and receives as little as if it were a single rank.
-n is the size of the whole data (the vector, or p blocks), p = H*L, m the pipeline depth.
+Every host has L ranks, and ranks are numbered host by host: rank h*L + l is the l-th of L on host
+h of H. Each rank moves its part of the data, one L-th, between the hosts. A host then sends and
+receives no more bytes than a single rank would. The pipeline cuts the vector into m *slices*, which
+pass through the stages of an algorithm one after another.
+
+In the formulas n is the size of the whole data (the vector, or p blocks), p = H*L, m the pipeline
+depth.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "two_level"
 
 Rows = list[IntArray]
-# (stage of a segment, its number, ranks) -> rows that send, rows that receive
+# (stage of a slice, number of the slice, ranks) -> rows that send, rows that receive
 Stage = Callable[[int, int, IntArray], tuple[Rows, Rows]]
 
 
 def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
-    """Reduce-scatter inside the hosts, all-reduce the shards in rings, all-gather inside.
+    """Reduce-scatter inside the hosts, all-reduce the parts in rings, all-gather inside.
 
     Cost: 2H-1+m rounds; 2n(H-1)/p sent to other hosts, 2n(L-1)/L inside.
     Source: Open MPI's coll/han; NCCL's rings with one NIC per GPU.
@@ -45,10 +48,10 @@ def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
 
     def stage(t: int, s: int, r: IntArray) -> tuple[Rows, Rows]:
         host = r // local
-        shard = (s * local + r % local) * hosts
+        part = (s * local + r % local) * hosts
         peers = _neighbours(r, local)
         theirs = (s * local + peers % local) * hosts
-        column, mine = r[:, None], shard[:, None]
+        column, mine = r[:, None], part[:, None]
         if t == 0:
             sends = [send(column, peers, OUTPUT, theirs, hosts)]
             return sends, [recv_reduce(column, peers, OUTPUT, mine, hosts)]
@@ -60,8 +63,8 @@ def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
         given = host + 1 - (t - hosts) if gathers else host - (t - 1)
         step = recv if gathers else recv_reduce
         return (
-            [send(r, after, OUTPUT, shard + given % hosts)],
-            [step(r, before, OUTPUT, shard + (given - 1) % hosts)],
+            [send(r, after, OUTPUT, part + given % hosts)],
+            [step(r, before, OUTPUT, part + (given - 1) % hosts)],
         )
 
     chunks = pipeline * local * hosts
@@ -69,7 +72,7 @@ def all_reduce(p: int, local: int, pipeline: int) -> Schedule:
 
 
 def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
-    """Scatter inside the root's host, send the shards down binomial trees, all-gather inside.
+    """Scatter inside the root's host, send the parts down binomial trees, all-gather inside.
 
     Cost: 1+ceil(lg H)+m rounds; at most n ceil(lg H)/L sent to other hosts.
     Source: Open MPI's coll/han, with van de Geijn's scatter and all-gather inside.
@@ -102,12 +105,12 @@ def broadcast(p: int, local: int, root: int, pipeline: int) -> Schedule:
 
 
 def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
-    """Reduce-scatter inside the hosts, reduce the shards up binomial trees, gather on the root.
+    """Reduce-scatter inside the hosts, reduce the parts up binomial trees, gather on the root.
 
-    Only the root writes its OUTPUT; the others reduce their shards in SCRATCH.
+    Only the root writes its OUTPUT. The other ranks reduce their parts in SCRATCH.
 
     Cost: 1+ceil(lg H)+m rounds; at most n/L sent to other hosts.
-    Source: the broadcast, backwards.
+    Source: the broadcast, reversed.
     """
     hosts = p // local
     depth = ceil_log2(hosts)
@@ -116,16 +119,17 @@ def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
         mine, is_root = s * local + r % local, r == root
         if t == 0:
             column, peers = r[:, None], _neighbours(r, local)
-            shards, first, others = mine[:, None], peers[:, 0], peers[:, 1:]
+            parts, first, others = mine[:, None], peers[:, 0], peers[:, 1:]
             at_root = is_root[:, None]
             return (
                 [send(column, peers, OUTPUT, s * local + peers % local)],
                 [
-                    recv_reduce(column, peers, OUTPUT, shards, where=at_root),
-                    # Not a copy of OUTPUT into which all are reduced: it would be one pass more.
+                    recv_reduce(column, peers, OUTPUT, parts, where=at_root),
+                    # Receive the first value and reduce OUTPUT into it. To copy OUTPUT to SCRATCH
+                    # and reduce all values into the copy would pass over the data once more.
                     recv(r, first, SCRATCH, mine, where=~is_root),
                     ir.reduce(r, (OUTPUT, mine), (SCRATCH, mine), where=~is_root),
-                    recv_reduce(column, others, SCRATCH, shards, where=~at_root),
+                    recv_reduce(column, others, SCRATCH, parts, where=~at_root),
                 ],
             )
         if t <= depth:
@@ -148,7 +152,7 @@ def reduce(p: int, local: int, root: int, pipeline: int) -> Schedule:
 
 
 def all_gather(p: int, local: int) -> Schedule:
-    """Pass blocks around rings of ranks of different hosts, and what has come on inside.
+    """Pass blocks around rings between the hosts, and send each received block inside the host.
 
     Cost: H rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
     Source: Open MPI's coll/han.
@@ -175,10 +179,10 @@ def all_gather(p: int, local: int) -> Schedule:
 
 
 def reduce_scatter(p: int, local: int) -> Schedule:
-    """Reduce inside a host what each other host is to get, and send it there.
+    """Reduce inside each host the blocks of another host, and send the results to that host.
 
     Cost: H rounds; n(H-1)/p sent to other hosts, n(L-1)/L inside.
-    Source: the all_gather, backwards.
+    Source: the all_gather, reversed.
     """
     hosts = p // local
 
@@ -190,8 +194,8 @@ def reduce_scatter(p: int, local: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         column, peers = r[:, None], _neighbours(r, local)
-        # What round k reduces is sent in the next one, to the host k+1 further on; the own host's
-        # comes last.
+        # Round k reduces the blocks of the host k+1 further on, and round k+1 sends them there. The
+        # blocks of the own host come last.
         own = k == hosts - 1
         buf, chunk = (OUTPUT, r * 0) if own else (SCRATCH, (r + (k + 1) * local) % p)
         to = (r + k * local) % p
@@ -221,7 +225,7 @@ def _neighbours(r: IntArray, local: int) -> IntArray:
 
 
 def _around(root: int, r: IntArray, local: int) -> tuple[IntArray, IntArray, BoolArray]:
-    """Return [1, 1] the root if it is in `r`, the others of its host, and who in `r` is one."""
+    """Return the root if it is in `r`, the other ranks of its host, and a mask of these in `r`."""
     at_root = r[r == root]
     near = (r // local == root // local) & (r != root)
     return at_root[:, None], _neighbours(at_root, local), near
@@ -230,7 +234,7 @@ def _around(root: int, r: IntArray, local: int) -> tuple[IntArray, IntArray, Boo
 def _branch(
     r: IntArray, local: int, root: int, hosts: int, level: int
 ) -> tuple[BoolArray, BoolArray, IntArray, IntArray]:
-    """Return who is above and who below on one level of binomial trees, and the other ends."""
+    """Return masks of parents and of children on one level of binomial trees, then their peers."""
     p, d = hosts * local, 1 << level
     v = (r // local - root // local) % hosts
     upper, lower = (v < d) & (v + d < hosts), (v >= d) & (v < 2 * d)
@@ -247,12 +251,13 @@ def _pipelined(
     root: int = -1,
     scratch_chunks: int = 0,
 ) -> Schedule:
-    """Return the schedule in which segments follow one another through the stages."""
+    """Return the schedule in which slices pass through the stages one after another."""
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         sends: Rows = []
         receives: Rows = []
-        # Both lists in the order of segments: ranks that meet in several match first in, first out.
+        # Both lists are in the order of slices. Two ranks that exchange several slices in a round
+        # otherwise match wrong messages, because matching is first in, first out.
         for s in range(max(0, k - stages + 1), min(k, pipeline - 1) + 1):
             out, back = stage(k - s, s, r)
             sends += out
@@ -261,5 +266,12 @@ def _pipelined(
 
     rounds = stages + pipeline - 1
     return Schedule(
-        collective, NAME, p, rounds, exchange, root, 0, chunks, scratch_chunks=scratch_chunks
+        collective,
+        NAME,
+        p,
+        rounds,
+        exchange,
+        root,
+        output_chunks=chunks,
+        scratch_chunks=scratch_chunks,
     )

@@ -1,8 +1,10 @@
 """Two-shot algorithms for shared memory: reduce-scatter by reads, then gather by reads.
 
-Every rank reduces one p-th of the vector: two rounds with the traffic of a ring.
-n is the size of the vector, p the world size, m the pipeline depth. Costs count a post to all as
-p-1 messages, which it is on links without shared memory.
+Every rank reduces one p-th of the vector, its part. Two rounds have the traffic of a ring.
+
+In the formulas n is the size of the vector, p the world size, m the pipeline depth. Costs count a
+post to all ranks as p-1 messages, as on links without shared memory.
+
 Source: PyTorch's symmetric-memory two_shot_all_reduce.
 """
 
@@ -20,9 +22,9 @@ OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
 
 def all_reduce(p: int, pipeline: int) -> Schedule:
-    """Reduce one's own part of everybody's vector, then read the other parts.
+    """Reduce one part per rank, then read the parts of the other ranks.
 
-    A part has `pipeline` chunks; while chunk k of the parts is reduced, chunk k-1 is read.
+    A part has `pipeline` chunks. While chunk k of the parts is reduced, chunk k-1 is read.
 
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: PyTorch's two_shot_all_reduce.
@@ -47,9 +49,9 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
 
 
 def reduce(p: int, root: int) -> Schedule:
-    """Reduce one's own part of everybody's vector, then the root reads the parts.
+    """Reduce one part per rank, then read the parts on the root.
 
-    The other ranks reduce in SCRATCH, so that their vectors stay as they are.
+    The other ranks reduce in SCRATCH, so that their vectors do not change.
 
     Cost: 2 rounds, 2n(p-1)/p read by the root, n(p-1)/p reduced.
     Source: Rabenseifner's reduce, with reads.

@@ -1,8 +1,9 @@
 """all_to_all with uneven blocks over memory that all ranks of a host can read.
 
-Every rank knows all block sizes, so that no schedule is needed: in each piece a rank posts a part
-of what it has for every other rank, and reads the parts that the others posted for it.
-n is what a rank sends, p the world size.
+Every rank has all block sizes, so no schedule is needed. In each piece a rank posts a part of its
+block for every other rank. Then it reads the parts that the other ranks posted for it.
+
+In the formula n is the data that a rank sends, p the world size.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ def lower_uneven(
     """Return the program of `rank`; None if a slot is too small for a part per rank.
 
     Args:
-        messages: The same call with messages.
-        counts: [p, p] elements that each rank (row) sends to each (column).
+        messages: The program of the same call with messages.
+        counts: [p, p] elements that each rank (row) sends to each rank (column).
         rank: This rank.
         itemsize: Bytes per element.
-        slot_bytes: What a rank can post at once.
+        slot_bytes: Bytes that a rank can post at once.
 
-    Cost: n copied into shared memory, as much out of it.
+    Cost: n copied into shared memory, n copied out of it.
     """
     p = len(counts)
     part = min(slot_bytes, PIECE_BYTES) // itemsize // max(p - 1, 1) // ALIGN * ALIGN
@@ -65,5 +66,5 @@ def lower_uneven(
 
 
 def _others(rank: int, p: int) -> list[int]:
-    """Return the other ranks, from the right neighbour on, so that not all begin with the same."""
+    """Return the other ranks from the right neighbour on; each rank begins with another rank."""
     return [(rank + i) % p for i in range(1, p)]

@@ -1,14 +1,14 @@
-"""Proof by symbolic execution that a schedule does what its collective promises.
+"""Prove by symbolic execution that a schedule computes the result of its collective.
 
 All ranks run on symbols instead of numbers: a chunk's value is an expression over the
-contributions of the ranks. Equal expressions are one object (hash-consing), so that a whole
-world is checked in about a microsecond per step and chunk.
+contributions of the ranks. Equal expressions are one object (hash-consing), so a world is checked
+in about a microsecond per step and chunk.
 
-A reduction is modelled as commutative but *not* associative: floating-point sums are just that. The
-proof of `rank_order` takes it as not commutative either.
-Two ranks whose chunks hold the same expression hold the same bits, whatever the numbers, as long
-as an engine's a (op) b has the bits of b (op) a. For NaNs with different payloads, and for the
-minimum of +0 and -0, many processors break that rule.
+A reduction is modelled as commutative but *not* associative, like a floating-point sum. The proof
+of `rank_order` models it as not commutative, too.
+Chunks with the same expression on two ranks hold the same bits for all numbers. The condition is
+that an engine's a (op) b has the bits of b (op) a. Many processors break it for NaNs with different
+payloads, and for the minimum of +0 and -0.
 """
 
 from __future__ import annotations
@@ -35,33 +35,37 @@ Row = tuple[int, int, int, int, int, int, int, int]
 
 
 def verify(schedule: Schedule, *, in_place: bool = False, rank_order: bool = False) -> None:
-    """Prove the schedule right for every element count, or say where it is wrong.
+    """Prove the schedule right for every element count, or raise an error that names the fault.
 
-    Proved: every required output chunk holds each contribution exactly once (moves: exactly the
-    right block), an all_reduce gives the same bits on all ranks, messages match in kind and
-    size and none is left over, a message is received in the round in which it was sent, nothing
-    deadlocks, INPUT is never written, nothing undefined is read.
+    The proof covers:
+
+    - Every required output chunk holds each contribution exactly once. If the collective does
+      not reduce, the chunk holds exactly the right block.
+    - An all_reduce gives the same bits on all ranks.
+    - Messages match in kind and size, and none is left over.
+    - A message is received in the round in which it is sent.
+    - No rank deadlocks, writes INPUT, or reads an undefined chunk.
 
     Args:
-        schedule: What to prove.
-        in_place: Prove it also right when the one-block buffer of a rank is its own block of
-            the p-block buffer, as in `all_gather_into_tensor(out, out[rank])`.
-        rank_order: Prove also that every result is ((x_0 (op) x_1) (op) x_2) (op) ..., operands
-            in these places.
+        schedule: The schedule to prove.
+        in_place: Prove a call in which the buffer of one block is the rank's own block of the
+            buffer of p blocks, as in `all_gather_into_tensor(out, out[rank])`.
+        rank_order: Prove also that every result is ((x_0 (op) x_1) (op) x_2) (op) ..., with the
+            operands in this order.
 
     Raises:
-        ScheduleError: Names the rank, the step, and the chunk.
+        ScheduleError: The schedule is wrong. The text names the rank, the step and the chunk.
     """
-    world = _World(schedule, in_place, rank_order)
+    world = _SymbolicWorld(schedule, in_place, rank_order)
     world.run()
     world.check_results()
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a chunk holds: data item `item`, reduced over the ranks in the bit set `ranks`.
+    """The value of a chunk: data item `item`, reduced over the ranks in the bit set `ranks`.
 
-    `key` numbers the expression; equal keys are equal bits.
+    `key` is the number of the expression. Equal keys mean equal bits.
     """
 
     key: int
@@ -77,8 +81,8 @@ class _Message:
     stage: int
 
 
-class _World:
-    """All ranks of a schedule, stepping through it on symbols."""
+class _SymbolicWorld:
+    """All ranks of a schedule, which execute it on symbols."""
 
     def __init__(self, schedule: Schedule, in_place: bool, rank_order: bool):
         self.rank_order = rank_order
@@ -96,7 +100,7 @@ class _World:
     # --- values ---------------------------------------------------------------------------
 
     def place(self, rank: int, chunk: Chunk) -> Chunk:
-        """Return where a chunk is stored: in place, some chunks have two names."""
+        """Return the chunk that stores `chunk`; in an in-place call some chunks have two names."""
         s, (buf, index) = self.schedule, chunk
         own = rank * s.block_chunks + index
         if self.in_place and s.collective in ("all_gather", "gather") and buf == Buf.INPUT:
@@ -126,11 +130,11 @@ class _World:
     # --- execution ------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run every rank as far as it gets until all are through."""
+        """Run every rank until it ends or waits for a message that is never sent."""
         runnable = deque(range(self.schedule.world_size))
         while runnable:
             rank = runnable.popleft()
-            # A rank that waits is woken by the peer that sends to it.
+            # A rank that waits becomes runnable when a peer sends to it.
             for woken in self.advance(rank):
                 if woken not in runnable:
                     runnable.append(woken)
@@ -190,7 +194,7 @@ class _World:
     def move(self, rank: int, row: Row) -> None:
         _, op, _, src_buf, src, dst_buf, dst, n = row
         if src_buf == dst_buf and abs(src - dst) < n:
-            # What an engine does then depends on the direction in which it copies.
+            # The result would depend on the direction in which the engine copies.
             self.fail(rank, f"{Op(op).name} within {Buf(src_buf).name}: places overlap")
         values, sizes = self.load(rank, row)
         self.store(rank, row, values, sizes)
@@ -209,7 +213,7 @@ class _World:
             self.fail(rank, f"{_name(chunks[0])}: sizes {here} here, {sizes} at the source")
         for chunk, value in zip(chunks, values, strict=True):
             if self.schedule.collective == "barrier":
-                # A barrier moves no data: what counts is which ranks are known to have come.
+                # A barrier moves no data. The value is the set of ranks that have entered it.
                 known = self.get(rank, chunk, "writes").ranks | value.ranks
                 value = _Value(0, value.item, known)
             elif row[1] in _REDUCES:
@@ -230,10 +234,10 @@ class _World:
             self.fail(rank, f"chunks [{first}, {first + n}) of buffer {buf}, which has {limit}")
         return [(buf, chunk) for chunk in range(first, first + n)]
 
-    # --- judgement ------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------
 
     def check_results(self) -> None:
-        """Compare what every rank holds with what the collective promises."""
+        """Compare the final chunks of every rank with the result of the collective."""
         s = self.schedule
         reducing = s.collective in REDUCING or s.collective == "barrier"
         for rank in range(s.world_size):
@@ -265,7 +269,7 @@ class _World:
         return self.stage_of[rank][self.next[rank]]
 
     def fail(self, rank: int, what: str) -> NoReturn:
-        """Raise for the step at which `rank` is."""
+        """Raise an error for the current step of `rank`."""
         step = self.next[rank]
         raise self.error(f"rank {rank}, round {self.stage(rank)}, step {step}: {what}", rank, step)
 
@@ -288,7 +292,7 @@ def _programs(schedule: Schedule) -> tuple[list[list[Row]], list[list[int]]]:
 
 
 def _buffer_chunks(s: Schedule, rank: int) -> dict[int, int]:
-    """Return how many chunks each buffer has on `rank`."""
+    """Return the number of chunks of each buffer on `rank`."""
     elsewhere = rank != s.root
     return {
         Buf.INPUT: 0 if s.collective == "scatter" and elsewhere else s.input_chunks,
@@ -300,8 +304,8 @@ def _buffer_chunks(s: Schedule, rank: int) -> dict[int, int]:
 def _initial(s: Schedule, rank: int) -> dict[Chunk, Chunk]:
     """Return the chunks that are defined at the start: chunk -> data item.
 
-    An item is (block, chunk in the block) of the collective's data; what a rank gives to each
-    of the others is told apart by the rank that contributes it.
+    An item is (block, chunk in the block) of the collective's data. Blocks of several ranks for one
+    destination are the same item. Their values differ in the rank that contributes them.
     """
     m = s.block_chunks
     if s.collective == "broadcast" and rank != s.root:
@@ -314,7 +318,7 @@ def _initial(s: Schedule, rank: int) -> dict[Chunk, Chunk]:
 
 
 def _required(s: Schedule, rank: int) -> dict[Chunk, tuple[Chunk, int]]:
-    """Return what OUTPUT must hold: chunk -> (data item, the rank it comes from)."""
+    """Return the required OUTPUT: chunk -> (data item, the rank that contributes it)."""
     m = s.block_chunks
     if s.collective == "reduce" and rank != s.root:
         return {}
@@ -329,19 +333,19 @@ def _required(s: Schedule, rank: int) -> dict[Chunk, tuple[Chunk, int]]:
 
 
 def _contributors(s: Schedule, rank: int) -> int:
-    """Return the ranks whose contributions a result on `rank` has, as a bit set."""
+    """Return the ranks that contribute to a result on `rank`, as a bit set."""
     count = {"scan": rank + 1, "exscan": max(rank, 1)}.get(s.collective, s.world_size)
     return (1 << count) - 1
 
 
 def _size(s: Schedule, rank: int, chunk: Chunk) -> object:
-    """Return a symbol for the size of a chunk: equal symbols, equal sizes at every count."""
+    """Return a symbol for the size of a chunk; equal symbols mean equal sizes at every count."""
     buf, index = chunk
     m = s.block_chunks
     if buf == Buf.SCRATCH:
         index %= s.work_chunks
     if not s.uneven_ok:
-        # Vector: one block whose chunks differ. Blocks: all alike, their chunks differ.
+        # All blocks are equal. The chunks of a block differ in size.
         return index % m
     if s.collective == "all_to_all":
         pair = (rank, index // m) if buf == Buf.INPUT else (index // m, rank)

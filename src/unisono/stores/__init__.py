@@ -1,4 +1,8 @@
-"""Key-value stores through which ranks find each other: Hash, File, TCP, and a prefix view."""
+"""Key-value stores through which ranks find each other.
+
+HashStore, FileStore, TCPStore and the view PrefixStore are exported here. EtcdStore and RedisStore
+are in `services`, because they need packages of their own.
+"""
 
 from unisono.stores.api import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT
 from unisono.stores.api import Store as Store

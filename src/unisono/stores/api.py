@@ -36,7 +36,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 Value = str | bytes | bytearray | memoryview
-"""What may be stored; text is stored as UTF-8."""
+"""Types that a store accepts; text is stored as UTF-8."""
 
 _NAMES_SHOWN = 8
 
@@ -57,7 +57,7 @@ class Store(ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long blocking calls wait when they are given no timeout of their own."""
+        """The time-out of blocking calls without a `timeout` argument."""
         return timedelta(seconds=min(self._timeout_s, timedelta.max.total_seconds() // 2))
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -110,7 +110,7 @@ class Store(ABC):
 
     @abstractmethod
     def num_keys(self) -> int:
-        """Return the number of keys with a value, internal ones included."""
+        """Return the number of keys with a value, internal keys included."""
 
     @abstractmethod
     def clone(self) -> Store:
@@ -147,7 +147,7 @@ class Store(ABC):
 
         Raises:
             QueueEmptyError: Empty, and `block` is false.
-            StoreTimeoutError: Still empty when the time is over.
+            StoreTimeoutError: Still empty at the time-out.
         """
         self._unsupported("queue_pop")
 
@@ -174,7 +174,7 @@ class Store(ABC):
         return False
 
     def _deadline(self, timeout: Timeout | None) -> Deadline:
-        """Start the clock of one call; also the place that refuses a closed store."""
+        """Start the clock of one call; raise ClosedError if the store is closed."""
         self._check_open()
         return Deadline(self._timeout_s if timeout is None else timeout)
 
@@ -203,7 +203,7 @@ class Store(ABC):
     def __reduce__(self) -> NoReturn:
         raise ArgumentTypeError(
             f"{type(self).__name__} cannot be pickled or copied: it belongs to this process",
-            hint="open the store again in the other process, or call clone() in this one",
+            hint="open the store again in the other process, or call clone() in this process",
         )
 
 
@@ -219,7 +219,7 @@ def check_key(key: str) -> str:
 
 
 def check_keys(keys: Sequence[str]) -> list[str]:
-    """Return a list of keys; a single string is refused, since it would be taken letter by letter.
+    """Return a list of keys; a single string would be split into letters, so it is refused.
 
     Raises:
         ArgumentTypeError: Not a sequence of str.
@@ -281,7 +281,7 @@ def list_names(names: Iterable[str]) -> str:
 def keys_timeout(
     store: Store, operation: str, keys: Sequence[str], missing: Sequence[str], timeout_s: float
 ) -> StoreTimeoutError:
-    """Return the error of a wait whose time is over."""
+    """Return the error of a wait that timed out."""
     return StoreTimeoutError(
         f"{operation} on {store!r} timed out after {timeout_s:g} s: "
         f"missing {list_names(missing)} ({len(keys) - len(missing)} of {len(keys)} present)",
@@ -292,7 +292,7 @@ def keys_timeout(
 def barrier_timeout(
     store: Store, key: str, came: str, world_size: int, timeout_s: float
 ) -> StoreTimeoutError:
-    """Return the error of a barrier whose time is over; `came` is how many callers arrived."""
+    """Return the error of a barrier that timed out; `came` is the number of callers inside."""
     return StoreTimeoutError(
         f"barrier {key!r} on {store!r} timed out after {timeout_s:g} s: "
         f"{came} of {world_size} callers arrived"

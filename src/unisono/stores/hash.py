@@ -20,8 +20,8 @@ class HashStore(TableStore):
 
     Waiting threads sleep until a write wakes them; nothing polls.
 
-    Source: torch.distributed.HashStore, torch 2.13. Other than there, `add`, `append` and
-    `compare_set` wake those who wait for the key.
+    Source: torch.distributed.HashStore, torch 2.13. Unlike there, `add`, `append` and
+    `compare_set` wake the threads that wait for the key.
     """
 
     def __init__(self) -> None:

@@ -13,11 +13,11 @@ __all__ = ["PrefixStore"]
 
 
 class PrefixStore(Store):
-    """Key "k" is "<prefix>/k" in the store below; timeout and connection are the store's own.
+    """Key "k" is "<prefix>/k" in the store below, which has the time-out and the connection.
 
     Closing the view does not close the store below, unless it owns it. `num_keys` counts all
-    keys below, those outside of the prefix included, as torch does; `list_keys` lists only its
-    own.
+    keys below, also those outside of the prefix, as torch does. `list_keys` lists only the keys
+    of the prefix.
 
     Source: torch.distributed.PrefixStore, torch 2.13.
     """
@@ -32,12 +32,12 @@ class PrefixStore(Store):
 
     @property
     def prefix(self) -> str:
-        """What is put before each key, without the slash."""
+        """The text before each key, without the slash."""
         return self._prefix
 
     @property
     def underlying_store(self) -> Store:
-        """The store that this one is a view of."""
+        """The store below this view."""
         return self._store
 
     @property
@@ -129,7 +129,7 @@ class PrefixStore(Store):
         return other
 
     def has_extended_api(self) -> bool:
-        """Return what the store below says."""
+        """Return what the store below returns."""
         return self._store.has_extended_api()
 
     def close(self) -> None:

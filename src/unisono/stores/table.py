@@ -1,7 +1,7 @@
-"""What a store holds, and who waits for it: the semantics of every store, without any I/O.
+"""The semantics of every store, without any I/O: values, queues, barriers, and their waiters.
 
-HashStore guards a `Table` with a lock, FileStore replays its log into one, the TCP server
-owns one. Nothing here blocks, sleeps or locks: a waiter asks again, or leaves a callback.
+HashStore guards a `Table` with a lock, FileStore replays its log into a table, the TCP server
+owns a table. Nothing here blocks, sleeps or locks: a waiter polls, or registers a callback.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from unisono.stores.api import INT64_MAX, INT64_MIN
 __all__ = ["Change", "ChangeKind", "Table", "Watch", "checked_sum"]
 
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
-# Digits of an int64 with generous padding; longer text cannot be one, and int() is quadratic.
+# More than an int64 with padding has. Longer text is refused before int(), which is quadratic.
 _MAX_DIGITS = 64
 
 
 class ChangeKind(enum.IntEnum):
-    """What a change does to the table; JOIN and LEAVE are for who keeps the table in a file."""
+    """The effect of a change on the table; only FileStore uses JOIN and LEAVE."""
 
     SET = 1
     APPEND = 2
@@ -39,7 +39,7 @@ class ChangeKind(enum.IntEnum):
 
 
 class Change(NamedTuple):
-    """One change as data; what `first` and `second` mean depends on the kind."""
+    """One change as data; the meaning of `first` and `second` depends on the kind."""
 
     kind: ChangeKind
     key: str
@@ -48,19 +48,19 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """One caller waiting until all of `keys` are ready; `notify` is called once, then."""
+    """One caller that waits until all of `keys` are ready; `notify` is then called once."""
 
     __slots__ = ("keys", "missing", "notify")
 
     def __init__(self, keys: Iterable[str], notify: Callable[[], None]) -> None:
         self.keys = tuple(keys)
         self.notify = notify
-        # Which of `keys` is not there; only that one is watched.
+        # Index of a key that is not ready; only this key is watched.
         self.missing = 0
 
 
 class _Barrier:
-    """The callers inside one barrier, and how to let each of them go."""
+    """The callers inside one barrier, each with the function that releases it."""
 
     __slots__ = ("members", "world_size")
 
@@ -72,8 +72,8 @@ class _Barrier:
 class Table:
     """Values, queues and barriers by name.
 
-    `reserved` counts values of a queue that were promised to a woken waiter which has not
-    fetched them yet; other waiters do not see these, so that one push wakes one waiter.
+    `reserved` counts the values of a queue that woken waiters have not fetched yet. Other waiters
+    do not see these values, so that one push wakes one waiter.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Table:
         self._barriers: dict[str, _Barrier] = {}
 
     def apply(self, change: Change) -> Any:
-        """Do what a change says and return its result.
+        """Make a change and return its result.
 
         Raises:
             StoreKeyError, InvalidArgumentError: Refused; the table is as before.
@@ -106,7 +106,7 @@ class Table:
             case ChangeKind.POP:
                 return self.queue_pop(key)
             case ChangeKind.ARRIVE:
-                return self.arrive(key, int(first), second.decode(), _nobody)
+                return self.arrive(key, int(first), second.decode(), _no_release)
             case ChangeKind.WITHDRAW:
                 return self.withdraw(key, first.decode())
             case ChangeKind.JOIN | ChangeKind.LEAVE:
@@ -183,7 +183,7 @@ class Table:
     def _watch_missing(self, watch: Watch) -> bool:
         """Watch the next key that is not there; False if all are.
 
-        From the one that came on: a wait for many keys looks at each about once in its life.
+        The search begins at the key that became ready, so that a wait looks at each key about once.
         """
         count = len(watch.keys)
         for at in range(watch.missing, watch.missing + count):
@@ -195,7 +195,7 @@ class Table:
         return False
 
     def unwatch(self, watch: Watch) -> None:
-        """Forget a watch; harmless if it was notified already."""
+        """Remove a watch; harmless if it was notified already."""
         key = watch.keys[watch.missing]
         watches = self._watches.get(key)
         if watches is not None:
@@ -206,17 +206,17 @@ class Table:
     def changed(self, key: str) -> None:
         """Notify the watches that `key` completed, oldest first."""
         for watch in self._watches.pop(key, ()):
-            # Asked again for each: the one before may have reserved what was there.
+            # Asked again for each watch: the previous watch may have reserved the value.
             if not self._watch_missing(watch):
                 watch.notify()
 
     def arrive(
         self, key: str, world_size: int, member: Hashable, notify: Callable[[], None]
     ) -> None:
-        """Enter a barrier; the last one to come notifies all of them, itself included.
+        """Enter a barrier; the last member notifies all members, itself included.
 
         Raises:
-            InvalidArgumentError: Others wait there with another world size.
+            InvalidArgumentError: Other members entered with another world size.
         """
         barrier = self._barriers.setdefault(key, _Barrier(world_size))
         if barrier.world_size != world_size:
@@ -231,7 +231,7 @@ class Table:
                 release()
 
     def withdraw(self, key: str, member: Hashable) -> int:
-        """Leave a barrier; return how many were inside, 0 if `member` was let go before."""
+        """Leave a barrier; return how many were inside, 0 if `member` was released before."""
         barrier = self._barriers.get(key)
         if barrier is None or member not in barrier.members:
             return 0
@@ -246,18 +246,18 @@ class Table:
         return key in self._barriers and member in self._barriers[key].members
 
 
-def _nobody() -> None:
-    """Stand-in for waking a barrier's member that asks for itself."""
+def _no_release() -> None:
+    """Do nothing: members of a barrier in a FileStore poll."""
 
 
 def checked_sum(key: str, value: bytes | None, amount: int) -> int:
-    """Return the number that `value` spells, plus `amount`; None counts as 0.
+    """Return the number in `value` plus `amount`; None counts as 0.
 
     torch takes a leading number ("12abc" counts as 12), drops the connection on anything else,
     and wraps around at 64 bits.
 
     Raises:
-        StoreKeyError: It is no number, or the sum leaves 64 bits.
+        StoreKeyError: Not a number, or the sum leaves 64 bits.
     """
     if value is None:
         return amount

@@ -1,4 +1,4 @@
-"""What HashStore and FileStore have in common: every operation, in terms of three hooks."""
+"""The base of HashStore and FileStore: every operation, in terms of three hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class TableStore(Store):
-    """A store whose table is in this process; a subclass says how it is shared and waited on."""
+    """A store whose table is in this process; a subclass shares the table and waits for it."""
 
     def __init__(self, timeout: Timeout) -> None:
         super().__init__(timeout)
@@ -40,11 +40,11 @@ class TableStore(Store):
 
     @abstractmethod
     def _look(self, question: Callable[[Table], T]) -> T:
-        """Ask the table, with everybody else kept out."""
+        """Ask the table while other threads and processes are kept out."""
 
     @abstractmethod
     def _poll(self, deadline: Deadline, question: Callable[[Table], bool]) -> bool:
-        """Wait until the answer is yes; False if the time is over."""
+        """Wait until the answer is true; return False at the deadline."""
 
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
@@ -138,7 +138,7 @@ class TableStore(Store):
             if self._poll(deadline, lambda table: not table.inside(key, member)):
                 self._inside.discard((key, member))
         finally:
-            # Also when Ctrl-C ends the wait: a caller that left must not let the others through.
+            # Also after Ctrl-C: a caller that left must not count, or the others pass too early.
             came = self._leave_barrier(key, member)
         if came:
             raise barrier_timeout(self, key, str(came), world_size, deadline.timeout_s)
@@ -154,7 +154,7 @@ class TableStore(Store):
         return True
 
     def _leave_barrier(self, key: str, member: str) -> int:
-        """Stop being counted; return how many were inside, 0 if nothing was left to leave."""
+        """Leave a barrier; return how many were inside, 0 if this member was not."""
         if (key, member) not in self._inside:
             return 0
         self._inside.discard((key, member))

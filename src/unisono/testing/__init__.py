@@ -1,7 +1,7 @@
 """The third public tier: run code on several ranks in one test, and check implementations.
 
-`run` calls a function on every rank, as threads or as processes. The `check_*` suites are what
-every store, transport and engine must pass; they need no pytest.
+`run` calls a function on every rank, as threads or as processes. Every store, transport and engine
+must pass its `check_*` suite. The suites need no pytest.
 """
 
 from unisono.testing.check_engine import check_engine

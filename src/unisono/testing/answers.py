@@ -1,4 +1,4 @@
-"""NumPy's answers: what a collective must leave on every rank."""
+"""The expected results of collectives on every rank, computed with NumPy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 def values(dtype: DType, count: int, rank: int, op: ReduceOp) -> Array:
-    """Return small whole numbers, so that every order of a reduction gives the same."""
+    """Return small whole numbers, so that every order of a reduction gives the same result."""
     small = op is ReduceOp.PRODUCT or dtype.kind == "b"
     numbers = (np.arange(count) * 3 + rank * 5) % (2 if dtype.kind == "b" else 11)
     if small and dtype.kind != "b":
@@ -48,7 +48,7 @@ def reduced(parts: Sequence[Array], dtype: DType, op: ReduceOp) -> Array:
 def case(
     collective: str, size: int, count: int, root: int, dtype: DType, op: ReduceOp
 ) -> tuple[list[Array | None], list[Array | None], list[Array | None]]:
-    """Return inputs, outputs before and outputs after of all ranks."""
+    """Return the inputs, the outputs before the call, and the expected outputs of all ranks."""
     many = collective in ("reduce_scatter", "all_to_all", "scatter")
     width = count * (size if many else 1)
     data = [values(dtype, width, rank, op) for rank in range(size)]

@@ -40,11 +40,11 @@ def check_engine(make: Make) -> None:
     """Run every check of `ENGINE_CHECKS`, each on new engines.
 
     Args:
-        make: Given a world size, returns the connected engines of all ranks in this process.
-            They are closed afterwards.
+        make: Function that takes a world size and returns the connected engines of all ranks in
+            this process. The suite closes them.
 
     Raises:
-        AssertionError: The engine behaves differently; the text says in what.
+        AssertionError: The engine behaves differently. The text names the difference.
     """
     for check in ENGINE_CHECKS:
         check(make)
@@ -62,13 +62,10 @@ def _task(
     dtype: DType = _FLOAT32,
     op: ReduceOp = ReduceOp.SUM,
     timeout_s: float = PATIENCE_S,
-    exchange: Exchange | None = None,
     finish: Callable[[], None] = lambda: None,
 ) -> Task:
     call = Call.of("test", f"test({', '.join(map(str, agreed))})", agreed)
-    return Task(
-        call, program, input, output, dtype, op, Deadline(timeout_s), exchange, None, finish
-    )
+    return Task(call, program, input, output, dtype, op, Deadline(timeout_s), finish=finish)
 
 
 def _submit(engine: Engine, task: Task, *, inline: bool = True) -> Completion:
@@ -77,7 +74,7 @@ def _submit(engine: Engine, task: Task, *, inline: bool = True) -> Completion:
 
 
 def _run(engine: Engine, task: Task, *, inline: bool = True) -> BaseException | None:
-    """Run one task to its end; return its error."""
+    """Run a task to its end; return its error."""
     completion = _submit(engine, task, inline=inline)
     if inline:
         equal("an inline task is done on return", completion.done(), True)
@@ -91,7 +88,7 @@ def _sum_program(rank: int, size: int, count: int) -> Program:
 
 
 def _all_reduce(engine: Engine, count: int = 3, **options: Any) -> BaseException | None:
-    """Run one all_reduce of ones and check what it wrote."""
+    """Run an all_reduce of arrays filled with 1, and check the output."""
     comm = engine.comm
     data = np.ones(count, np.float32)
     error = _run(engine, _task(_sum_program(comm.rank, comm.size, count), data, **options))
@@ -103,7 +100,7 @@ def _all_reduce(engine: Engine, count: int = 3, **options: Any) -> BaseException
 
 
 def _everywhere(engines: Sequence[Engine], **options: Any) -> None:
-    """Check that the group works."""
+    """Check that an all_reduce of all ranks works."""
     errors = in_threads([partial(_all_reduce, engine, **options) for engine in engines])
     for error in errors:
         if error is not None:
@@ -129,7 +126,7 @@ def _check_case(
     schedule = build(collective, algorithm, size, root)
     layout = layout_for(schedule, count)
     inputs, outputs, expected = case(collective, size, count, root, dtype, op)
-    # A broadcast's or a reduce's data is its output, so that NumPy's copy is made before.
+    # Copied now, because a broadcast or a reduce overwrites its data, which `expected` may share.
     wanted = [None if e is None else e.copy() for e in expected]
     given = [None if i is None else i.copy() for i in inputs]
     agreed = (collective, algorithm, count, dtype.name, op.name)
@@ -214,15 +211,16 @@ def _check_exchange(make: Make) -> None:
     def check(call: Call, table: Array) -> None:
         tables.append(table.copy())
         if (table == 99).any():
-            raise CollectiveMismatchError("99 was said")
+            raise CollectiveMismatchError("99 was sent")
 
     def body(engine: Engine, numbers: list[int], even: int) -> tuple[BaseException | None, Array]:
         rank = engine.comm.rank
         data = np.ones(4, np.float32)
-        # The own program sums one element, the one after an exchange four.
+        # The own program sums 1 element, the program after an exchange sums 4.
         own, other = _sum_program(rank, size, 1), _sum_program(rank, size, 4)
-        exchange = Exchange(even, np.array(numbers, np.int64), check, other)
-        return _run(engine, _task(own, data, exchange=exchange)), data
+        task = _task(own, data)
+        task.exchange = Exchange(even, np.array(numbers, np.int64), check, other)
+        return _run(engine, task), data
 
     with opened(make, size) as engines:
         for words, numbers, called, total in (
@@ -260,7 +258,7 @@ def _check_deadline(make: Make) -> None:
                 found = is_a("rank that waited", error, CollectiveTimeoutError)
                 equal("ranks to blame", found.context.peers, absent)
                 equal("group is usable", found.context.usable, False)
-            # Those that come late hear of it at once, not after their own deadline.
+            # A late rank gets the error at once, not after its own deadline.
             for rank in absent:
                 is_a("rank that came late", _all_reduce(engines[rank]), CollectiveTimeoutError)
 
@@ -278,7 +276,7 @@ def _check_abort(make: Make) -> None:
         for completion in [*waiting, queued]:
             equal("done in time", completion.wait_until(Deadline(PATIENCE_S)), True)
             error = is_a("aborted", completion.error, CollectiveAbortedError)
-            equal("the reason is told", "enough of this" in error.what, True)
+            equal("the reason is reported", "enough of this" in error.what, True)
             equal("ranks to blame", error.context.peers, (1,))
         is_a("a later call", _all_reduce(engines[2]), CollectiveAbortedError)
 
@@ -292,7 +290,7 @@ def _check_own_failure(make: Make) -> None:
         first, _ = in_threads(bodies)
         equal("cause", repr(is_a("rank 0", first, InternalError).__cause__), "OSError('disk full')")
         error = is_a("rank 1, later", _all_reduce(engines[1]), PeerFailedError)
-        equal("the reason is told", "disk full" in error.what, True)
+        equal("the reason is reported", "disk full" in error.what, True)
 
 
 def _check_lost(make: Make) -> None:
@@ -310,7 +308,7 @@ def _check_lost(make: Make) -> None:
 
 
 def _check_order(make: Make) -> None:
-    """Mixed asynchronous and inline tasks run in the order of submission, on every rank."""
+    """Check that asynchronous and inline tasks run in the order of submission on every rank."""
     size, count = 3, 30
 
     def body(engine: Engine) -> None:
@@ -337,29 +335,29 @@ def _check_order(make: Make) -> None:
 
 
 def _check_callbacks(make: Make) -> None:
-    """A callback may submit; it may not wait for its own thread."""
+    """Check that a callback may submit, but may not wait for its own thread."""
 
     def body(engine: Engine) -> None:
         rank = engine.comm.rank
-        ends = [Completion(), Completion()]
+        later = [Completion(), Completion()]
         refused: list[Exception] = []
 
         def make_task() -> Task:
             return _task(_sum_program(rank, 2, 1), np.ones(1, np.float32))
 
         def callback(_: Completion) -> None:
-            engine.submit(make_task(), ends[0], inline=False)
+            engine.submit(make_task(), later[0], inline=False)
             try:
-                # The task before is queued, and this is the thread that would run it.
-                engine.submit(make_task(), ends[1], inline=True)
+                # The task before is queued, and only this thread could run it.
+                engine.submit(make_task(), later[1], inline=True)
             except UsageError as error:
                 refused.append(error)
-            raise RuntimeError("a callback's error ends nothing but the callback")
+            raise RuntimeError("an error in a callback ends only the callback")
 
         first = Completion()
         first.add_callback(callback)
         engine.submit(make_task(), first, inline=False)
-        for completion in (first, ends[0]):
+        for completion in (first, later[0]):
             equal("done in time", completion.wait_until(Deadline(PATIENCE_S)), True)
             equal("error", completion.error, None)
         equal("refused waits", len(refused), 1)

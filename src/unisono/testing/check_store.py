@@ -20,7 +20,7 @@ from unisono.stores import DEFAULT_TIMEOUT, Store
 
 __all__ = ["STORE_CHECKS", "check_store"]
 
-# Far more than any check needs, far less than a person waits.
+# Longest wait of a check. Far more than a check needs, far less than a person waits.
 _PATIENCE_S = 20.0
 _SHORT_S = 0.05
 
@@ -29,10 +29,11 @@ def check_store(make_store: Callable[[], Store]) -> None:
     """Run every check of `STORE_CHECKS`, each on a new store.
 
     Args:
-        make_store: Returns a new store with no keys of its own in it. It is closed afterwards.
+        make_store: Function that returns a new store in which `list_keys` finds no key. The suite
+            closes it.
 
     Raises:
-        AssertionError: The store behaves differently; the text says in what.
+        AssertionError: The store behaves differently. The text names the difference.
     """
     for check in STORE_CHECKS:
         with make_store() as store:
@@ -47,7 +48,7 @@ def _equal(what: str, got: object, expected: object) -> None:
 
 
 def _raises(what: str, error: type[Exception], call: Callable[[], object], *names: str) -> None:
-    """Check that a call fails in the right way, with each of `names` in the first line."""
+    """Check that a call raises `error`, with each of `names` in the first line."""
     try:
         result = call()
     except error as caught:
@@ -61,7 +62,7 @@ def _raises(what: str, error: type[Exception], call: Callable[[], object], *name
 
 @contextmanager
 def _thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Run a call beside the body; afterwards the list holds its result or its exception."""
+    """Run a call on a thread during the with block; then the list holds its result or error."""
     outcome: list[Any] = []
 
     def body() -> None:
@@ -211,7 +212,7 @@ def _check_wake_ups(store: Store) -> None:
     }
     for key, write in writes.items():
         with _thread(lambda key=key: store.get(key)) as outcome:  # type: ignore[misc]
-            # The same handle: a wait must not keep other threads out.
+            # The same handle, because a wait must not block other threads.
             _equal(f"check beside a wait for {key!r}", store.check([key]), False)
             write()
         _equal(f"get woken by {key}", outcome, [b"1"])
@@ -267,7 +268,7 @@ def _check_barrier(store: Store) -> None:
         work(clones[1])
     _equal("rounds that a barrier let through early", torn, [])
     _raises("one of two", StoreTimeoutError, lambda: store.barrier("late", 2, _SHORT_S))
-    # The one that gave up must not complete the barrier of those who come later.
+    # A caller whose barrier timed out must not complete the barrier of later callers.
     _raises("again", StoreTimeoutError, lambda: clones[0].barrier("late", 2, _SHORT_S))
     for clone in clones:
         clone.close()

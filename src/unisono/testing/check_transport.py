@@ -19,7 +19,8 @@ from unisono.testing.transport_tools import (
     wait,
 )
 from unisono.transports import Cancelled, Key, MessageMismatch
-from unisono.transports.api import Kind, Transfer
+from unisono.transports.messages import Kind
+from unisono.transports.transfers import Transfer
 
 __all__ = ["TRANSPORT_CHECKS", "check_transport", "check_vanishing"]
 
@@ -28,11 +29,11 @@ def check_transport(make: Make) -> None:
     """Run every check of `TRANSPORT_CHECKS`, each on new transports.
 
     Args:
-        make: Given a world size, returns the connected transports of all ranks in this process.
-            They are closed afterwards.
+        make: Function that takes a world size and returns the connected transports of all ranks
+            in this process. The suite closes them.
 
     Raises:
-        AssertionError: The transport behaves differently; the text says in what.
+        AssertionError: The transport behaves differently. The text names the difference.
     """
     for check in TRANSPORT_CHECKS:
         check(make)
@@ -49,7 +50,7 @@ def _check_sizes(make: Make) -> None:
                     sent = a.send(1, key(), pattern(nbytes))
                 else:
                     sent = a.send(1, key(), pattern(nbytes))
-                    # Only the second message's coming shows that the first one is there.
+                    # The arrival of a second message shows that the first has arrived.
                     wait(a.send(1, key(1), pattern(1)), b.recv(0, key(1), room_for(1)))
                     received = b.recv(0, key(), room)
                 wait(sent, received)
@@ -190,7 +191,7 @@ def _check_cancel_on_its_way(make: Make) -> None:
             before = bytes(room)
             a.cancel(sent)
             equal("done after cancel", sent.done(), True)
-            # Neither end may look at its memory any more.
+            # Neither end may access its memory any longer.
             data[:] = bytes(nbytes)
             small = room_for(8)
             wait(a.send(1, key(1), pattern(8)), b.recv(0, key(1), small))
@@ -198,7 +199,8 @@ def _check_cancel_on_its_way(make: Make) -> None:
             equal("memory is the same as right after cancel", room == before, True)
             if received.error is None:
                 equal("a receive that won the race", room == pattern(nbytes), True)
-            # Cancelled before a byte went out: never sent. Otherwise it may have come too late.
+            # A send that was cancelled before its first byte is never sent. Another may arrive
+            # later: drop it, so that the next round does not receive it.
             b.mailbox.forget_context(CONTEXT, Cancelled())
 
 

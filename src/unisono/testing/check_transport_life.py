@@ -17,14 +17,14 @@ from unisono.testing.transport_tools import (
     room_for,
     wait,
 )
-from unisono.transports import LinkDown, Status, Transport
-from unisono.transports.api import Failure
+from unisono.transports import CallStatus, LinkDown, Transport
+from unisono.transports.messages import Failure
 
 __all__ = ["LIFE_CHECKS", "check_vanishing"]
 
 
 def check_vanishing(make: Make, vanish: Callable[[Transport], None]) -> None:
-    """Check what the others see when a rank goes away without a good-bye.
+    """Check the errors on the other ranks when a rank ends without closing its transport.
 
     Args:
         make: As for `check_transport`.
@@ -33,13 +33,13 @@ def check_vanishing(make: Make, vanish: Callable[[Transport], None]) -> None:
     with opened(make, 3) as (a, b, c):
         wait(c.send(1, key(5), pattern(3)))
         mine = b.recv(2, key(), room_for(8))
-        anybody = b.recv(None, key(), room_for(8))
+        any_rank = b.recv(None, key(), room_for(8))
         others = b.recv(None, key(), room_for(8), among=[0])
         wait(c.send(1, key(6), pattern(1)), b.recv(2, key(6), room_for(1)))
         vanish(c)
-        for transfer in (mine, anybody):
+        for transfer in (mine, any_rank):
             error = fails("a receive that waits", transfer, LinkDown)
-            equal("rank to blame, left in peace", (error.peer, error.left), (2, False))
+            equal("rank to blame, closed its transport", (error.peer, error.left), (2, False))
         fails("later send", b.send(2, key(), pattern(1)), LinkDown)
         fails("later receive", b.recv(2, key(), room_for(1)), LinkDown)
         fails("later receive from any", b.recv(None, key(), room_for(1)), LinkDown)
@@ -56,17 +56,19 @@ def _check_ask(make: Make) -> None:
             b.enter(CONTEXT, seq, f"call {seq}")
         c.enter(CONTEXT, 3, "call 3")
         answers = a.ask(CONTEXT, 18, range(4), Deadline(PATIENCE_S))
-        expected = {1: Status(18, "call 18"), 2: Status(3, "call 3"), 3: Status(0, "")}
+        expected = {1: CallStatus(18, "call 18"), 2: CallStatus(3, "call 3"), 3: CallStatus(0, "")}
         equal("answers", answers, expected)
         later = a.ask(CONTEXT, 1000, [1], Deadline(PATIENCE_S))
-        equal("the last call of a rank behind", later, {1: Status(19, "call 19")})
+        equal("the last call of a rank behind", later, {1: CallStatus(19, "call 19")})
         elsewhere = a.ask(CONTEXT + 1, 1, [1], Deadline(PATIENCE_S))
-        equal("another context", elsewhere, {1: Status(0, "")})
+        equal("another context", elsewhere, {1: CallStatus(0, "")})
         question = a.inquire(CONTEXT, 0, [1, 3])
         equal("their last calls come in", question.wait_until(Deadline(PATIENCE_S)), True)
-        equal("the last calls", question.answers, {1: Status(19, "call 19"), 3: Status(0, "")})
+        equal(
+            "the last calls", question.answers, {1: CallStatus(19, "call 19"), 3: CallStatus(0, "")}
+        )
         a.close_question(question)
-        equal("nobody asked", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
+        equal("a question to no other rank", a.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 
 
 def _check_fail(make: Make) -> None:
@@ -74,29 +76,29 @@ def _check_fail(make: Make) -> None:
         a, b, c = world
         waiting = [b.recv(0, key(), room_for(8)), c.recv(None, key(), room_for(8))]
         elsewhere = c.recv(0, key(context=1), room_for(8))
-        heard: list[Failure] = []
-        b.on_failure(CONTEXT, heard.append)
+        reported: list[Failure] = []
+        b.on_failure(CONTEXT, reported.append)
         a.fail(CONTEXT, Failure("failed", "a reason", [0, 2], 0), [0, 1, 2])
         for transfer in waiting:
             failure = fails("a receive that waits", transfer, Failure)
             got = (failure.kind, failure.reason, failure.peers, failure.by)
             equal("failure", got, ("failed", "a reason", (0, 2), 0))
-        # Its own failure comes second and must not hide the first.
+        # Rank 1's own failure is the second and must not hide the first.
         b.fail(CONTEXT, Failure("timeout", "another", [1], 1), [0, 1, 2])
         equal("the first failure stays", [t.failure(CONTEXT).by for t in world], [0, 0, 0])  # type: ignore[union-attr]
-        equal("callbacks", [failure.by for failure in heard], [0])
-        b.on_failure(CONTEXT, heard.append)
-        equal("callbacks that come late", len(heard), 2)
+        equal("callbacks", [failure.by for failure in reported], [0])
+        b.on_failure(CONTEXT, reported.append)
+        equal("callbacks after a late registration", len(reported), 2)
         for transport in world:
             fails("later send", transport.send(1, key(), pattern(8)), Failure)
             fails("later receive", transport.recv(1, key(), room_for(8)), Failure)
         equal("another context", c.failure(1), None)
-        untold = Failure("lost", "rank 2 was lost", [2], 0, ["rank 0 -> rank 2 at ::1:7: refused"])
-        a.fail(2, untold, [])
-        equal("one of which nobody was told", b.failure(2), None)
+        local = Failure("lost", "rank 2 was lost", [2], 0, ["rank 0 -> rank 2 at ::1:7: refused"])
+        a.fail(2, local, [])
+        equal("a failure that was sent to no rank", b.failure(2), None)
         b.ask(2, 0, [0], Deadline(PATIENCE_S))
-        heard_of = b.failure(2)
-        equal("what an answer tells", heard_of and heard_of.words, untold.words)
+        answered = b.failure(2)
+        equal("the failure in an answer", answered and answered.words, local.words)
         wait(a.send(2, key(context=1), pattern(8)), elsewhere)
 
 
@@ -134,27 +136,27 @@ def _check_leaving(make: Make) -> None:
         wait(a.send(1, key(), pattern(8)), c.send(1, key(1), pattern(1)))
         wait(b.recv(2, key(1), room_for(1)))
         late = a.send(1, key(), pattern(1 << 20))
-        waiting, anybody = b.recv(0, key(9), room_for(8)), b.recv(None, key(9), room_for(8))
+        waiting, any_rank = b.recv(0, key(9), room_for(8)), b.recv(None, key(9), room_for(8))
         a.close()
         error = fails("a receive from it", waiting, LinkDown)
-        equal("rank to blame, left in peace", (error.peer, error.left), (0, True))
+        equal("rank to blame, closed its transport", (error.peer, error.left), (0, True))
         rooms = [room_for(8), room_for(1 << 20)]
         wait(late, b.recv(0, key(), rooms[0]), b.recv(0, key(), rooms[1]))
-        equal("what it sent before", rooms == [pattern(8), pattern(1 << 20)], True)
+        equal("messages sent before", rooms == [pattern(8), pattern(1 << 20)], True)
         fails("later send", b.send(0, key(), pattern(8)), LinkDown)
-        equal("a receive that another rank may serve: done", anybody.done(), False)
-        wait(c.send(1, key(9), pattern(8)), anybody)
-        nobody = b.recv(None, key(9), room_for(8))
+        equal("a receive that another rank may serve: done", any_rank.done(), False)
+        wait(c.send(1, key(9), pattern(8)), any_rank)
+        unserved = b.recv(None, key(9), room_for(8))
         c.close()
-        fails("a receive that nobody may serve", nobody, LinkDown)
+        fails("a receive that no rank may serve", unserved, LinkDown)
 
 
 def _check_strangers_that_left(make: Make) -> None:
     with opened(make, 3) as (a, b, c):
-        # These two have never met, so that nobody can tell a good end from a bad one.
+        # Ranks 0 and 1 never had a link, so rank 1 cannot detect how rank 0 ended.
         a.close()
-        anybody = b.recv(None, key(), room_for(8))
-        wait(c.send(1, key(), pattern(8)), anybody)
+        any_rank = b.recv(None, key(), room_for(8))
+        wait(c.send(1, key(), pattern(8)), any_rank)
         fails("a receive from it", b.recv(0, key(), room_for(8)), LinkDown)
         equal("it does not answer", b.ask(CONTEXT, 1, [0], Deadline(PATIENCE_S)), {})
 

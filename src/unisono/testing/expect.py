@@ -1,4 +1,4 @@
-"""What the conformance suites share: checks that explain themselves, and ranks as threads."""
+"""Helpers of the conformance suites: checks with error texts, and ranks as threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ E = TypeVar("E", bound=BaseException)
 C = TypeVar("C", bound="_Closes")
 
 PATIENCE_S = 20.0
-"""How long a check waits for what must happen: far more than it takes."""
+"""Seconds that a check waits for an event that must happen; far more than it takes."""
 
 
 def equal(what: str, got: object, expected: object) -> None:
@@ -24,14 +24,14 @@ def equal(what: str, got: object, expected: object) -> None:
 
 
 def is_a(what: str, got: object, cls: type[E]) -> E:
-    """Return `got` as an error of that class; AssertionError if it is none."""
+    """Return `got`; raise AssertionError if it is not of class `cls`."""
     if not isinstance(got, cls):
         raise AssertionError(f"{what}: got {got!r}, expected {cls.__name__}")
     return got
 
 
 def in_threads(bodies: Sequence[Callable[[], T]]) -> list[T]:
-    """Call every body on a thread of its own; return the results, or raise the first error."""
+    """Call every body on a separate thread; return the results, or raise the first error."""
     results: dict[int, T] = {}
     errors: list[BaseException] = []
 
@@ -62,9 +62,9 @@ class _Closes(Protocol):
 
 @contextmanager
 def opened(make: Callable[[int], Sequence[C]], size: int) -> Iterator[Sequence[C]]:
-    """Make the ends of a world, and close all of them at the same time."""
-    ends = make(size)
+    """Make the objects of all ranks of a world, and close all of them at the same time."""
+    made = make(size)
     try:
-        yield ends
+        yield made
     finally:
-        in_threads([end.close for end in ends])
+        in_threads([each.close for each in made])

@@ -1,8 +1,9 @@
 """Hosts on one machine: network namespaces joined by a switch.
 
 Every host is a process that holds the namespaces (network, mounts, host name) and waits for the
-end of its input. So nothing outlives the program that made them, however it ends: no name is left
-in /run/netns, and devices go with their namespace. It takes root, or the right to make namespaces.
+end of its input. So no namespace outlives the program that made it: no name is left in /run/netns,
+and the kernel removes a device with its namespace. This needs root, or permission to make
+namespaces.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ def why_no_hosts() -> str | None:
         with Network(2):
             return None
     except (OSError, subprocess.SubprocessError) as error:
-        told = getattr(error, "stderr", None) or str(error)
-        return f"network namespaces are not allowed here: {told.strip()}"
+        text = getattr(error, "stderr", None) or str(error)
+        return f"network namespaces are not allowed here: {text.strip()}"
 
 
 class Host:
-    """Namespaces of its own.
+    """A host: a process that holds new namespaces.
 
     Args:
-        index: 1, 2, ...; also the end of its addresses.
-        kinds: What is its own, as flags of unshare(1).
+        index: 1, 2, ...; also the last part of its addresses.
+        kinds: The kinds of namespaces, as flags of unshare(1).
 
     Attributes:
         name: Its host name, "host1", ...
@@ -55,7 +56,7 @@ class Host:
         pid: The process that holds its namespaces.
 
     Raises:
-        OSError: It is not allowed here.
+        OSError: Namespaces are not permitted here.
     """
 
     def __init__(self, index: int, kinds: tuple[str, ...] = _KINDS) -> None:
@@ -70,7 +71,7 @@ class Host:
             text=True,
         )
         self.pid = self._holder.pid
-        # What cat gives back shows that the namespaces exist.
+        # The namespaces exist when cat returns the line.
         try:
             opened(self._holder.stdin).write("ready\n")
             opened(self._holder.stdin).flush()
@@ -78,16 +79,16 @@ class Host:
         except BrokenPipeError:
             answer = ""
         if answer != "ready\n":
-            told = opened(self._holder.stderr).read()
+            text = opened(self._holder.stderr).read()
             self.close()
-            raise OSError(told)
+            raise OSError(text)
 
     def inside(self, *words: str) -> list[str]:
         """Return the command that runs `words` on this host."""
         return ["nsenter", "-t", str(self.pid), *_KINDS, "--", *words]
 
     def enter(self) -> None:
-        """Let the calling thread, and what it starts, use this host's network from now on."""
+        """Move the calling thread, and all processes that it starts, to this host's network."""
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/proc/{self.pid}/ns/net", "rb") as namespace:
             if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
@@ -97,7 +98,7 @@ class Host:
         """Run a command on this host.
 
         Raises:
-            CalledProcessError: It failed.
+            CalledProcessError: The command failed.
         """
         subprocess.run(
             self.inside(*words),
@@ -113,12 +114,12 @@ class Host:
         self.run("ip", "-batch", "-", text="\n".join(lines) + "\n")
 
     def put(self, text: str, path: str) -> None:
-        """Make a file hold something else on this host."""
+        """Replace the contents of a file on this host."""
         script = f'f=$(mktemp) && cat > "$f" && mount --bind "$f" {path} && rm "$f"'
         self.run("sh", "-c", script, text=text)
 
     def close(self) -> None:
-        """End the holder; the namespaces go when the last process in them has."""
+        """End the holder; the kernel removes the namespaces after the last process in them."""
         opened(self._holder.stdin).close()
         try:
             self._holder.wait(_LIMIT_S)
@@ -132,7 +133,7 @@ class Host:
 class Network:
     """`count` hosts on one switch, 10.77.0.0/24 and fd77::/64; a context manager.
 
-    As on Debian, each host finds its own name at 127.0.1.1 and the others' at their addresses.
+    As on Debian, each host resolves its own name to 127.0.1.1, and other names to their addresses.
     """
 
     make_host: type[Host] = Host
@@ -170,11 +171,11 @@ class Network:
         names += [f"{self.hosts[0].v4} first", f"{self.hosts[0].v6} first"]
         hosts = "\n".join(["127.0.0.1 localhost", f"127.0.1.1 {host.name}", *names])
         host.put(hosts + "\n", "/etc/hosts")
-        # Or its processes could tell that they may share memory with those of the other hosts.
+        # Processes with the same boot id would share memory, even if they are on different hosts.
         host.put(f"{uuid.uuid4()}\n", "/proc/sys/kernel/random/boot_id")
 
     def cut(self, host: Host) -> None:
-        """Take the plug of a host out of the switch."""
+        """Disconnect a host from the switch."""
         self._switch.ip(f"link set port{host.index} down")
 
     def __enter__(self) -> Self:

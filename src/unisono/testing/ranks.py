@@ -27,8 +27,8 @@ Body = Callable[..., Any]
 
 
 @dataclass
-class _Outcome:
-    """How one rank ended: a result, or an error with its traceback as text."""
+class _RankResult:
+    """The result of one rank, or its error with the traceback as text."""
 
     time_s: float
     result: Any = None
@@ -50,22 +50,24 @@ def run(
     """Call `fn(rank, *args)` on every rank of a new world; return the results by rank.
 
     Inside `fn` the default process group exists, and `unisono.get_rank()` is `rank`, for threads
-    as for processes. The world is destroyed afterwards.
+    and for processes. The world is destroyed afterwards.
 
     Args:
-        fn: The body. For processes it must be importable, its results must pickle.
+        fn: The function. For processes it must be importable, and its results picklable.
         world_size: Number of ranks.
-        ranks: "threads" (fast, one process) or "processes" (the real thing).
+        ranks: "threads" (fast, one process) or "processes" (as in production).
         args: Further arguments, the same on every rank.
-        timeout: Of every call in the group and, with some reserve, of the whole run, in seconds.
+        timeout: Time-out in seconds of every call in the group. The whole run may take twice as
+            long.
         transport: "inproc" or "tcp"; by default inproc for threads, tcp for processes.
-        engine: "native" or "reference"; by default what UNISONO_ENGINE says.
-        dead: Ranks that are expected to die without a result (processes only); theirs is None.
+        engine: "native" or "reference"; by default the value of UNISONO_ENGINE.
+        dead: Ranks that are expected to die without a result (processes only). Their result is
+            None.
 
     Raises:
-        The exception of the rank that failed first, with the traceback of that rank as its
-        cause. Ranks that failed only because of another one do not count.
-        LaunchError: A rank did not end; names it. A rank died; names how.
+        Exception: That of the rank that failed first, with the traceback of that rank as its
+            cause. Errors that report only the failure of another rank do not count.
+        LaunchError: A rank did not end, or a rank died. The text names the rank or the cause.
     """
     options = CPUOptions(transport=transport, engine=engine)
     if ranks == "threads":
@@ -99,7 +101,7 @@ def _body(
     options: CPUOptions,
     world_size: int = -1,
     store: Store | None = None,
-) -> _Outcome:
+) -> _RankResult:
     """Run one rank in the current world."""
     try:
         init_process_group(
@@ -112,26 +114,26 @@ def _body(
         result = fn(rank, *args)
     except BaseException as error:
         if (group := current().default) is not None:
-            # The others must not wait for this rank until their time-out.
+            # Without this the other ranks would wait for this rank until their time-out.
             group.report_failure("".join(traceback.format_exception_only(error)).strip())
-        return _Outcome(time.monotonic(), error=error, text=traceback.format_exc().rstrip())
+        return _RankResult(time.monotonic(), error=error, text=traceback.format_exc().rstrip())
     else:
-        return _Outcome(time.monotonic(), result=result)
+        return _RankResult(time.monotonic(), result=result)
     finally:
         current().close()
 
 
 def _run_threads(
     fn: Body, world_size: int, args: Sequence[Any], timeout: float, options: CPUOptions
-) -> list[_Outcome | None]:
+) -> list[_RankResult | None]:
     store = HashStore()
-    outcomes: list[_Outcome | None] = [None] * world_size
+    outcomes: list[_RankResult | None] = [None] * world_size
 
     def rank_thread(rank: int) -> None:
         with use(World()):
             outcomes[rank] = _body(rank, fn, args, timeout, options, world_size, store)
 
-    # A copy of the context each, so that what the caller set (an errstate, say) holds in them.
+    # Each thread gets a copy of the caller's context, so that settings (NumPy's errstate) hold.
     threads = [
         threading.Thread(
             target=functools.partial(contextvars.copy_context().run, rank_thread, rank),
@@ -157,7 +159,7 @@ def _run_processes(
     timeout: float,
     options: CPUOptions,
     dead: Collection[int],
-) -> list[_Outcome | None]:
+) -> list[_RankResult | None]:
     context = SpawnContext(
         _process_rank,
         (fn, args, timeout, options, _settings()),
@@ -184,7 +186,7 @@ def _run_processes(
 
 
 def _settings() -> dict[str, str]:
-    # The token is the launcher's business.
+    # Without the token, which the launcher sets.
     names = VARIABLES.keys() - {"UNISONO_TOKEN"}
     return {name: value for name, value in environ().items() if name in names}
 
@@ -196,8 +198,8 @@ def _process_rank(
     timeout: float,
     options: CPUOptions,
     settings: dict[str, str],
-) -> _Outcome:
-    # The process comes from a server that may have been started with others.
+) -> _RankResult:
+    # The fork server that made this process may have been started with other settings.
     for name in _settings().keys() - settings.keys():
         del os.environ[name]
     os.environ.update(settings)
@@ -205,6 +207,6 @@ def _process_rank(
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:
-        told = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
-        return _Outcome(outcome.time_s, error=told, text=outcome.text)
+        cause = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
+        return _RankResult(outcome.time_s, error=cause, text=outcome.text)
     return outcome

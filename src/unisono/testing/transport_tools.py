@@ -1,4 +1,4 @@
-"""What the checks of transports are made of: keys, messages, waits."""
+"""Helpers of the checks of transports: keys, messages, waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TypeVar
 from unisono.base.deadline import Deadline
 from unisono.testing.expect import PATIENCE_S, equal, is_a
 from unisono.transports import Key, Transport
-from unisono.transports.api import Kind, Transfer
+from unisono.transports.messages import Kind
+from unisono.transports.transfers import Transfer
 
 __all__ = ["CONTEXT", "SIZES", "Make", "fails", "key", "pattern", "room_for", "wait"]
 

@@ -1,7 +1,8 @@
 """The plug-in for torch.distributed: `torch.distributed.init_process_group("unisono")`.
 
-Importing this package registers the backend. Where unisono is installed, `import torch` does so by
-itself, through the entry point group "torch.backends". The only package that imports torch.
+Importing this package registers the backend. If unisono is installed, `import torch` imports it
+through the entry point group "torch.backends". Only this package and `unisono.parallel` import
+torch.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ register()
 
 
 def __getattr__(name: str) -> object:
-    # Loaded when first used: every `import torch` comes through here.
+    # Loaded on first use, because every `import torch` imports this package.
     if name not in _HOMES:
         raise AttributeError(f"module 'unisono.torch' has no attribute {name!r}")
     from importlib import import_module

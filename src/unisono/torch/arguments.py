@@ -1,4 +1,4 @@
-"""From the arguments torch passes to a process group to those of unisono."""
+"""Convert the arguments that torch passes to a process group to unisono's arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unisono.groups.operations import OpSchema
 __all__ = ["UNSET", "call_options", "call_settings", "reduce_op"]
 
 UNSET = timedelta(milliseconds=-1)
-"""The time-out in an option struct that means the group's own."""
+"""The time-out in an option struct that stands for the group's time-out."""
 _SUM: Any = c10d.ReduceOp.SUM
 _REDUCE_OPS = (c10d.ReduceOp, c10d.ReduceOp.RedOpType)
 
@@ -26,11 +26,11 @@ def reduce_op(op: Any) -> ReduceOp:
     if kind is not RedOpType.PREMUL_SUM:
         named: ReduceOp = getattr(ReduceOp, kind.name)
         return named
-    return ReduceOp(kind, float(op.factor))  # a number, or a tensor of one
+    return ReduceOp(kind, float(op.factor))  # a number, or a tensor with one element
 
 
 def call_options(options: Any) -> dict[str, Any]:
-    """Return unisono's keywords for what every option struct of torch has."""
+    """Return unisono's keywords for the fields that every option struct of torch has."""
     given: dict[str, Any] = {"async_op": options.asyncOp}
     if options.timeout != UNSET:
         given["timeout"] = options.timeout
@@ -40,11 +40,11 @@ def call_options(options: Any) -> dict[str, Any]:
 def call_settings(
     schema: OpSchema, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call of torch with unisono's types in place of torch's.
+    """Return the arguments of a call of torch, with torch's types replaced by unisono's.
 
     Args:
         schema: The operation.
-        arguments: The data, then an option struct, or settings and a time-out one by one.
+        arguments: The data, then an option struct, or settings and a time-out as single arguments.
         keywords: `opts`, or settings by name.
     """
     data = len(schema.data.split())

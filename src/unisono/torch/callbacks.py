@@ -1,4 +1,4 @@
-"""Threads for what users chain to futures."""
+"""Threads for the callbacks that users chain to futures."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["CallbackThreads"]
 
 
 class CallbackThreads:
-    """Runs tasks on threads that are made when all others are busy.
+    """Runs tasks on threads, and starts a new thread if all others are busy.
 
-    A callback may wait for another operation, whose own callbacks must then run on another
-    thread; torch's PowerSGD hook does so. The threads are daemons: a callback that waits for a
-    lost peer must not keep the process from ending, as those of `concurrent.futures` would.
+    A callback may wait for another operation, whose callbacks must then run on another thread.
+    torch's PowerSGD hook does so. The threads are daemons, because a callback that waits for a lost
+    peer must not keep the process alive. The threads of `concurrent.futures` would keep it alive.
 
     Args:
-        name: Of the group, for the threads' names.
+        name: Name of the group, for the threads' names.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        # A signal handler may come here while its own thread is here.
+        # Reentrant, because a signal handler may call `run` in a thread that holds the lock.
         self._lock = threading.RLock()
         self._workers: list[Worker] = []
         self._idle = 0
         self._closed = False
 
     def run(self, task: Callable[[], object]) -> None:
-        """Run `task` soon, on another thread; on this one if the threads are gone already."""
+        """Run `task` soon on another thread; after `close` run it here at once."""
         with self._lock:
             if not self._closed:
                 self._tasks.put(task)
@@ -46,7 +46,7 @@ class CallbackThreads:
         task()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End the threads once they have run what they have; wait for them, but not for ever."""
+        """End the threads after their tasks; wait at most `timeout_s` for each."""
         with self._lock:
             self._closed = True
             workers, self._workers = self._workers, []

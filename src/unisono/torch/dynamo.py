@@ -1,4 +1,4 @@
-"""Keeping torch.compile out of unisono's own functions."""
+"""Keep torch.compile out of unisono's functions."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import sys
 
 __all__ = ["keep_out"]
 
-_told = False
+_is_kept_out = False
 
 
 def keep_out() -> None:
-    """Tell torch's compiler, once it is loaded, to run our functions and not to compile them.
+    """Make torch's compiler, if it is loaded, run unisono's functions without compiling them.
 
-    C++ calls a process group's methods also in the middle of compiled code (DDP's broadcast of
-    buffers, say). Dynamo would look at our Python frames then, and end in an internal error at the
-    first private attribute of a process group. It takes seconds to load, so it is not loaded here.
+    C++ also calls a process group's methods inside compiled code, for example in DDP's broadcast of
+    buffers. Dynamo would then trace unisono's Python frames and fail with an internal error at the
+    first private attribute of a process group. To load Dynamo takes seconds, so this function does
+    not load it.
     """
-    global _told
-    if not _told and (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
+    global _is_kept_out
+    if not _is_kept_out and (rules := sys.modules.get("torch._dynamo.trace_rules")) is not None:
         rules.add("unisono")
-        _told = True
+        _is_kept_out = True

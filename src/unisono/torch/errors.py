@@ -1,8 +1,8 @@
-"""unisono's errors as torch's: each class is both, with unisono's text.
+"""Error classes that are both unisono's and torch's, with unisono's text.
 
-A script for torch.distributed catches DistBackendError, DistNetworkError or DistStoreError; one
-for unisono catches PeerLostError. Errors of usage (ValueError, TypeError, NotImplementedError)
-are the same for both and stay as they are.
+A script for torch.distributed catches DistBackendError, DistNetworkError or DistStoreError. A
+script for unisono catches PeerLostError. Usage errors (ValueError, TypeError, NotImplementedError)
+are the same for both and are not translated.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class CollectiveAbortedError(errors.CollectiveAbortedError, DistBackendError):
 
 
 class PeerLostError(errors.PeerLostError, DistBackendError):
-    """The connection to a rank ended without a word: the process died or left."""
+    """The connection to a rank ended without a report: the process died or left."""
 
 
 class PeerFailedError(errors.PeerFailedError, DistBackendError):
-    """A rank reported an exception of its own before it went away."""
+    """A rank reported its own exception before it ended."""
 
 
 class InternalError(errors.InternalError, DistBackendError):
@@ -48,7 +48,7 @@ class HandshakeError(errors.HandshakeError, DistNetworkError):
 
 
 class RendezvousError(errors.RendezvousError, DistNetworkError):
-    """The ranks could not agree on who takes part."""
+    """The ranks could not agree on the members of the world."""
 
 
 class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
@@ -56,7 +56,7 @@ class StoreTimeoutError(errors.StoreTimeoutError, DistStoreError):
 
 
 class StoreConnectionError(errors.StoreConnectionError, DistStoreError):
-    """The store's server cannot be reached, or went away."""
+    """The store's server cannot be reached, or has ended."""
 
 
 class StoreError(errors.StoreError, DistStoreError):
@@ -75,7 +75,7 @@ _CLASSES: dict[type[UnisonoError], type[UnisonoError]] = {
 
 
 def for_torch(error: BaseException) -> BaseException:
-    """Return the error that torch's users see: the same text, in a class that is torch's too."""
+    """Return the error for users of torch: the same text, in a class that is also torch's."""
     if not isinstance(error, UnisonoError) or (found := _CLASSES.get(type(error))) is None:
         return error
     translated = found(error.what, context=error.context, hint=error.hint)

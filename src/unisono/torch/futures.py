@@ -1,4 +1,4 @@
-"""torch futures that end as an operation does, with values that C++ and Python both accept."""
+"""torch futures of an operation's result, with values that both C++ and Python accept."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["listed", "opened"]
 
 
 def opened(gate: Any, outcome: Callable[[], list[Any]]) -> Any:
-    """Return the future of `outcome()`, called once `gate` is done; its error is a real one.
+    """Return the future of `outcome()`, which runs when `gate` is done.
 
-    Raised inside C++, an error becomes one of the C++ future. With `set_exception` it would stay a
-    Python value, on which torch's DDP ends with a segmentation fault.
+    An error that `outcome` raises becomes an error of the C++ future. With `set_exception` it would
+    stay a Python value, on which torch's DDP fails with a segmentation fault.
     """
     return gate.then(lambda _: outcome())
 
 
 def listed(future: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return the future of `tensors` whose C++ type is a list of tensors.
+    """Return a future of `tensors` whose C++ type is a list of tensors.
 
-    DDP's FP16_COMPRESS hook, in C++, asserts that type; what Python makes is of type "Python
-    object". Only the interpreter of TorchScript makes typed futures. It costs some 40 us.
+    DDP's FP16_COMPRESS hook, in C++, asserts this type. Futures made in Python have the type
+    "Python object". Only the interpreter of TorchScript makes typed futures. It takes some 40 us.
 
     Args:
-        future: When it is done; its error becomes the error of the result.
+        future: The result is done when this future is done, and has the same error.
         tensors: The value.
     """
     return _script()(future, tensors)
@@ -49,5 +49,5 @@ def _after(gate: torch.jit.Future[int], tensors: list[torch.Tensor]) -> list[tor
 def _forked(
     gate: torch.jit.Future[int], tensors: list[torch.Tensor]
 ) -> torch.jit.Future[list[torch.Tensor]]:
-    # Called from Python, fork would run at once and wait for ever.
+    # Only from TorchScript. Called from Python, fork would run `_after` at once and block.
     return torch.jit.fork(_after, gate, tensors)

@@ -1,8 +1,8 @@
-"""Every operation torch sends to a process group, as a call of a unisono process group.
+"""Make every operation that torch calls on a process group a call of a unisono process group.
 
-The methods are made from the table in `groups/operations.py`, which knows c10d's names, argument
-order and option structs. A synchronous call returns None, as torch allows where nothing is left to
-wait for; what C++ sends (DDP, functional collectives) is asynchronous and gets a work.
+The methods are made from the table in `groups/operations.py`, which has c10d's names, argument
+order and option structs. A synchronous call returns None, which torch allows if it is done.
+Calls from C++ (DDP, functional collectives) are asynchronous and get a work.
 
 Source: torch.distributed.ProcessGroup (2.13).
 """
@@ -43,10 +43,10 @@ _profiled = torch._C._autograd._profiler_enabled
 
 
 def operation(method: Method) -> Method:
-    """Return a method with what all have in common.
+    """Return a method with the behaviour that all operations have in common.
 
-    Tensors of another device go to that device's backend, plain calls take the short way, calls are
-    named in torch's profiler, errors become torch's.
+    Tensors of another device go to that device's backend. Plain calls use the fast path (`plain`).
+    torch's profiler shows the name of the call. Errors are translated to torch's classes.
     """
     name = method.__name__
     title = f"unisono:{name}"
@@ -83,24 +83,25 @@ def device_of(args: Sequence[Any]) -> str:
 
 
 class Operations:
-    """Operations of torch's process group; whoever inherits says where the unisono group is."""
+    """The operations of torch's process group; a sub-class sets the unisono group."""
 
     _group: ProcessGroup
     _callbacks: CallbackThreads
 
     def has_devices(self) -> bool:
-        """Whether the group has backends of other devices."""
+        """Return whether the group has backends of other devices."""
         raise NotImplementedError
 
     def on_device(self, device: str) -> Any:
-        """Return what serves the tensors of another device."""
+        """Return the process group for tensors of another device."""
         raise NotImplementedError
 
     @operation
     def allreduce(self, tensors: list[Tensor], opts: Any = None, **kwargs: Any) -> Any:
-        """Replace everybody's tensor by the reduction over all ranks.
+        """Replace the tensor of every rank by the reduction over all ranks.
 
-        Written out, because DDP and most scripts make more calls of it than of all others.
+        Not made from the table but written by hand for speed, because DDP and most scripts call it
+        more often than all other operations.
         """
         if not (hasattr(opts, "asyncOp") and isinstance(tensors, list) and len(tensors) == 1):
             arguments = (tensors,) if opts is None else (tensors, opts)
@@ -117,7 +118,7 @@ class Operations:
 
     @operation
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
-        """Send to a rank; done when the tensor may be changed."""
+        """Send to a rank; the work is done when the tensor may be changed."""
         data, group = _single(tensors), self._group
         work = send(group, data, dstRank, tag) or group.send(
             dense(data), dstRank, tag, async_op=True
@@ -131,16 +132,16 @@ class Operations:
 
     @operation
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Receive from whichever rank sends."""
+        """Receive from any rank."""
         return self._receive(tensors, None, tag)
 
     @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Return when all ranks have come; else the error names those that have not."""
+        """Return when all ranks have called it, or raise an error that names missing ranks."""
         monitored_barrier(self._group, timeout, wait_all_ranks)
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make one call; return its work, or None if it was synchronous."""
+        """Make a call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
         op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
         arguments = dense(arguments, op)
@@ -157,7 +158,7 @@ class Operations:
 
 
 def _single(tensors: list[Tensor]) -> Any:
-    """Return the tensor of a list of one; another list as it is, which our methods refuse."""
+    """Return the tensor of a list with one tensor; else the list, which unisono refuses."""
     return tensors[0] if len(tensors) == 1 else tensors
 
 

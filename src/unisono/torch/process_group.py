@@ -1,4 +1,4 @@
-"""torch.distributed's ProcessGroup that holds a unisono one."""
+"""torch.distributed's ProcessGroup over a unisono process group."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from unisono.stores import PrefixStore
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
+from unisono.torch.name import NAME
 from unisono.torch.operations import Operations
-from unisono.torch.registration import NAME
 from unisono.torch.store import TorchStore
 
 __all__ = ["ProcessGroup", "create"]
 
 
 class _Capabilities:
-    """What torch's Python code asks a group's backend for."""
+    """The attributes of a group's backend that torch's Python code reads."""
 
     supports_splitting = False
     supports_coalescing = False
@@ -43,14 +43,14 @@ class _Capabilities:
 
 
 class ProcessGroup(Operations, torch_dist.ProcessGroup):
-    """torch's process group over a unisono one, which does all the work.
+    """torch's process group over a unisono process group.
 
-    Made by `torch.distributed.init_process_group("unisono")` and `new_group`. Tensors of other
+    `torch.distributed.init_process_group("unisono")` and `new_group` make it. Tensors of other
     devices go to the backend named for them, as in "cpu:unisono,cuda:nccl".
 
     Args:
-        group: Does the work.
-        store: torch's, which the group was made from.
+        group: The unisono process group.
+        store: The torch store from which the group was made.
         options: torch's own `pg_options`, which are for the backends of other devices.
 
     Attributes:
@@ -61,7 +61,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     def __init__(self, group: UnisonoGroup, store: Any, options: Any = None) -> None:
         keep_out()
-        # The form with a store makes no object of a subclass in torch 2.13.
+        # Without a store: that constructor makes no object of a sub-class in torch 2.13.
         super().__init__(group.rank(), group.size())
         self.unisono = self._group = group
         self._store = store
@@ -72,12 +72,12 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._bound: torch.device | None = None
         self._devices: dict[str, Any] = {}
         self._has_devices: bool | None = None
-        # How many groups of these ranks were made from this one. torch's name would not do: with
-        # local synchronization it depends on all groups a rank has, which differ by rank.
+        # Number of groups of these ranks made from this group. It is part of their key in the
+        # store. torch's name cannot be: with local synchronization it differs between ranks.
         self._made: Counter[tuple[int, ...]] = Counter()
         self._forget_exit: Callable[[], None] = lambda: None
 
-    # ---- who ------------------------------------------------------------------------------
+    # ---- identity -------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
         """Return "unisono"; the profiler and `name()` show it."""
@@ -88,7 +88,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return self._group.size()
 
     def get_group_store(self) -> Any:
-        """Return the torch store the group was made from."""
+        """Return the torch store from which the group was made."""
         return self._store
 
     @property
@@ -99,7 +99,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return self._name
 
     def getGroupName(self) -> str:
-        """Return `group_name`; C++ asks so."""
+        """Return `group_name`, for C++."""
         return self.group_name
 
     def _set_group_name(self, name: str) -> None:
@@ -109,11 +109,11 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What `group_desc=` said."""
+        """The value of `group_desc=`."""
         return self._description
 
     def getGroupDesc(self) -> str:
-        """Return `group_desc`; C++ asks so."""
+        """Return `group_desc`, for C++."""
         return self._description
 
     def _set_group_desc(self, description: str) -> None:
@@ -148,14 +148,14 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return names
 
     def has_devices(self) -> bool:
-        """Whether the group has backends of other devices.
+        """Return whether the group has backends of other devices.
 
         Raises:
             UnsupportedError: "unisono" was named for another device than the CPU.
             ArgumentTypeError: There are options for another backend, and no such backend.
         """
         if self._has_devices is None:
-            # Not known when the group is made: torch notes it afterwards.
+            # Unknown in the constructor, because torch records the backends after it.
             names = self._backend_names()
             if names.get("cpu") != NAME or list(names.values()).count(NAME) > 1:
                 raise UnsupportedError(
@@ -172,10 +172,10 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return self._has_devices
 
     def on_device(self, device: str) -> Any:
-        """Return torch's own process group for another device, made when first needed.
+        """Return torch's own process group for another device; make it on first use.
 
-        torch stops at the first backend that is a process group, so "cpu:unisono,cuda:nccl"
-        leaves the second one to us.
+        torch stops at the first backend that is a process group. For "cpu:unisono,cuda:nccl"
+        unisono must therefore make the group of the second backend.
 
         Raises:
             UnsupportedError: No backend was named for the device.
@@ -226,7 +226,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> ProcessGroup | None:
-        """Return a group of some ranks of this one, None on ranks outside; all ranks call it."""
+        """Return a group of some ranks, None on other ranks; all ranks of this group call it."""
         if self.rank() not in new_ranks:
             return None
         name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
@@ -239,8 +239,8 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
     def child(
         self, ranks: tuple[int, ...], store: Any, timeout: timedelta | None, options: Any
     ) -> ProcessGroup:
-        """Return a group of some global ranks, this one among them, over this group's links."""
-        ours, theirs = _whose(options)
+        """Return a group of some global ranks, this rank included, over this group's links."""
+        ours, theirs = _sort_options(options)
         key = f"torch/{'-'.join(map(str, ranks))}/{self._made[ranks]}"
         self._made[ranks] += 1
         spec = GroupSpec(
@@ -257,7 +257,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         return ProcessGroup(group, store, theirs)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: a group of ranks that share no store cannot be joined."""
+        """Refuse, because a group of ranks that share no store cannot be joined."""
         raise UnsupportedError("backend 'unisono' has no merge_remote_group")
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -271,7 +271,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             group.abort()
 
     def shutdown(self) -> None:
-        """Close the group; no collective. What is under way ends with an error."""
+        """Close the group; not a collective. Calls in progress end with an error."""
         self._group.close()
         self._callbacks.close()
         self._forget_exit()
@@ -290,27 +290,28 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:
-    """Return what errors call a group that torch knows by a number or a hash."""
+    """Return the name of a group in errors; torch's name is a number or a hash."""
     shown = ",".join(map(str, ranks[:8]))
     return f"ranks {shown}" if len(ranks) <= 8 else f"ranks {shown},... ({len(ranks)})"
 
 
-def _whose(options: Any) -> tuple[Any, Any]:
-    """Return `pg_options` as those for unisono and those for torch's own backends."""
+def _sort_options(options: Any) -> tuple[Any, Any]:
+    """Return `pg_options` as (options for unisono, options for torch's own backends)."""
     return (None, options) if isinstance(options, Backend.Options) else (options, None)
 
 
 def create(options: Any, pg_options: Any) -> ProcessGroup:
     """Return this rank's process group for torch's description of a new group.
 
-    A sub-group shares the links of torch's default group if that is ours: nothing is sent then.
+    A sub-group shares the links of torch's default group if that is a unisono group. No message is
+    sent then.
     """
     ranks = tuple(options.global_ranks_in_group)
     try:
         parent = c10d._get_default_group() if ranks else None
         if isinstance(parent, ProcessGroup):
             return parent.child(ranks, options.store, options.timeout, pg_options)
-        ours, theirs = _whose(pg_options)
+        ours, theirs = _sort_options(pg_options)
         group = UnisonoGroup(
             TorchStore(options.store),
             options.group_rank,

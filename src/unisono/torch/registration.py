@@ -1,4 +1,4 @@
-"""The name "unisono" in torch.distributed's table of backends."""
+"""Register "unisono" in torch.distributed's table of backends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import torch.distributed as torch_dist
 
 from unisono.errors import UnsupportedError
+from unisono.torch.name import NAME
 
-__all__ = ["NAME", "register"]
-
-NAME = "unisono"
+__all__ = ["register"]
 
 
 def register() -> None:
-    """Make "unisono" a backend of torch.distributed; a second time it does nothing.
+    """Make "unisono" a backend of torch.distributed; a second call does nothing.
 
     Raises:
         UnsupportedError: This torch was built without torch.distributed.
@@ -24,16 +23,16 @@ def register() -> None:
     if not torch_dist.is_available():
         raise UnsupportedError(
             "unisono.torch needs torch.distributed, which this build of torch lacks",
-            hint="`import unisono as dist` works without it, on torch tensors too",
+            hint="`import unisono as dist` works without it, on torch tensors, too",
         )
     if NAME.upper() not in torch_dist.Backend._plugins:
-        # devices is a list because torch would take a string letter by letter.
+        # A list, because torch would iterate over the letters of a string.
         torch_dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: Any, pg_options: Any) -> Any:
     """Return this rank's process group; torch calls it on every member of a new group."""
-    # Here, because most programs that import torch never make one.
+    # Imported here, because most programs that import torch make no process group.
     from unisono.torch.process_group import create
 
     return create(options, pg_options)

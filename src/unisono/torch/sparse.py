@@ -1,4 +1,4 @@
-"""all_reduce of sparse COO tensors, made of gathers of their parts, as Gloo's."""
+"""all_reduce of sparse COO tensors by gathers of their parts, as in Gloo."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["all_reduce_sparse"]
 def all_reduce_sparse(
     group: ProcessGroup, tensor: torch.Tensor, op: ReduceOp, *, async_op: bool = False, **how: Any
 ) -> Work:
-    """Replace everybody's sparse tensor by the sum over all ranks, coalesced.
+    """Replace the sparse tensor of every rank by the sum over all ranks, coalesced.
 
-    Three gathers, whose sizes follow from the first, so it is done when it returns, also with
-    `async_op`: another call between them could take different places on different ranks.
+    The call makes three gathers. The first gives the sizes of the others. The call is done when it
+    returns, also with `async_op`. Otherwise another call between the gathers could have a different
+    place in the order of calls on different ranks.
 
     Args:
-        group: unisono's.
-        tensor: Sparse COO, on the CPU; same shape on all ranks, any number of entries.
+        group: The unisono process group.
+        tensor: Sparse COO tensor on the CPU; same shape on all ranks, any number of entries.
         op: SUM.
-        async_op: Accepted.
+        async_op: Accepted, without effect.
         **how: timeout.
 
     Raises:
         UnsupportedError: Another reduce op.
-        CollectiveMismatchError: Shapes differ; raised on all ranks, no tensor was changed.
+        CollectiveMismatchError: Shapes differ. All ranks raise it, and no tensor is changed.
     """
     if op.op is not RedOpType.SUM:
         raise UnsupportedError(f"all_reduce of sparse tensors has SUM only, not {op.name}")
@@ -41,11 +42,11 @@ def all_reduce_sparse(
     table, _ = _gathered(group, about, how)
     shapes = [row[:-1].tolist() for row in table]
     if any(shape != shapes[0] for shape in shapes):
-        said = ", ".join(
+        found = ", ".join(
             f"{shape[1:]} on rank {r}" for r, shape in zip(group.ranks, shapes, strict=True)
         )
         raise CollectiveMismatchError(
-            f"all_reduce of sparse tensors in group '{group.name}': shapes differ: {said}"
+            f"all_reduce of sparse tensors in group '{group.name}': shapes differ: {found}"
         )
     counts = [int(row[-1]) for row in table]
     most = max(counts)

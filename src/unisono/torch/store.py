@@ -1,4 +1,4 @@
-"""A torch.distributed Store as a unisono Store: how the ranks of a torch program meet."""
+"""A torch.distributed Store as a unisono Store, through which ranks of a torch program meet."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from unisono.stores.api import (
 
 __all__ = ["TorchStore"]
 
-# torch counts in milliseconds, and takes zero for "no limit".
+# torch rounds time-outs to milliseconds, and zero means no limit.
 _LEAST = timedelta(milliseconds=1)
 
 
 class TorchStore(Store):
-    """The same keys and values as the torch store below, which closing leaves open.
+    """The keys and values of a torch store; to close it leaves the torch store open.
 
-    It has what ranks need to meet, hence no queues.
+    It has the operations that a rendezvous needs, so it has no queues.
 
     Args:
-        store: torch's; its prefixes are kept.
+        store: The torch store; its prefixes are kept.
 
     Source: torch.distributed.Store (2.13).
     """
@@ -46,7 +46,7 @@ class TorchStore(Store):
 
     @property
     def host(self) -> str | None:
-        """Where the server of the store is; None if it has none (a file, say)."""
+        """Host of the store's server; None if it has no server (a file, for example)."""
         inner = getattr(self._store, "_underlying_non_prefix_store", self._store)
         return getattr(inner, "host", None)
 
@@ -69,7 +69,7 @@ class TorchStore(Store):
             return int(self._store.add(check_key(key), amount))
 
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
-        # torch takes text here, so other bytes than UTF-8 are an error.
+        # torch takes text here, so bytes that are not UTF-8 are an error.
         with self._errors():
             texts = [check_value(value).decode() for value in (expected, desired)]
             return bytes(self._store.compare_set(check_key(key), *texts))
@@ -85,7 +85,7 @@ class TorchStore(Store):
             with self._errors():
                 self._store.wait(wanted, max(timedelta(seconds=limit.remaining()), _LEAST))
         except errors.StoreError as error:
-            # A FileStore of torch says so in a RuntimeError; the clock tells.
+            # A FileStore of torch raises a RuntimeError for a time-out, so look at the deadline.
             if not isinstance(error, errors.StoreTimeoutError) and not limit.expired():
                 raise
             missing = [key for key in wanted if not self.check([key])]
@@ -104,7 +104,7 @@ class TorchStore(Store):
             return list(self._store.list_keys())
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Block until `world_size` callers are inside; not every store of torch has one."""
+        """Block until `world_size` callers are inside; not every torch store has a barrier."""
         limit, world_size = self._deadline(timeout), check_world_size(world_size)
         came = self.add(f"{key}/came", 1)
         done = f"{key}/done/{(came - 1) // world_size}"

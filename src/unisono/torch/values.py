@@ -1,4 +1,4 @@
-"""Tensors whose numbers lie elsewhere, or nowhere: what a group communicates in their place."""
+"""Replace special tensors (fake, asynchronous, complex32, ...) by tensors an engine can use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LINEAR = {RedOpType.SUM, RedOpType.AVG, RedOpType.PREMUL_SUM}
 
 
 def are_fake(value: Any) -> bool:
-    """Whether the first tensor in nested lists has a shape but no numbers (FakeTensorMode).
+    """Return whether the first tensor in nested lists has a shape but no data (FakeTensorMode).
 
-    Gloo leaves these alone as well: torch has kernels for them that do nothing.
+    Gloo does not communicate them either: torch has kernels for them that do nothing.
     """
     if isinstance(value, (list, tuple)):
         return bool(value) and are_fake(value[0])
@@ -28,24 +28,24 @@ def are_fake(value: Any) -> bool:
 
 
 def done(outputs: Any) -> Any:
-    """Return torch's work of a call that has nothing to do."""
+    """Return torch's work of a call that is done already."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(outputs)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
 def dense(value: Any, op: Any = None) -> Any:
-    """Return tensors in nested lists as those that an engine knows, over the same memory.
+    """Return the tensors in nested lists with a type that an engine knows, over the same memory.
 
-    Results of functional collectives are waited for. complex32, which NumPy lacks, counts as pairs
-    of float16; other types of one byte that only torch knows (float8_e8m0fnu) move as bytes.
+    The call waits for results of functional collectives. complex32, which NumPy lacks, becomes
+    pairs of float16. Other types of 1 byte that only torch has (float8_e8m0fnu) become bytes.
 
     Args:
-        value: Tensors and anything else, which is returned as it is.
-        op: unisono's reduce op, if the operation has one.
+        value: Tensors in nested lists. Any other value is returned unchanged.
+        op: unisono's reduce op, if the operation has a reduce op.
 
     Raises:
-        UnsupportedError: A DTensor; or a reduce op that complex32 has not.
+        UnsupportedError: A DTensor, or a reduce op that is not defined on complex32.
     """
     if isinstance(value, (list, tuple)):
         return [dense(each, op) for each in value]

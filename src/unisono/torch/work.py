@@ -1,4 +1,4 @@
-"""torch.distributed.Work over unisono's."""
+"""torch.distributed.Work over a unisono work."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from unisono.torch.futures import listed, opened
 __all__ = ["TorchWork"]
 
 _NO_LIMIT = timedelta(0)
-# What C++ is called from in a backward pass.
+# The Python function that calls C++ in a backward pass.
 _BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 class TorchWork(torch_dist.Work):
-    """One operation on its way. Dropping it is safe.
+    """One operation that was submitted; it is safe to drop the object.
 
     Args:
-        work: unisono's.
+        work: The unisono work.
         outputs: The tensors that hold the result.
-        callbacks: Run what users chain to a future.
+        callbacks: The threads for callbacks that users chain to a future.
         ranks: Global ranks of the group, for a receive from any rank.
         typed: Whether C++ needs the future's value to be a list of tensors.
 
@@ -63,7 +63,7 @@ class TorchWork(torch_dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Make the current stream wait for it; the CPU has none, so this is `wait`."""
+        """Make the current stream wait; the CPU has no stream, so this is `wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
@@ -71,15 +71,15 @@ class TorchWork(torch_dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or badly; never blocks."""
+        """Return whether the operation has ended, with or without an error; never block."""
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Return whether the operation has ended without an error."""
         return self._work.is_success()
 
     def exception(self) -> BaseException | None:
-        """Return its error, or None."""
+        """Return the operation's error, or None."""
         error = self._work.exception()
         return None if error is None else for_torch(error)
 
@@ -88,7 +88,7 @@ class TorchWork(torch_dist.Work):
         return self._outputs
 
     def source_rank(self) -> int:
-        """Return the rank in the group that a receive got its message from, -1 if not known."""
+        """Return the rank in the group whose message was received; -1 if unknown."""
         source = self._work.source_rank()
         return -1 if source < 0 else self._ranks.index(source)
 
@@ -97,9 +97,9 @@ class TorchWork(torch_dist.Work):
     def get_future(self) -> torch.futures.Future[list[Any]]:
         """Return a future of the list of result tensors.
 
-        What is chained to it runs on a thread of its own and may wait for other operations, as
-        torch's PowerSGD hook does. DDP itself, without such a hook, only waits: for it no other
-        thread has to wake.
+        Chained callbacks run on a separate thread and may wait for other operations, as torch's
+        PowerSGD hook does. DDP without such a hook only waits. In this case no other thread has to
+        wake.
         """
         if self._future is None:
             gate: torch.futures.Future[None] = torch.futures.Future()
@@ -127,12 +127,12 @@ class TorchWork(torch_dist.Work):
 
 
 def _is_asked_by_ddp() -> bool:
-    """Whether C++ asks in a backward pass; nobody can chain Python code to that future.
+    """Return whether C++ calls in a backward pass, so that no Python code is chained to the future.
 
-    No argument says who asks. But Python code that asks has a frame of its own between ours and
-    that of backward, and C++ has none. If torch begins backward elsewhere some day, the answer is
-    no, which costs one thread's wake-up. Compiled Python (Cython) has no frames either: what it
-    chains to a future in a hook must not wait for the same group.
+    No argument names the caller. But a Python caller has a frame between this module's frames and
+    the frame of backward, and C++ has no frame. If another torch version begins backward in another
+    function, the result is False, which costs the wake-up of a thread. Compiled Python (Cython) has
+    no frames either: a callback that it chains in a hook must not wait for the same group.
     """
     frame: Any = inspect.currentframe()
     for _ in range(2):

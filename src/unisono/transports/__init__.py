@@ -4,26 +4,20 @@ May import `stores`, `base` and `errors`. A transport knows ranks, contexts and 
 group name, a collective or a dtype.
 """
 
-from unisono.transports.api import (
-    Cancelled,
-    Key,
-    LinkDown,
-    MessageMismatch,
-    Status,
-    Transfer,
-    Transport,
-)
+from unisono.transports.api import Transport
 from unisono.transports.connect import connect
 from unisono.transports.inproc import InprocTransport
+from unisono.transports.messages import CallStatus, Cancelled, Key, LinkDown, MessageMismatch
 from unisono.transports.tcp.transport import TCPTransport
+from unisono.transports.transfers import Transfer
 
 __all__ = [
+    "CallStatus",
     "Cancelled",
     "InprocTransport",
     "Key",
     "LinkDown",
     "MessageMismatch",
-    "Status",
     "TCPTransport",
     "Transfer",
     "Transport",

@@ -24,31 +24,20 @@ from typing import Any, Self
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError, InvalidArgumentError
-from unisono.transports.mailbox import (
+from unisono.transports.mailbox import Mailbox
+from unisono.transports.messages import (
     LEFT,
+    CallStatus,
     Cancelled,
+    Failure,
+    Key,
+    Kind,
     LinkDown,
-    Mailbox,
-    MessageMismatch,
-    Transfer,
+    Unreached,
 )
-from unisono.transports.message import Key, Kind
-from unisono.transports.native_messages import NativeMessages, NativeTransfer
-from unisono.transports.status import Failure, Status, Unreached
+from unisono.transports.transfers import Messages, Transfer
 
-__all__ = [
-    "Cancelled",
-    "Failure",
-    "Key",
-    "Kind",
-    "LinkDown",
-    "MessageMismatch",
-    "Question",
-    "Status",
-    "Transfer",
-    "Transport",
-    "Unreached",
-]
+__all__ = ["Question", "Transport"]
 
 # How many past calls a rank remembers per context, so that a slower rank can still ask about
 # the call that both disagree on. Two would do; the rest is for calls that fail in a row.
@@ -79,10 +68,10 @@ class Transport(ABC):
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
         # What carries messages in C++; None: this transport does.
-        self.messages: NativeMessages | None = None
+        self.messages: Messages | None = None
         self._lock = threading.Lock()
-        self._calls: dict[int, deque[Status]] = {}
-        self._last_calls: dict[int, Callable[[], Status | None]] = {}
+        self._calls: dict[int, deque[CallStatus]] = {}
+        self._last_calls: dict[int, Callable[[], CallStatus | None]] = {}
         self._failures: dict[int, Failure] = {}
         self._on_failure: dict[int, Callable[[Failure], None]] = {}
         self._others = frozenset(range(world_size)) - {rank}
@@ -108,6 +97,7 @@ class Transport(ABC):
             if sent is not None:
                 return sent
         transfer = Transfer(peer, key.context, key[1:], data, info)
+        transfer.carrier = self
         failure = self._failures.get(key.context)
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
@@ -158,6 +148,7 @@ class Transport(ABC):
         transfer = Transfer(
             peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
         )
+        transfer.carrier = self
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
             return transfer
@@ -172,9 +163,8 @@ class Transport(ABC):
 
         Its memory is not touched any more once this returns.
         """
-        if isinstance(transfer, NativeTransfer):
-            if not transfer.done() and self.messages is not None:
-                self.messages.cancel(transfer)
+        if transfer.carrier is not self:
+            transfer.cancel()
         elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():
@@ -185,7 +175,7 @@ class Transport(ABC):
         """Whether this thread may wait for a transfer; not if it is the one that moves them."""
         return self.messages is None or not self.messages.is_server()
 
-    def use_messages(self, messages: NativeMessages) -> None:
+    def use_messages(self, messages: Messages) -> None:
         """Leave messages to C++ from now on; nothing has been sent yet."""
         self.messages = self.mailbox.messages = messages
 
@@ -206,15 +196,15 @@ class Transport(ABC):
         calls = self._calls.get(context)
         if calls is None:
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
-        calls.append(Status(seq, text))
+        calls.append(CallStatus(seq, text))
 
-    def watch_calls(self, context: int, last: Callable[[], Status | None]) -> None:
+    def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
         """Ask `last()` for the last call of a context as well, of those that never `enter`."""
         self._last_calls[context] = last
 
     def ask(
         self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
-    ) -> dict[int, Status]:
+    ) -> dict[int, CallStatus]:
         """Ask peers how far they are; return the answers that came in time.
 
         Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
@@ -295,7 +285,7 @@ class Transport(ABC):
             with self._lock:
                 if (question := self._questions.get(words["number"])) is not None:
                     unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-                    question.answer(peer, Status(words["at"], words["text"], unreached))
+                    question.answer(peer, CallStatus(words["at"], words["text"], unreached))
         elif kind is Kind.FAIL:
             self._break(context, Failure(*words["failure"]))
         elif kind is Kind.GOODBYE:
@@ -435,7 +425,7 @@ class Transport(ABC):
         if last is not None and (call := last()) is not None:
             calls.append(call)
         asked = [status for status in calls if status.seq == words["seq"]]
-        last_one = max(calls, key=lambda status: status.seq, default=Status(0, ""))
+        last_one = max(calls, key=lambda status: status.seq, default=CallStatus(0, ""))
         status = asked[-1] if asked else last_one
         failure = self._failures.get(context)
         return {
@@ -484,9 +474,9 @@ class Question(Completion):
         self.number = number
         self.asked_s = time.monotonic()
         self.open = peers
-        self.answers: dict[int, Status] = {}
+        self.answers: dict[int, CallStatus] = {}
 
-    def answer(self, peer: int, status: Status) -> None:
+    def answer(self, peer: int, status: CallStatus) -> None:
         self.answers[peer] = status
         self.drop(peer)
 

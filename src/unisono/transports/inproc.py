@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from unisono.errors import ClosedError
-from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
-from unisono.transports.mailbox import LEFT
+from unisono.transports.api import Transport
+from unisono.transports.messages import LEFT, Key, Kind, LinkDown
+from unisono.transports.transfers import Transfer
 
 __all__ = ["InprocTransport"]
 

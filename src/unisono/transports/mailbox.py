@@ -13,84 +13,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
 
-from unisono.base.completion import Completion
-from unisono.transports.message import Kind
+from unisono.transports.messages import Arrival, LinkDown, MessageMismatch
+from unisono.transports.transfers import Messages, Tag, Transfer
 
-__all__ = ["Arrival", "Cancelled", "LinkDown", "Mailbox", "MessageMismatch", "Transfer"]
-
-
-Tag = tuple[Kind, int]
-
-LEFT = "it left: its transport was closed"
-"""Reason of a `LinkDown` of a rank that said good-bye."""
-
-
-class Cancelled(Exception):
-    """Status of a transfer that was given up by `Transport.cancel`."""
-
-
-class LinkDown(Exception):
-    """No link to a rank: status of a transfer, turned into an error text by the caller.
-
-    `left` tells a rank that closed its transport, or was never linked to this one, from one
-    that vanished.
-    """
-
-    def __init__(self, peer: int, reason: str, left: bool = False) -> None:
-        super().__init__(peer, reason, left)
-        self.peer = peer
-        self.reason = reason
-        self.left = left
-
-
-class MessageMismatch(Exception):
-    """A message does not fit the receive it met: other size or other type word."""
-
-    def __init__(self, source: int, nbytes: int, info: int) -> None:
-        super().__init__(source, nbytes, info)
-        self.source = source
-        self.nbytes = nbytes
-        self.info = info
-
-
-class Transfer(Completion):
-    """One send or receive on its way.
-
-    `peer` is the other rank; for a receive from any source it is None until a message matched,
-    and `among` are the ranks that may send it.
-    """
-
-    __slots__ = ("among", "context", "info", "into", "peer", "tag")
-
-    def __init__(
-        self,
-        peer: int | None,
-        context: int,
-        tag: Tag,
-        into: memoryview,
-        info: int = 0,
-        among: frozenset[int] = frozenset(),
-    ) -> None:
-        super().__init__()
-        self.peer = peer
-        self.context = context
-        self.tag = tag
-        self.into = into
-        self.info = info
-        self.among = among
-
-    def watch(self) -> None:
-        """See to it that it ends though nobody waits for it."""
-
-
-class Arrival(NamedTuple):
-    """A message that came before its receive."""
-
-    source: int
-    data: memoryview
-    info: int
+__all__ = ["Mailbox"]
 
 
 class _Slot:
@@ -103,16 +30,6 @@ class _Slot:
         self.arrivals: deque[Arrival] = deque()
 
 
-class Matcher(Protocol):
-    """What matches messages instead of the mailbox."""
-
-    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None: ...
-    def peer_down(self, error: LinkDown) -> None: ...
-    def fail_context(self, context: int) -> None: ...
-    def forget_context(self, context: int, error: BaseException) -> None: ...
-    def close(self) -> None: ...
-
-
 class Mailbox:
     """Posted receives and unexpected messages of one rank; safe to use from any thread."""
 
@@ -123,7 +40,7 @@ class Mailbox:
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
         # If set, it has all messages, and hears of what ends them.
-        self.messages: Matcher | None = None
+        self.messages: Messages | None = None
 
     def post(self, transfer: Transfer) -> None:
         """Queue a receive, or complete it with the message that is already here."""
@@ -210,7 +127,7 @@ class Mailbox:
         for transfer in failed:
             transfer.finish(error)
         if self.messages is not None:
-            self.messages.fail_context(context)
+            self.messages.fail(context)
 
     def forget_context(self, context: int, error: BaseException) -> None:
         """Release what a destroyed context still holds; `error` ends what waits."""
@@ -220,7 +137,7 @@ class Mailbox:
         for transfer in failed:
             transfer.finish(error)
         if self.messages is not None:
-            self.messages.forget_context(context, error)
+            self.messages.forget(context, error)
 
     def close(self, error: BaseException) -> None:
         """Fail every receive, now and later, and drop all messages."""

@@ -22,7 +22,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,17 +32,23 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
-from unisono.transports.mailbox import Arrival, Cancelled, LinkDown, MessageMismatch, Transfer
-from unisono.transports.message import Key, Kind
-
-if TYPE_CHECKING:
-    from unisono.transports.api import Transport
+from unisono.transports.mailbox import Mailbox
+from unisono.transports.messages import (
+    Arrival,
+    Cancelled,
+    Failure,
+    Key,
+    Kind,
+    LinkDown,
+    MessageMismatch,
+)
+from unisono.transports.transfers import Transfer
 
 __all__ = ["NativeMessages", "NativeTransfer", "tag_of"]
 
 _log = get_logger("transports.native")
 
-Told = tuple[int, int, int, int, int]
+Outcome = tuple[int, int, int, int, int]
 """(number, code, source, nbytes, info) of a send or receive."""
 
 # As for TCP: how long close() goes on sending what isend left.
@@ -70,6 +76,36 @@ def tag_of(kind: Kind, tag: int) -> int:
     return tag if kind is Kind.P2P else tag - (1 << 62)
 
 
+class Links(Protocol):
+    """What messages need of the transport: its links to other ranks, and what it knows of them."""
+
+    rank: int
+    world_size: int
+    mailbox: Mailbox
+
+    @property
+    def makes_wires(self) -> bool:
+        """Whether there are connections for C++ to use."""
+
+    def notice_end(self, peer: int) -> None:
+        """Make sure that the end of a rank is detected although nothing is sent to it."""
+
+    def knock(self, peer: int) -> None:
+        """Make a rank receive messages for which none of its threads waits."""
+
+    def make_wire(self, peer: int, channel: int) -> None:
+        """Connect to a rank and hand the socket over, unless that rank does so."""
+
+    def wire_ended(self, peer: int, reason: str) -> None:
+        """Find out why a wire has ended."""
+
+    def read_to_end(self, sock: socket.socket) -> None:
+        """Read a socket until its peer has ended its direction."""
+
+    def failure(self, context: int) -> Failure | None:
+        """Return why a context is broken, or None."""
+
+
 class NativeTransfer(Transfer):
     """A send or receive in C++; whoever waits for it does the work."""
 
@@ -79,13 +115,13 @@ class NativeTransfer(Transfer):
     _quiet: bool
     _cause: BaseException | None
     number: int
-    outcomes: list[Told]
+    outcomes: list[Outcome]
     receives: bool
 
     def done(self) -> bool:
         # Whoever took its outcome may have been interrupted before he could say so.
         if not self._done and self.outcomes:
-            self._messages.settle(self)
+            self._messages.finish(self)
         return self._done
 
     def wait_until(self, deadline: Deadline | None) -> bool:
@@ -96,30 +132,35 @@ class NativeTransfer(Transfer):
             self._quiet = False
             self._messages.watch(self)
 
+    def cancel(self) -> None:
+        if not self.done():
+            self._messages.cancel(self)
+
 
 class NativeMessages:
     """One rank's end of the messages in C++.
 
     Args:
-        transport: Makes wires, carries what can go no other way, and notices who is gone.
+        links: The transport. It makes wires, carries messages to ranks without shared memory or
+            wires, and detects ranks that are gone.
 
     Raises:
         OSError: The memory cannot be made.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._nonce = os.urandom(_NONCE_BYTES)
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
-        self._early: dict[int, Told] = {}
+        self._early: dict[int, Outcome] = {}
         # By id: memory of calls between Python and C++, where Ctrl-C would free it under C++.
         self._held: dict[int, object] = {}
-        self._server = Worker(f"unisono-messages-{transport.rank}")
+        self._server = Worker(f"unisono-messages-{links.rank}")
         self._closed = False
         self.reaches_all = False
-        self.native = _engine.Messages(transport.rank, transport.world_size)
+        self.native = _engine.Messages(links.rank, links.world_size)
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
         # Weak: the collector of cycles does not see through C++.
@@ -129,12 +170,12 @@ class NativeMessages:
         self.native.set_wire(lambda *told: (method := news()) and method(*told))
 
     @classmethod
-    def make(cls, transport: Transport) -> NativeMessages | None:
+    def make(cls, links: Links) -> NativeMessages | None:
         """Return new messages, or None where there can be none."""
         if _engine is None:
             return None
         try:
-            return cls(transport)
+            return cls(links)
         except OSError as error:
             level = "info" if error.errno == errno.ENOSYS else "warning"
             getattr(_log, level)("no shared memory for messages: %s", error)
@@ -157,9 +198,7 @@ class NativeMessages:
         for word, is_near in zip(words, near, strict=True):
             pid, fd, nonce, most = word.split(":") if word else (0, 0, "", self._channels)
             theirs.append(int(most))
-            channels = (
-                min(self._channels, theirs[-1]) if word and self._transport.makes_wires else 0
-            )
+            channels = min(self._channels, theirs[-1]) if word and self._links.makes_wires else 0
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._tell_of_channels(theirs)
         self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
@@ -171,7 +210,7 @@ class NativeMessages:
             _log.warning(
                 "UNISONO_CHANNELS is %d on rank %d, %d on rank %d: the lower number of two ranks "
                 "is used between them",
-                *(self._channels, self._transport.rank, channels[others[0]], others[0]),
+                *(self._channels, self._links.rank, channels[others[0]], others[0]),
             )
 
     def has_left(self, peer: int) -> bool:
@@ -191,7 +230,7 @@ class NativeMessages:
         self._begin(transfer, told)
         self.release(transfer)
         if not transfer.done():
-            self._transport.notice_end(peer)
+            self._links.notice_end(peer)
         return transfer
 
     def recv(
@@ -211,7 +250,7 @@ class NativeMessages:
             told = self.native.start_recv(source, key.context, tag, info, into, sources)
             self._begin(transfer, told)
         except BaseException:
-            self.abandon(into, before)
+            self.cancel_interrupted(into, before)
             raise
         finally:
             self.release(transfer)
@@ -222,7 +261,7 @@ class NativeMessages:
         self.native.watch(transfer.number)
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             if not transfer.done():
-                self._transport.notice_end(source)
+                self._links.notice_end(source)
 
     def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; False at the deadline."""
@@ -237,7 +276,7 @@ class NativeMessages:
             return self._wait_for_other(transfer, deadline)
         return transfer.done()
 
-    def settle(self, transfer: NativeTransfer) -> None:
+    def finish(self, transfer: NativeTransfer) -> None:
         """Finish a transfer whose outcome is known; any number of times, by any thread."""
         told = transfer.outcomes[0]
         self._forget(told[0])
@@ -252,17 +291,17 @@ class NativeMessages:
             # Another thread has just ended it, and will say so.
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
-    def error(self, told: Told, context: int) -> BaseException | None:
+    def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
         """Return what an outcome means."""
-        _, code, source, nbytes, info = told
+        _, code, source, nbytes, info = outcome
         if code == _engine.OK:
             return None
         if code == _engine.MISMATCH:
             return MessageMismatch(source, nbytes, info)
         if code in (_engine.LOST, _engine.LEFT):
             left = bool(code == _engine.LEFT)
-            return self._transport.mailbox.down(source) or LinkDown(source, "it is gone", left)
-        if code == _engine.ABORTED and (failure := self._transport.failure(context)) is not None:
+            return self._links.mailbox.down(source) or LinkDown(source, "it is gone", left)
+        if code == _engine.ABORTED and (failure := self._links.failure(context)) is not None:
             return failure
         if code in (_engine.CANCELLED, _engine.TIMEOUT):
             return Cancelled()
@@ -286,7 +325,7 @@ class NativeMessages:
         """Undo one `hold`: somebody else keeps it now."""
         self._held.pop(id(owner), None)
 
-    def abandon(self, into: Any, before: int) -> None:
+    def cancel_interrupted(self, into: Any, before: int) -> None:
         """End the receive into this memory that Ctrl-C interrupted as it began, if there is one.
 
         Args:
@@ -304,7 +343,7 @@ class NativeMessages:
                 transfer.done()
 
     def begun(
-        self, peer: int | None, context: int, told: Told, among: frozenset[int]
+        self, peer: int | None, context: int, told: Outcome, among: frozenset[int]
     ) -> NativeTransfer:
         """Return the receive that a port has started, whose memory the caller keeps alive."""
         key = Key(context, Kind.P2P, 0)
@@ -328,13 +367,13 @@ class NativeMessages:
         if self.native.peer_down(error.peer, error.left):
             self.ensure_server()
 
-    def fail_context(self, context: int) -> None:
+    def fail(self, context: int) -> None:
         """End everything of a broken context, now and later."""
         self.native.fail_context(context)
         for transfer in self._of_context(context):
             self.cancel(transfer)
 
-    def forget_context(self, context: int, error: BaseException) -> None:
+    def forget(self, context: int, error: BaseException) -> None:
         """Drop what a destroyed context still holds; `error` ends its receives."""
         for transfer in self._of_context(context):
             if transfer.receives:
@@ -362,7 +401,7 @@ class NativeMessages:
         with self._lock:
             self._closed = True
         for fd in self.native.close(_LINGER_S):
-            self._transport.read_to_end(socket.socket(fileno=fd))
+            self._links.read_to_end(socket.socket(fileno=fd))
         self._server.join()
 
     # ---- beginning and ending -------------------------------------------------------------
@@ -396,7 +435,7 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, told: Told) -> None:
+    def _begin(self, transfer: NativeTransfer, told: Outcome) -> None:
         transfer.number = number = told[0]
         if not number:
             self._finish(transfer, told)
@@ -409,12 +448,12 @@ class NativeMessages:
             self._finish(transfer, early)
         self.ensure_server()
 
-    def _end(self, told: Told) -> None:
+    def _end(self, told: Outcome) -> None:
         transfer = self._forget(told[0], told)
         if transfer is not None:
             self._finish(transfer, told)
 
-    def _forget(self, number: int, told: Told | None = None) -> NativeTransfer | None:
+    def _forget(self, number: int, told: Outcome | None = None) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
             if transfer is None and told is not None:
@@ -422,8 +461,8 @@ class NativeMessages:
                 self._early[number] = told
             return transfer
 
-    def _finish(self, transfer: NativeTransfer, told: Told) -> None:
-        error = self.error(told, transfer.context)
+    def _finish(self, transfer: NativeTransfer, told: Outcome) -> None:
+        error = self.status_of(told, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
         if error is None and transfer.peer is None:
@@ -443,15 +482,15 @@ class NativeMessages:
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:
         if ended:
-            self._transport.wire_ended(rank, "a data connection to it was closed")
+            self._links.wire_ended(rank, "a data connection to it was closed")
         else:
-            self._transport.make_wire(rank, channel)
+            self._links.make_wire(rank, channel)
 
     def _stuck(self, ranks: list[int], sends: bool) -> None:
         """See to it that the end of these ranks is noticed, and that they take in messages."""
-        transport = self._transport
+        links = self._links
         for rank in ranks:
-            if rank != transport.rank:
-                transport.notice_end(rank)
+            if rank != links.rank:
+                links.notice_end(rank)
                 if sends:
-                    transport.knock(rank)
+                    links.knock(rank)

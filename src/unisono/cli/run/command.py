@@ -27,7 +27,7 @@ from unisono.launcher.agent import Agent
 from unisono.launcher.environment import ERROR_FILE_VARIABLE
 from unisono.launcher.guard import go_on_guarded
 from unisono.launcher.output.files import LogOptions
-from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.launcher.workers.cpu_binding import MODES

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from unisono.base.config import environ
 from unisono.launcher.environment import Place, worker_environment
-from unisono.launcher.output.ranges import format_ranges
+from unisono.launcher.ranges import format_ranges
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
-from unisono.rendezvous.dynamic import World
+from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
 
 __all__ = ["describe"]
@@ -36,7 +36,7 @@ def _place(spec: LaunchSpec) -> Place:
     host, port = shared if isinstance(shared, tuple) else ("", 0)
     each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
     return Place(
-        world=World(
+        world=WorkerWorld(
             epoch=1,
             members=(each,) * nodes,
             group_rank=node_rank,

@@ -179,7 +179,7 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
         raise InvalidArgumentError(
             f"unknown --rdzv-backend {backend!r} (known: {', '.join(_BACKENDS)})"
         )
-    common = _times(conf) | {"address": options.local_addr}
+    common = {"timing": _timing(conf), "address": options.local_addr}
     if backend == "static":
         return _static(options, low, high, common)
     if high == 1 and not options.rdzv_endpoint:
@@ -248,19 +248,17 @@ def _known_port(host: str, port: int, flag: str, nodes: int) -> tuple[str, int]:
     return host, port
 
 
-def _times(conf: dict[str, str]) -> dict[str, Any]:
+def _timing(conf: dict[str, str]) -> Timing:
     beat_s = _number(conf, "keep_alive_interval", 1.0)
     if beat_s <= 0:
         raise InvalidArgumentError("--rdzv-conf: keep_alive_interval must be more than 0")
-    return {
-        "timing": Timing(
-            join_timeout_s=_number(conf, "join_timeout", 600.0),
-            last_call_s=_number(conf, "last_call_timeout", 30.0),
-            dead_after_s=beat_s * _number(conf, "keep_alive_max_attempt", _BEATS),
-        ),
-        "beat_s": beat_s,
-        "close_s": _number(conf, "close_timeout", 30.0),
-    }
+    return Timing(
+        join_timeout_s=_number(conf, "join_timeout", 600.0),
+        last_call_s=_number(conf, "last_call_timeout", 30.0),
+        dead_after_s=beat_s * _number(conf, "keep_alive_max_attempt", _BEATS),
+        beat_s=beat_s,
+        close_s=_number(conf, "close_timeout", 30.0),
+    )
 
 
 def _number(conf: dict[str, str], key: str, default: float) -> float:

@@ -10,7 +10,7 @@ from unisono.base.config import environ
 from unisono.cli.flags import add_flag, checked
 from unisono.launcher.output.console import check_prefix
 from unisono.launcher.output.files import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
-from unisono.launcher.output.ranges import parse_ranges
+from unisono.launcher.ranges import parse_ranges
 
 __all__ = ["add_output_flags", "log_options"]
 

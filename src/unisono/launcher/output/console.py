@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.errors import InvalidArgumentError
-from unisono.launcher.output.ranges import format_ranges
 from unisono.launcher.output.reader import TRACEBACK, Sink
+from unisono.launcher.ranges import format_ranges
 
 __all__ = ["HOLD_S", "Console", "Fold", "WorkerName", "check_prefix"]
 

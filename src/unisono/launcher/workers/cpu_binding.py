@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import InvalidArgumentError, LaunchError
-from unisono.launcher.output.ranges import format_ranges, parse_ranges
+from unisono.launcher.ranges import format_ranges, parse_ranges
 
 __all__ = ["MODES", "Binding", "Machine"]
 

@@ -1,10 +1,9 @@
-"""A lock between processes that is one file with changing names; it needs nothing but rename.
+"""A lock between processes: one file whose name shows its holder; it needs nothing but rename.
 
-Whoever renames "<run>.free" to a name that says who it is has the lock, and renames it back
-afterwards. A rename is atomic on every file system, also on NFS and where flock is not there or
-ends at the host. The file exists once and has one name, so nobody can have the lock twice; and
-because that name says whose it is, the lock of a killed process can be taken from it, by one of
-those who try.
+A process acquires the lock by renaming "<run>.free" to a name that contains its identity. It
+releases the lock by renaming the file back. A rename is atomic on every file system, also on NFS
+and on file systems without flock. The file exists once and has one name, so the lock has at most
+one holder. The name identifies the holder, so another process can take the lock of a dead one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from unisono.errors import StoreError, StoreTimeoutError
 __all__ = ["FileLock"]
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
-# Most holders are gone before this; only then is it worth listing a directory.
+# Most holders release the lock before this; listing the directory earlier would cost more.
 _LOOK_AFTER_S = 0.004
 
 
@@ -31,7 +30,7 @@ class FileLock:
     Args:
         path: The store file; the lock is in the same directory.
         run: Name of the run that uses the file; a lock belongs to one run.
-        held: Create the lock, and have it; otherwise it exists.
+        held: Create the lock and hold it; if false, the lock exists already.
     """
 
     def __init__(self, path: str, run: str, *, held: bool = False) -> None:
@@ -52,13 +51,13 @@ class FileLock:
 
         Args:
             deadline: When to give up.
-            check: Raises if there is no point in waiting: the store is gone, and its lock.
+            check: Raises if the store and its lock no longer exist.
 
         Raises:
-            StoreTimeoutError: Another process keeps it; the text says which.
+            StoreTimeoutError: Another process holds the lock; the text names it.
         """
         if self._pid != os.getpid():
-            # After a fork parent and child must not both think that they have it.
+            # After a fork, parent and child need different names, or both would hold the lock.
             self._pid, self._mine = os.getpid(), self._name(new_user())
         pause_s = _FIRST_PAUSE_S
         while not self._move(self._free, self._mine):
@@ -75,16 +74,16 @@ class FileLock:
         return False
 
     def release(self) -> None:
-        """Let the lock go; nothing happens if this process does not have it."""
+        """Release the lock; nothing happens if this process does not hold it."""
         if self._pid == os.getpid():
             self._move(self._mine, self._free)
 
     def discard(self) -> None:
-        """Delete the lock, which this process must have: the run is over."""
+        """Delete the lock, which this process must hold: the run is over."""
         os.unlink(self._mine)
 
     def discard_free(self) -> None:
-        """Delete the lock if nobody has it: its store is gone."""
+        """Delete the lock if it is free: its store is gone."""
         with suppress(OSError):
             os.unlink(self._free)
 
@@ -92,7 +91,7 @@ class FileLock:
         try:
             os.rename(source, target)
         except FileNotFoundError:
-            # NFS says so also if the answer to a first, successful attempt was lost.
+            # NFS reports this also if the answer to a first, successful attempt was lost.
             return target == self._mine and os.path.exists(target)
         except OSError as error:
             raise StoreError(
@@ -102,7 +101,7 @@ class FileLock:
         return True
 
     def _holder(self) -> str:
-        """Return who has the lock, or nothing if nobody has or it changes hands just now."""
+        """Return the holder of the lock, or "" if it is free or being renamed."""
         for entry in os.listdir(self._folder):
             if entry.startswith(self._prefix) and self._name(entry) != self._free:
                 holder = entry.removeprefix(self._prefix)

@@ -4,9 +4,9 @@
     record: checksum of the rest, length of the rest, changes
     change: kind, lengths of key and of the two values, these three
 
-The header comes into being whole, by link or rename, and never changes. Records are written under
-the lock and read without: one that is incomplete is still being written, or its writer died.
-The file is opened for each request, which makes NFS look for what others have written.
+The header is created whole, by link or rename, and never changes. Records are written under the
+lock and read without it. An incomplete record is still being written, or its writer died. The file
+is opened for each request, because NFS then fetches what other processes have written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecordLog:
     """The file of one run, and how far this process has read it.
 
     Attributes:
-        label: What the first rank called the run; may be empty.
+        label: The run's name, set by its first rank; may be empty.
         torn: Whether the last `read` found an incomplete record at the end.
 
     Args:
@@ -87,10 +87,10 @@ class RecordLog:
             os.close(fd)
 
     def _fill(self, fd: int, label: str, deadline: Deadline) -> None:
-        """Put a new store in place of an empty file, which somebody made beforehand (mktemp).
+        """Replace an empty file, such as one that mktemp made, by a new store.
 
-        Of several processes that find it empty only one may: the others would throw away what was
-        written. This is the one place that needs flock.
+        If several processes find the file empty, only one may replace it: a second replacement
+        would discard what was written in between. Only this function needs flock.
         """
         while True:
             try:
@@ -118,7 +118,7 @@ class RecordLog:
         *,
         hold: bool = False,
     ) -> tuple[bytes, FileLock]:
-        """Make a new store and `place` it at the path; `lost` means that another one is there."""
+        """Make a new store and `place` it at the path; `lost` means that a store exists there."""
         run = uuid.uuid4().hex
         header = _header(run, label)
         draft = os.path.join(os.path.dirname(self.path) or ".", f".{run}.new")
@@ -205,11 +205,11 @@ class RecordLog:
         return False
 
     def read(self, *, locked: bool) -> list[Change]:
-        """Return the changes that were not read yet.
+        """Return the changes that this process has not read yet.
 
         Args:
-            locked: Whether the lock is held. Then an incomplete record at the end is what a dead
-                process left if the lock had to be taken from it, and is cut off; else damage.
+            locked: Whether the lock is held. An incomplete record at the end is then cut off if
+                the lock was taken from a dead process, and reported as damage otherwise.
 
         Raises:
             StoreError: The file was truncated or damaged.
@@ -263,11 +263,11 @@ class RecordLog:
         self._position += len(data)
 
     def rewind(self) -> None:
-        """Read from the first record next time."""
+        """Make the next `read` begin at the first record."""
         self._position = len(self._header)
 
     def replace(self, label: str) -> None:
-        """Put the empty file of a new run in place; the lock must be held, and then is."""
+        """Replace the file by that of a new run; the lock must be held, and stays so."""
         header, lock = self._put(label, os.replace, hold=True)
         self._lock.discard()
         self._lock = lock
@@ -279,7 +279,7 @@ class RecordLog:
         self._lock.discard()
 
     def forget(self) -> None:
-        """Delete the lock of a run whose file somebody has deleted."""
+        """Delete the lock of a run whose file was deleted."""
         self._lock.discard_free()
 
 
@@ -300,7 +300,7 @@ def _parse(data: bytes, start: int) -> tuple[list[Change], int] | None:
         return None
     checksum, length = _FRAME.unpack_from(data, start)
     end = place + length
-    # Without a length it is no record, but a hole: NFS may write the second page before the first.
+    # A length of 0 is a hole, not a record: NFS may write the second page before the first.
     if not length or end > len(data) or zlib.crc32(data[place:end]) != checksum:
         return None
     changes = []

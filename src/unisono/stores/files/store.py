@@ -22,7 +22,7 @@ from unisono.stores.table_store import T, TableStore
 __all__ = ["FileStore"]
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
-# A wait whose time is nearly over still gets the lock from others that hold it for a moment.
+# Added to the time-out for the lock alone: other processes hold it for a moment at a time.
 _LOCK_GRACE_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
 _LOG = get_logger("stores.file")
@@ -34,22 +34,22 @@ class FileStore(TableStore):
 
     The file is a log of changes; each process replays it into a table of its own. Waiting
     looks at the file at most every 10 ms. The log only grows, so this store is for rendezvous,
-    not for steady traffic. Beside the file there is its lock, "<directory>/.<run>.free".
+    not for steady traffic. The lock of the file is "<directory>/.<run>.free".
 
-    A file that a killed run left is not trusted but made anew, if `world_size` is given and
+    If `world_size` is given, the file of a killed run is replaced by a new one if
 
     - one of the processes that used it is dead (seen on the machine where it ran), or
     - it was made under another `run_id`.
 
-    Without a run id, a run that was killed on other machines cannot be told from one that goes
-    on: a new world of the same size waits for its end and then says whose it is.
+    Without a run id, a run that was killed on other machines looks alive. A new world of the same
+    size then waits until its time-out, and the error names the processes of the old run.
 
     Args:
         file_name: The file; created if missing. Its directory must exist.
         world_size: Number of ranks. The last of them to close the store deletes the file.
             -1: the file is kept, and so are its keys.
-        timeout: Default for every blocking call, this one included; seconds or timedelta.
-        run_id: The same on all ranks and another one in every run, a job's number for example.
+        timeout: Default for every blocking call, the constructor included; seconds or timedelta.
+        run_id: The same on all ranks and different in every run, for example a job's number.
 
     Raises:
         StoreError: The file cannot be opened, is no store, was damaged, or a living run with
@@ -114,7 +114,7 @@ class FileStore(TableStore):
 
 
 class _FileState:
-    """The log, the table it leads to, and who uses the file."""
+    """The log, the table that results from it, and the processes that use the file."""
 
     def __init__(self, path: str, world_size: int, run_id: str, deadline: Deadline) -> None:
         self._world_size = world_size
@@ -137,7 +137,7 @@ class _FileState:
                     raise
 
     def _join(self, deadline: Deadline) -> bool:
-        """Sign on; False if the run before has to end first."""
+        """Add this process to the users; return False if an earlier run still has the file."""
         with self.locked(deadline):
             if self._world_size > 0 and self._users and not self._is_ours(deadline):
                 return False
@@ -145,7 +145,7 @@ class _FileState:
             return True
 
     def _is_ours(self, deadline: Deadline) -> bool:
-        """Return whether this rank may join, after making the file anew if its run is over."""
+        """Return whether this rank may join; replace the file first if its run is over."""
         lives = {user: life_of(user) for user in self._users}
         alive = [user for user, life in lives.items() if life is Life.ALIVE]
         renamed = self._run_id and self._log.label and self._run_id != self._log.label
@@ -184,7 +184,8 @@ class _FileState:
         with self._thread_lock(deadline):
             self._catch_up(locked=False)
             if self._log.torn:
-                # Whoever has the lock is writing; if nobody is, this finds out why.
+                # The holder of the lock is writing. If the lock is free, reading under it reports
+                # the damage.
                 with self._log.locked(deadline):
                     self._catch_up(locked=True)
             yield
@@ -211,7 +212,7 @@ class _FileState:
             self._lock.release()
 
     def change(self, changes: Sequence[Change]) -> list[Any]:
-        """Apply changes and write those down, as one record, that change something.
+        """Apply changes, and write the changes with an effect as one record.
 
         Raises:
             StoreError: The disk is full; nothing is changed.
@@ -225,14 +226,14 @@ class _FileState:
             if written:
                 self._log.append(written)
         except BaseException:
-            # The table is ahead of the file now; build it anew from what is written.
+            # The table has changes that the file lacks: rebuild it from the file.
             self._forget()
             self._log.rewind()
             raise
         return results
 
     def leave(self) -> None:
-        """Sign off; the last of all ranks deletes the file."""
+        """Remove this process from the users; the last of all ranks deletes the file."""
         deadline = Deadline(_CLOSE_TIMEOUT_S)
         try:
             if self._user.endswith(f"~{os.getpid()}"):
@@ -241,7 +242,7 @@ class _FileState:
                 else:
                     self._sign_off(deadline)
         except (StoreError, OSError) as error:
-            # Also runs at exit, where an error helps nobody; users saw the reason before.
+            # This runs at exit too, so it logs: callers got the reason as an error before.
             _LOG.warning("could not sign off from %s: %s", self._log.path, error)
         self._closed = True
 
@@ -268,7 +269,7 @@ class _FileState:
 
 
 def _did_nothing(change: Change, result: Any) -> bool:
-    """Polling a queue or deleting what is not there must not make the file grow."""
+    """Return whether a change had no effect, so that polling a queue does not grow the file."""
     if change.kind is ChangeKind.COMPARE_SET:
         return bool(result != change.second)
     return change.kind in _MAY_DO_NOTHING and result in (None, False)

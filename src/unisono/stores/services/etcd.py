@@ -16,7 +16,7 @@ from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable
 __all__ = ["EtcdStore"]
 
 DEFAULT_PORT = 2379
-# etcd accepts 128 operations in a transaction unless told otherwise.
+# etcd's default limit for the operations of a transaction.
 _OPERATIONS = 128
 # A member that is cut off from the others accepts a request and never answers.
 _REPLY_S = 2.0
@@ -27,17 +27,17 @@ Json = dict[str, Any]
 class EtcdStore(ServiceStore):
     """Keys and values in etcd (v3), below "<prefix>/".
 
-    A request that a member does not answer goes to the next one; each is answered by a majority,
-    so nothing that was acknowledged is lost while a majority of the members lives.
+    A request that a member does not answer goes to the next member. A majority of the members
+    answers each request, so acknowledged data survives while a majority lives.
 
     Args:
         endpoints: Host and port of one member or several.
-        prefix: What all keys begin with; another one for every run, or give `world_size`.
-        world_size: Number of ranks. The last of them to close the store deletes its keys, and a
-            prefix that another world has not given back is a StoreTimeoutError. -1: keys stay.
+        prefix: Start of all keys; different for every run unless `world_size` is given.
+        world_size: Number of ranks. The last of them to close the store deletes its keys. A
+            prefix that another world still uses is a StoreTimeoutError. -1: keys stay.
         timeout: Default for every blocking call; seconds or timedelta.
         protocol: "http" or "https".
-        ca_cert: File with the certificate of whoever signed the members'.
+        ca_cert: File with the certificate of the authority that signed the members' certificates.
         cert_cert: File with this client's certificate.
         cert_key: File with its key.
 
@@ -47,7 +47,7 @@ class EtcdStore(ServiceStore):
         StoreTimeoutError: See `world_size`.
     """
 
-    # Longer than an election takes, which follows the death of the leader.
+    # Longer than the election of a new leader takes.
     patience_s = 15.0
 
     def __init__(
@@ -101,8 +101,8 @@ class EtcdStore(ServiceStore):
             **self._secrets,  # type: ignore[arg-type]
         )
 
-    def _forked(self) -> None:
-        super()._forked()
+    def _reset_after_fork(self) -> None:
+        super()._reset_after_fork()
         # The parent goes on using these connections.
         self._idle = []
 
@@ -120,7 +120,7 @@ class EtcdStore(ServiceStore):
             client.session.close()
             self._member = (member + 1) % len(self.endpoints)
             reason = getattr(error, "detail_text", None) or str(error)
-            # urllib3 says what it did before it says why it failed.
+            # urllib3 puts what it did before the cause.
             reason = reason.rpartition("(Caused by ")[2].removesuffix(")")
             raise Unreachable(f"{format_address(*self.endpoints[member])}: {reason}") from error
         except self._errors.Etcd3Exception as error:

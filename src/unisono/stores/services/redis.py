@@ -17,8 +17,9 @@ __all__ = ["RedisStore"]
 DEFAULT_PORT = 6379
 # Bounds a request whose reply is lost; a server that is alive answers in microseconds.
 _REPLY_S = 5.0
-# ARGV holds four words for each change: the field, what has to be there, the new value, and by
-# letters whether the former is compared (c), absent (a), any (-), and the latter set (s) or not.
+# ARGV has four words for each change: the field, the expected value, the new value, two letters.
+# First letter: the present value must be equal (c), must be absent (a), may be anything (-). Second
+# letter: s sets the new value, anything else deletes the field.
 _SWAP = """
 for i = 1, #ARGV, 4 do
   local how = string.sub(ARGV[i + 3], 1, 1)
@@ -39,15 +40,15 @@ return 1
 class RedisStore(ServiceStore):
     """Keys and values in one hash of a Redis server; `HGETALL <prefix>` shows all of them.
 
-    A server that dies loses what it had not written to disk, and a replica that takes over what
-    it had not heard of; where the store must survive its host, use EtcdStore.
+    A server that dies loses what it had not written to disk. A replica that takes over lacks
+    what it had not received. If the store must survive its host, use EtcdStore.
 
     Args:
         host: Name or address of the server.
         port: Its port.
-        prefix: Name of the hash; another one for every run, or give `world_size`.
-        world_size: Number of ranks. The last of them to close the store deletes the hash, and a
-            hash that another world has not given back is a StoreTimeoutError. -1: it stays.
+        prefix: Name of the hash; different for every run unless `world_size` is given.
+        world_size: Number of ranks. The last of them to close the store deletes the hash. A
+            hash that another world still uses is a StoreTimeoutError. -1: the hash stays.
         timeout: Default for every blocking call; seconds or timedelta.
         options: For `redis.Redis`: db, username, password, ssl, ssl_ca_certs, ...
 

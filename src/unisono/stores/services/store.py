@@ -1,7 +1,7 @@
-"""What stores on a service (etcd, Redis) have in common: all operations, by compare-and-swap.
+"""The base of stores on a service (etcd, Redis): all operations, by compare-and-swap.
 
-A name begins with what it is: "k/" a value, "q/" a queue, "b/" a barrier, "m/" the mark of a
-client, "u" who uses it. Waiting asks again and again, at most every 50 ms.
+A name begins with its kind: "k/" a value, "q/" a queue, "b/" a barrier, "m/" the mark of a
+client, "u" the users. Waiting calls poll, at least every 50 ms.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class Entry(NamedTuple):
-    """What the service has under a name; `version` says whether it changed since."""
+    """The value under a name; `version` differs after each change."""
 
     value: bytes | None
     version: Any
@@ -61,24 +61,25 @@ class Swap(NamedTuple):
 
 
 class Unreachable(Exception):
-    """The service did not answer, or not for certain; the text says why."""
+    """The service did not answer, or it is unknown whether it did; the text has the reason."""
 
 
 class ServiceStore(Store):
     """A store on a service that outlives the ranks.
 
-    Every change also swaps the client's mark. By that a client whose connection broke learns
-    whether its change was made, and one that arrives late is void: nothing is done twice.
+    Every change also swaps the client's mark. After a broken connection the mark shows whether the
+    change was made. A change that arrives late finds another mark and is void, so no change is
+    made twice.
 
     Args:
-        prefix: What all names begin with; another one for every run, or give `world_size`.
+        prefix: Start of all names; different for every run unless `world_size` is given.
         timeout: Default for every blocking call.
-        world_size: Number of ranks. The last of them to close the store deletes its keys, and a
-            prefix that another world has not given back is a StoreTimeoutError. -1: keys stay.
+        world_size: Number of ranks. The last of them to close the store deletes its keys. A
+            prefix that another world still uses is a StoreTimeoutError. -1: keys stay.
     """
 
     patience_s = 1.0
-    """How long a request goes on trying when the service does not answer."""
+    """Seconds for which a request is retried if the service does not answer."""
 
     def __init__(self, prefix: str, timeout: Timeout, world_size: int) -> None:
         super().__init__(timeout)
@@ -94,13 +95,13 @@ class ServiceStore(Store):
 
     @abstractmethod
     def _fetch(self, names: Sequence[str]) -> list[Entry]:
-        """Return all entries as of one moment."""
+        """Return all entries as they are at one moment."""
 
     @abstractmethod
     def _swap(self, swaps: Sequence[Swap]) -> Any:
-        """Make all changes, if all names are as they were; those without `before` always are.
+        """Make all changes if each name is still as in `before` (always true if that is None).
 
-        Returns the version that the changed names have now; None if nothing was changed.
+        Returns the new version of the changed names; None if nothing was changed.
         """
 
     @abstractmethod
@@ -113,7 +114,7 @@ class ServiceStore(Store):
 
     @property
     def _most_swaps(self) -> int:
-        """How many changes `_swap` can make at once."""
+        """The largest number of changes in one `_swap`."""
         return 1 << 30
 
     @abstractmethod
@@ -126,7 +127,7 @@ class ServiceStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Store each value under the key at the same position, all at once."""
-        # Of the same key twice the last value counts.
+        # If a key occurs twice, its last value counts.
         values_of = dict(self._pairs(keys, values))
         self._write([Swap(_value(key), None, value) for key, value in values_of.items()])
 
@@ -254,7 +255,7 @@ class ServiceStore(Store):
                     f"world_size={size}"
                 )
             members.append(member)
-            # The last one takes the barrier away, by which all know that they may go.
+            # The last member deletes the barrier, which releases all others.
             return None if len(members) >= size else " ".join([head, *members]).encode(), None
 
         def leave(old: bytes | None) -> tuple[bytes | None, int]:
@@ -281,10 +282,10 @@ class ServiceStore(Store):
     def _check_open(self) -> None:
         super()._check_open()
         if self._pid != os.getpid():
-            self._forked()
+            self._reset_after_fork()
 
-    def _forked(self) -> None:
-        """Part from the parent, whose threads may hold the lock, and who is the one counted."""
+    def _reset_after_fork(self) -> None:
+        """Reset the state in a forked child: lock, mark and membership are the parent's."""
         self._pid = os.getpid()
         self._joined = False
         self._mark_name, self._mark = f"m/{uuid.uuid4().hex}", Entry(None, None)
@@ -313,7 +314,7 @@ class ServiceStore(Store):
                 self._request(lambda: self._swap([Swap(self._mark_name, None, None)]))
 
     def _join(self) -> None:
-        """Be counted as one of `world_size` users, once the world before has gone."""
+        """Add this process to the `world_size` users, after the previous world has left."""
         if self.world_size < 1:
             return
         deadline = self._deadline(None)
@@ -340,7 +341,7 @@ class ServiceStore(Store):
         return self._request(lambda: self._fetch(names)) if names else []
 
     def _update(self, name: str, change: Callable[[bytes | None], tuple[bytes | None, T]]) -> T:
-        """Replace what is under a name by what `change` makes of it; return its second result."""
+        """Replace the value of a name by `change(value)[0]`; return `change(value)[1]`."""
         self._check_open()
         deadline = Deadline(self._timeout_s)
         pause_s = _FIRST_PAUSE_S
@@ -366,7 +367,7 @@ class ServiceStore(Store):
         time.sleep(random.uniform(0, pause_s))
 
     def _try_change(self, swaps: list[Swap]) -> bool:
-        """Make changes, exactly once; False if something is not as it was."""
+        """Make changes exactly once; return False if an entry differs from its `before`."""
         mark = uuid.uuid4().bytes
 
         def attempt() -> bool:
@@ -374,7 +375,7 @@ class ServiceStore(Store):
             if version is not None:
                 self._mark = Entry(mark, version)
                 return True
-            # An earlier attempt, of which no answer came, may have been the one.
+            # An earlier attempt without an answer may have made the change.
             (self._mark,) = self._fetch([self._mark_name])
             return self._mark.value == mark
 
@@ -384,7 +385,7 @@ class ServiceStore(Store):
             return self._request(attempt)
 
     def _poll(self, deadline: Deadline, question: Callable[[], bool]) -> bool:
-        """Ask until the answer is yes; False if the time is over."""
+        """Ask until the answer is true; return False at the deadline."""
         pause_s = _FIRST_PAUSE_S
         while not question():
             if deadline.expired():
@@ -395,7 +396,7 @@ class ServiceStore(Store):
         return True
 
     def _request(self, call: Callable[[], T]) -> T:
-        """Make a request, again and again while the service does not answer."""
+        """Make a request, and retry it while the service does not answer."""
         deadline = Deadline(min(self._timeout_s, self.patience_s))
         pause_s = _FIRST_PAUSE_S
         while True:

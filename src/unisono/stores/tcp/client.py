@@ -39,7 +39,7 @@ from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 
 __all__ = ["TCPStore"]
 
-# torch puts these before user keys; a torch program on the same server finds our keys by them.
+# torch puts these before user keys, so a torch program on the same server finds our keys.
 _KEY_PREFIX = "/"
 _INIT_KEY = "init/"
 _POLL_S = 0.01
@@ -49,17 +49,17 @@ _MAX_PORT = 65535
 class TCPStore(Store):
     """A store on a TCP server, which rank 0 (or the launcher) runs in its process.
 
-    Every call returns when the server has done it, writes included. Threads do not block each
+    Every call, also a write, returns after the server has executed it. Threads do not block each
     other: each request in flight has its own connection, taken from a small pool. After a fork
     the child opens connections of its own.
 
     Args:
         host_name: Name or address of the server; IPv4 and IPv6.
         port: Its port; 0 lets the server choose (see `port` afterwards).
-        world_size: How many clients will come; None or -1 if unknown.
+        world_size: Number of clients; None or -1 if unknown.
         is_master: Whether to run the server here.
-        timeout: Default for every blocking call, this one included; seconds or timedelta.
-        wait_for_workers: Whether the master waits until `world_size` clients have come.
+        timeout: Default for every blocking call, the constructor included; seconds or timedelta.
+        wait_for_workers: Whether the master waits until `world_size` clients have connected.
         multi_tenant: Share one server per port among the stores of this process.
         master_listen_fd: Listening socket for the server, taken over; it avoids the race
             between choosing a free port and listening on it.
@@ -68,9 +68,9 @@ class TCPStore(Store):
             (empty) the server serves clients of its own machine only, unless UNISONO_INSECURE=1.
 
     Raises:
-        StoreConnectionError: Nobody answers at host_name:port, or the port is in use.
+        StoreConnectionError: No server answers at host_name:port, or the port is in use.
         HandshakeError: Something else listens there, or the token is missing or wrong.
-        StoreTimeoutError: Not all workers came.
+        StoreTimeoutError: Not all workers connected.
 
     Source: torch.distributed.TCPStore, torch 2.13.
     """
@@ -127,7 +127,7 @@ class TCPStore(Store):
         try:
             self._call(Op.APPEND, _wire_key(key), more)
         except StoreConnectionError:
-            # As for add: a server drops whoever makes a value too long.
+            # As for add: a server closes the connection if a value becomes too long.
             self._explain_append(key, len(more))
             raise
 
@@ -135,7 +135,7 @@ class TCPStore(Store):
         """Return the value of `key`, waiting until there is one."""
         wire_key = _wire_key(key)
         if timeout is None:
-            # Mostly it is there already. An empty reply may mean an empty value, or none.
+            # The key mostly exists already. An empty reply may mean an empty value, or no value.
             value: bytes = self._call(Op.GET, wire_key)
             if value:
                 return value
@@ -164,7 +164,8 @@ class TCPStore(Store):
         try:
             return int(self._call(Op.ADD, _wire_key(key), amount))
         except StoreConnectionError:
-            # The protocol has no error reply: a server drops whoever adds to what is no number.
+            # The protocol has no error reply: a server closes the connection of a client that adds
+            # to a value that is not a number.
             self._explain_add(key, amount)
             raise
 
@@ -187,7 +188,7 @@ class TCPStore(Store):
         return bool(self._call(Op.DELETE_KEY, _wire_key(key)))
 
     def num_keys(self) -> int:
-        """Return the number of keys on the server, torch's internal ones included."""
+        """Return the number of keys on the server, torch's internal keys included."""
         return int(self._call(Op.NUM_KEYS))
 
     def list_keys(self) -> list[str]:
@@ -204,7 +205,7 @@ class TCPStore(Store):
         wire_key = _wire_key(key)
         deadline = self._deadline(timeout)
         while True:
-            # On the connection that waited: the server keeps the value for that one.
+            # On the connection that waited: the server keeps the value for that connection.
             with self._pool.lease(_patience(deadline.remaining())) as connection:
                 if block and not connection.wait(deadline.remaining(), Op.WAIT, [wire_key]):
                     break
@@ -257,7 +258,7 @@ class TCPStore(Store):
         self._finalizer()
 
     def _call(self, op: Op, *args: Any) -> Any:
-        """Do one request that does not wait for others."""
+        """Make one request that the server answers at once."""
         self._check_open()
         return self._pool.ask(_patience(self._timeout_s), (op, *args))[0]
 
@@ -266,7 +267,7 @@ class TCPStore(Store):
     ) -> Any:
         deadline = self._deadline(timeout)
         while True:
-            # Both in one round trip, so that nobody can delete the key in between.
+            # Both in one round trip, so that no other client can delete the key in between.
             answers = self._pool.ask(_patience(deadline.remaining()), (Op.CHECK, keys), request)
             if answers[0] == READY:
                 return answers[1]
@@ -352,13 +353,13 @@ class _SharedServer:
             return shared
 
     def share(self) -> _SharedServer:
-        """Count one more user."""
+        """Add a user."""
         with self._lock:
             self._users += 1
         return self
 
     def release(self) -> None:
-        """Count one user less; the last one closes the server."""
+        """Remove a user; the last user closes the server."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -369,14 +370,14 @@ class _SharedServer:
 
 
 def _release(pool: ConnectionPool, server: _SharedServer | None) -> None:
-    """Let go of everything; a function because the finalizer must not hold the store."""
+    """Close pool and server; a function because the finalizer must not keep the store alive."""
     pool.close()
     if server is not None:
         server.release()
 
 
 def _patience(timeout_s: float) -> float:
-    """Give a server that is alive the time to answer, even when no wait is wanted."""
+    """Return the seconds for a request: at least 1 s if the caller wants no wait."""
     return timeout_s if timeout_s >= _POLL_S else 1.0
 
 

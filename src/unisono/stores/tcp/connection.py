@@ -26,7 +26,8 @@ __all__ = ["Connection", "ConnectionPool"]
 
 _MAX_IDLE = 4
 _RETRY_S = 0.01
-# What a live server needs to answer a cancelled wait; a stopped one is not waited for longer.
+# A live server answers a cancelled wait within this time. Longer, and a stopped server would hold
+# up a wait that has timed out.
 _CANCEL_GRACE_S = 0.2
 _LOST_HINT = "the process that runs the store's server ended, or refused the request (see its log)"
 
@@ -34,7 +35,7 @@ _LOST_HINT = "the process that runs the store's server ended, or refused the req
 class Connection:
     """One TCP connection, used by one thread at a time.
 
-    After an exception it is in an unknown state and must be closed.
+    After an exception the connection is in an unknown state and must be closed.
     """
 
     def __init__(self, sock: socket.socket, address: str) -> None:
@@ -43,11 +44,11 @@ class Connection:
         self._link = open_link(sock)
 
     def ask(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
-        """Do requests in one round trip and return their results; None where there is none.
+        """Make requests in one round trip and return their results; None for a write.
 
         Raises:
             StoreConnectionError: The server went away.
-            StoreTimeoutError: It does not answer.
+            StoreTimeoutError: The server does not answer.
         """
         try:
             return self._link.exchange(timeout_s, requests)
@@ -55,11 +56,11 @@ class Connection:
             raise self._failure(error, timeout_s, requests) from error
 
     def wait(self, timeout_s: float, op: Op, *args: Any) -> bool:
-        """Do a WAIT or BARRIER; False if the time is over, and the server knows we left.
+        """Make a WAIT or BARRIER; return False at the time-out, after the server has cancelled it.
 
         Raises:
             StoreConnectionError: The server went away.
-            StoreTimeoutError: It is connected, but does not answer.
+            StoreTimeoutError: The server is connected, but does not answer.
         """
         requests = ((op, *args),)
         try:
@@ -89,12 +90,13 @@ class Connection:
     def _failure(
         self, error: Exception, timeout_s: float, requests: tuple[Request, ...]
     ) -> Exception:
-        """Return what a user is told of a link's exception."""
+        """Return the error for a link's exception."""
         operation = Op(requests[0][0]).name
         if isinstance(error, InvalidArgumentError):
             return error
         if isinstance(error, OverflowError):
-            # The native link only says that a request is too large; this one says which part.
+            # The native link reports only that a request is too large; encoding it here raises an
+            # error that names the part.
             for request in requests:
                 encode_request(*request)
             return error
@@ -124,7 +126,7 @@ class ConnectionPool:
         self._port = port
         self._token = token
         self._address = format_address(host, port)
-        # No lock: each change of these is one call that threads cannot divide.
+        # No lock: each change of these is one atomic call.
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
         self._closed = False
@@ -137,14 +139,14 @@ class ConnectionPool:
                 connection = self._open(deadline, retry=True)
                 break
             except StoreConnectionError:
-                # A server that is just going down accepts and hangs up; the next one may come.
+                # A server that is ending accepts and closes; another server may replace it.
                 if deadline.expired():
                     raise
                 time.sleep(min(_RETRY_S, deadline.remaining()))
         self._idle.append(connection)
 
     def ask(self, timeout_s: float, *requests: Request) -> list[Any]:
-        """Do requests on a connection that is free; see Connection.ask."""
+        """Make requests on a free connection; see Connection.ask."""
         connection = self._take(timeout_s)
         try:
             results = connection.ask(timeout_s, requests)
@@ -156,7 +158,7 @@ class ConnectionPool:
 
     @contextmanager
     def lease(self, timeout_s: float) -> Iterator[Connection]:
-        """Lend a connection to this thread; it is kept for the next one unless the body fails."""
+        """Reserve a connection for this thread; it stays in the pool unless the body fails."""
         connection = self._take(timeout_s)
         try:
             yield connection
@@ -166,7 +168,7 @@ class ConnectionPool:
         self._give_back(connection)
 
     def close(self) -> None:
-        """Close idle connections and wake the threads that wait on busy ones."""
+        """Close idle connections and wake the threads that wait on busy connections."""
         self._closed = True
         self._close_idle()
         for connection in list(self._busy):
@@ -190,7 +192,8 @@ class ConnectionPool:
             self._idle.append(connection)
         else:
             connection.close()
-        # Another thread may have closed the pool since; asked last, so that none is missed.
+        # Another thread may have closed the pool since. Checked last, so that no connection stays
+        # open.
         if self._closed:
             self._close_idle()
 
@@ -220,7 +223,7 @@ class ConnectionPool:
     def _open(self, deadline: Deadline, retry: bool) -> Connection:
         sock = connect(self._host, self._port, deadline, retry=retry)
         try:
-            # Some time also for a caller whose own is over: the server did accept.
+            # Some time also for a caller at its deadline, because the server did accept.
             patience = Deadline(max(deadline.remaining(), _CANCEL_GRACE_S))
             shake_hands(sock, self._address, self._token, patience)
             return Connection(sock, self._address)

@@ -1,4 +1,4 @@
-"""How a client introduces itself to a store server, and finds out whether it is one."""
+"""The client's side of the handshake with a store server."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _REASONS = {
     ),
     Answer.LOCAL_ONLY: (
         "it has no token, and then serves only its own machine",
-        "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where everybody may "
-        "read and write the store, UNISONO_INSECURE=1 where the server runs",
+        "set UNISONO_TOKEN to the same secret on all hosts; or, on a network where any process "
+        "may use the store, UNISONO_INSECURE=1 for the server's process",
     ),
 }
 
@@ -43,15 +43,15 @@ def shake_hands(sock: socket.socket, address: str, token: bytes, deadline: Deadl
     """Introduce this client and make sure that a TCPStore server answers.
 
     Args:
-        sock: Connected to it.
+        sock: Connected to the server.
         address: Where, for error texts.
         token: Of the job; empty if there is none.
         deadline: When to give up.
 
     Raises:
-        HandshakeError: Something else answered, or the server does not let this client in.
+        HandshakeError: Another kind of program answered, or the server refused this client.
         StoreConnectionError: The server went away.
-        StoreTimeoutError: It is connected, but does not answer.
+        StoreTimeoutError: The server is connected, but does not answer.
     """
     try:
         if token:
@@ -79,7 +79,7 @@ def _introduce(sock: socket.socket, address: str, before: bytes, deadline: Deadl
     """Send VALIDATE and PING after `before`, and check what comes back."""
     nonce = os.urandom(4)
     _send(sock, before + _OPENING + nonce, deadline)
-    # After a proof comes the word whether it was one.
+    # After a proof the server sends its verdict first.
     expected = (bytes([Answer.WELCOME]) if before else b"") + nonce
     answer = _receive(sock, len(expected), deadline)
     if answer == expected:
@@ -104,7 +104,7 @@ def _prove(sock: socket.socket, address: str, token: bytes, deadline: Deadline) 
             hint="unset UNISONO_TOKEN for this process, or pass token=''",
         )
     if answer == bytes([Answer.NO_TOKEN_HERE]) and is_local(sock) and not is_foreign(sock):
-        # A server that could read the token anyway; see `Gate`.
+        # A process of this user could read the token anyway; see `Gate`.
         _introduce(sock, address, b"", deadline)
         return
     if answer[0] != Answer.CHALLENGE:
@@ -114,7 +114,7 @@ def _prove(sock: socket.socket, address: str, token: bytes, deadline: Deadline) 
     theirs, shown = answer[1 : 1 + NONCE_BYTES], answer[1 + NONCE_BYTES :]
     own = proof(token, b"client", mine, theirs)
     if not is_proof(shown, proof(token, b"server", mine, theirs)):
-        # The server shall have its log line too. It learns nothing from this.
+        # So that the server logs the refusal too. The proof reveals nothing to it.
         with contextlib.suppress(OSError):
             _send(sock, own, deadline)
         _refused(address, Answer.WRONG_TOKEN)
@@ -133,7 +133,7 @@ def _refused(address: str, code: int) -> NoReturn:
 def _no_server(address: str) -> NoReturn:
     raise HandshakeError(
         f"what listens at {address} is not a TCPStore server",
-        hint="another program has the port; choose another one, or 0 for any free port",
+        hint="another program has the port; choose another port, or 0 for any free port",
     )
 
 

@@ -1,4 +1,4 @@
-"""Requests out, results in, over one connection: in C++ where that is built, else in Python."""
+"""Requests out, results in, over one connection: in C++ if that is built, else in Python."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ Request = tuple[Any, ...]
 
 
 class Link(Protocol):
-    """One end of a connection, used by one thread at a time; of no more use after an exception.
+    """One end of a connection, used by one thread at a time; unusable after an exception.
 
-    Both calls raise TimeoutError, another OSError if the connection is lost, ValueError for a
-    reply that makes no sense, and OverflowError or InvalidArgumentError for a request beyond the
-    limits.
+    Both calls raise TimeoutError, or another OSError if the connection is lost. A malformed reply
+    raises ValueError. A request beyond the limits raises OverflowError or InvalidArgumentError.
     """
 
     def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
-        """Do requests in one round trip and return their results; None for a write."""
+        """Make requests in one round trip and return their results; None for a write."""
 
     def cancel(self, timeout_s: float) -> bool:
-        """End a WAIT or BARRIER that timed out; return whether it had come to its end by then."""
+        """Cancel a WAIT or BARRIER that timed out; return whether it had ended before."""
 
 
 def open_link(sock: socket.socket) -> Link:
-    """Return a link over a connected socket, which stays the caller's."""
+    """Return a link over a connected socket, which the caller keeps."""
     if engine() is not None:
         sock.settimeout(None)
         link: Link = engine().StoreLink(sock.fileno())
@@ -57,7 +56,7 @@ class PythonLink:
         self._replies: list[Any] = []
 
     def exchange(self, timeout_s: float, requests: tuple[Request, ...]) -> list[Any]:
-        """Do requests in one round trip; see Link."""
+        """Make requests in one round trip; see Link."""
         deadline = Deadline(timeout_s)
         data = []
         for op, *args in requests:
@@ -79,7 +78,7 @@ class PythonLink:
         ]
 
     def cancel(self, timeout_s: float) -> bool:
-        """End a wait; see Link."""
+        """Cancel a wait; see Link."""
         deadline = Deadline(timeout_s)
         self._send(encode_request(Op.CANCEL_WAIT), deadline)
         # The reply still expected is either the late end of the wait or its cancellation.

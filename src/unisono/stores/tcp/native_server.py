@@ -1,7 +1,7 @@
 """The TCPStore server in C++: a thread of its own that never waits for Python.
 
-Rank 0 may compute for minutes without letting other Python threads run; its store goes on all
-the same. What the server has to say comes through a pipe to a Python thread that logs it.
+Rank 0 may compute for minutes without letting other Python threads run; its store still answers.
+The server writes its log lines to a pipe, and a Python thread logs them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unisono.stores.tcp.python_server import ServerOptions
 
 __all__ = ["NativeServer", "engine"]
 
-# The name of the module whose server this one replaces: one server, one logger.
+# The same logger as the server in Python has.
 _LOG = get_logger("stores.tcp_server")
 
 
@@ -31,11 +31,11 @@ def engine() -> Any:
 class NativeServer:
     """Serves torch's TCPStore protocol on listening sockets that it takes over.
 
-    In the child of a fork its sockets are closed, and it does nothing any more.
+    In the child of a fork its sockets are closed, and the server does nothing.
 
     Args:
         listeners: Listening sockets, all on the same port.
-        options: Whom it serves, and what it refuses.
+        options: The clients it serves, and its limits.
     """
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
@@ -80,7 +80,7 @@ class NativeServer:
 
 
 def _log_lines(fd: int, port: int) -> None:
-    """Log what the server says until it has closed its end of the pipe."""
+    """Log the server's lines until the server has closed its end of the pipe."""
     with open(fd, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             _LOG.warning("port %d: %s", port, line.rstrip())

@@ -1,4 +1,4 @@
-"""Whose the other end of a connection is, if it is on this machine. Asked of the Linux kernel."""
+"""Find the user id of the local peer of a connection (Linux sock_diag)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ERROR = 2
 _ANY_COOKIE = 0xFFFFFFFF
 _ALL_STATES = 0xFFFFFFFF
 _MAPPED = "::ffff:"
-# Of the answer: a header, what was asked for, three numbers, the user.
+# The answer: a header, the question, three numbers, the user id.
 _USER = struct.Struct("=16x 52x 12x I")
 _ERRNO = struct.Struct("=4x H 10x i")
 _ENOENT = 2
@@ -25,7 +25,7 @@ _ENOENT = 2
 def is_foreign(sock: socket.socket) -> bool:
     """Return whether the other end of a local connection belongs to another user, or is gone.
 
-    False also where the system does not tell (it has no sock_diag).
+    False also if the system has no sock_diag.
 
     Source: sock_diag(7); the layout is that of linux/inet_diag.h.
     """
@@ -46,7 +46,7 @@ def is_foreign(sock: socket.socket) -> bool:
 
 
 def _question(sock: socket.socket) -> bytes:
-    """Ask for one socket: the one that sees the two addresses the other way round."""
+    """Return the request for the peer's socket, which has the two addresses swapped."""
     here, there = sock.getsockname(), sock.getpeername()
     names = [str(name[0]).removeprefix(_MAPPED).partition("%")[0] for name in (there, here)]
     family = socket.AF_INET6 if ":" in names[0] else socket.AF_INET

@@ -1,7 +1,7 @@
-"""The TCPStore server in Python, for where the C++ one is not built: one thread, one selector.
+"""The TCPStore server in Python, used if the C++ server is not built: one thread, one selector.
 
-Rule: only the server's thread touches the table and the connections. `close` wakes it through
-a socket pair and joins it.
+Rule: only the server's thread touches the table and the connections. `close` wakes the thread
+through a socket pair and joins it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,10 +44,10 @@ __all__ = ["PythonServer", "ServerOptions"]
 
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
-# A client that does not read its replies is not read from either once this much is queued.
+# The server stops reading from a client with this many bytes of unread replies.
 _UNSENT_BYTES = 1024 * 1024
-# How long a client may take to say what it is: less when there are no descriptors left, for who
-# says nothing must not keep out the job's own clients.
+# Seconds for a client to finish its handshake. Without free file descriptors it is the second
+# number, so that silent clients do not keep out the job's own clients.
 _GREETING_S = 30.0
 _HURRY_S = 1.0
 _REST_S = 0.1
@@ -55,7 +56,7 @@ _SERVERS: weakref.WeakSet[PythonServer] = weakref.WeakSet()
 
 
 class _Connection:
-    """One client: what it sent in part, what it has not read yet, what it waits for."""
+    """One client: its incomplete request, its unread replies, and its wait."""
 
     __slots__ = (
         "barrier",
@@ -81,17 +82,56 @@ class _Connection:
         self.promised: str | None = None
 
 
+class _Listeners:
+    """Listening sockets in a selector; a socket that cannot accept is paused for a moment."""
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        selector: selectors.BaseSelector,
+        accept: Callable[[socket.socket], None],
+    ) -> None:
+        self.sockets = sockets
+        self.paused: list[socket.socket] = []
+        self._selector = selector
+        self._accept = accept
+        self._pause = Deadline(_REST_S)
+        for listener in sockets:
+            listener.setblocking(False)
+            self._register(listener)
+
+    def _register(self, listener: socket.socket) -> None:
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def pause(self, listener: socket.socket) -> None:
+        """Stop polling a listener that has no free file descriptor to accept with.
+
+        Its connections stay queued, so select would return at once, again and again.
+        """
+        self._selector.unregister(listener)
+        self.paused.append(listener)
+        self._pause = Deadline(_REST_S)
+
+    def resume(self) -> float | None:
+        """Poll again after the pause; return its remaining seconds, None if none is paused."""
+        if self.paused and self._pause.expired():
+            for listener in self.paused:
+                self._register(listener)
+            self.paused.clear()
+        return self._pause.remaining() if self.paused else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Whom a store server serves, and what it refuses.
+    """The clients that a store server serves, and its limits.
 
     Attributes:
         token: Of the job; empty if there is none.
-        serves_strangers: Clients without a token may be of other machines and users; only with
-            UNISONO_INSECURE=1 if not given.
+        serves_strangers: Whether clients without a token may be of other machines and users;
+            if not given, only with UNISONO_INSECURE=1.
         max_reply_bytes: A larger multi_get is refused.
-        max_greetings: So many may come after a client that has not said yet what it is; then it
-            is dropped.
+        max_greetings: A client whose handshake is not finished is closed after this number of
+            later connections.
     """
 
     token: bytes = b""
@@ -105,17 +145,13 @@ class PythonServer:
 
     Args:
         listeners: Listening sockets, all on the same port.
-        options: Whom it serves, and what it refuses.
+        options: The clients it serves, and its limits.
     """
 
     def __init__(self, listeners: list[socket.socket], options: ServerOptions) -> None:
         self._options = options
         self._greetings: deque[tuple[float, _Connection]] = deque()
-        # Those not listened to for now: there are no descriptors left.
-        self._resting: list[socket.socket] = []
-        self._rest = Deadline(_REST_S)
         self.port: int = listeners[0].getsockname()[1]
-        self._listeners = listeners
         self._table = Table()
         self._connections: set[_Connection] = set()
         self._selector = selectors.DefaultSelector()
@@ -123,9 +159,7 @@ class PythonServer:
         self._wake_out.setblocking(False)
         self._stopping = False
         self._pid = os.getpid()
-        for listener in listeners:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._listeners = _Listeners(listeners, self._selector, self._accept)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
         self._thread = threading.Thread(
             target=self._run, name=f"unisono-store-{self.port}", daemon=True
@@ -171,7 +205,11 @@ class PythonServer:
 
     def _close_sockets(self) -> None:
         self._selector.close()
-        for sock in [*self._listeners, self._wake_out, *(c.sock for c in self._connections)]:
+        for sock in [
+            *self._listeners.sockets,
+            self._wake_out,
+            *(c.sock for c in self._connections),
+        ]:
             sock.close()
         self._connections.clear()
 
@@ -181,12 +219,9 @@ class PythonServer:
         except BlockingIOError:
             return
         except OSError as error:
-            if not self._resting:
+            if not self._listeners.paused:
                 _LOG.warning("port %d: accept failed: %s", self.port, error)
-            # Mostly no descriptors: the connection stays queued, and select would return at once.
-            self._selector.unregister(listener)
-            self._resting.append(listener)
-            self._rest = Deadline(_REST_S)
+            self._listeners.pause(listener)
             return
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -226,7 +261,7 @@ class PythonServer:
             self._drop(connection)
 
     def _greet(self, connection: _Connection, gate: Gate, chunk: bytes) -> bytes:
-        """Do what comes before the first request; return what came after that."""
+        """Do the handshake; return the bytes that follow it."""
         answer, rest = gate.feed(chunk)
         connection.unsent += answer
         if gate.is_open:
@@ -234,25 +269,21 @@ class PythonServer:
         return rest
 
     def _patience_s(self) -> float | None:
-        """Drop who did not say in time what it is; return when to look again."""
-        if self._resting and self._rest.expired():
-            for listener in self._resting:
-                self._selector.register(listener, selectors.EVENT_READ, self._accept)
-            self._resting.clear()
-        rest_s = self._rest.remaining() if self._resting else None
-        allowed_s = _HURRY_S if self._resting else _GREETING_S
+        """Close clients whose handshake is late; return the seconds until the next check."""
+        rest_s = self._listeners.resume()
+        allowed_s = _GREETING_S if rest_s is None else _HURRY_S
         while self._greetings:
             came_s, connection = self._greetings[0]
             if connection.gate is not None and connection in self._connections:
                 left_s = came_s + allowed_s - time.monotonic()
                 if left_s > 0 and len(self._greetings) <= self._options.max_greetings:
                     return left_s if rest_s is None else min(left_s, rest_s)
-                self._drop(connection, "it did not say what it is")
+                self._drop(connection, "it did not identify itself in time")
             self._greetings.popleft()
         return rest_s
 
     def _answer(self, connection: _Connection) -> None:
-        """Handle what was received, as far as the client reads its replies."""
+        """Handle received requests, as long as the client reads its replies."""
         done = 0
         for request in connection.pending:
             if len(connection.unsent) > _UNSENT_BYTES and not self._flush(connection):
@@ -280,7 +311,7 @@ class PythonServer:
             self._end_promise(promised)
 
     def _apply(self, request: Request) -> Any:
-        """Do one request that is answered at once and return its result."""
+        """Execute a request that is answered at once, and return its result."""
         args = request.args
         table = self._table
         match request.op:
@@ -349,7 +380,7 @@ class PythonServer:
         connection.watch = self._table.watch(keys, notify)
 
     def _promise(self, connection: _Connection, keys: list[str]) -> None:
-        """Keep one value of a queue for a waiter, which will ask for it in its next request."""
+        """Reserve one value of a queue for a waiter, which fetches it by its next request."""
         if len(keys) == 1 and keys[0] not in self._table.values:
             connection.promised = keys[0]
             self._table.reserved[keys[0]] += 1
@@ -358,7 +389,7 @@ class PythonServer:
         self._table.reserved[key] -= 1
         if not self._table.reserved[key]:
             del self._table.reserved[key]
-        # If the value was not fetched after all, the next waiter gets its turn.
+        # If the waiter did not fetch the value, the next waiter gets it.
         self._table.changed(key)
 
     def _barrier(self, connection: _Connection, key: str, world_size: int) -> None:
@@ -380,12 +411,12 @@ class PythonServer:
             connection.barrier = None
 
     def _send_later(self, connection: _Connection, data: bytes) -> None:
-        """Queue bytes for a client other than the one being served."""
+        """Queue bytes for a client that is not being served now."""
         connection.unsent += data
         self._watch_socket(connection)
 
     def _flush(self, connection: _Connection) -> bool:
-        """Send what the socket takes; return whether that was all."""
+        """Send what the socket accepts; return whether nothing is left."""
         while connection.unsent:
             try:
                 sent = connection.sock.send(memoryview(connection.unsent)[: 1 << 20])
@@ -415,7 +446,7 @@ class PythonServer:
 def _forget_servers_in_child() -> None:
     """Close the sockets that a fork copied.
 
-    Otherwise the child would keep the port open with nobody to answer, and the clients of a
+    Otherwise the child would keep the port open without answering, and the clients of a
     killed parent would never see their connections end.
     """
     for server in list(_SERVERS):

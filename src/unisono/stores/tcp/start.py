@@ -1,4 +1,4 @@
-"""Which server a TCPStore gets: the C++ one where it is built, else the one in Python."""
+"""Start the server of a TCPStore: in C++ if that is built, else in Python."""
 
 from __future__ import annotations
 
@@ -30,17 +30,20 @@ def start_server(
 ) -> StoreServer:
     """Serve a new, empty store on listening sockets, which are taken over.
 
-    Answers torch clients and unisono clients alike. Differences to torch's own server: a
-    failed compare_set wakes nobody; a wait for several keys ends when all are there at once; a
-    caller that gives up a barrier is not counted; a woken queue waiter that dies passes its
-    turn on; `barrier` leaves no key behind.
+    The server answers torch's clients and unisono's. Differences from torch's own server:
 
-    Clients prove that they know the token. Those that have none (torch's) are served if they are
-    processes of this user on this machine, others only if it serves strangers.
+    - A failed compare_set wakes no waiter.
+    - A wait for several keys ends when all of them exist at the same time.
+    - A caller that leaves a barrier does not count.
+    - If a woken queue waiter dies, the next waiter gets the value.
+    - `barrier` leaves no key.
+
+    Clients prove that they know the token. A client without a token (torch's) is served if it is
+    a process of this user on this machine, or if the server serves strangers.
 
     Args:
         listeners: All on the same port.
-        options: Whom it serves, and what it refuses; no token if None.
+        options: The clients it serves, and its limits; no token if None.
 
     Raises:
         InvalidArgumentError: No listening socket was given.

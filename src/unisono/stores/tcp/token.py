@@ -1,6 +1,6 @@
-"""Who may use a store server: proof by both ends that they know the job's token. No I/O.
+"""Access to a store server: both ends prove that they know the job's token. No I/O.
 
-A client with a token shows it before its first request; the token itself is never sent.
+A client with a token proves it before its first request; the token itself is never sent.
 
     client  HELLO, 32 random bytes
     server  CHALLENGE, 32 random bytes, proof("server")
@@ -9,12 +9,13 @@ A client with a token shows it before its first request; the token itself is nev
 
     proof(end) = HMAC-SHA256(token, "unisono store " end, client's bytes, server's bytes)
 
-What was recorded is of no use later, for each end proves itself on bytes that the other one has
-just made up. A client without a token begins with its first request, as torch's does. It is
-served if it is a process of the server's user on the server's machine, which could read the token
-anyway, or if the server serves strangers. A server without a token says so, and a client of the
-same user on the same machine goes on without one. Whoever is refused gets one
-byte, an `Answer`, and the connection ends. Until then nothing but bytes of fixed number is read.
+A recorded handshake cannot be replayed, because each proof covers fresh random bytes of the other
+end. A client without a token begins with its first request, as torch's does. The server accepts it
+if it is a process of the server's user on the same machine: such a process could read the token
+anyway. The server also accepts it if it serves strangers. A server without a token
+answers NO_TOKEN_HERE, and a client of the same user on the same machine goes on without a proof. A
+refused client gets one byte, an `Answer`, and the connection ends. Until a client is accepted the
+server reads only a fixed number of bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _REQUESTS = b"\x00"
 
 
 class Answer(enum.IntEnum):
-    """The first byte that a server sends to a client with a token, or to one that is refused."""
+    """The first byte that a server sends to a client with a token or to a refused client."""
 
     CHALLENGE = 1
     WELCOME = 2
@@ -45,11 +46,11 @@ class Answer(enum.IntEnum):
 
 
 class Refused(Exception):
-    """A client is not let in.
+    """The server refuses a client.
 
     Attributes:
-        answer: What it is told; ends with an Answer, or is empty.
-        why: For the server's log.
+        answer: Bytes for the client; they end with an Answer, or are empty.
+        why: The reason for the server's log.
     """
 
     def __init__(self, answer: bytes, why: str) -> None:
@@ -59,21 +60,21 @@ class Refused(Exception):
 
 
 def proof(token: bytes, end: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
-    """Return what `end` (b"server" or b"client") shows to prove that it knows the token."""
-    # Only here: it takes as long to load as the rest of a store's client.
+    """Return the proof that `end` (b"server" or b"client") knows the token."""
+    # Imported here because it takes as long to load as the rest of a store's client.
     import hmac
 
     return hmac.digest(token, b"unisono store " + end + client_nonce + server_nonce, "sha256")
 
 
 def is_proof(shown: bytes, expected: bytes) -> bool:
-    """Whether two proofs are equal; takes equally long wherever they differ."""
+    """Return whether two proofs are equal, in a time that does not depend on their difference."""
     import hmac
 
     return hmac.compare_digest(shown, expected)
 
 
-def _said(answer: Answer) -> bytes:
+def _byte(answer: Answer) -> bytes:
     return bytes([answer])
 
 
@@ -83,8 +84,8 @@ class Gate:
     Args:
         token: Of the job; empty if there is none.
         serves_strangers: Clients without a token may be on other machines too.
-        is_local: Says whether the client is on this machine.
-        is_foreign: Says whether a client on this machine is another user's.
+        is_local: Returns whether the client is on this machine.
+        is_foreign: Returns whether a client on this machine is another user's.
     """
 
     def __init__(
@@ -103,10 +104,10 @@ class Gate:
         self.is_open = False
 
     def feed(self, chunk: bytes) -> tuple[bytes, bytes]:
-        """Take bytes; return an answer and, once the gate is open, what came after the greeting.
+        """Take bytes; return an answer and, after acceptance, the bytes that follow the handshake.
 
         Raises:
-            Refused: This client does not get in.
+            Refused: The server does not accept this client.
         """
         self._data += chunk
         answer = b""
@@ -118,40 +119,40 @@ class Gate:
         if self._expected and len(self._data) >= PROOF_BYTES:
             shown, self._data = self._data[:PROOF_BYTES], self._data[PROOF_BYTES:]
             if not is_proof(shown, self._expected):
-                raise Refused(answer + _said(Answer.WRONG_TOKEN), "it has another token")
-            answer += _said(Answer.WELCOME)
+                raise Refused(answer + _byte(Answer.WRONG_TOKEN), "it has another token")
+            answer += _byte(Answer.WELCOME)
             self.is_open = True
         return answer, self._data if self.is_open else b""
 
     def _check_stranger(self) -> None:
         if self._serves_strangers:
             return
-        why, everybody = "it is on another machine", "or UNISONO_INSECURE=1 here lets everybody in"
+        why, insecure = "it is on another machine", "or UNISONO_INSECURE=1 here accepts any client"
         if self._is_local():
             if not self._token or not self._is_foreign():
                 return
             why = "it is another user's"
         if self._token:
-            remedy = f"give it the job's token, UNISONO_TOKEN; {everybody}"
-            raise Refused(_said(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
-        remedy = f"set UNISONO_TOKEN to the same secret here and there; {everybody}"
-        raise Refused(_said(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
+            remedy = f"give it the job's token, UNISONO_TOKEN; {insecure}"
+            raise Refused(_byte(Answer.TOKEN_NEEDED), f"{why} and has no token; {remedy}")
+        remedy = f"set UNISONO_TOKEN to the same secret here and there; {insecure}"
+        raise Refused(_byte(Answer.LOCAL_ONLY), f"{why}, and there is no token; {remedy}")
 
     def _challenge(self) -> bytes:
-        """Answer a hello that is complete, with the proof that this is no false server."""
+        """Answer a complete HELLO with the proof that this server knows the token."""
         if not (self._data.startswith(HELLO) or HELLO.startswith(self._data)):
             raise Refused(b"", "it is no client of a store")
         if len(self._data) < len(HELLO) + NONCE_BYTES:
             return b""
         if not self._token:
             if not (self._serves_strangers or self._is_local()):
-                raise Refused(_said(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
-            # It will go on without if it is on this machine.
+                raise Refused(_byte(Answer.NO_TOKEN_HERE), "it has a token, and there is none here")
+            # The client goes on without a token if it is on this machine.
             self._data = self._data[len(HELLO) + NONCE_BYTES :]
             self.is_open = True
-            return _said(Answer.NO_TOKEN_HERE)
+            return _byte(Answer.NO_TOKEN_HERE)
         theirs = self._data[len(HELLO) : len(HELLO) + NONCE_BYTES]
         self._data = self._data[len(HELLO) + NONCE_BYTES :]
         mine = os.urandom(NONCE_BYTES)
         self._expected = proof(self._token, b"client", theirs, mine)
-        return _said(Answer.CHALLENGE) + mine + proof(self._token, b"server", theirs, mine)
+        return _byte(Answer.CHALLENGE) + mine + proof(self._token, b"server", theirs, mine)

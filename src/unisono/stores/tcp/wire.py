@@ -1,9 +1,9 @@
 """torch's TCPStore protocol as bytes in, messages out: no socket, no clock, no thread.
 
-A connection starts with VALIDATE (a magic number) and PING (the server echoes the nonce); any
-request may follow. A request is one byte of `Op` and its fields; a reply is bare fields,
-without an op or a length, so each end must know what was asked. SET, APPEND, MULTI_SET and
-QUEUE_PUSH have no reply. Integers are little-endian.
+A connection starts with VALIDATE (a magic number) and PING (the server echoes the nonce). Any
+request may follow. A request is one byte of `Op` and its fields. A reply has only fields, without
+an op or a length, so the client must remember its requests. SET, APPEND, MULTI_SET and QUEUE_PUSH
+have no reply. Integers are little-endian.
 
     field   on the wire
     KEY     u64 length, UTF-8 bytes
@@ -14,10 +14,10 @@ QUEUE_PUSH have no reply. Integers are little-endian.
     POPPED  i64 length of the queue before; VALUE if that is not 0
     I64, U32, FLAG   8, 4 and 1 byte
 
-Every size is checked before anything is allocated for it.
+Every size is checked before memory is allocated for it.
 
-Source: protocol of TCPStore in torch 2.13 (libuv server), which adds LIST_KEYS and BARRIER to
-what torch 2.6 spoke.
+Source: protocol of TCPStore in torch 2.13 (libuv server), which adds LIST_KEYS and BARRIER to that
+of torch 2.6.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ MAGIC = 0x3C85F7CE
 # torch's limits; a longer key would be refused by its server anyway.
 MAX_KEY_BYTES = 8 * 1024
 MAX_KEYS = 128 * 1024
-# torch's libuv server stops at 8 MiB, its older one nowhere; 64 MiB values pass through that.
+# torch's libuv server accepts 8 MiB; its older server has no limit and passes 64 MiB.
 MAX_VALUE_BYTES = 64 * 1024 * 1024
 # Without a sum, 128 Ki values of 64 MiB each would be a legal multi_set.
 MAX_REQUEST_BYTES = 256 * 1024 * 1024
-# A small multi_get may name one large value many times; the server refuses beyond this.
+# A small multi_get may name one large value many times; the server refuses a larger reply.
 MAX_REPLY_BYTES = 1024 * 1024 * 1024
 
 READY, NOT_READY = 0, 1
@@ -71,11 +71,11 @@ _U32 = struct.Struct("<I")
 
 
 class WireError(TransportError):
-    """Bytes that are no TCPStore message; the connection they came from is lost."""
+    """Bytes that are not a TCPStore message; the connection is closed."""
 
 
 class Op(enum.IntEnum):
-    """What a request asks for."""
+    """The operation of a request."""
 
     VALIDATE = 0
     SET = 1
@@ -215,8 +215,8 @@ def _counted(items: Sequence[Any], limited: bool) -> bytes:
     return _U64.pack(len(items))
 
 
-# A reader is a generator: it yields how many bytes it needs next, is sent exactly these, and
-# returns what it read. So a message that arrives in pieces is never parsed twice.
+# A reader is a generator: it yields the number of bytes it needs next, receives exactly these, and
+# returns the result. So a message that arrives in pieces is never parsed twice.
 _Reader = Generator[int, bytes, Any]
 
 
@@ -269,7 +269,7 @@ def _read_list(fields: tuple[Field, ...], limits: _Limits) -> _Reader:
 
 
 class _Limits:
-    """How much one message may still announce."""
+    """The sizes that one message may still announce."""
 
     __slots__ = ("key_bytes", "keys", "left_bytes", "value_bytes")
 
@@ -300,7 +300,7 @@ class _Decoder:
         """Take bytes and return the messages that they complete.
 
         Raises:
-            WireError: These bytes are no message; the decoder must not be used again.
+            WireError: Not a message; the decoder must not be used again.
         """
         self._buffer += chunk
         messages = []
@@ -360,7 +360,7 @@ class RequestDecoder(_Decoder):
 
 
 class ReplyDecoder(_Decoder):
-    """The client's side: says what was asked with `expect`, feeds bytes, gets the results."""
+    """The client's side: `expect` announces each request, `feed` takes bytes, returns results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class ReplyDecoder(_Decoder):
         """Announce that a request was sent; `count` is the number of keys of MULTI_GET."""
         field = _LAYOUTS[op].reply
         if field is Field.VALUES and count == 0:
-            # Its reply is zero bytes, so nothing would ever come to complete it.
+            # The reply has zero bytes, so no byte would ever complete it.
             raise InvalidArgumentError("MULTI_GET without keys has no reply to expect")
         if field is not None:
             self._expected.append((field, count))

@@ -15,9 +15,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from unisono.transports.api import Key, Kind, LinkDown, MessageMismatch, Transfer
-from unisono.transports.mailbox import Arrival, Mailbox
+from unisono.transports.mailbox import Mailbox
+from unisono.transports.messages import Arrival, Key, Kind, LinkDown, MessageMismatch
 from unisono.transports.tcp.wire import FRAME, Frame
+from unisono.transports.transfers import Transfer
 
 __all__ = ["CHUNK_BYTES", "Link"]
 

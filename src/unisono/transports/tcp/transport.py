@@ -27,12 +27,14 @@ from collections.abc import Callable
 
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
-from unisono.transports.api import Key, Kind, LinkDown, Transfer, Transport
+from unisono.transports.api import Transport
+from unisono.transports.messages import Key, Kind, LinkDown
 from unisono.transports.tcp.address import TCPAddress, listen
 from unisono.transports.tcp.handshake import Call, Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import CHUNK_BYTES, Link
 from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.transfers import Transfer
 
 __all__ = ["TCPTransport"]
 

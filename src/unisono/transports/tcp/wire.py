@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 from unisono.errors import HandshakeError
-from unisono.transports.message import Key, Kind
+from unisono.transports.messages import Key, Kind
 
 __all__ = ["ACCEPT", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
 

@@ -1,0 +1,382 @@
+// The part of unisono._engine that sends messages between two ranks.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/function.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "bindings/calls.hpp"
+#include "messages/messages.hpp"
+#include "bindings/waits.hpp"
+
+namespace nb = nanobind;
+using unisono::Code;
+using unisono::Envelope;
+using unisono::Outcome;
+using unisono::Messages;
+using unisono::nanoseconds;
+
+namespace {
+
+// (number, code, source, nbytes, info)
+using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
+
+// Below this size a message is copied without giving up the interpreter lock, which costs as much.
+constexpr uint64_t kSmallBytes = 16 * 1024;
+
+OutcomeTuple to_tuple(const Outcome& outcome) {
+  if (outcome.code == Code::interrupted) throw nb::python_error();
+  return {outcome.number, static_cast<int>(outcome.code), outcome.source, outcome.nbytes,
+          outcome.info};
+}
+
+// The memory of an array for the time of a call.
+class View {
+ public:
+  View(nb::handle array, int flags) : held_(PyObject_GetBuffer(array.ptr(), &view_, flags) == 0) {}
+  ~View() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  View(const View&) = delete;
+  View& operator=(const View&) = delete;
+
+  // Whether there is contiguous memory, writable if that was asked for.
+  bool is_held() const { return held_; }
+  char* data() const { return static_cast<char*>(view_.buf); }
+  uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
+  const char* format() const { return view_.format == nullptr ? "B" : view_.format; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// `View` for what Python has checked.
+class Bytes : public View {
+ public:
+  Bytes(nb::handle array, int flags) : View(array, flags) {
+    if (!is_held()) throw nb::python_error();
+  }
+};
+
+unisono::Ranks shared_ranks(std::vector<int> ranks) {
+  return std::make_shared<const std::vector<int>>(std::move(ranks));
+}
+
+std::shared_ptr<Messages> make_messages(int rank, int ranks) {
+  auto messages = std::make_shared<Messages>(rank, ranks);
+  messages->set_poll(&unisono::signal_raised);
+  return messages;
+}
+
+int create(Messages& messages, const nb::bytes& nonce) {
+  if (nonce.size() != sizeof(unisono::Address::nonce)) throw nb::value_error("nonce: 16 bytes");
+  return messages.create(static_cast<const unsigned char*>(nonce.data()));
+}
+
+void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::bytes, int>>& all,
+               bool crowded) {
+  std::vector<unisono::Address> addresses(all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    const auto& [pid, fd, nonce, channels] = all[i];
+    addresses[i].channels = channels;
+    addresses[i].pid = pid;
+    addresses[i].fd = fd;
+    std::memcpy(addresses[i].nonce, nonce.data(),
+                std::min(nonce.size(), sizeof(addresses[i].nonce)));
+  }
+  messages.introduce(std::move(addresses), crowded);
+}
+
+OutcomeTuple start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
+                        nb::handle data) {
+  const Bytes bytes(data, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  return to_tuple(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
+}
+
+OutcomeTuple start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
+                        nb::handle into, std::vector<int> among) {
+  const Bytes bytes(into, PyBUF_WRITABLE);
+  unisono::Ranks ranks = shared_ranks(std::move(among));
+  nb::gil_scoped_release unlocked;
+  return to_tuple(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
+                                      std::move(ranks)));
+}
+
+// The outcome of what has ended goes into a list: one that is returned is lost if a signal handler raises
+// just then.
+using Outcomes = nb::typed<nb::list, OutcomeTuple>;
+
+int note(const Outcome& outcome, Outcomes& outcomes) {
+  const OutcomeTuple its = to_tuple(outcome);
+  if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
+  return static_cast<int>(outcome.code);
+}
+
+int wait(Messages& messages, uint64_t number, double timeout_s, Outcomes outcomes) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = messages.wait(number, nanoseconds(timeout_s));
+  }
+  return note(outcome, outcomes);
+}
+
+int cancel(Messages& messages, uint64_t number, Outcomes outcomes) {
+  Outcome outcome;
+  {
+    nb::gil_scoped_release unlocked;
+    outcome = messages.cancel(number);
+  }
+  return note(outcome, outcomes);
+}
+
+uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
+  const Bytes bytes(into, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  return messages.number_of(bytes.data(), after);
+}
+
+std::pair<std::vector<OutcomeTuple>, std::vector<int>> serve(Messages& messages) {
+  std::vector<Outcome> outcomes;
+  std::vector<int> stuck;
+  {
+    nb::gil_scoped_release unlocked;
+    outcomes = messages.serve(&stuck);
+  }
+  std::vector<OutcomeTuple> all;
+  all.reserve(outcomes.size());
+  for (const Outcome& outcome : outcomes) all.push_back(to_tuple(outcome));
+  return {all, stuck};
+}
+
+void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint32_t info,
+             nb::handle data) {
+  const Bytes bytes(data, PyBUF_SIMPLE);
+  nb::gil_scoped_release unlocked;
+  messages.deliver(source, {context, tag, bytes.nbytes(), info}, bytes.data());
+}
+
+void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> stuck) {
+  messages.set_stuck([stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends) {
+    nb::gil_scoped_acquire locked;
+    try {
+      stuck(ranks, sends);
+    } catch (nb::python_error& error) {
+      unisono::callback_raised(error, "a wait for a message");
+    }
+  });
+}
+
+void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
+  messages.set_wire([wire = std::move(wire)](int rank, int channel, bool ended) {
+    nb::gil_scoped_acquire locked;
+    try {
+      wire(rank, channel, ended);
+    } catch (nb::python_error& error) {
+      unisono::callback_raised(error, "a wire to another rank");
+    }
+  });
+}
+
+// Plain messages of one group: arrays in, without Python code in between. Whatever is unusual
+// is left to Python (None): memory that is not contiguous, arguments that may be wrong, ...
+class Port final : public unisono::Messenger {
+ public:
+  // `type`: of the arrays that are taken; `words`: buffer format of a dtype -> what goes into a
+  // message's `info`.
+  Port(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
+       nb::handle type, const std::map<std::string, uint32_t>& words)
+      : messages_(std::move(messages)),
+        context_(context),
+        ranks_(shared_ranks(std::move(ranks))),
+        type_(type.ptr()) {
+    for (const auto& [format, word] : words) word_of(format.c_str()) = word;
+  }
+
+  // Done: True. Failed: what `Messages.wait` returns.
+  nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) override {
+    Plain plain;
+    if (!understand_send(array, to, tag, &plain)) return nb::none();
+    if (sends_at_once(plain)) return nb::bool_(true);
+    Outcome outcome;
+    {
+      nb::gil_scoped_release unlocked;
+      outcome = messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
+    }
+    if (outcome.code == Code::ok) return nb::bool_(true);
+    return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(outcome));
+  }
+
+  // Done: the source, a number. Failed: what `Messages.wait` returns.
+  nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
+    Plain plain;
+    if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    Outcome outcome;
+    {
+      nb::gil_scoped_release unlocked;
+      outcome =
+        messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, nanoseconds(timeout_s));
+    }
+    return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(to_tuple(outcome));
+  }
+
+  // Whether it was sent, which it is only if nothing has to be waited for.
+  bool try_send(nb::handle array, nb::handle to, nb::handle tag) {
+    Plain plain;
+    return understand_send(array, to, tag, &plain) && sends_at_once(plain);
+  }
+
+  // What `Messages.start_recv` returns. The caller keeps the memory alive.
+  nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
+    Plain plain;
+    if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    Outcome outcome;
+    {
+      std::optional<nb::gil_scoped_release> unlocked;
+      if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
+      outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
+    }
+    return nb::cast(to_tuple(outcome));
+  }
+
+ private:
+  // A call whose arguments are understood.
+  struct Plain {
+    int peer = -1;
+    Envelope envelope{};
+    std::optional<View> view;
+    char* data() const { return view->data(); }
+  };
+
+  bool sends_at_once(const Plain& plain) {
+    return plain.envelope.nbytes <= kSmallBytes &&
+           messages_->try_send(plain.peer, plain.envelope, plain.data());
+  }
+
+  uint32_t& word_of(const char* format) {
+    const bool complex = format[0] == 'Z' && format[1] != 0;
+    const char letter = complex ? format[1] : format[0];
+    const bool simple = letter != 0 && format[complex ? 2 : 1] == 0;
+    return words_[complex ? 1 : 0][simple ? static_cast<unsigned char>(letter) : 0];
+  }
+
+  bool understand_send(nb::handle array, nb::handle to, nb::handle tag, Plain* plain) {
+    return parse_arguments(array, to, tag, PyBUF_SIMPLE, plain) && plain->peer >= 0 &&
+           plain->peer != messages_->rank();
+  }
+
+  bool parse_arguments(nb::handle array, nb::handle rank, nb::handle tag, int flags, Plain* plain) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(array.ptr())) != type_) return false;
+    if (unisono::suspended != 0 || messages_->is_forked()) return false;
+    if (!PyLong_CheckExact(tag.ptr())) return false;
+    if (!rank.is_none() && !is_member(rank, &plain->peer)) return false;
+    const int64_t number = PyLong_AsLongLong(tag.ptr());
+    if (flags == PyBUF_SIMPLE && plain->peer >= 0) messages_->wake_waiters(plain->peer);
+    if (number >= 0) plain->view.emplace(array, flags | PyBUF_C_CONTIGUOUS | PyBUF_FORMAT);
+    if (number < 0 || !plain->view->is_held()) {
+      PyErr_Clear();
+      return false;
+    }
+    plain->envelope = {context_, number, plain->view->nbytes(), word_of(plain->view->format())};
+    return plain->envelope.info != 0;
+  }
+
+  bool is_member(nb::handle rank, int* peer) const {
+    if (!PyLong_CheckExact(rank.ptr())) return false;
+    const long number = PyLong_AsLong(rank.ptr());
+    if (number == -1) PyErr_Clear();
+    *peer = static_cast<int>(number);
+    return number >= 0 && std::find(ranks_->begin(), ranks_->end(), number) != ranks_->end();
+  }
+
+  std::shared_ptr<Messages> messages_;
+  uint64_t context_;
+  unisono::Ranks ranks_;
+  PyObject* type_;                                    // lives as long as its module, hence longer
+  std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: of complex formats
+};
+
+}  // namespace
+
+void bind_p2p(nb::module_& m) {
+  m.attr("CLOSED") = static_cast<int>(Code::closed);
+  m.attr("CANCELLED") = static_cast<int>(Code::cancelled);
+  m.attr("UNREACHABLE") = static_cast<int>(Code::unreachable);
+  m.attr("UNKNOWN") = static_cast<int>(Code::unknown);
+
+  nb::class_<Messages>(m, "Messages")
+    .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
+    .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
+    .def("fd", &Messages::fd)
+    .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"),
+         "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
+    .def("has_left", &Messages::has_left, nb::arg("peer"))
+    .def("set_stuck", &set_stuck, nb::arg("stuck"))
+    .def("set_wire", &set_wire, nb::arg("wire"),
+         "Gets (rank, channel, whether that wire has ended).")
+    .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
+         "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
+    .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
+    .def("hold", &Messages::hold, nb::call_guard<nb::gil_scoped_release>())
+    .def("release", &Messages::release)
+    .def("close_in_child", &Messages::close_in_child)
+    .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
+    .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("into"), nb::arg("among"))
+    .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
+         nb::call_guard<nb::gil_scoped_release>(), "Have serve() look after a receive.")
+    .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
+         "Return a code; append the outcome of what has ended.")
+    .def("cancel", &cancel, nb::arg("number"), nb::arg("outcomes"), "As wait().")
+    .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
+         "The last receive into this memory after that number; 0: none.")
+    .def("last_number", &Messages::last_number, "Of all that were started.")
+    .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
+    .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
+         nb::arg("info"), nb::arg("data"))
+    .def(
+      "peer_down",
+      [](Messages& messages, int peer, bool left) {
+        return messages.peer_down(peer, left ? Code::left : Code::lost);
+      },
+      nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
+    .def("fail_context", &Messages::fail_context, nb::arg("context"),
+         nb::call_guard<nb::gil_scoped_release>())
+    .def("forget_context", &Messages::forget_context, nb::arg("context"),
+         nb::call_guard<nb::gil_scoped_release>())
+    .def(
+      "close",
+      [](Messages& messages, double timeout_s) { return messages.close(nanoseconds(timeout_s)); },
+      nb::arg("timeout_s"), "Return the sockets, to be read until they end.",
+      nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<unisono::Messenger>(m, "Messenger");
+  nb::class_<Port, unisono::Messenger>(m, "Port")
+    .def(nb::init<std::shared_ptr<Messages>, uint64_t, std::vector<int>, nb::handle,
+                  const std::map<std::string, uint32_t>&>(),
+         nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
+         nb::arg("words"))
+    .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
+         "Whether it was sent; it is if nothing has to be waited for.")
+    .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
+         "As Messages.start_recv; None: not for here.");
+}

@@ -1,0 +1,241 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <structmember.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "bindings/arguments.hpp"
+#include "bindings/bindings.hpp"
+
+namespace nb = nanobind;
+
+namespace unisono {
+
+namespace {
+
+struct Function {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* dict;
+  PyObject* function;
+  Signature signature;
+};
+
+nb::object checked(PyObject* result) {
+  if (result == nullptr) throw nb::python_error();
+  return nb::steal(result);
+}
+
+nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  Arguments known;
+  if (!parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
+                       &known)) {
+    return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  }
+  if (known.message.array != nullptr) {
+    nb::object passed = known.calls->run_message(known.message);
+    return passed.is_valid() ? passed
+                             : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  }
+  CachedCall* const what = known.calls->find(known.key);
+  if (what != nullptr && known.is_async) {
+    // An array of its own, in case Python has the call: its lists are moved away.
+    nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
+    if (arguments.is_valid()) {
+      return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+    }
+  } else if (what != nullptr && known.calls->run(*what, known.arrays)) {
+    return nb::none();
+  }
+  known.calls->forget_note();
+  nb::object result = checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  if (result.is_none() != known.is_async) {
+    known.calls->remember(known.key, known.op, known.algorithm, known.arrays, known.is_async);
+  }
+  return result;
+}
+
+// Called by the interpreter, through whose frames no exception of C++ may pass.
+PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) try {
+  return call_known(*reinterpret_cast<Function*>(self), args, nargsf, keywords).release().ptr();
+} catch (nb::python_error& error) {
+  error.restore();
+  return nullptr;
+} catch (const std::bad_alloc&) {
+  return PyErr_NoMemory();
+} catch (const std::exception& error) {
+  PyErr_SetString(PyExc_RuntimeError, error.what());
+  return nullptr;
+}
+
+int visit_function(PyObject* self, visitproc visit, void* arg) {
+  auto* f = reinterpret_cast<Function*>(self);
+  Py_VISIT(f->dict);
+  Py_VISIT(f->function);
+  Py_VISIT(f->signature.names);
+  Py_VISIT(Py_TYPE(self));
+  return 0;
+}
+
+int clear_function(PyObject* self) {
+  auto* f = reinterpret_cast<Function*>(self);
+  Py_CLEAR(f->dict);
+  Py_CLEAR(f->function);
+  Py_CLEAR(f->signature.names);
+  return 0;
+}
+
+void delete_function(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear_function(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// Pickled as functions are: by name.
+PyObject* reduce_function(PyObject* self, PyObject*) {
+  return PyObject_GetAttrString(self, "__qualname__");
+}
+
+// As functions do: methods of a class that has one, and a signature in help().
+PyObject* bind_function(PyObject* self, PyObject* object, PyObject*) {
+  if (object == nullptr || object == Py_None) return Py_NewRef(self);
+  return PyMethod_New(self, object);
+}
+
+PyObject* represent_function(PyObject* self) {
+  return PyObject_Repr(reinterpret_cast<Function*>(self)->function);
+}
+
+int visit_calls(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<Calls>(self)->visit(visit, arg) : 0;
+}
+
+int clear_calls(PyObject* self) {
+  nb::inst_ptr<Calls>(self)->clear();
+  return 0;
+}
+
+PyType_Slot calls_slots[] = {
+  {Py_tp_traverse, reinterpret_cast<void*>(&visit_calls)},
+  {Py_tp_clear, reinterpret_cast<void*>(&clear_calls)},
+  {0, nullptr},
+};
+
+PyMemberDef members[] = {
+  {"__vectorcalloffset__", T_PYSSIZET, offsetof(Function, vectorcall), READONLY, nullptr},
+  {"__dictoffset__", T_PYSSIZET, offsetof(Function, dict), READONLY, nullptr},
+  {nullptr, 0, 0, 0, nullptr},
+};
+
+PyGetSetDef getset[] = {
+  {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, nullptr, nullptr},
+  {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef methods[] = {
+  {"__reduce__", &reduce_function, METH_NOARGS, nullptr},
+  {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot slots[] = {
+  {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+  {Py_tp_traverse, reinterpret_cast<void*>(&visit_function)},
+  {Py_tp_clear, reinterpret_cast<void*>(&clear_function)},
+  {Py_tp_dealloc, reinterpret_cast<void*>(&delete_function)},
+  {Py_tp_repr, reinterpret_cast<void*>(&represent_function)},
+  {Py_tp_descr_get, reinterpret_cast<void*>(&bind_function)},
+  {Py_tp_members, members},
+  {Py_tp_getset, getset},
+  {Py_tp_methods, methods},
+  {0, nullptr},
+};
+
+PyType_Spec spec{"unisono._engine.Function", sizeof(Function), 0,
+                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL, slots};
+
+PyTypeObject* function_type = nullptr;
+
+nb::object quick(nb::object function, const std::vector<nb::str>& names, const std::string& kinds) {
+  if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
+    throw nb::value_error("one kind per parameter, eight at most");
+  }
+  if (kinds.find(kGroup) == std::string::npos) throw nb::value_error("one parameter is the group");
+  import_numpy();
+  nb::object interned = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.size())));
+  for (size_t i = 0; i < names.size(); ++i) {
+    // Keywords arrive interned, so that comparing addresses will do.
+    PyObject* name = nb::borrow(names[i]).release().ptr();
+    PyUnicode_InternInPlace(&name);
+    PyTuple_SET_ITEM(interned.ptr(), static_cast<Py_ssize_t>(i), name);
+  }
+  static int64_t made = 0;
+  auto* f = PyObject_GC_New(Function, function_type);
+  if (f == nullptr) throw nb::python_error();
+  f->vectorcall = &call;
+  f->dict = nullptr;
+  f->function = function.release().ptr();
+  f->signature.names = interned.release().ptr();
+  f->signature.number = ++made;
+  f->signature.count = kinds.size();
+  std::memcpy(f->signature.kinds, kinds.data(), kinds.size());
+  f->signature.group = kinds.find(kGroup);
+  f->signature.positional = std::min(kinds.find(kAlgorithm), kinds.size());
+  PyObject_GC_Track(f);
+  return nb::steal(reinterpret_cast<PyObject*>(f));
+}
+
+void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
+  global.world = world.release().ptr();
+  global.stream = stream.release().ptr();
+  global.group_type = group_type.release().ptr();
+  global.work_type = work_type.release().ptr();
+}
+
+void set_default(nb::object group) {
+  PyObject* old = global.default_group;
+  global.default_group = group.is_none() ? nullptr : group.release().ptr();
+  Py_XDECREF(old);
+}
+
+}  // namespace
+
+}  // namespace unisono
+
+void bind_quick(nb::module_& m) {
+  unisono::global.attribute = PyUnicode_InternFromString("calls");
+  unisono::global.default_attribute = PyUnicode_InternFromString("default");
+  unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));
+  if (unisono::function_type == nullptr) throw nb::python_error();
+
+  // A script may end without destroying its groups; what threads hold then is no news to anybody.
+  nb::set_leak_warnings(false);
+
+  nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
+    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
+         nb::arg("begun"))
+    .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
+    .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
+                 "The thread that is in a collective call, or 0.")
+    .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
+    .def("set_messenger", &unisono::Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
+         "Have plain messages go through a Port.")
+    .def("last", &unisono::Calls::last,
+         "Return (seq, call) of the last call that was repeated, or None.");
+
+  m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
+        "Return a callable that repeats calls, and leaves others to `function`.");
+  m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
+        nb::arg("group_type"), nb::arg("work_type"));
+  m.def("set_default", &unisono::set_default, nb::arg("group").none());
+  m.def("suspend_quick", [] { ++unisono::suspended; }, "Leave every call to Python.");
+  m.def("resume_quick", [] { --unisono::suspended; }, "Undo one suspend_quick().");
+}

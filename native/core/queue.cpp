@@ -1,0 +1,150 @@
+#include "core/queue.hpp"
+
+#include <algorithm>
+
+#include <sched.h>
+
+#include "core/clock.hpp"
+#include "core/futex.hpp"
+
+namespace unisono {
+
+namespace {
+
+// The owner of a job that has ended unnoticed is told so late that a loop of calls is not disturbed,
+// and so soon that nobody misses the memory.
+constexpr int64_t kIdleNs = 10'000'000;
+
+}  // namespace
+
+Status Job::run() const {
+  return runner->run(program, buffers, reduce, words, std::max<int64_t>(deadline_ns - now_ns(), 0));
+}
+
+bool Turn::runs() const {
+  const std::lock_guard<std::mutex> lock(lock_);
+  return running_ || busy_.load(std::memory_order_acquire);
+}
+
+uint64_t Turn::push(Job* job) {
+  job->seq = ++seq_;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    queue_.push_back(job);
+    pending_.fetch_add(1, std::memory_order_relaxed);
+  }
+  ring();
+  return job->seq;
+}
+
+uint64_t Turn::close() {
+  uint64_t first = 0;
+  {
+    const std::lock_guard<std::mutex> lock(lock_);
+    is_closed_ = true;
+    if (!queue_.empty()) first = queue_.front()->seq;
+    pending_.fetch_sub(queue_.size(), std::memory_order_release);
+    for (Job* job : queue_) job->handed = true;
+    queue_.clear();
+    // release: pairs with is_over()
+    dropped_from_.store(first != 0 ? first : seq_ + 1, std::memory_order_release);
+  }
+  ring();
+  futex_wake_all(ended_);
+  return first;
+}
+
+Turn::Served Turn::serve() {
+  bool has_run = false;
+  while (true) {
+    const uint64_t seen = bell_.load(std::memory_order_seq_cst);
+    Job* const job = next();
+    if (job == nullptr) {
+      if (is_closed_) return {kClosed, 0, {}};
+      listens_.store(1, std::memory_order_seq_cst);
+      if (bell_.load(std::memory_order_seq_cst) == seen) {
+        futex_wait(bell_, seen, has_run ? kIdleNs : 1000 * kIdleNs);
+      }
+      listens_.store(0, std::memory_order_relaxed);
+      if (has_run && bell_.load(std::memory_order_seq_cst) == seen) return {kIdle, 0, {}};
+      continue;
+    }
+    if (job->runner == nullptr) return {kForeign, job->seq, {}};
+    const Status status = job->run();
+    has_run = true;
+    const std::lock_guard<std::mutex> lock(lock_);
+    const Served served{status.is_ok() ? kEnded : kFailed, job->seq, status};
+    if (served.reason == kEnded) {
+      const bool tells = job->handed = job->watched;
+      end(served.seq);  // its owner may free the job now
+      if (!tells) continue;
+    } else {
+      job->handed = true;
+    }
+    return served;
+  }
+}
+
+// The job whose turn has come; nullptr: none.
+Job* Turn::next() {
+  const std::lock_guard<std::mutex> lock(lock_);
+  // acquire: pairs with give()
+  if (running_ || queue_.empty() || busy_.load(std::memory_order_acquire)) return nullptr;
+  Job* const job = queue_.front();
+  queue_.pop_front();
+  running_ = true;
+  begun_.store(job->seq, std::memory_order_relaxed);
+  if (job->runner == nullptr) job->handed = true;
+  return job;
+}
+
+void Turn::finish(uint64_t seq) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  end(seq);
+}
+
+void Turn::end(uint64_t seq) {
+  running_ = false;
+  // Before `ended_`: who has waited for this job finds the turn free.
+  pending_.fetch_sub(1, std::memory_order_release);
+  ended_.store(seq, std::memory_order_seq_cst);
+  if (waiters_.load(std::memory_order_seq_cst) != 0) futex_wake_all(ended_);
+  if (is_closed_) ring();
+}
+
+bool Turn::watch(Job* job) {
+  const std::lock_guard<std::mutex> lock(lock_);
+  if (is_over(job->seq)) return job->handed;
+  job->watched = true;
+  return true;
+}
+
+bool Turn::wait(uint64_t seq, int64_t timeout_ns) {
+  const int64_t deadline_ns = now_ns() + timeout_ns;
+  while (!is_over(seq)) {
+    waiters_.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t seen = ended_.load(std::memory_order_seq_cst);
+    const int64_t left_ns = std::min(deadline_ns - now_ns(), kSliceNs);
+    if (!is_over(seq) && left_ns > 0) futex_wait(ended_, seen, left_ns);
+    waiters_.fetch_sub(1, std::memory_order_relaxed);
+    if (left_ns <= 0) return is_over(seq);
+  }
+  return true;
+}
+
+bool Turn::wait_until_still(int64_t timeout_ns) {
+  const int64_t deadline_ns = now_ns() + timeout_ns;
+  while (runs()) {
+    const uint64_t seen = bell_.load(std::memory_order_seq_cst);
+    if (now_ns() >= deadline_ns) return false;
+    if (runs()) futex_wait(bell_, seen, kSliceNs);
+  }
+  return true;
+}
+
+void Turn::ring() {
+  bell_.fetch_add(1, std::memory_order_seq_cst);
+  if (listens_.load(std::memory_order_seq_cst) != 0 || is_closed_) futex_wake_all(bell_);
+}
+
+}  // namespace unisono

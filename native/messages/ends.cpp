@@ -1,0 +1,229 @@
+// How operations end from outside: cancelled, their context broken, their rank gone, all closed.
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "core/clock.hpp"
+#include "messages/messages.hpp"
+
+namespace unisono {
+
+namespace {
+
+// How long what a rank sent may be on its way after Python knows that it is gone. Of a rank that
+// has left, everything comes unless the network loses it again and again; of one that was lost,
+// nobody needs to have it all.
+constexpr int64_t kLeftNs = 5'000'000'000;
+constexpr int64_t kLostNs = 300'000'000;
+
+}  // namespace
+
+// ---- one operation ------------------------------------------------------------------------
+
+// End an operation that is not done; its memory is not touched any more.
+void Messages::cancel_with(Operation& op, Code code) {
+  if (!op.is_send) {
+    matching_.unpost(&op);
+    for (Peer& from : peers_) {
+      if (from.into == &op) from.into = nullptr;  // the rest of the message is dropped
+    }
+    return finish(op, code);
+  }
+  Peer& to = peer(op.peer);
+  if (op.on_loan && !revoke_loan(op)) code = Code::ok;
+  const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
+  if (op.started && to.down == Code::ok && continue_from_copy(op, &*place)) return finish(op, code);
+  if (place != to.sends.end()) {  // else it has not begun
+    to.sends.erase(place);
+    --queued_sends_;
+  }
+  finish(op, code);
+}
+
+// The receiver has the head of this send's frame: give it the rest from a copy, in place of the send; false:
+// there is no memory for that.
+bool Messages::continue_from_copy(const Operation& op, Operation** place) {
+  try {
+    leftovers_.push_back(copy_of(op));
+    *place = leftovers_.back().get();
+    return true;
+  } catch (const std::bad_alloc&) {
+    Peer& to = peer(op.peer);
+    if (to.outbox != nullptr) {
+      to.outbox->ring.abort_frame();
+      ring_bell(*to.outbox, false);
+    } else {
+      // In a wire nothing can come behind what there is of the frame.
+      for (const auto& wire : to.wires) wire->abort();
+    }
+    return false;
+  }
+}
+
+// An operation that goes on in place of this one, with a copy of its memory.
+std::unique_ptr<Operation> Messages::copy_of(const Operation& op) const {
+  auto rest = std::make_unique<Operation>();
+  rest->copy.reset(new char[op.envelope.nbytes]);
+  rest->data = rest->copy.get();
+  copy_bytes(rest->data, op.data, op.envelope.nbytes);
+  rest->envelope = op.envelope;
+  rest->moved = op.moved;
+  rest->in_parts = op.in_parts;
+  rest->is_send = rest->started = true;
+  rest->peer = op.peer;
+  return rest;
+}
+
+// ---- a context ----------------------------------------------------------------------------
+
+bool Messages::is_unwanted(const Envelope& envelope) const {
+  if (is_failed(envelope.context)) return true;
+  if (envelope.tag >= 0 || forgotten_.empty()) return false;
+  const auto found = forgotten_.find(envelope.context);
+  return found != forgotten_.end() && envelope.tag >= found->second;
+}
+
+void Messages::forget_tags(uint64_t context, int64_t oldest) {
+  const Lock lock(lock_);
+  forgotten_[context] = oldest;
+  discard_messages([&](const Envelope& each) { return is_unwanted(each); });
+}
+
+void Messages::fail_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.push_back(context);
+  discard_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Operation& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
+}
+
+// What was sent in it goes on: it may be the last words before leaving.
+void Messages::forget_context(uint64_t context) {
+  const Lock lock(lock_);
+  failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
+  forgotten_.erase(context);
+  discard_messages([&](const Envelope& each) { return each.context == context; });
+  end_all([&](Operation& op) {
+    return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
+  });
+}
+
+// Drop what has come of the frame that is coming in, if it is kept.
+void Messages::discard_partial(Peer& from) {
+  auto& arrivals = matching_.arrivals();
+  const Arrival* const kept = std::exchange(from.kept, nullptr);
+  const auto is_it = [kept](const Arrival& each) { return &each == kept; };
+  if (kept != nullptr) matching_.discard(std::find_if(arrivals.begin(), arrivals.end(), is_it));
+}
+
+void Messages::discard_messages(const std::function<bool(const Envelope&)>& unwanted) {
+  auto& arrivals = matching_.arrivals();
+  for (auto it = arrivals.begin(); it != arrivals.end();) {
+    const auto each = it++;
+    if (!unwanted(each->envelope)) continue;
+    Peer& from = peer(each->source);
+    if (from.kept == &*each) from.kept = nullptr;
+    matching_.discard(each);
+  }
+}
+
+// ---- a rank, and everything ---------------------------------------------------------------
+
+// End everything for which `code_of` says how.
+void Messages::end_all(const std::function<Code(Operation&)>& code_of) {
+  std::vector<Operation*> candidates(matching_.posted());
+  for (Peer& other : peers_) {
+    candidates.insert(candidates.end(), other.sends.begin(), other.sends.end());
+    if (other.into != nullptr) candidates.push_back(other.into);
+  }
+  for (Operation* op : candidates) {
+    const Code code = op->is_leftover() ? Code::ok : code_of(*op);
+    if (code != Code::ok) cancel_with(*op, code);
+  }
+  notify_ended();
+}
+
+// End what waits for a rank of which nothing comes any more.
+void Messages::end_peer(int rank, Code code) {
+  Peer& gone = peer(rank);
+  discard_partial(gone);  // what it has sent half of, it never will
+  // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
+  for (const auto& wire : gone.wires) wire->close_fd();
+  gone.down = code;
+  Operation* const half_received = gone.into;
+  end_all([&](Operation& op) {
+    if (op.is_send) {
+      op.source = rank;
+      return op.peer == rank ? code : Code::ok;
+    }
+    if (&op == half_received) return code;
+    return op.started || !op.takes_from(rank) ? Code::ok : down_for(op);
+  });
+  // What is left of sends that were given up has nobody to go to.
+  queued_sends_ -= static_cast<int>(gone.sends.size());
+  leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
+  gone.sends.clear();
+}
+
+bool Messages::peer_down(int rank, Code code) {
+  const Lock lock(lock_);
+  Peer& gone = peer(rank);
+  look_for_senders();
+  const Code known = std::exchange(gone.departure, code);
+  // What it has sent is there to be received.
+  while (gone.active && pull(rank)) continue;
+  while (pull_wires(rank, true)) continue;
+  if (closed_ || is_drained(gone)) {
+    if (known != Code::ok) --departing_;
+    gone.departure = Code::ok;
+    end_peer(rank, code);
+    return false;
+  }
+  if (known == Code::ok) ++departing_;
+  gone.departure_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
+  notify_ended();
+  delegate_to_server();
+  return true;
+}
+
+// Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
+// one would open does so in vain once that has ended.
+bool Messages::is_drained(const Peer& gone) const {
+  const Wire* const first = gone.first_wire();
+  const bool opens = first != nullptr && !first->has_ended();
+  return std::all_of(gone.wires.begin(), gone.wires.end(), [&](const auto& wire) {
+    return wire->has_ended() || (wire->is_blocked && !opens);
+  });
+}
+
+// Give up the ranks whose wires have ended, or whose last messages are too late.
+void Messages::end_departures() {
+  for (int rank : wired_) {
+    Peer& gone = peer(rank);
+    if (gone.departure == Code::ok) continue;
+    if (!is_drained(gone) && now_ns() < gone.departure_ends_ns) continue;
+    const Code code = gone.departure;
+    gone.departure = Code::ok;
+    --departing_;
+    end_peer(rank, code);
+  }
+}
+
+std::vector<int> Messages::close(int64_t timeout_ns) {
+  std::vector<int> fds;
+  if (is_forked()) return fds;
+  Lock lock(lock_);
+  if (closed_) return fds;
+  if (queued_sends_ != 0) wait_for(nullptr, timeout_ns, lock);
+  closed_ = true;
+  for (Peer& to : peers_) {
+    if (to.joined) to.outbox->ring.words->left.store(1, std::memory_order_release);
+    for (const auto& wire : to.wires) wire->hand_back(&fds);
+  }
+  end_all([](Operation&) { return Code::closed; });
+  anything_ended_ = true;
+  notify_ended();
+  inbox_.close_fd();
+  return fds;
+}
+
+}  // namespace unisono

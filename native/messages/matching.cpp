@@ -1,0 +1,79 @@
+#include "messages/matching.hpp"
+
+#include <algorithm>
+#include <new>
+
+namespace unisono {
+
+namespace {
+
+bool same_address(const Envelope& a, const Envelope& b) {
+  return a.context == b.context && a.tag == b.tag;
+}
+
+}  // namespace
+
+bool Operation::takes_from(int rank) const {
+  if (peer >= 0) return peer == rank;
+  return std::find(among->begin(), among->end(), rank) != among->end();
+}
+
+Operation* Matching::take_posted(int source, const Envelope& envelope) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    Operation* op = *it;
+    if (same_address(op->envelope, envelope) && (op->peer == -1 || op->peer == source)) {
+      posted_.erase(it);
+      return op;
+    }
+  }
+  return nullptr;
+}
+
+std::list<Arrival>::iterator Matching::find_arrival(const Operation& op) {
+  return std::find_if(arrivals_.begin(), arrivals_.end(), [&](const Arrival& arrival) {
+    return same_address(op.envelope, arrival.envelope) &&
+           (op.peer == -1 || op.peer == arrival.source);
+  });
+}
+
+Arrival* Matching::keep(int source, const Envelope& envelope) {
+  try {
+    // new[] of plain chars leaves them uninitialised, as it should: they are about to be written.
+    arrivals_.push_back({source, envelope, std::unique_ptr<char[]>(new char[envelope.nbytes])});
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
+  kept_bytes_ += envelope.nbytes;
+  return &arrivals_.back();
+}
+
+void Matching::discard(std::list<Arrival>::iterator arrival) {
+  kept_bytes_ -= arrival->envelope.nbytes;
+  arrivals_.erase(arrival);
+}
+
+void Matching::assign_order(Operation* op) {
+  const size_t most = posted_.size() + sources_ + 1;
+  if (posted_.capacity() < most) posted_.reserve(2 * most);
+  op->order = ++last_order_;
+}
+
+void Matching::post(Operation* op) {
+  if (op->order == 0) assign_order(op);
+  const auto is_before = [](const Operation* a, const Operation* b) { return a->order < b->order; };
+  posted_.insert(std::upper_bound(posted_.begin(), posted_.end(), op, is_before), op);
+}
+
+bool Matching::unpost(const Operation* op) {
+  auto found = std::find(posted_.begin(), posted_.end(), op);
+  if (found == posted_.end()) return false;
+  posted_.erase(found);
+  return true;
+}
+
+bool Matching::has_receive_from(int source) const {
+  return std::any_of(posted_.begin(), posted_.end(),
+                     [&](const Operation* op) { return op->takes_from(source); });
+}
+
+}  // namespace unisono

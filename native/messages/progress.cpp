@@ -1,0 +1,318 @@
+// Moving bytes between rings, receives and kept messages. All of this runs under the lock.
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "core/futex.hpp"
+#include "kernels/kernels.hpp"
+#include "messages/messages.hpp"
+
+namespace unisono {
+
+namespace {
+
+// How much one call takes from one ring: others on this rank may be waiting for the lock.
+constexpr size_t kPullBytes = 4 * kRingBytes;
+
+// How much of a message is copied before the other side may see it.
+size_t step_of(const Envelope& envelope) {
+  const bool is_long = envelope.nbytes >= kLongBytes && envelope.nbytes < kStreamBytes;
+  return is_long ? kLongStepBytes : kStepBytes;
+}
+
+// Tags of steps/steps.cpp; the reference engine's, further below, post a receive when they wait for it.
+bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
+
+}  // namespace
+
+// Move whatever can be moved; whether that was anything. Looking at a wire costs a system call: if
+// `awaited` depends on one only, the others are left alone.
+bool Messages::progress(const Operation* awaited) {
+  look_for_senders();
+  bool moved = push_all();
+  for (int source : active_) moved |= pull(source);
+  if (!wired_.empty()) moved |= progress_wires(awaited);
+  return moved;
+}
+
+// Go on with what goes out through rings.
+bool Messages::push_all() {
+  bool moved = false;
+  if (queued_sends_ == 0) return moved;
+  for (Peer& to : peers_) {
+    if (!to.sends.empty() && to.outbox != nullptr) moved |= push(to);
+  }
+  return moved;
+}
+
+// Open a rank's inbox, once; false: it cannot be opened, or not now for want of memory.
+bool Messages::attach(int rank) {
+  Peer& to = peer(rank);
+  if (to.outbox != nullptr) return true;
+  const Address& address = addresses_[static_cast<size_t>(rank)];
+  if (to.unreachable || address.pid == 0) return false;
+  std::unique_ptr<Outbox> outbox;
+  try {
+    outbox = std::make_unique<Outbox>();
+  } catch (const std::bad_alloc&) {
+    return false;  // whoever reads on behalf of others cannot leave off halfway
+  }
+  if (outbox->attach(address.pid, address.fd, address.nonce, rank_, ring_bytes_) != 0) {
+    to.unreachable = true;
+    return false;
+  }
+  to.outbox = std::move(outbox);
+  return true;
+}
+
+void Messages::look_for_senders() {
+  const uint32_t joined =
+    inbox_.head().joined.load(std::memory_order_acquire);  // release: push_some
+  if (joined == joined_seen_) return;
+  joined_seen_ = joined;
+  for (int source = 0; source < ranks_; ++source) {
+    Peer& from = peer(source);
+    if (from.active) continue;
+    Ring ring = inbox_.ring(source);
+    if (ring.words->joined.load(std::memory_order_acquire) == 0) continue;
+    ring.load_bytes();
+    from.ring = ring;
+    from.active = true;
+    active_.push_back(source);
+  }
+}
+
+bool Messages::pull(int source) {
+  Peer& from = peer(source);
+  size_t pulled = 0;
+  while (pulled < kPullBytes && from.ring.available() != 0) {
+    const size_t nbytes = from.in_frame ? read_some(from) : open_next(from, source);
+    if (nbytes == 0) break;
+    pulled += nbytes;
+  }
+  if (pulled == 0) return false;
+  // Either the sender sees the room, or this rank sees that it asked for some.
+  full_fence();
+  std::atomic<uint32_t>& wants = from.ring.words->wants_room;
+  if (wants.load(std::memory_order_relaxed) != 0 && attach(source)) {
+    wants.store(0, std::memory_order_relaxed);
+    ring_bell(*from.outbox, false);
+  }
+  return true;
+}
+
+// Open the frame that is next in the ring; 0: not now.
+size_t Messages::open_next(Peer& from, int source) {
+  FrameHead head;
+  Loan loan{};
+  from.ring.read(&head, sizeof(head));
+  if (head.kind == kOnLoan) from.ring.read(&loan, sizeof(loan));
+  // Of a frame that is not all there, the rest never comes from a rank that is gone.
+  const bool is_cut_off =
+    from.down != Code::ok && (head.kind == kOnLoan || head.nbytes > from.ring.available());
+  // What was taken back is passed over.
+  if (head.kind != kOnLoan || from.ring.is_lent(loan)) {
+    if (is_cut_off || !open_frame(from, source, head)) {
+      from.ring.unread(sizeof(head) + (head.kind == kOnLoan ? sizeof(loan) : 0));
+      return 0;
+    }
+    if (head.kind != kOnLoan) return sizeof(head) + read_some(from);
+    fetch_loan(from, source, loan);
+  }
+  from.ring.pad();
+  from.ring.release();
+  return sizeof(head) + static_cast<size_t>(head.nbytes);
+}
+
+// Take some of the frame's payload out of the ring; how much.
+size_t Messages::read_some(Peer& from) {
+  const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
+  if (left != 0 && from.ring.before_abort(1) == 0) {
+    abort_frame(from);
+    from.ring.skip(1);
+    from.ring.pad();
+    from.ring.release();
+    return kFrameAlign;
+  }
+  const size_t nbytes =
+    from.ring.before_abort(std::min({from.ring.available(), left, step_of(from.frame)}));
+  if (char* into = address_of(from, from.filled)) {
+    from.ring.read(into, nbytes, from.frame.nbytes >= kStreamBytes);
+  } else {
+    from.ring.skip(nbytes);
+  }
+  Operation* const done = advance(from, from.filled, nbytes);
+  if (!from.in_frame) from.ring.pad();
+  from.ring.release();
+  if (done != nullptr) finish(*done, Code::ok);
+  return nbytes;
+}
+
+// The sender has thought better of the frame that is coming in: there is no such message.
+void Messages::abort_frame(Peer& from) {
+  discard_partial(from);
+  from.in_frame = false;
+  Operation* const op = std::exchange(from.into, nullptr);
+  if (op == nullptr) return;
+  op->started = false;
+  op->source = -1;
+  post_recv(*op);
+}
+
+// Find the place of the frame that begins with this head; false: there is none now.
+bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
+  const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
+  Operation* op = matching_.take_posted(source, envelope);
+  if (op != nullptr) {
+    op->source = source;
+    if (op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info) {
+      from.into = op;
+      op->started = true;
+    } else {
+      op->got_nbytes = envelope.nbytes;
+      op->got_info = envelope.info;
+      finish(*op, Code::mismatch);
+    }
+  } else if (!is_unwanted(envelope)) {
+    if (may_keep(from, head) || matching_.has_receive_from(source)) {
+      from.kept = matching_.keep(source, envelope);
+    }
+    if (from.kept == nullptr) return false;
+  }
+  from.frame = envelope;
+  from.filled = 0;
+  from.in_frame = true;
+  return true;
+}
+
+// Whether to take in a message that nobody has asked for, so that those behind it get here.
+bool Messages::may_keep(const Peer& from, const FrameHead& head) const {
+  if (!matching_.has_room(head.nbytes)) return false;
+  if (takes_all_ || from.departure != Code::ok) return true;
+  // A program's receive is posted soon, and a second copy costs more than its sender's wait.
+  if (is_of_program(head.tag) && head.nbytes > kEagerBytes) return false;
+  // The same for a loan that came just now, as long as this rank is awake.
+  return head.kind != kOnLoan || takes_loans_ || waiters_ == 0;
+}
+
+// Where the bytes from `at` on of the frame go; nullptr: nowhere.
+char* Messages::address_of(const Peer& from, size_t at) const {
+  if (from.into != nullptr) return from.into->data + at;
+  return from.kept != nullptr ? from.kept->data.get() + at : nullptr;
+}
+
+// Note that so much of the frame has come. What was missing last ends the frame; returns the receive
+// that is served with it, which the caller finishes.
+Operation* Messages::advance(Peer& from, size_t at, size_t nbytes) {
+  from.filled += nbytes;
+  if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
+  if (from.filled != from.frame.nbytes) return nullptr;
+  Operation* const op = from.into;
+  from.in_frame = false;
+  from.into = nullptr;
+  from.kept = nullptr;
+  return op;
+}
+
+bool Messages::push(Peer& to) {
+  bool moved = false;
+  while (!to.sends.empty() && to.down == Code::ok) {
+    Operation& op = *to.sends.front();
+    const size_t before = op.moved;
+    const bool was_started = op.started;
+    const bool complete = to.outbox == nullptr ? push_wires(to, op, &moved) : push_some(to, op);
+    moved |= complete || op.moved != before || op.started != was_started;
+    if (!complete) break;
+    to.sends.pop_front();
+    --queued_sends_;
+    if (op.is_leftover()) {
+      leftovers_.remove_if([&](const auto& left) { return left.get() == &op; });
+    } else {
+      finish(op, Code::ok);
+    }
+  }
+  if (moved && to.outbox != nullptr) ring_bell(*to.outbox, false);
+  return moved;
+}
+
+// Write what the ring takes; whether the frame is complete.
+bool Messages::push_some(Peer& to, Operation& op) {
+  const Envelope& envelope = op.envelope;
+  Ring& ring = to.outbox->ring;
+  if (op.on_loan && !is_loan_answered(to, op)) return false;
+  if (!op.started) {
+    if (ring.room() < kFrameAlign) return false;
+    if (!to.joined) {
+      to.joined = true;
+      const auto nonce_at = reinterpret_cast<uintptr_t>(inbox_.head().nonce);
+      ring.words->nonce_at.store(nonce_at, std::memory_order_relaxed);  // with `joined`
+      ring.words->joined.store(1, std::memory_order_release);
+      to.outbox->head().joined.fetch_add(1, std::memory_order_release);
+    }
+    op.on_loan = should_lend(to, op);
+    op.started = true;
+    const FrameKind kind = op.on_loan ? kOnLoan : kWhole;
+    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kind};
+    if (op.on_loan) {
+      ring.lend(head, op.data);
+      return false;
+    }
+    ring.write(&head, sizeof(head));
+  }
+  while (true) {
+    const size_t left = static_cast<size_t>(op.envelope.nbytes) - op.moved;
+    const size_t nbytes = std::min({ring.room(), left, step_of(envelope)});
+    if (nbytes == 0 && left != 0) return false;
+    ring.write(op.data + op.moved, nbytes);
+    op.moved += nbytes;
+    if (nbytes == left) ring.pad();
+    ring.publish();
+    if (nbytes == left) return true;
+  }
+}
+
+// Wake whoever sleeps at the other end for what was written or read just now. `ring_is_full`: even a
+// server thread that has nothing to look after should come and read.
+void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
+  Bells& bells = outbox.head().bells;
+  // Either the sleeper sees what was published, or it is seen here.
+  full_fence();
+  if (bells.sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells.waiters);
+  const uint32_t wants = bells.server_wants.load(std::memory_order_relaxed);
+  if (wants == kEverything || (ring_is_full && wants == kFullRings)) {
+    bells.server_wants.store(kNothing, std::memory_order_relaxed);
+    change_and_wake(bells.server);
+  }
+  outbox.ring_pipe();
+}
+
+// Have the bell rung when there is room again. Followed by a push, lest room that came just before
+// be overlooked.
+void Messages::ask_for_room() {
+  if (queued_sends_ == 0) return;
+  for (Peer& to : peers_) {
+    if (to.sends.empty() || to.outbox == nullptr) continue;
+    to.outbox->ring.words->wants_room.store(1, std::memory_order_relaxed);
+    ring_bell(*to.outbox, true);  // has the fence that the push needs
+  }
+}
+
+// Take in a whole message that comes from elsewhere.
+void Messages::accept_message(int source, const Envelope& envelope, const char* data) {
+  Operation* op = matching_.take_posted(source, envelope);
+  if (op != nullptr) {
+    op->source = source;
+    op->got_nbytes = envelope.nbytes;
+    op->got_info = envelope.info;
+    const bool fits = op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info;
+    if (fits) copy_bytes(op->data, data, envelope.nbytes);
+    finish(*op, fits ? Code::ok : Code::mismatch);
+  } else if (!is_unwanted(envelope) && !closed_) {
+    Arrival* kept = matching_.keep(source, envelope);
+    if (kept == nullptr) throw std::bad_alloc();
+    copy_bytes(kept->data.get(), data, envelope.nbytes);
+    kept->filled = envelope.nbytes;
+  }
+}
+
+}  // namespace unisono

@@ -1,0 +1,379 @@
+#include "shared/group.hpp"
+
+#include <algorithm>
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "core/clock.hpp"
+#include "core/futex.hpp"
+
+namespace unisono {
+
+Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids,
+             bool is_crowded)
+    : segment_(std::move(segment)),
+      remote_reader_(*segment_, rank, pids),
+      rank_(rank),
+      ranks_(segment_->ranks()),
+      is_crowded_(is_crowded),
+      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
+  for (int peer = 0; peer < ranks_; ++peer) {
+    // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
+    long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
+    pidfds_.push_back(static_cast<int>(fd));
+  }
+}
+
+Group::~Group() {
+  leave();
+  for (int fd : pidfds_) {
+    if (fd >= 0) close(fd);
+  }
+}
+
+void Group::leave() {
+  if (fork_guard_.is_forked()) return;
+  RankWords& mine = segment_->words(rank_);
+  uint32_t member = kMember;
+  // acquire: exit_of()
+  mine.membership.compare_exchange_strong(member, kLeft, std::memory_order_release);
+  futex_wake_all(mine.flag);
+}
+
+void Group::abort() {
+  aborted_.store(true, std::memory_order_relaxed);
+  if (fork_guard_.is_forked()) return;
+  segment_->words(rank_).membership.store(kAborted,
+                                          std::memory_order_release);  // acquire: exit_of()
+}
+
+Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
+  timeout_ns_ = timeout_ns;
+  deadline_ns_ = 0;
+  idler_ = nullptr;
+  Status status = begin_epoch();
+  if (status.is_ok()) {
+    AgreementWords words{fingerprint, *even};
+    enter_epoch(words, 0);
+    status = compare(&words);
+    *even = words.even;
+  }
+  ++epoch_;
+  return status;
+}
+
+Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
+                  AgreementWords words, int64_t timeout_ns, Idler* idler) {
+  if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
+  timeout_ns_ = timeout_ns;
+  // A call of one piece learns the time when a wait gets long; see wait_slowly().
+  const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
+  deadline_ns_ = is_short ? 0 : now_ns() + timeout_ns;
+  idler_ = idler;
+  input_ = {const_cast<char*>(buffers.input), buffers.input_list};
+  output_ = {buffers.output, buffers.output_list};
+  scratch_ = buffers.scratch;
+  itemsize_ = buffers.itemsize;
+  reduce_ = reduce;
+  past_cache_ = false;
+  words.direct = words.fingerprint == 0 ? 0 : direct_bits(program, buffers);
+  Status status = run_loops(program, words);
+  if (status.code == Code::divided) direct_pause_ = kDirectPause;
+  if (status.is_ok() && direct_) status = finish_direct();
+  if (status.code == Code::divided) return run_loops(program, {0, 1});
+  if (status.is_ok() || !direct_ || status.code == Code::mismatch || status.code == Code::uneven) {
+    return status;
+  }
+  // Others may still read here, and the caller is about to change what they read.
+  segment_->words(rank_).abandoned_posts.store(1, std::memory_order_relaxed);
+  full_fence();
+  return status;
+}
+
+Status Group::run_loops(const Program& program, AgreementWords words) {
+  direct_ = words.direct != 0;
+  has_failed_ = false;
+  input_.moved = output_.moved = 0;
+  for (size_t i = 0; i < program.loop_count; ++i) {
+    const Loop& loop = program.loops[i];
+    repeats_ = loop.repeats;
+    for (int64_t k = 0; k < (direct_ ? 1 : loop.repeats); ++k) {
+      // A short call has no deadline yet.
+      if (deadline_ns_ != 0) record_core(segment_->words(rank_).core);
+      Status status = run_piece(program.steps + loop.first, program.steps + loop.end, words);
+      if (!status.is_ok()) return status;
+      words.fingerprint = 0;
+      advance(loop, direct_ ? loop.repeats : 1);
+    }
+  }
+  return {};
+}
+
+void Group::advance(const Loop& loop, int64_t times) {
+  input_.moved += loop.input_shift * times;
+  output_.moved += loop.output_shift * times;
+}
+
+// Whether no step leaves its buffers or its slot, in any repetition.
+bool Group::fits(const Program& program, const Buffers& buffers) const {
+  int64_t input_at = 0;
+  int64_t output_at = 0;
+  if (program.loop_count == 0) return false;
+  for (size_t i = 0; i < program.loop_count; ++i) {
+    const Loop& loop = program.loops[i];
+    if (loop.repeats < 1 || loop.input_shift < 0 || loop.output_shift < 0 || loop.first < 0 ||
+        loop.first > loop.end || loop.end > static_cast<int64_t>(program.step_count)) {
+      return false;
+    }
+    const int64_t input_last = input_at + (loop.repeats - 1) * loop.input_shift;
+    const int64_t output_last = output_at + (loop.repeats - 1) * loop.output_shift;
+    for (const Step* step = program.steps + loop.first; step != program.steps + loop.end; ++step) {
+      if (!step_fits(*step, input_last, output_last, buffers, rank_, ranks_)) return false;
+      if (!fits_slot(*step, buffers.itemsize)) return false;
+    }
+    input_at = input_last + loop.input_shift;
+    output_at = output_last + loop.output_shift;
+  }
+  return true;
+}
+
+bool Group::fits_slot(const Step& step, int64_t itemsize) const {
+  if (step.op == kCopy || step.op == kReduce) return true;
+  const int64_t slot_end = (step.slot_off + step.count) * itemsize;
+  return step.slot >= 0 && step.slot < ranks_ && step.slot_off >= 0 &&
+         slot_end <= static_cast<int64_t>(segment_->slot_bytes()) && step.stage > 0 &&
+         step.stage < static_cast<int64_t>(kStages);
+}
+
+// Wait until this rank's words and slot may be written.
+Status Group::begin_epoch() {
+  const uint64_t previous = (epoch_ - 1) * kStages;
+  for (int i = 1; i < ranks_; ++i) {
+    // Whoever has entered the previous epoch has read words and slots of the one before, which
+    // this epoch writes again.
+    if (has_reached(other(i), previous)) continue;
+    Status status = wait_for(other(i), previous, -1);
+    if (!status.is_ok()) return status;
+  }
+  return {};
+}
+
+// Enter the epoch, and come to a stage of it. Nothing may lie between the two stores: others look at
+// this line all the time, and each time it is taken back from them costs a tenth of a microsecond.
+void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
+  segment_->words(rank_).agreements[epoch_ & 1] = words;
+  publish(stage);
+}
+
+// On return `even` is 0 unless all ranks' are equal, and `direct` has kWilling if all ranks' have, and
+// kPostsAddresses if anybody's has.
+Status Group::compare(AgreementWords* common) {
+  const uint64_t entered = epoch_ * kStages;
+  const AgreementWords mine = *common;
+  Status verdict{};
+  for (int i = 1; i < ranks_; ++i) {
+    const int peer = other(i);
+    Status status = wait_for(peer, entered, -1);
+    if (!status.is_ok()) return status;
+    const RankWords& theirs = segment_->words(peer);
+    // It came here and gave up: its other calls, and errors, are those of a broken group.
+    if (theirs.membership.load(std::memory_order_relaxed) == kAborted) {
+      return {Code::aborted, peer, -1};
+    }
+    const AgreementWords& words = theirs.agreements[epoch_ & 1];
+    if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
+      verdict = {Code::mismatch, peer, -1};
+    }
+    if (words.even != mine.even) common->even = 0;
+    common->direct = (common->direct & words.direct & kWilling) |
+                     ((common->direct | words.direct) & kPostsAddresses);
+  }
+  return verdict;
+}
+
+Status Group::run_piece(const Step* first, const Step* end, AgreementWords words) {
+  const bool posts_first = first != end && sends(first->op);
+  Status status = begin_epoch();
+  const Step* step = first;
+  if (status.is_ok()) {
+    // Posts touch no buffer of the user, so they need not wait for the agreement.
+    for (; step != end && sends(step->op); ++step) post(*step);
+    enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
+  }
+  if (status.is_ok() && words.fingerprint != 0) {
+    status = compare(&words);
+    if (status.is_ok() && words.even == 0) status = {Code::uneven, rank_, -1};
+    direct_ = (words.direct & kWilling) != 0;
+    // What some have posted are addresses, which others do not want.
+    if (status.is_ok() && words.direct == kPostsAddresses) status = {Code::divided, rank_, -1};
+  }
+  for (; status.is_ok() && step != end; ++step) {
+    status = run_step(*step, static_cast<int>(step - first));
+    const bool last_post = sends(step->op) && (step + 1 == end || !sends((step + 1)->op));
+    if (last_post) publish(static_cast<uint64_t>(step->stage));
+  }
+  ++epoch_;
+  return status;
+}
+
+void Group::post(const Step& step) {
+  direct_ ? post_address(step, slot_of(step)) : apply(step, slot_of(step));
+}
+
+Status Group::run_step(const Step& step, int index) {
+  char* slot = nullptr;
+  if (sends(step.op)) {
+    post(step);
+    return {};
+  }
+  if (step.op != kCopy && step.op != kReduce) {
+    const int peer = static_cast<int>(step.peer);
+    const uint64_t posted = epoch_ * kStages + static_cast<uint64_t>(step.stage);
+    if (!has_reached(peer, posted)) {
+      Status status = wait_for(peer, posted, index);
+      if (!status.is_ok()) return status;
+    }
+    slot = slot_of(step);
+    if (direct_) {
+      read_posted(step, slot);
+      return {};
+    }
+  }
+  apply(step, slot);
+  return {};
+}
+
+// Copy or reduce a step's elements: into `slot`, from there, or between buffers if it is nullptr.
+void Group::apply(const Step& step, char* slot) {
+  const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
+  const int64_t whole = direct_ ? step.count * repeats_ : step.count;
+  for (int64_t done = 0, count = 0; done < whole; done += count) {
+    count = whole - done;
+    char* at = slot == nullptr ? nullptr : slot + done * itemsize_;
+    const char* from = at;
+    char* into = at;
+    if (slot == nullptr || sends(step.op)) {
+      from = address_of(step.src_buf, step.src_off + done, &count);
+    }
+    if (!sends(step.op)) into = address_of(step.dst_buf, step.dst_off + done, &count);
+    const char* left = into;
+    if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
+    if (step.op == kRecvReduce && step.peer < rank_) {
+      // Two ranks that swap their vectors put the lower rank's first, so that both compute the same
+      // expression; see Run.execute in engines/reference.py for where that matters.
+      reduce_(into, from, into, static_cast<size_t>(count));
+    } else if (reduces) {
+      reduce_(into, left, from, static_cast<size_t>(count));
+    } else if (into != from) {  // all_gather in place copies a block onto itself
+      const auto copy = past_cache_ && !sends(step.op) ? copy_past_cache : copy_chunked;
+      copy(into, from, static_cast<size_t>(count * itemsize_));
+    }
+  }
+}
+
+// Where an element of a buffer lies; `together` is cut to how many lie there without a gap.
+char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
+  if (buf == kScratch) return scratch_ + off * itemsize_;
+  const Operand& whole = buf == kInput ? input_ : output_;
+  const ArrayList& parts = whole.parts;
+  off += whole.moved;
+  if (parts.at == nullptr) return whole.data + off * itemsize_;
+  const int64_t inside = off % parts.count;
+  *together = std::min(*together, parts.count - inside);
+  return parts.at[off / parts.count] + inside * itemsize_;
+}
+
+char* Group::slot_of(const Step& step) const {
+  return segment_->slot(static_cast<int>(step.slot), epoch_) + step.slot_off * itemsize_;
+}
+
+// Say that this rank has come to `stage` of the epoch, and wake whoever sleeps for that.
+void Group::publish(uint64_t stage) {
+  RankWords& mine = segment_->words(rank_);
+  // seq_cst, as is the sleeper's increment: either it is seen here, or the sleeper sees the flag.
+  mine.flag.store(epoch_ * kStages + stage, std::memory_order_seq_cst);
+  if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.flag);
+}
+
+// Not where ranks share cores: a sleeper might get the one that this rank needs.
+void Group::wake_waiters() {
+  RankWords& mine = segment_->words(rank_);
+  if (mine.sleepers.load(std::memory_order_relaxed) != 0 && !is_crowded_) futex_wake_all(mine.flag);
+}
+
+// Whether a peer cannot be running now, because this rank does on the same core; a guess.
+bool Group::is_on_this_core(int peer) {
+  const uint32_t core = record_core(segment_->words(rank_).core);
+  return core != 0 && segment_->words(peer).core.load(std::memory_order_relaxed) == core;
+}
+
+Status Group::wait_for(int peer, uint64_t value, int step) {
+  return spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
+}
+
+// Look for a while whether a peer has raised its flag that far.
+bool Group::spin(int peer, uint64_t value) {
+  const SpinPolicy& patience = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
+  for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
+    for (int i = 0; i < patience.spins; ++i) {
+      if (has_reached(peer, value)) return true;
+      cpu_pause();
+    }
+    if (idler_ != nullptr) {
+      idler_->idle();
+      idler_ = nullptr;
+    }
+    if (round > patience.busy_rounds || is_on_this_core(peer)) sched_yield();
+  }
+  return false;
+}
+
+Status Group::wait_slowly(int peer, uint64_t value, int step) {
+  RankWords& theirs = segment_->words(peer);
+  // Not before: asking for the time would be a tenth of a small call.
+  if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
+  while (true) {
+    theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint64_t seen = theirs.flag.load(std::memory_order_seq_cst);
+    const int64_t left_ns = deadline_ns_ - now_ns();
+    bool woken_early = false;
+    if (seen < value && left_ns > 0) {
+      woken_early = futex_wait(theirs.flag, seen, left_ns < kSliceNs ? left_ns : kSliceNs);
+    }
+    theirs.sleepers.fetch_sub(1, std::memory_order_relaxed);
+    if (woken_early ? spin(peer, value) : has_reached(peer, value)) return {};
+    if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
+    if (late_ && late_called_ns_ != deadline_ns_ &&
+        deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
+      late_called_ns_ = deadline_ns_;
+      late_();
+    }
+    if (poll_ && poll_()) return {Code::interrupted, peer, step};
+    for (int other = 0; other < ranks_; ++other) {
+      // A rank that ended inside this epoch may be what the awaited one waits for.
+      const uint64_t needed = other == peer ? value : epoch_ * kStages;
+      const std::atomic<uint64_t>& flag = segment_->words(other).flag;
+      if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
+      const Code end = exit_of(other);
+      // Once more, since it may have raised its flag just before it went.
+      if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) {
+        return {end, other, step};
+      }
+    }
+    if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
+  }
+}
+
+// How a peer ended; ok if it has not.
+Code Group::exit_of(int peer) const {
+  // acquire: pairs with the stores in leave() and abort()
+  const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);
+  if (membership != kMember) return membership == kLeft ? Code::left : Code::aborted;
+  pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
+  return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
+}
+
+}  // namespace unisono

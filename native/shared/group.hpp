@@ -1,0 +1,130 @@
+// One rank's part of a group over shared memory: publishing, waiting, and running programs.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "core/fork_guard.hpp"
+#include "shared/remote_read.hpp"
+#include "core/program.hpp"
+#include "shared/segment.hpp"
+
+namespace unisono {
+
+struct Range {
+  const char* at;
+  int64_t nbytes;
+
+  bool meets(const Range& other) const {
+    return at < other.at + other.nbytes && other.at < at + nbytes;
+  }
+};
+
+class Group final : public Runner {
+ public:
+  // `pids` has one process id per rank, in this host's numbering. `is_crowded`: there are
+  // more ranks than cores.
+  Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, bool is_crowded);
+  ~Group() override;
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
+  Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
+  // Every rank's program must have the same loops, as far as repeats go.
+  Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
+             int64_t timeout_ns, Idler* idler = nullptr) override;
+
+  // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
+  void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
+
+  // For tests: read large posts where they lie, whatever pages these are in.
+  void ignore_pages() { ignores_pages_ = true; }
+  bool was_direct() const { return direct_; }
+
+  void wake_waiters() override;
+  void abort() override;
+  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+
+  // Tell the others that this rank takes part in nothing any more; in the child of a fork: nothing.
+  void leave();
+
+ private:
+  // The i-th rank after this one. Without a division, of which a small call would notice two.
+  int other(int i) const { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; }
+  bool fits(const Program& program, const Buffers& buffers) const;
+  bool fits_slot(const Step& step, int64_t itemsize) const;
+  Status begin_epoch();
+  void enter_epoch(const AgreementWords& words, uint64_t stage);
+  Status compare(AgreementWords* common);
+  Status run_loops(const Program& program, AgreementWords words);
+  Status run_piece(const Step* first, const Step* end, AgreementWords words);
+  void advance(const Loop& loop, int64_t times);
+  void post(const Step& step);
+  Status run_step(const Step& step, int index);
+  char* slot_of(const Step& step) const;
+  char* address_of(int64_t buf, int64_t off, int64_t* together) const;
+  void apply(const Step& step, char* slot);
+
+  // group_direct.cpp: reading posts where they lie
+  // After a call in which only some ranks wished it: to begin anew costs a third.
+  static constexpr int kDirectPause = 256;
+
+  uint64_t direct_bits(const Program& program, const Buffers& buffers);
+  bool is_worth_reading(const Program& program, bool* posts);
+  bool fits_direct(const Program& program) const;
+  bool pays_off(const Range& post, bool has_more_to_do);
+  void post_address(const Step& step, char* slot) const;
+  void read_posted(const Step& step, const char* slot);
+  Status finish_direct();
+
+  void publish(uint64_t stage);
+  bool has_reached(int peer, uint64_t value) const {
+    // acquire: pairs with the store in publish()
+    return segment_->words(peer).flag.load(std::memory_order_acquire) >= value;
+  }
+  bool is_on_this_core(int peer);
+  Status wait_for(int peer, uint64_t value, int step);
+  bool spin(int peer, uint64_t value);
+  Status wait_slowly(int peer, uint64_t value, int step);
+  Code exit_of(int peer) const;
+
+  const ForkGuard fork_guard_;
+  std::shared_ptr<Segment> segment_;
+  RemoteReader remote_reader_;
+  HugePages huge_pages_;
+  bool ignores_pages_ = false;
+  int direct_pause_ =
+    0;  // for how many large calls this rank does not direct_bits to read directly
+  int rank_;
+  int ranks_;
+  bool is_crowded_;
+  uint64_t epoch_;  // 1 at first, unless a test has raised this rank's flag before
+  int64_t timeout_ns_ = 0;
+  int64_t deadline_ns_ = 0;  // 0: not worked out yet, because no wait was long
+  Idler* idler_ = nullptr;
+  std::atomic<bool> aborted_{false};
+  std::vector<int> pidfds_;
+  std::function<bool()> poll_;
+  int64_t late_called_ns_ = 0;  // the deadline of the call that late_ was called for
+  // Of the run in progress.
+  struct Operand {
+    char* data = nullptr;
+    ArrayList parts;
+    int64_t moved = 0;  // elements, by the loops' shifts
+  };
+  Operand input_;
+  Operand output_;
+  char* scratch_ = nullptr;
+  int64_t itemsize_ = 1;
+  ReduceFn reduce_ = nullptr;
+  bool direct_ = false;      // posts are addresses
+  bool has_failed_ = false;  // to read what lies there
+  int64_t repeats_ = 1;      // of the loop, which are one if posts are
+  bool past_cache_ = false;  // what is moved does not fit there
+};
+
+}  // namespace unisono

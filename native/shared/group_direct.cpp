@@ -1,0 +1,174 @@
+// Reading posts where they lie: one copy instead of two, of large data in huge pages.
+//
+// A post is then the address of what it posts, and a loop runs once, for all of its repetitions. The
+// ranks decide together, with the agreement: what each posts must be worth it. No rank goes before
+// all others have read, or have said that they cannot; then all use slots. One that has to go,
+// because of a time-out say, marks its line; whoever may have read what it changed since finds
+// the mark afterwards, and does not take that for a result.
+#include <cstring>
+#include <new>
+
+#include "core/clock.hpp"
+#include "core/futex.hpp"
+#include "shared/group.hpp"
+
+namespace unisono {
+
+namespace {
+
+// From this size of a post on. Below, a call is over sooner than the kernel finds the other process.
+constexpr int64_t kDirectBytes = 128 * 1024;
+
+// Up to this size of what one rank posts and another reads both find it in their caches.
+constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
+
+// How long a rank with a core of its own busy_rounds awake for others that are known to be reading. To be woken
+// would add a fifth to a broadcast of 4 MiB, which is read in 75 us.
+constexpr int64_t kReadingNs = 300'000;
+
+}  // namespace
+
+// What this rank says about direct reading in the call it begins: bits of DirectReading.
+uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
+  const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
+  if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
+  past_cache_ = buffers.output_count * itemsize_ > static_cast<int64_t>(kStreamBytes);
+  if (direct_pause_ != 0) {
+    --direct_pause_;
+    return 0;
+  }
+  bool posts = false;
+  try {
+    if (!is_worth_reading(program, &posts)) return 0;
+  } catch (const std::bad_alloc&) {
+    return 0;
+  }
+  return posts ? kWilling | kPostsAddresses : kWilling;
+}
+
+// Whether this rank's posts may be read, and should be; says whether it has any.
+bool Group::is_worth_reading(const Program& program, bool* has_posts) {
+  std::vector<Range> posts, writes;
+  bool in_one_piece = true;
+  const auto range = [&](int64_t buf, int64_t off, int64_t count) {
+    int64_t together = count;
+    const char* at = address_of(buf, off, &together);
+    in_one_piece = in_one_piece && together == count;
+    return Range{at, count * itemsize_};
+  };
+  input_.moved = output_.moved = 0;
+  for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end;
+         ++step) {
+      const int64_t count = step->count * loop->repeats;
+      if (sends(step->op)) {
+        posts.push_back(range(step->src_buf, step->src_off, count));
+      } else {
+        writes.push_back(range(step->dst_buf, step->dst_off, count));
+      }
+      // all_gather in place copies a block onto itself
+      if (step->op == kCopy && writes.back().at == range(step->src_buf, step->src_off, count).at) {
+        writes.pop_back();
+      }
+    }
+    advance(*loop, loop->repeats);
+  }
+  for (const Range& post : posts) {
+    for (const Range& write : writes) {
+      if (post.meets(write)) return false;
+    }
+    // Of the loops the first one has nearly everything.
+    if (post.nbytes >= kDirectBytes && !pays_off(post, !writes.empty())) return false;
+  }
+  *has_posts = !posts.empty();
+  return in_one_piece;
+}
+
+// Small pages take the kernel three times as long: a quarter of them is what a rank loses that saves the
+// time of filling its slot. One that does nothing but post saves none, and gains something only while
+// the kernel's copy is faster than one out of a slot.
+bool Group::pays_off(const Range& post, bool has_more_to_do) {
+  if (ignores_pages_) return true;
+  const bool is_faster = post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
+  if (!has_more_to_do && !is_faster) return false;
+  return huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
+}
+
+// Whether this is large data that is only moved, by steps that go on where they ended when a loop
+// repeats them.
+bool Group::fits_direct(const Program& program) const {
+  bool is_large = false;
+  for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
+    const auto goes_on = [&](int64_t buf, int64_t count) {
+      if (buf == kScratch) return false;
+      return loop->repeats == 1 ||
+             count == (buf == kInput ? loop->input_shift : loop->output_shift);
+    };
+    for (const Step* step = program.steps + loop->first; step != program.steps + loop->end;
+         ++step) {
+      const bool reads = step->op == kRecv || step->op == kRead;
+      const bool copies = step->op == kCopy;
+      if (!sends(step->op) && !reads && !copies) return false;
+      if (!reads && !goes_on(step->src_buf, step->count)) return false;
+      if (!sends(step->op) && !goes_on(step->dst_buf, step->count)) return false;
+      const auto slot_end = static_cast<size_t>(step->slot_off * itemsize_) + sizeof(uint64_t);
+      if (!copies && slot_end > segment_->slot_bytes()) return false;
+      is_large = is_large || step->count * loop->repeats * itemsize_ >= kDirectBytes;
+    }
+  }
+  return is_large;
+}
+
+// Post the address of a step's elements.
+void Group::post_address(const Step& step, char* slot) const {
+  int64_t together = step.count;
+  const auto at = reinterpret_cast<uintptr_t>(address_of(step.src_buf, step.src_off, &together));
+  const auto address = static_cast<uint64_t>(at);
+  std::memcpy(slot, &address, sizeof(address));
+}
+
+// Read a step's elements from where their rank says that they are.
+void Group::read_posted(const Step& step, const char* slot) {
+  uint64_t from = 0;
+  std::memcpy(&from, slot, sizeof(from));
+  int64_t count = step.count * repeats_;
+  char* into = address_of(step.dst_buf, step.dst_off, &count);
+  const auto nbytes = static_cast<size_t>(count * itemsize_);
+  const bool is_read = remote_reader_.can_read_all() &&
+                       remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
+  // That rank is gone, or the kernel forbids it. No post is changed before all know.
+  if (!is_read) has_failed_ = true;
+}
+
+// Wait until all have read what they read here, and make sure that nobody has changed what was read.
+Status Group::finish_direct() {
+  Status status = begin_epoch();
+  if (!status.is_ok()) return status;
+  enter_epoch({0, 1, has_failed_ ? kFailed : uint64_t{0}}, 0);
+  const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
+  for (int i = 1; i < ranks_; ++i) {
+    const int peer = other(i);
+    for (int look = 1; !has_reached(peer, epoch_ * kStages); ++look) {
+      if (look % 64 == 0 && (now_ns() >= stays_until_ns || is_on_this_core(peer))) break;
+      cpu_pause();
+    }
+    status = wait_for(peer, epoch_ * kStages, -1);
+    if (!status.is_ok()) return status;
+  }
+  // What was read is older than the mark that is looked at now; pairs with the fence in run().
+  full_fence();
+  bool has_failed = has_failed_;
+  for (int i = 1; i < ranks_; ++i) {
+    const RankWords& theirs = segment_->words(other(i));
+    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0) {
+      return {Code::aborted, other(i), -1};
+    }
+    has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
+  }
+  ++epoch_;
+  if (!has_failed) return {};
+  remote_reader_.disable();
+  return {Code::divided, rank_, -1};
+}
+
+}  // namespace unisono

@@ -1,0 +1,202 @@
+// The messages of a program: posting, waiting, and the memory that they occupy meanwhile.
+#include <algorithm>
+#include <new>
+
+#include "core/clock.hpp"
+#include "steps/steps.hpp"
+
+namespace unisono {
+
+namespace {
+
+// A message is sent in pieces of this size, at both ends. Larger: the reduction of a piece waits
+// longer for its end. Smaller: more turns between sending, receiving and reducing; at 64 KiB two
+// hosts took twice as long for 64 MiB as at 512 KiB.
+constexpr size_t kChunkBytes = 1024 * 1024;
+
+// How far ahead receives are posted: in steps, in bytes, and in chunks that are to be reduced. Of
+// blocks of 16 MiB those of several ranks are, so that whoever sends can.
+constexpr size_t kAheadSteps = 32;
+constexpr size_t kAheadBytes = 32 * kChunkBytes;
+constexpr size_t kStagingBuffers = 4;
+
+bool receives(int64_t op) {
+  return op == kRecv || op == kRecvReduce || op == kRead || op == kReadReduce;
+}
+
+}  // namespace
+
+// ---- operations ---------------------------------------------------------------------------
+
+Operation* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
+  if (free_ops_.empty()) {
+    free_ops_.reserve(ops_.size() + 1);  // end() must not need memory
+    ops_.emplace_back();
+    free_ops_.push_back(&ops_.back());
+  }
+  Operation* op = free_ops_.back();
+  free_ops_.pop_back();
+  op->~Operation();
+  new (op) Operation();
+  op->peer = ranks_[static_cast<size_t>(peer)];
+  op->envelope = {context_, tag, nbytes, 0};
+  return op;
+}
+
+void Steps::recycle(const Receiving& receiving) {
+  free_ops_.push_back(receiving.op);
+  if (receiving.staging != nullptr) free_staging_.push_back(receiving.staging);
+}
+
+void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
+  for (size_t sent = 0; sent < nbytes;) {
+    const size_t piece = std::min(kChunkBytes, nbytes - sent);
+    Operation* op = new_op(peer, tag, piece);
+    op->is_send = true;
+    op->data = const_cast<char*>(data + sent);  // only read
+    sends_.push_back({op, data + sent, data + sent + piece});
+    holds_sends_ ? held_sends_.push_back(op) : begin_send(*op);
+    sent += piece;
+  }
+}
+
+void Steps::begin_send(Operation& op) {
+  messages_->begin(op);
+  // Who waits for another rank would not hear that this one is gone.
+  if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) send_failure_ = status_of(op);
+}
+
+// Begin what was held. What goes to one rank goes in one packet: to hand that to the network costs as
+// much as all the rest of a small message.
+void Steps::begin_held_sends() {
+  holds_sends_ = false;
+  for (auto at = held_sends_.begin(); at != held_sends_.end(); ++at) {
+    (*at)->more = std::any_of(at + 1, held_sends_.end(),
+                              [&](const Operation* next) { return next->peer == (*at)->peer; });
+    begin_send(**at);
+  }
+  held_sends_.clear();
+}
+
+void Steps::send(const Step& step) {
+  const char* data = address_of(step.src_buf, step.src_off);
+  if (step.peer >= 0) return send_to(static_cast<int>(step.peer), program_tag(), data, bytes(step));
+  const int p = static_cast<int>(ranks_.size());
+  for (int i = 1; i < p; ++i) send_to((rank_ + i) % p, program_tag(), data, bytes(step));
+}
+
+// ---- receiving ahead ----------------------------------------------------------------------
+
+void Steps::post_ahead() {
+  while (post_next()) continue;
+}
+
+// Post the next piece of the next receive; false: not now.
+bool Steps::post_next() {
+  while (next_ < count_ && (!receives(steps_[next_].op) || steps_[next_].count == 0)) ++next_;
+  if (next_ == count_ || next_ > at_ + kAheadSteps) return false;
+  const Step& step = steps_[next_];
+  const size_t nbytes = std::min(kChunkBytes, bytes(step) - next_byte_);
+  if (expected_bytes_ != 0 && expected_bytes_ + nbytes > kAheadBytes) return false;
+  char* into = address_of(step.dst_buf, step.dst_off) + next_byte_;
+  char* staging = nullptr;
+  if (step.op == kRecvReduce || step.op == kReadReduce) {
+    if (free_staging_.empty()) {
+      if (staging_.size() == kStagingBuffers) return false;
+      staging_.reserve(kStagingBuffers);
+      free_staging_.reserve(kStagingBuffers);
+      staging_.emplace_back(new char[kChunkBytes]);
+      free_staging_.push_back(staging_.back().get());
+    }
+    into = staging = free_staging_.back();
+  } else if (is_in_use(into, nbytes)) {
+    return false;
+  }
+  // First of all where end() finds it.
+  receives_.push_back(
+    {new_op(static_cast<int>(step.peer), program_tag(), nbytes), staging, nbytes});
+  if (staging != nullptr) free_staging_.pop_back();
+  receives_.back().op->data = into;
+  messages_->begin(*receives_.back().op);
+  expected_bytes_ += nbytes;
+  next_byte_ += nbytes;
+  if (next_byte_ == bytes(step)) {
+    ++next_;
+    next_byte_ = 0;
+  }
+  return true;
+}
+
+// Whether a step from now to `next_` still needs what is in this memory, or writes there.
+bool Steps::is_in_use(const char* first, size_t nbytes) const {
+  const char* end = first + nbytes;
+  for (const Sending& sending : sends_) {
+    const bool done = sending.op->done.load(std::memory_order_acquire);  // release: finish()
+    if (!done && overlaps(first, end, sending.first, sending.end)) return true;
+  }
+  for (size_t i = at_; i < next_; ++i) {
+    const Step& step = steps_[i];
+    const char* from = step.src_buf < 0 ? nullptr : address_of(step.src_buf, step.src_off);
+    const char* into = step.dst_buf < 0 ? nullptr : address_of(step.dst_buf, step.dst_off);
+    if (from != nullptr && overlaps(first, end, from, from + bytes(step))) return true;
+    if (into != nullptr && overlaps(first, end, into, into + bytes(step))) return true;
+  }
+  return false;
+}
+
+// ---- waiting ------------------------------------------------------------------------------
+
+// Wait for the sends that read [first, end); for all if nullptr.
+Status Steps::wait_for_sends(const char* first, const char* end) {
+  size_t kept = 0;
+  Status status{};
+  for (const Sending& sending : sends_) {
+    const bool needed = first == nullptr || overlaps(first, end, sending.first, sending.end);
+    const bool done = sending.op->done.load(std::memory_order_acquire);
+    if (!status.is_ok() || (!needed && !done)) {
+      sends_[kept++] = sending;
+      continue;
+    }
+    status = wait(*sending.op);
+    if (status.is_ok()) {
+      free_ops_.push_back(sending.op);
+    } else {
+      sends_[kept++] = sending;
+    }
+  }
+  sends_.resize(kept);
+  return status;
+}
+
+Status Steps::wait(Operation& op) {
+  if (!send_failure_.is_ok()) return send_failure_;
+  if (!op.done.load(std::memory_order_acquire)) {
+    if (idler_ != nullptr) {
+      idler_->idle();
+      idler_ = nullptr;
+    }
+    Code code = Code::timeout;
+    if (late_ && !late_called_) {
+      code = messages_->wait(op, std::max<int64_t>(late_at_ns_ - now_ns(), 0));
+      if (code == Code::timeout) {
+        late_called_ = true;
+        late_();
+      }
+    }
+    if (code == Code::timeout) {
+      code = messages_->wait(op, std::max<int64_t>(deadline_ns_ - now_ns(), 0));
+    }
+    if (code != Code::ok) return {code, status_of(op).peer};
+  }
+  return op.code == Code::ok ? Status{} : status_of(op);
+}
+
+Status Steps::status_of(const Operation& op) const {
+  // Not its `source`, which another thread may be writing until it is done.
+  const auto found = std::find(ranks_.begin(), ranks_.end(), op.peer);
+  const int peer = found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
+  // A size that both ends have agreed on differs: not the same program.
+  return {op.code == Code::mismatch ? Code::bad_program : op.code, peer};
+}
+
+}  // namespace unisono

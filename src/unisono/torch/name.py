@@ -1,0 +1,5 @@
+"""The name of the backend in torch.distributed."""
+
+__all__ = ["NAME"]
+
+NAME = "unisono"

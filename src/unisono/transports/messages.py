@@ -1,0 +1,136 @@
+"""The address of a message, and how a message, a link or a context can end. Pure.
+
+A transport reports these small records and exceptions. `engines.errors` words them for users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+__all__ = [
+    "LEFT",
+    "Arrival",
+    "CallStatus",
+    "Cancelled",
+    "Failure",
+    "Key",
+    "Kind",
+    "LinkDown",
+    "MessageMismatch",
+    "Unreached",
+]
+
+LEFT = "it left: its transport was closed"
+"""Reason of a `LinkDown` of a rank that sent a good-bye."""
+
+Unreached = dict[int, list[str]]
+"""By rank, the addresses at which it could not be reached, each with the reason."""
+
+
+class Kind(IntEnum):
+    """The purpose of a message."""
+
+    COLLECTIVE = 0
+    P2P = 1
+    ASK = 2
+    ANSWER = 3
+    FAIL = 4
+    GOODBYE = 5
+    LOST = 6
+    KNOCK = 7
+
+
+class Key(NamedTuple):
+    """The address of a message inside a rank: group, purpose, and tag or sequence number."""
+
+    context: int
+    kind: Kind
+    tag: int
+
+
+class Arrival(NamedTuple):
+    """A message that came before its receive."""
+
+    source: int
+    data: memoryview
+    info: int
+
+
+class CallStatus(NamedTuple):
+    """The last call that a rank has begun, or the call that another rank asked for.
+
+    Attributes:
+        seq: Sequence number of the call; 0 before the first one.
+        text: The call with its arguments.
+        unreached: Ranks that this rank could not reach.
+    """
+
+    seq: int
+    text: str
+    unreached: Unreached = {}  # noqa: RUF012  never changed
+
+
+class Cancelled(Exception):
+    """Status of a transfer that was cancelled."""
+
+
+class LinkDown(Exception):
+    """Status of a transfer with a rank that cannot be reached.
+
+    Attributes:
+        peer: The rank.
+        reason: Why, as the end of a sentence.
+        left: Whether the rank closed its transport, or was never linked to this one. False if
+            the rank vanished.
+    """
+
+    def __init__(self, peer: int, reason: str, left: bool = False) -> None:
+        super().__init__(peer, reason, left)
+        self.peer = peer
+        self.reason = reason
+        self.left = left
+
+
+class MessageMismatch(Exception):
+    """Status of a receive whose message has another size or another type word.
+
+    Attributes:
+        source: Sending rank.
+        nbytes: Size of the message.
+        info: Type word of the message.
+    """
+
+    def __init__(self, source: int, nbytes: int, info: int) -> None:
+        super().__init__(source, nbytes, info)
+        self.source = source
+        self.nbytes = nbytes
+        self.info = info
+
+
+class Failure(Exception):
+    """Why a context is broken; equal on all ranks that the failure reached.
+
+    Attributes:
+        kind: "timeout", "lost", "failed", "memory" or "aborted".
+        reason: The cause, as the end of a sentence.
+        peers: Ranks to blame.
+        by: The rank that detected the failure.
+        table: Lines that list which rank could not reach which other rank.
+    """
+
+    def __init__(
+        self, kind: str, reason: str, peers: Iterable[int], by: int, table: Iterable[str] = ()
+    ) -> None:
+        super().__init__(kind, reason, tuple(peers), by, tuple(table))
+        self.kind = kind
+        self.reason = reason
+        self.peers = tuple(peers)
+        self.by = by
+        self.table = tuple(table)
+
+    @property
+    def words(self) -> list[object]:
+        """The arguments from which another rank makes an equal failure."""
+        return list(self.args)

@@ -1,0 +1,109 @@
+"""One send or receive under way, and the contract of what can carry messages."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from unisono.base.completion import Completion
+from unisono.transports.messages import Arrival, Key, Kind, LinkDown
+
+__all__ = ["Messages", "Tag", "Transfer"]
+
+Tag = tuple[Kind, int]
+
+
+class Carrier(Protocol):
+    """An object that can cancel the transfers that it has started."""
+
+    def cancel(self, transfer: Transfer) -> None: ...
+
+
+class Transfer(Completion):
+    """One send or receive under way.
+
+    Attributes:
+        peer: The other rank. None for a receive from any source until a message matches.
+        among: For a receive from any source: the ranks that may send.
+        carrier: The transport that started the transfer; None if it cannot be cancelled.
+    """
+
+    __slots__ = ("among", "carrier", "context", "info", "into", "peer", "tag")
+
+    def __init__(
+        self,
+        peer: int | None,
+        context: int,
+        tag: Tag,
+        into: memoryview,
+        info: int = 0,
+        among: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__()
+        self.peer = peer
+        self.context = context
+        self.tag = tag
+        self.into = into
+        self.info = info
+        self.among = among
+        self.carrier: Carrier | None = None
+
+    def cancel(self) -> None:
+        """End the transfer with `Cancelled` if it is not done.
+
+        Its memory is not touched any more after the return.
+        """
+        if self.carrier is not None:
+            self.carrier.cancel(self)
+
+    def watch(self) -> None:
+        """Make sure that the transfer ends without a waiting thread."""
+
+
+class Messages(Protocol):
+    """Carries the messages of one rank in place of its transport, and matches them to receives.
+
+    Attributes:
+        native: The object in C++.
+    """
+
+    native: Any
+
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer | None:
+        """Start sending; return None if `peer` cannot be reached this way."""
+
+    def recv(
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
+    ) -> Transfer:
+        """Start receiving, from `peer` or, if it is None, from any of `among`."""
+
+    def cancel(self, transfer: Any) -> None:
+        """End a transfer with `Cancelled` unless it has ended."""
+
+    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
+        """Match a message that came through the transport."""
+
+    def peer_down(self, error: LinkDown) -> None:
+        """End the transfers with a lost rank, after everything that it sent is received."""
+
+    def fail(self, context: int) -> None:
+        """End all transfers of a broken context, now and later."""
+
+    def forget(self, context: int, error: BaseException) -> None:
+        """Release everything that a destroyed context holds; `error` ends its receives."""
+
+    def close(self) -> None:
+        """End all transfers."""
+
+    def has_left(self, peer: int) -> bool:
+        """Whether a rank has closed its end in shared memory."""
+
+    def attend(self) -> None:
+        """Receive messages for which no thread of this rank waits."""
+
+    def is_server(self) -> bool:
+        """Whether the calling thread is the one that serves transfers without a waiting thread."""
+
+    def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
+        """Use a connection for the messages of one rank."""
