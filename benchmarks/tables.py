@@ -3,7 +3,7 @@
 Run from the repository root: `make docs`. A test fails when a page is out of date. A file is one of
 
 - written by `unisono bench --json`: it has a "plan"
-- written by `unisono bench store --json`: it has "argv"
+- written by `python benchmarks/store.py --json`: it has "argv"
 - copied by hand from what the other programs of this folder print: it has a "title"
 
 Each may also have "tables", a list of {"text", "head", "rows"}, and "remarks", a list of paragraphs
@@ -147,7 +147,7 @@ def origin(path: Path, document: Document) -> Iterator[str]:
 def commands(document: Document) -> Iterable[Sequence[str]]:
     """Return the command lines of a run."""
     if "argv" in document:
-        return [["unisono", *document["argv"]]]
+        return [document["argv"]]
     if "plan" in document:
         return [document["command"]]
     return [line.split() for line in document["commands"]]

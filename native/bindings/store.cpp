@@ -3,12 +3,10 @@
 #include <nanobind/stl/vector.h>
 
 #include <string>
-#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "store/load.hpp"
 #include "store/server.hpp"
 
 namespace nb = nanobind;
@@ -34,12 +32,6 @@ class StoreServer {
   unisono::store::Server::Owner server_;
 };
 
-double store_load(const std::vector<int>& connections, const nb::bytes& request, uint64_t count) {
-  const std::string_view bytes(request.c_str(), request.size());
-  nb::gil_scoped_release unlocked;
-  return unisono::store::drive(connections, bytes, count);
-}
-
 }  // namespace
 
 void bind_store(nb::module_& m) {
@@ -50,6 +42,4 @@ void bind_store(nb::module_& m) {
          "Serve torch's TCPStore protocol on a thread of its own.")
     .def("stop", &StoreServer::stop, "End the thread and close every socket.")
     .def_prop_ro("clients", &StoreServer::clients);
-  m.def("store_load", &store_load, nb::arg("connections"), nb::arg("request"), nb::arg("count"),
-        "Repeat a request `count` times; return the seconds it took.");
 }

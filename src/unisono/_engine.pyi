@@ -88,9 +88,6 @@ class StoreServer:
     @property
     def clients(self) -> int: ...
 
-def store_load(connections: Sequence[int], request: bytes, count: int) -> float:
-    """Repeat a request `count` times; return the seconds it took."""
-
 class StoreLink:
     def __init__(self, fd: int) -> None: ...
     def exchange(self, timeout_s: float, requests: tuple[object, ...]) -> list[object]:

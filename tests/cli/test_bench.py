@@ -14,7 +14,7 @@ import pytest
 from unisono.bench import launch as bench_launch
 from unisono.bench.data import Data
 from unisono.bench.launch import run_ranks
-from unisono.bench.plan import DTYPES, OPS, REDOPS, Plan, cases, parse_nbytes
+from unisono.bench.plan import DTYPES, OPS, REDOPS, BenchPlan, Loop, Sizes, cases, parse_nbytes
 from unisono.bench.report import Table, bandwidths, fixed, summary
 from unisono.bench.worker import MAX_ITERS, ROUND_S, calibrated
 from unisono.cli.main import main
@@ -82,15 +82,15 @@ def test_other_sizes_are_refused(text):
 
 
 def test_sizes_go_up_by_a_factor_or_by_a_step():
-    by_factor = Plan(ops=("all_reduce",), nprocs=2, min_bytes=8, max_bytes=200, factor=4)
+    by_factor = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 200, factor=4))
     assert [c.nbytes for c in cases("all_reduce", by_factor)] == [8, 32, 128]
-    by_step = Plan(ops=("all_reduce",), nprocs=2, min_bytes=8, max_bytes=24, step_bytes=8)
+    by_step = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 24, step_bytes=8))
     assert [c.nbytes for c in cases("all_reduce", by_step)] == [8, 16, 24]
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 def test_sizes_are_whole_blocks_and_none_comes_twice(op):
-    plan = Plan(ops=(op,), nprocs=3, min_bytes=4, max_bytes=64)
+    plan = BenchPlan(ops=(op,), nprocs=3, sizes=Sizes(4, 64))
     found = [(c.count, c.nbytes) for c in cases(op, plan)]
     unit = 12 if OPS[op].blocks else 4
     counts = [1, 2, 5] if OPS[op].blocks else [1, 2, 4, 8, 16]
@@ -98,7 +98,7 @@ def test_sizes_are_whole_blocks_and_none_comes_twice(op):
 
 
 def test_barrier_has_one_line_without_a_size():
-    plan = Plan(ops=("barrier",), nprocs=2)
+    plan = BenchPlan(ops=("barrier",), nprocs=2)
     assert [(c.count, c.nbytes) for c in cases("barrier", plan)] == [(0, 0)]
 
 
@@ -126,20 +126,35 @@ def test_bandwidths_are_those_of_nccl_tests(op, factor):
     ("wrong", "text"),
     [
         ({"root": 2}, "-r 2 is not one of the 2 ranks"),
-        ({"min_bytes": 16, "max_bytes": 8}, "-b 16 is larger than -e 8"),
-        ({"factor": 1}, "-f must be at least 2"),
         ({"nprocs": 1}, "sendrecv needs at least 2 ranks"),
         ({"hosts": 2, "peers": ("mpi",)}, "--hosts goes with --peer gloo only"),
     ],
 )
 def test_impossible_plans_name_the_flag(wrong, text):
     with pytest.raises(InvalidArgumentError, match=text):
-        Plan(**{"ops": ("sendrecv",), "nprocs": 2} | wrong)
+        BenchPlan(**{"ops": ("sendrecv",), "nprocs": 2} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"min_bytes": 16, "max_bytes": 8}, "-b 16 is larger than -e 8"),
+        ({"factor": 1}, "-f must be at least 2"),
+    ],
+)
+def test_impossible_sizes_name_the_flag(wrong, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        Sizes(**wrong)
 
 
 def test_plan_survives_a_command_line():
-    plan = Plan(ops=("reduce", "barrier"), nprocs=3, peers=("gloo",), engine="reference")
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = BenchPlan(ops=("reduce", "barrier"), nprocs=3, peers=("gloo",), engine="reference")
+    assert BenchPlan.from_json(plan.to_json()) == plan
+
+
+def test_store_names_the_script_that_measures_stores(capsys):
+    assert main(["bench", "store"]) == 1
+    assert "run benchmarks/store.py" in capsys.readouterr().err
 
 
 # ---- how many calls ------------------------------------------------------------------------
@@ -205,7 +220,7 @@ def results(op, ranks, plan):
 @pytest.mark.parametrize("op", [op for op in OPS if op != "barrier"])
 def test_check_finds_every_wrong_element_and_no_other(op, dtype):
     for redop in REDOPS if OPS[op].reduces else ["sum"]:
-        plan = Plan(ops=(op,), nprocs=3, min_bytes=6000, max_bytes=6000, dtype=dtype, redop=redop,
+        plan = BenchPlan(ops=(op,), nprocs=3, sizes=Sizes(6000, 6000), dtype=dtype, redop=redop,
                     root=1)  # fmt: skip
         (case,) = cases(op, plan)
         ranks = [Data(case, plan, rank) for rank in range(3)]
@@ -226,7 +241,7 @@ def test_check_finds_every_wrong_element_and_no_other(op, dtype):
 
 @pytest.mark.parametrize("redop", REDOPS)
 def test_timing_in_place_keeps_numbers_what_they_are(redop):
-    plan = Plan(ops=("all_reduce",), nprocs=2, max_bytes=8, redop=redop)
+    plan = BenchPlan(ops=("all_reduce",), nprocs=2, sizes=Sizes(8, 8), redop=redop)
     (case,) = cases("all_reduce", plan)
     data = Data(case, plan, 0)
     data.fill_for_timing()
@@ -261,7 +276,7 @@ def test_summary_has_geometric_means_and_the_cells_above_1():
 
 
 def test_table_has_the_columns_of_nccl_tests_and_two_per_peer(capsys):
-    table = Table(Plan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi")))
+    table = Table(BenchPlan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi")))
     table.take({"kind": "row", **row(nbytes=8_000_000, unisono=1000.0, gloo=4000.0, mpi=None)})
     table.end()
     lines = capsys.readouterr().out.splitlines()
@@ -281,7 +296,7 @@ def test_table_has_the_columns_of_nccl_tests_and_two_per_peer(capsys):
 
 def test_rich_adds_colours_and_changes_no_character(capsys, monkeypatch):
     rich_console = pytest.importorskip("rich.console")
-    plan = Plan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi"))
+    plan = BenchPlan(ops=("all_reduce",), nprocs=4, peers=("gloo", "mpi"))
     message = {"kind": "row", **row(unisono=2.0, gloo=4.0, mpi=1.0, wrong=1)}
     Table(plan).take(dict(message))
     plain = capsys.readouterr().out
@@ -428,8 +443,8 @@ class Silent:
 
 def test_ranks_that_say_nothing_are_ended(monkeypatch):
     monkeypatch.setattr(bench_launch, "_Spawned", Silent)
-    plan = Plan(ops=("barrier",), nprocs=2, timeout_s=0.001)
-    with pytest.raises(LaunchError, match=r"no rank of 2 has said anything for 0\.002 s"):
+    plan = BenchPlan(ops=("barrier",), nprocs=2, loop=Loop(timeout_s=0.001))
+    with pytest.raises(LaunchError, match=r"no rank of 2 sent a message for 0\.002 s"):
         list(run_ranks(plan))
     assert Silent.killed
 

@@ -31,7 +31,6 @@ def test_defaults_are_one_node_without_restarts():
         "meeting": Meeting(),
         "run_id": None,
         "role": "default",
-        "monitor_interval_s": 0.1,
         "master_port": 0,
     }
 
@@ -113,7 +112,7 @@ def test_services(flags, url):
         (["--master-port=0"], "--master-port: port 0 means any free one"),
         (["--rdzv-endpoint=a:0"], "--rdzv-endpoint: port 0 means any free one, which 2 nodes"),
         (["--rdzv-backend=c10d", "--rdzv-endpoint=a:0"], "--rdzv-endpoint: port 0 means"),
-        (["--standalone"], "--standalone is for one node, but --nnodes says 2:2"),
+        (["--standalone"], "--standalone is for one node, but --nnodes is 2:2"),
         (["--rdzv-conf=join_timeout=x"], "join_timeout must be a number of seconds"),
         (["--rdzv-conf=keep_alive_interval=0"], "keep_alive_interval must be more than 0"),
     ],

@@ -25,7 +25,7 @@ def native_engines(kind, size, per_host):
     world = connected(kind, size)
     if size > 1:
         messages = [NativeMessages(transport) for transport in world]
-        words = [each.word for each in messages]
+        words = [each.endpoint for each in messages]
         for transport, each in zip(world, messages, strict=True):
             near = [rank // per_host == transport.rank // per_host for rank in range(size)]
             each.introduce(words, near, crowded=True)

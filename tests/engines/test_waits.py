@@ -124,7 +124,7 @@ def world():
     addresses.update(enumerate(transport.address for transport in world))
     everybody = [NativeMessages.make(transport) for transport in world]
     for transport, messages in zip(world, everybody, strict=True):
-        messages.introduce([each.word for each in everybody], [True, True], crowded=True)
+        messages.introduce([each.endpoint for each in everybody], [True, True], crowded=True)
         transport.use_messages(messages)
     yield world
     for transport in world:

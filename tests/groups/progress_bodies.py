@@ -211,7 +211,11 @@ def calls_between_all_lines(rank):
             return None
         # What a trace function calls is not traced.
         name, queued = frame.f_code.co_name, frame.f_locals.get("queued")
-        if event != "line" or len(left) <= 20 or name not in ("_append", "_forget", "is_over"):
+        if (
+            event != "line"
+            or len(left) <= 20
+            or name not in ("_append", "_discard_ended", "is_over")
+        ):
             return trace
         if name != "_append":
             call()

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from unisono.base.deadline import Deadline
-from unisono.launcher.attempt import Attempt
+from unisono.launcher.attempt import Attempt, LaunchResources
 from unisono.launcher.environment import Place
 from unisono.launcher.output.files import LogOptions, Output
 from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
-from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.warm import WarmWorkers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="watches pidfds")
@@ -31,15 +31,18 @@ def attempt_of():
     def run(command, stop_in_s, **fields):
         spec = LaunchSpec(commands=[command] * 2, **fields)
         with Signals() as signals:
-            attempt = Attempt(
-                spec,
-                Place.alone(2, master_port=1, run_id="test"),
-                0,
+            resources = LaunchResources(
+                spec=spec,
                 binding=Binding(),
-                output=output,
                 signals=signals,
                 warm=WarmWorkers(spec.commands, 0),
-                family=Family(),
+                descendants=Descendants(),
+            )
+            attempt = Attempt(
+                resources,
+                output,
+                Place.alone(2, master_port=1, run_id="test"),
+                0,
                 stop_in_s=stop_in_s,
                 on_failure=failures.append,
             )
@@ -50,7 +53,7 @@ def attempt_of():
 
 
 def test_order_to_stop_that_came_before_the_start_is_not_missed(attempt_of):
-    # No knock will come for it, so an attempt that waits first would wait for ever.
+    # No wake-up will follow it, so an attempt that waits first would wait without a limit.
     outcome, failures = attempt_of(FOREVER, lambda: 0.0)
     assert (outcome.stopped, outcome.failures, outcome.succeeded) == ((0, 1), (), False)
     assert outcome.signum is None

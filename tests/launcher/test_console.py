@@ -20,7 +20,7 @@ class Terminal:
         self._sink = io.BytesIO()
         self.console = Console(self._sink, prefix=prefix, fold=fold, clock=lambda: self.now_s)
         names = [WorkerName(rank=rank, local_rank=rank, host="h", role="r") for rank in ranks]
-        self.voices = {name.rank: self.console.of(name) for name in names}
+        self.voices = {name.rank: self.console.sink_of(name) for name in names}
 
     def say(self, rank, text):
         self.voices[rank].write(text.encode())

@@ -8,15 +8,15 @@ import pytest
 
 from unisono.launcher.report import (
     SETTLE_S,
-    Ends,
-    Failure,
+    ExitLog,
+    WorkerFailure,
     exception_line,
     exit_status,
     extract_traceback,
     is_consequence,
     leavers,
-    order,
     render,
+    root_cause_first,
 )
 
 PLAIN = """Traceback (most recent call last):
@@ -27,7 +27,7 @@ second line"""
 
 
 def failure(rank, text="", time_s=0.0, exit_code=1):
-    return Failure(rank=rank, pid=100 + rank, exit_code=exit_code, time_s=time_s, text=text)
+    return WorkerFailure(rank=rank, pid=100 + rank, exit_code=exit_code, time_s=time_s, text=text)
 
 
 @pytest.mark.parametrize(
@@ -102,21 +102,21 @@ def test_consequences_of_another_ranks_end(last_line, expected):
 def test_root_cause_is_the_earliest_original_failure():
     lost = PLAIN.replace("ValueError: first", "PeerLostError: first")
     failures = [failure(0, lost, 1.0), failure(1, PLAIN, 3.0), failure(2, "", 2.0, -9)]
-    assert [f.rank for f in order(failures)] == [2, 1, 0]
-    assert [f.rank for f in order([failures[0], failure(3, lost, 0.5)])] == [3, 0]
+    assert [f.rank for f in root_cause_first(failures)] == [2, 1, 0]
+    assert [f.rank for f in root_cause_first([failures[0], failure(3, lost, 0.5)])] == [3, 0]
 
 
 def test_first_failure_is_known_at_once_unless_it_is_a_consequence():
     texts = {0: PLAIN.replace("ValueError: first", "PeerLostError: first"), 1: PLAIN}
-    ends = Ends(lambda rank: texts.get(rank, ""))
-    ends.note(2, 102, 0)
-    assert (ends.failures(), list(ends.left_s), ends.known_in_s()) == ([], [2], float("inf"))
-    ends.note(0, 100, 1)
-    assert ends.known_in_s() <= SETTLE_S
-    ends.note(1, 101, -9, "a hint")
-    assert ends.known_in_s() == 0.0
+    exits = ExitLog(lambda rank: texts.get(rank, ""))
+    exits.add(2, 102, 0)
+    assert (exits.failures(), list(exits.left_s), exits.known_in_s()) == ([], [2], float("inf"))
+    exits.add(0, 100, 1)
+    assert exits.known_in_s() <= SETTLE_S
+    exits.add(1, 101, -9, "a hint")
+    assert exits.known_in_s() == 0.0
     texts[0] += " and more"
-    first, second = ends.failures()
+    first, second = exits.failures()
     assert (first.rank, first.exit_code, first.hint, first.text) == (1, -9, "a hint", PLAIN)
     assert (second.rank, second.pid, second.text) == (0, 100, texts[0])
 

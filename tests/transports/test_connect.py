@@ -241,8 +241,8 @@ def test_ranks_that_disagree_about_the_size_of_the_world():
     with HashStore() as store:
         told = on_threads(partial(join, 0, store, 2), partial(join, 1, store.clone(), 3))
     assert told == [
-        "rank 0 was told world_size=2, rank 1 world_size=3",
-        "rank 1 was told world_size=3, rank 0 world_size=2",
+        "rank 0 has world_size=2, rank 1 has world_size=3",
+        "rank 1 has world_size=3, rank 0 has world_size=2",
     ]
 
 

@@ -100,30 +100,30 @@ def test_frames_decode_equally_wherever_the_stream_is_cut(frames, cuts):
     end.close()
 
 
-@pytest.mark.parametrize("withdrawn_at", [0, 1, 40, CHUNK_BYTES, 250_000, 299_999])
-def test_withdrawn_receive_is_not_touched_and_the_stream_stays_in_step(end, withdrawn_at):
+@pytest.mark.parametrize("cancelled_at", [0, 1, 40, CHUNK_BYTES, 250_000, 299_999])
+def test_cancelled_receive_is_not_touched_and_the_stream_stays_in_step(end, cancelled_at):
     nbytes = 300_000
     transfer = end.post(key(), nbytes)
     head = Frame(key(), nbytes, 0).pack()
     body = pattern(nbytes)
-    end.feed(head + body[:withdrawn_at])
-    end.link.withdraw(lambda t: t is transfer, Cancelled())
+    end.feed(head + body[:cancelled_at])
+    end.link.cancel(lambda t: t is transfer, Cancelled())
     assert isinstance(transfer.error, Cancelled)
     before = bytes(transfer.into)
-    end.feed(body[withdrawn_at:] + Frame(key(1), 4, 0).pack() + b"next")
+    end.feed(body[cancelled_at:] + Frame(key(1), 4, 0).pack() + b"next")
     assert bytes(transfer.into) == before
     following = end.post(key(1), 4)
     assert bytes(following.into) == b"next"
 
 
-def test_withdrawn_send_is_completed_from_a_copy(end):
+def test_cancelled_send_is_completed_from_a_copy(end):
     nbytes = 8 << 20
     data = bytearray(pattern(nbytes))
     transfer = Transfer(PEER, 5, key()[1:], memoryview(data))
     assert end.link.submit(key(), transfer)
     unsent = Transfer(PEER, 5, key(1)[1:], memoryview(b"never sent"))
     end.link.submit(key(1), unsent)
-    end.link.withdraw(lambda t: True, Cancelled())
+    end.link.cancel(lambda t: True, Cancelled())
     assert isinstance(transfer.error, Cancelled)
     assert isinstance(unsent.error, Cancelled)
     expected = Frame(key(), nbytes, 0).pack() + bytes(data)
@@ -136,7 +136,7 @@ def test_withdrawn_send_is_completed_from_a_copy(end):
     assert not end.link.pending()
 
 
-def test_withdraw_races_with_reading():
+def test_cancel_races_with_reading():
     for _ in range(20):
         end = End()
         nbytes = 400_000
@@ -146,7 +146,7 @@ def test_withdraw_races_with_reading():
         reader.start()
         while bytes(transfer.into[:1]) != b"\x01" and not transfer.done():
             pass
-        end.link.withdraw(lambda t, own=transfer: t is own, Cancelled())
+        end.link.cancel(lambda t, own=transfer: t is own, Cancelled())
         before = bytes(transfer.into)
         reader.join()
         assert transfer.done()

@@ -157,7 +157,7 @@ def test_wrong_hello_is_refused(change, caplog):
             assert sock.recv(10) == REFUSE
             assert sock.recv(10) == b""
         works(*world)
-    assert "rank 0 refused a caller" in caplog.text
+    assert "rank 0 refused a connection" in caplog.text
 
 
 def test_second_connection_of_a_rank_is_refused_quietly(caplog):

@@ -108,10 +108,10 @@ def test_who_claims_to_be_on_this_host_has_to_show_its_memory():
     """As two hosts of one name, where process ids and descriptors mean something else."""
     with tcp_world(2) as world:
         everybody = [NativeMessages.make(transport) for transport in world]
-        words = [messages.word.split(":") for messages in everybody]
+        words = [messages.endpoint.split(":") for messages in everybody]
         for rank, messages in enumerate(everybody):
             other = words[1 - rank]
-            claimed = [messages.word] * 2
+            claimed = [messages.endpoint] * 2
             claimed[1 - rank] = ":".join([*other[:2], "0" * len(other[2]), *other[3:]])
             messages.introduce(claimed, [True, True], crowded=True)
             world[rank].use_messages(messages)

@@ -68,7 +68,8 @@ def use_native(world, ways, channels=()):
     for rank, messages in enumerate(everybody):
         kinds = [ways[(rank + peer) % len(ways)] for peer in range(len(world))]
         words = [
-            "" if way == "link" else other.word for way, other in zip(kinds, everybody, strict=True)
+            "" if way == "link" else other.endpoint
+            for way, other in zip(kinds, everybody, strict=True)
         ]
         messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
         world[rank].use_messages(messages)

@@ -1,4 +1,4 @@
-"""Calls that move nothing: what all ranks must agree on, and what one rank cannot take part in."""
+"""Calls that move no data: an agreement of all ranks, and the refusal of a call by one rank."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from unisono.schedules import Program
 
 __all__ = ["agree", "refuse"]
 
-# A rank whose call is refused often ends with that error. The other ranks may be a little later,
-# and should still hear the reason, not that it has gone.
+# A rank that refuses a call often ends with that error. It stays this long, so that slower ranks
+# still receive the reason. Otherwise they would report a lost rank.
 _STAY_S = 1.0
 
 _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 def agree(engine: Engine, text: str, deadline: Deadline, *, inline: bool) -> Pending:
-    """Make a call that fails on all ranks unless all say the same.
+    """Make a call that fails on all ranks unless `text` is equal on all of them.
 
     Args:
         engine: Of the group.
-        text: The call with its arguments, which must be equal on all ranks.
+        text: The call with its arguments.
         deadline: Of the call.
-        inline: Return when it has ended.
+        inline: Return after the call has ended.
     """
     call = Call.of(text.partition("(")[0], text, ("agree", text))
     return _submitted(engine, call, deadline, inline=inline)
@@ -39,10 +39,10 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
 
     Args:
         engine: Of the group.
-        op: What was called here.
-        why: The first line of the error that its caller gets.
+        op: The function that was called here.
+        why: The first line of the error that the caller gets.
         deadline: Of the call.
-        wait: Wait for the agreement, but not for long.
+        wait: Wait for the agreement, at most _STAY_S.
     """
     call = Call.of(op, f"{op}, but refused it: {why}", ("refused",))
     pending = _submitted(engine, call, deadline, inline=False)

@@ -41,36 +41,36 @@ class Splits(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Elements of each rank's block, as far as this rank knows them; 0 where it does not."""
+    """Elements of each rank's block; 0 for blocks whose size this rank does not know."""
 
     sizes: tuple[int, ...]
     even: bool
 
     @classmethod
     def listed(cls, sizes: tuple[int, ...]) -> Blocks:
-        """Return the blocks of a list with all sizes."""
+        """Return the blocks of a list, which has all sizes."""
         return cls(sizes, len(set(sizes)) <= 1)
 
     @classmethod
     def own(cls, size: int, rank: int, world_size: int) -> Blocks:
-        """Return the blocks of a rank that knows its own size only."""
+        """Return the blocks of a rank that knows only its own size."""
         return cls(tuple([size if r == rank else 0 for r in range(world_size)]), True)
 
 
 def split_sizes(
     shape: tuple[int, ...], rows: Sequence[int] | None, size: int, name: str
 ) -> tuple[int, ...]:
-    """Return how many elements go to, or come from, each of `size` ranks.
+    """Return the number of elements to, or from, each of `size` ranks.
 
     Args:
         shape: Shape of the tensor; dimension 0 is split.
         rows: Rows for each rank; None or empty for equal parts.
         size: Number of ranks.
-        name: Which tensor, for errors.
+        name: Of the tensor, for errors.
 
     Raises:
-        InvalidArgumentError: Wrong number of entries, a negative one, a wrong sum, or a dimension
-            that does not divide (Gloo leaves uninitialised memory in the output then).
+        InvalidArgumentError: Wrong number of entries, a negative entry, a wrong sum, or a
+            dimension that does not divide. (Gloo leaves uninitialised memory in the output then.)
     """
     first = shape[0] if shape else 1
     row = math.prod(shape[1:])
@@ -103,7 +103,7 @@ def require_blocks(sizes: tuple[int, ...], rank: int, count: int, name: str) -> 
         name: Of the list, for errors.
 
     Raises:
-        InvalidArgumentError: This rank's entry is not as large as its array.
+        InvalidArgumentError: This rank's entry and its array differ in size.
     """
     if sizes[rank] != count:
         raise InvalidArgumentError(
@@ -117,7 +117,7 @@ def require_total(world_size: int, whole: Flat, part: int, whole_name: str, part
     """Check that `whole` has one part for each rank.
 
     Raises:
-        InvalidArgumentError: It has more or less.
+        InvalidArgumentError: It has more or fewer elements.
     """
     if whole.count != world_size * part:
         raise InvalidArgumentError(
@@ -132,7 +132,7 @@ def require_stripes(
     """Check that every array of `whole` has one part for each rank.
 
     Raises:
-        InvalidArgumentError: One has more or less.
+        InvalidArgumentError: An array has more or fewer elements.
     """
     if whole.sizes != tuple([n * world_size for n in part.sizes]):
         raise InvalidArgumentError(
@@ -142,7 +142,7 @@ def require_stripes(
 
 
 def check_splits(comm: Communicator, call: Call, table: Array) -> None:
-    """Check for an all_to_all that what each rank sends is what the other one expects.
+    """Check for an all_to_all that each rank sends what the receiver expects.
 
     Args:
         comm: The group.
@@ -150,7 +150,7 @@ def check_splits(comm: Communicator, call: Call, table: Array) -> None:
         table: [p, 2p]: for each rank, elements to each rank, then elements from each rank.
 
     Raises:
-        CollectiveMismatchError: Names the first pairs that disagree; the same on every rank.
+        CollectiveMismatchError: Names the first pairs that disagree; equal on every rank.
     """
     p = comm.size
     hint = "input_split_sizes[j] on rank i must equal output_split_sizes[i] on rank j"
@@ -163,12 +163,13 @@ def check_blocks(comm: Communicator, call: Call, table: Array, root: int, collec
     Args:
         comm: The group.
         call: The call, for the error.
-        table: [p, p]: the root's row holds the sizes of its list, row i at place i that of rank i.
+        table: [p, p]: the root's row holds the sizes of its list; place i of row i holds the size
+            of rank i.
         root: The root's rank in the group.
         collective: "gather" or "scatter".
 
     Raises:
-        CollectiveMismatchError: Names the first ranks whose size is another one.
+        CollectiveMismatchError: Names the first ranks whose sizes differ.
     """
     own, listed = np.diagonal(table), table[root]
     sent = _between(own if collective == "gather" else listed, root, collective)
@@ -178,17 +179,17 @@ def check_blocks(comm: Communicator, call: Call, table: Array, root: int, collec
 
 
 def sent_splits(table: Array) -> Array:
-    """Return [p, p]: elements that each rank sends to each, from the table of an all_to_all."""
+    """Return [p, p], the elements from each rank to each rank, for the table of an all_to_all."""
     return table[:, : len(table)]
 
 
 def sent_blocks(table: Array, root: int, collective: str) -> Array:
-    """Return [p, p]: elements that each rank sends to each, from that of a gather or scatter."""
+    """Return [p, p], the elements from each rank to each rank, for a gather or scatter."""
     return _between(np.diagonal(table), root, collective)
 
 
 def _between(sizes: Array, root: int, collective: str) -> Array:
-    """Return [p, p]: what moves between the root and each rank."""
+    """Return [p, p], the elements that move between the root and each rank."""
     moved = np.zeros((len(sizes), len(sizes)), np.int64)
     if collective == "gather":
         moved[:, root] = sizes

@@ -1,8 +1,8 @@
 """The CPU backend: from arrays to tasks for an engine.
 
-Every collective goes the same way: view the arrays as flat memory, describe the call for the
-agreement, select an algorithm, take its cached program, submit. A list of arrays stands for their
-concatenation, so that a schedule needs to know one input and one output only.
+Every collective takes the same steps: view the arrays as flat memory, describe the call, take its
+cached plan (algorithm and program), submit a task. A list of arrays stands for their
+concatenation, so a schedule has one input and one output only.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = ["CPUBackend"]
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
-    """Copy the user's values into what a call works on instead of the arrays."""
+    """Copy the values of the caller's arrays into the private copies of a call."""
     for data in copies:
         data.fill()
     if op is not None and op.factor is not None:
@@ -280,15 +280,14 @@ class CPUBackend(DeviceBackend):
         transport = self._comm.transport
         if spec.options is None:
             spec = replace(spec, options=self.spec.options)
-        # The transport's ranks are ours at the time it was made; a sub-group of a sub-group
-        # must go through the transport's numbering, which is the global one.
+        # The ranks of a transport are global ranks. A sub-group of a sub-group must use them, too.
         part = CPUBackend(spec, Communicator(transport, spec.ranks, spec.name, spec.key))
         transport.retain()
         return part
 
     def abort(self, reason: str, failed: bool = False) -> None:
         if self._comm.closed() is not None:
-            # In the child of a fork it is the parent's to say.
+            # In the child of a fork only the parent may abort the group.
             return
         me = self._comm.transport.rank
         failure = Failure("failed" if failed else "aborted", reason, [me], me)
@@ -319,7 +318,7 @@ class CPUBackend(DeviceBackend):
             "transport": self._comm.transport.name,
         }
 
-    # ---- the common way -------------------------------------------------------------------
+    # ---- from a call to a task ----------------------------------------------------------------
 
     def _submit(
         self,
@@ -402,7 +401,7 @@ class CPUBackend(DeviceBackend):
     def _exchange(
         self, called: str, operands: Operands, splits: Splits, options: CallOptions
     ) -> Pending:
-        """Submit an all_to_all, whose sizes may differ by rank and are compared then."""
+        """Submit an all_to_all. Sizes may differ by rank; then the ranks compare them."""
         sent, received = splits
         if self.spec.size == 1 and sent != received:
             raise InvalidArgumentError(
@@ -415,7 +414,7 @@ class CPUBackend(DeviceBackend):
     def _all_blocks(
         self, own: Flat, arrays: Sequence[Any] | None, root: int, *, write: bool, name: str
     ) -> tuple[Flat | None, Blocks]:
-        """Return the arrays of all ranks, which the root has, and what is known of their sizes."""
+        """Return the arrays of all ranks (None except on the root), and the known sizes."""
         if self.spec.rank != root or arrays is None:
             return None, Blocks.own(own.count, self.spec.rank, self.spec.size)
         blocks = listed(arrays, write=write, name=name, like=own.dtype)
@@ -423,7 +422,7 @@ class CPUBackend(DeviceBackend):
         return blocks, Blocks.listed(blocks.sizes)
 
     def _pair(self, tensor: Any, output: Any, output_name: str) -> tuple[Flat, Flat]:
-        """Return input and output of one call, of one dtype and not in each other's way."""
+        """Return input and output of a call, of one dtype; the input is copied if they overlap."""
         data = one(tensor, write=False, name="input")
         target = one(output, write=True, name=output_name)
         if data.dtype != target.dtype:

@@ -1,12 +1,12 @@
-"""Between the arrays of a call and the one flat input and output of its program.
+"""Flat memory: the input and output of a program, made from the arrays of a call.
 
     one      an array                   in place; a packed copy if it is not contiguous
-    many     arrays as one              in place if they lie one after another, otherwise a copy
+    many     arrays as one              in place if they are adjacent, otherwise a copy
     listed   an array for each rank     a list, each in place
     striped  arrays of p blocks each    a copy: the first block of each, then the second, ...
 
-`fill` brings the arrays' values into copies, `write_back` results from copies into the arrays. Both
-belong to the call's turn: the calls before it may still write what it reads.
+`fill` copies the values of the arrays into copies, `write_back` copies results into the arrays.
+Both run when the turn of the call has come, because earlier calls may still write its arrays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from unisono.base.buffers import BufferView, view
 from unisono.base.types import DType
-from unisono.engines.array_lists import adjacent, spread
+from unisono.engines.array_lists import adjacent, copy_back
 from unisono.errors import InvalidArgumentError
 
 __all__ = ["Flat", "apart", "listed", "many", "one", "striped"]
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Flat:
-    """Flat memory for a program, and the way from and to the arrays it stands for.
+    """Flat memory for a program, with the arrays that it stands for.
 
     Attributes:
         memory: [count] contiguous, or a list of such arrays that stand for their concatenation.
@@ -46,7 +46,7 @@ class Flat:
 
     @property
     def array(self) -> Array:
-        """`memory` of what is no list."""
+        """`memory`, if it is not a list."""
         assert not isinstance(self.memory, list)
         return self.memory
 
@@ -66,25 +66,25 @@ class Flat:
 
     @property
     def in_place(self) -> bool:
-        """Whether `memory` is that of the user's arrays, so that nothing is to be copied."""
+        """Whether `memory` is that of the caller's arrays, so that no copy is needed."""
         return not self._private and not any(view.packed for view in self._views)
 
     def make_private(self) -> None:
-        """Work on a copy, unless `memory` is one already."""
+        """Use a copy, unless `memory` is a copy already."""
         if not self._private:
             self._private, self.memory = True, np.empty(self.count, self.dtype.storage)
 
     def fill(self) -> None:
-        """Copy the values of the user's arrays, as far as `memory` is not theirs."""
+        """Copy the values of the caller's arrays, unless they are used in place."""
         for source in self._views:
             source.pack()
         if self._private:
             np.concatenate([view.array for view in self._views], out=self.array)
 
     def write_back(self) -> None:
-        """Copy results into the user's arrays, as far as they are not there already."""
+        """Copy results into the caller's arrays, unless they are used in place."""
         if self._private:
-            spread(self.array, [view.array for view in self._views])
+            copy_back(self.array, [view.array for view in self._views])
         for target in self._views:
             target.unpack()
 
@@ -115,8 +115,8 @@ def many(
 ) -> Flat:
     """Return several arrays of one dtype as one, in their order.
 
-    Arrays that lie one after another, as the rows of one array do, are used in place unless
-    `private`; others are copied.
+    Adjacent arrays, such as the rows of one array, are used in place unless `private`; others are
+    copied.
 
     Raises:
         InvalidArgumentError: The list is empty, dtypes differ, or results would overwrite one
@@ -145,22 +145,22 @@ class _Striped(Flat):
     """Arrays of p blocks each, block by block: the first block of all arrays, then the second."""
 
     def __init__(self, views: list[BufferView], blocks: int) -> None:
-        # The sizes are checked later, with those of the other list; a rest that does not divide
-        # must not fail here already.
+        # The sizes are checked later, together with those of the other list. Until then a size
+        # that does not divide must not raise.
         parts = [v.array[: v.count // blocks * blocks].reshape(blocks, -1) for v in views]
         super().__init__(parts, views)
         self.make_private()
         self._parts = parts
 
     def fill(self) -> None:
-        """Copy the values of the user's arrays."""
+        """Copy the values of the caller's arrays."""
         for source in self._views:
             source.pack()
         blocks = len(self._parts[0])
         np.concatenate(self._parts, axis=1, out=self.array.reshape(blocks, -1))
 
     def write_back(self) -> None:
-        """Copy results into the user's arrays."""
+        """Copy results into the caller's arrays."""
         blocks = len(self._parts[0])
         rows = self.array.reshape(blocks, self.count // blocks)
         at = 0
@@ -182,7 +182,7 @@ def striped(
 
 
 def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -> list[BufferView]:
-    """Return views of arrays of one dtype, apart from one another if they are written."""
+    """Return views of arrays of one dtype; check that they share no memory if they are written."""
     views = [view(t, write=write, name=f"{name}[{i}]", pack=False) for i, t in enumerate(tensors)]
     if not views:
         raise InvalidArgumentError(f"{name} is empty; expected at least one array")
@@ -196,7 +196,7 @@ def _views(tensors: Sequence[Any], write: bool, name: str, like: DType | None) -
 
 
 def _require_disjoint(views: list[BufferView], name: str) -> None:
-    """Check that no two arrays share memory; neighbours by address are the only candidates."""
+    """Check that no two arrays share memory; only arrays with overlapping spans can."""
     spans = sorted((*_span(v.memory), i) for i, v in enumerate(views) if v.count)
     for at, (_, end, i) in enumerate(spans):
         for start, _, j in spans[at + 1 :]:
@@ -211,7 +211,7 @@ def _require_disjoint(views: list[BufferView], name: str) -> None:
 
 
 def _span(array: Array) -> tuple[int, int]:
-    """Return the first address that belongs to a non-empty array, and the first after it."""
+    """Return the first address of a non-empty array, and the first address after it."""
     start = end = int(array.__array_interface__["data"][0])
     for n, stride in zip(array.shape, array.strides, strict=True):
         if stride < 0:

@@ -1,15 +1,15 @@
-"""Plans of calls: the algorithm, the program and the words of an error, worked out once.
+"""Plans of calls: the algorithm, the program and the text for errors, made once per kind of call.
 
     CallSpec     a call without its memory: collective, count, root, op, splits, ...
-      select       which algorithm: by size and ranks, or as the caller or UNISONO_ALGO wants
+      select       the algorithm: by size and ranks, or by request of the caller or UNISONO_ALGO
       build        its schedule, for all ranks
-      layout_for   what a chunk is in elements
+      layout_for   the elements of each chunk
       lower        this rank's program, for the engine of the group
-    Plan         what the ranks agree on (Call), and the program
+    Plan         the call to agree on (Call), and the program
 
-Where a rank knows only its own sizes (all_to_all, gather, scatter) there may be two programs: the
-plan's, for even sizes, runs if all ranks say that theirs are; otherwise they exchange them, and the
-one of the `Exchange` runs.
+In all_to_all, gather and scatter a rank knows only its own sizes, so there may be two programs. If
+the sizes of all ranks are even and equal, the program of the plan runs. Otherwise the ranks
+exchange their sizes, and the program of the `Exchange` runs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Array = np.ndarray[Any, Any]
 
 __all__ = ["NO_DTYPE", "CallSpec", "Plan", "Planner"]
 
-# Collectives whose count is that of one block, of which there is one per rank.
+# Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
 
-# Collectives in which equal counts are not enough: [2, 3] and [3, 2] have no elements that belong
-# together.
+# Collectives that need equal shapes, not only equal counts: the elements of [2, 3] and [3, 2] do
+# not correspond.
 _ELEMENTWISE = {"all_reduce", "reduce", "scan", "exscan"}
 
-# Which of a layout's two lists says how large the blocks are.
+# The argument of `layout_for` that holds the sizes of the blocks.
 _SPLITS = {
     "all_gather": "out_splits",
     "gather": "out_splits",
@@ -57,8 +57,8 @@ _SPLITS = {
 
 _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
-# A training loop repeats some dozens of calls; a program whose sizes never repeat must not
-# collect plans for ever.
+# A training loop repeats some dozens of calls. Without a limit, a program whose sizes never repeat
+# would collect plans for ever.
 _MAX_PLANS = 1024
 
 
@@ -89,7 +89,7 @@ class CallSpec(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is the same whenever a call is repeated."""
+    """The part of a call that is equal whenever the call is repeated."""
 
     call: Call
     program: Program
@@ -108,7 +108,7 @@ class Planner:
 
     Args:
         comm: The group.
-        engine: What the programs are for.
+        engine: Executes the programs.
 
     Attributes:
         deterministic: Whether all calls reduce in the order of ranks.
@@ -118,7 +118,7 @@ class Planner:
         self._comm = comm
         self._engine = engine
         self._topology = Topology(comm.size, engine.shares_memory, engine.ranks_per_host)
-        # Read once, as NCCL does: a change in mid-course would have to happen on all ranks.
+        # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
         self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -209,13 +209,14 @@ class Planner:
     def _exchange_plan(
         self, spec: CallSpec, splits: Splits | Blocks, algorithm: str, itemsize: int
     ) -> tuple[Exchange, Program]:
-        """Return how sizes that a rank knows only in part are compared, and the even program."""
+        """Return the exchange of sizes that a rank knows only in part, and the even program."""
         collective, count, root = spec.collective, spec.elements, spec.root
         rank, size = self._comm.rank, self._comm.size
         counts: Callable[[Array], Array]
         if isinstance(splits, Splits):
             schedule = build("all_to_all", "pairwise", size)
-            # A rank whose own block does not fit must take part too: the check tells everybody.
+            # A rank whose own block does not fit must take part, too, so that the check raises on
+            # all ranks.
             sent, received = splits
             fitting = (*received[:rank], sent[rank], *received[rank + 1 :])
             layout = layout_for(schedule, 0, sent, fitting)

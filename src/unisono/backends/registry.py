@@ -39,7 +39,7 @@ def _cpu(spec: GroupSpec, device: str) -> DeviceBackend:
 
 DEFAULT = "unisono"
 
-# "gloo" is served by the same engine, so that a script switches by its import line alone.
+# "gloo" uses the same engine, so that a script needs no change but its import line.
 _backends: dict[str, _Entry] = {
     "unisono": _Entry(_cpu, ("cpu",)),
     "gloo": _Entry(_cpu, ("cpu",)),
@@ -69,7 +69,7 @@ def register_backend(name: str, factory: Factory, devices: Iterable[str] = ("cpu
 
 def known_backends() -> tuple[str, ...]:
     """Return the names that can be used, those of entry points included."""
-    # Here, because it brings the zip and e-mail modules, and most programs name no backend.
+    # Imported here, because it loads the zip and e-mail modules. Most programs name no backend.
     from importlib.metadata import entry_points
 
     for point in entry_points(group="unisono.backends"):
@@ -90,7 +90,7 @@ def devices_of(name: str) -> tuple[str, ...]:
 
 
 class BackendConfig:
-    """Which backend serves which device type: "unisono", or "cpu:unisono,cuda:nccl".
+    """The backend of each device type: "unisono", or "cpu:unisono,cuda:nccl".
 
     Raises:
         InvalidArgumentError: An unknown name, a bad pair, or a device named twice.

@@ -1,4 +1,4 @@
-"""Arrays of one benchmark case: to send, to receive, and what must come out."""
+"""The arrays of one benchmark case: input, output and expected output."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from unisono.bench.plan import OPS, Case, Plan
+from unisono.bench.plan import OPS, BenchPlan, Case
 
 __all__ = ["Data"]
 
 Array = np.ndarray[Any, Any]
 
-# A prime, so that no block or chunk of a message starts at the same place of the pattern.
+# A prime, so that no two blocks or chunks of a message start at the same place of the pattern.
 _PERIOD = 251
 
 
 class Data:
-    """The input and the output of one rank, used by all libraries in turn.
+    """The input and the output of one rank, which all libraries use in turn.
 
-    `input` is what the call reads, `output` what it writes; one array where it works in place.
-    Only the root's `output` of a gather, and its `input` of a scatter, are of the whole size.
+    `input` and `output` are one array if the operation works in place. In a gather only the root's
+    `output` is not empty; in a scatter only the root's `input` is not empty.
 
     Args:
         case: Operation and size.
@@ -28,7 +28,7 @@ class Data:
         rank: This rank.
     """
 
-    def __init__(self, case: Case, plan: Plan, rank: int) -> None:
+    def __init__(self, case: Case, plan: BenchPlan, rank: int) -> None:
         self.case, self.plan, self.rank = case, plan, rank
         self.dtype = np.dtype(plan.dtype)
         part, whole = case.count, case.count * plan.nprocs
@@ -41,7 +41,7 @@ class Data:
             "scatter": (whole if is_root else 0, part),
             "sendrecv": (part, part),
         }
-        # np.full writes every page: a first call must not pay for the kernel's zeroing.
+        # np.full writes every page. Otherwise the first call would include page faults.
         if case.op in sizes:
             inputs, outputs = sizes[case.op]
             self.input = np.full(inputs, 1, self.dtype)
@@ -50,31 +50,31 @@ class Data:
             self.input = self.output = np.full(part, 1, self.dtype)
 
     def fill_for_check(self) -> None:
-        """Write this rank's pattern, and something wrong where the result will be."""
+        """Write this rank's pattern to the input, and a wrong value to the output."""
         self.output[:] = 99
         if self.case.op != "scatter" or self.rank == self.plan.root:
             self.input[:] = self._pattern(self.rank, self.input.size)
 
     def fill_for_timing(self) -> None:
-        """Write numbers that stay what they are, however often they are reduced in place."""
+        """Write numbers that repeated reductions in place do not change."""
         grows = OPS[self.case.op].reduces and self.plan.redop == "sum"
         self.input[:] = self.output[:] = 0 if grows else 1
 
     def count_wrong(self) -> int:
-        """Return how many elements of the output are not what the formula says."""
+        """Return how many elements of the output differ from the formula."""
         expected = self._expected()
         if expected is None:
             return 0
         differs = np.flatnonzero(self.output != expected)
         if self.dtype.kind == "f":
-            # The order of a reduction is the library's own: one rounding per rank.
+            # Libraries reduce in different orders: allow one rounding per rank.
             tolerance = float(np.finfo(self.dtype).eps) * self.plan.nprocs
             got, want = self.output[differs], expected[differs]
             differs = differs[~np.isclose(got, want, rtol=tolerance, atol=0.0)]
         return int(differs.size)
 
     def _expected(self) -> Array | None:
-        """Return this rank's right output; None if the operation does not define it."""
+        """Return this rank's expected output; None if the operation does not define it."""
         op, plan, count = self.case.op, self.plan, self.case.count
         mine = slice(self.rank * count, (self.rank + 1) * count)
         whole = count * plan.nprocs
@@ -114,7 +114,7 @@ class Data:
 
     def _reduced(self, count: int) -> Array:
         redop = self.plan.redop
-        # float16 has no room for a product of many ranks; the result is rounded only once.
+        # A product of many ranks overflows float16, so compute in float64 and round once.
         wide = np.dtype(np.float64) if self.dtype.kind == "f" else self.dtype
         total = self._pattern(0, count).astype(wide)
         combine: dict[str, Any] = {

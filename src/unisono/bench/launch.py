@@ -1,4 +1,4 @@
-"""Starting the ranks of `unisono bench`, and hearing from them."""
+"""Start the ranks of `unisono bench` and yield their messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
-from unisono.bench.plan import Plan
+from unisono.bench.plan import BenchPlan
 from unisono.bench.worker import QUEUE, work, worker_command
 from unisono.errors import (
     Context,
@@ -38,13 +38,13 @@ _END_S = 10.0
 
 
 def check_installed(feature: str) -> None:
-    """Check, before minutes are spent, that what a flag needs can be had.
+    """Check that the packages and programs that a flag needs are installed.
 
     Args:
         feature: "gloo", "mpi" or "plot".
 
     Raises:
-        InvalidArgumentError: Names what is missing and how to get it.
+        InvalidArgumentError: Names the missing package or program and how to install it.
     """
     missing = [name for name in _MODULES[feature] if importlib.util.find_spec(name) is None]
     if feature == "mpi" and _mpiexec() is None:
@@ -58,21 +58,21 @@ def check_installed(feature: str) -> None:
 
 
 def _mpiexec() -> str | None:
-    """Return the mpiexec beside this Python, whose wheel also has the library, or any other."""
+    """Return the mpiexec of the wheel beside this Python, or that on the path."""
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     return beside if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
 
-def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
+def run_ranks(plan: BenchPlan) -> Iterator[dict[str, Any]]:
     """Start the ranks and yield their messages until all have ended.
 
     Raises:
-        WorkerFailedError: A rank failed; ends with its traceback.
-        LaunchError: No message for twice `plan.timeout_s`: a peer library hangs. unisono itself
-            gives up earlier, and names the ranks to blame.
+        WorkerFailedError: A rank failed; the text ends with its traceback.
+        LaunchError: No message came for twice `plan.loop.timeout_s`: a peer library hangs.
+            unisono's own time-out is shorter, and its error names the ranks to blame.
     """
     last = "setting up"
-    limit = Deadline(2 * plan.timeout_s)
+    limit = Deadline(2 * plan.loop.timeout_s)
     with contextlib.ExitStack() as stack:
         hosts = _hosts(plan, stack)
         address = hosts[0].v4 if hosts else LOOPBACK
@@ -87,7 +87,7 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
         while not ended:
             ended = ranks.ended(_POLL_S)
             for message in _messages(store):
-                limit = Deadline(2 * plan.timeout_s)
+                limit = Deadline(2 * plan.loop.timeout_s)
                 if message["kind"] == "failure":
                     raise _worker_failed(plan, message)
                 if message["kind"] == "row":
@@ -95,22 +95,22 @@ def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
                 yield message
             if not ended and limit.expired():
                 raise LaunchError(
-                    f"no rank of {plan.nprocs} has said anything for {2 * plan.timeout_s:g} s; "
+                    f"no rank of {plan.nprocs} sent a message for {2 * plan.loop.timeout_s:g} s; "
                     f"the last was: {last}",
                     hint="fewer calls (-n) or rounds (--rounds), or more time (--timeout)",
                 )
         ranks.check()
 
 
-def _hosts(plan: Plan, stack: contextlib.ExitStack) -> list[Host]:
-    """Return the hosts that were asked for; this process is on the first of them from now on."""
+def _hosts(plan: BenchPlan, stack: contextlib.ExitStack) -> list[Host]:
+    """Make the hosts of the plan, and move this process to the first of them."""
     if not plan.hosts:
         return []
     if reason := why_no_hosts():
         raise InvalidArgumentError(f"--hosts {plan.hosts}: {reason}")
     hosts = stack.enter_context(Network(plan.hosts)).hosts
     hosts[0].enter()
-    # A network of its own has no strangers, and torch's client could not show a token.
+    # The network is private, and torch's client cannot send a token.
     os.environ["UNISONO_INSECURE"] = "1"
     return hosts
 
@@ -121,7 +121,7 @@ def _messages(store: TCPStore) -> Iterator[dict[str, Any]]:
             yield json.loads(store.queue_pop(QUEUE, block=False))
 
 
-def _worker_failed(plan: Plan, message: dict[str, Any]) -> WorkerFailedError:
+def _worker_failed(plan: BenchPlan, message: dict[str, Any]) -> WorkerFailedError:
     rank, text = message["rank"], message["text"]
     return WorkerFailedError(
         f"rank {rank} of {plan.nprocs} failed: {text.splitlines()[-1]}\n{text}",
@@ -131,19 +131,19 @@ def _worker_failed(plan: Plan, message: dict[str, Any]) -> WorkerFailedError:
 
 class _RankSet(Protocol):
     def ended(self, limit_s: float) -> bool:
-        """Wait at most so long; whether all ranks have ended."""
+        """Wait at most `limit_s`; return whether all ranks have ended."""
 
     def check(self) -> None:
-        """Raise if one of the ended ranks failed."""
+        """Raise an error if a rank failed."""
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Stop all ranks that still run."""
 
 
 class _Spawned:
     """Ranks as children of this process."""
 
-    def __init__(self, plan: Plan, port: int) -> None:
+    def __init__(self, plan: BenchPlan, port: int) -> None:
         self._context = SpawnContext(
             work,
             (plan, port),
@@ -167,11 +167,11 @@ class _Spawned:
 
 
 class _Processes:
-    """Ranks as programs; on hosts one each, under mpiexec one for all.
+    """Ranks as programs: one program per rank on hosts, one mpiexec for all ranks with MPI.
 
     Args:
-        commands: By what an error calls the program.
-        variables: Of its environment, unless the user has set them.
+        commands: Command lines by the program's name in errors.
+        variables: Variables of the environment, unless the user has set them.
     """
 
     def __init__(self, commands: dict[str, list[str]], **variables: str) -> None:
@@ -180,10 +180,10 @@ class _Processes:
             name: subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                # The ranks print nothing there; mpiexec says how one died.
+                # The ranks print nothing to standard output; mpiexec reports how a rank died.
                 stdout=2,
                 env=env,
-                # A Ctrl-C comes to this process alone, which ends the others.
+                # Ctrl-C thus reaches this process only, which stops the ranks.
                 start_new_session=True,
                 preexec_fn=parent_death_hook(),
             )
@@ -213,8 +213,8 @@ class _Processes:
                 process.wait()
 
 
-def _on_hosts(plan: Plan, hosts: list[Host], port: int) -> _Processes:
-    """Start the ranks on hosts that are network namespaces, the same number on each."""
+def _on_hosts(plan: BenchPlan, hosts: list[Host], port: int) -> _Processes:
+    """Start the same number of ranks on each host (network namespace)."""
     commands = {}
     for rank in range(plan.nprocs):
         words = worker_command(plan, port, hosts[0].v4, rank)
@@ -222,8 +222,8 @@ def _on_hosts(plan: Plan, hosts: list[Host], port: int) -> _Processes:
     return _Processes(commands, GLOO_SOCKET_IFNAME="eth0")
 
 
-def _under_mpiexec(plan: Plan, port: int) -> _Processes:
-    """Start the ranks as an MPI library needs them."""
+def _under_mpiexec(plan: BenchPlan, port: int) -> _Processes:
+    """Start the ranks by mpiexec."""
     program = _mpiexec()
     assert program is not None
     words = worker_command(plan, port, LOOPBACK)

@@ -1,4 +1,4 @@
-"""The libraries that `unisono bench` times, each as a maker of calls without arguments.
+"""The libraries that `unisono bench` measures; each returns calls without arguments.
 
 torch.distributed and unisono have the same functions, so they share one class.
 """
@@ -16,14 +16,14 @@ import numpy as np
 from unisono.backends import CPUOptions
 from unisono.base.types import ReduceOp
 from unisono.bench.data import Data
-from unisono.bench.plan import REDOPS, Plan
+from unisono.bench.plan import REDOPS, BenchPlan
 from unisono.errors import LaunchError, UnsupportedError
 from unisono.groups.operations import OPS
 from unisono.stores import PrefixStore, TCPStore
 
-__all__ = ["Call", "Library", "mpi_rank", "open_library"]
+__all__ = ["Library", "TimedCall", "mpi_rank", "open_library"]
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
 class Library(Protocol):
@@ -31,7 +31,7 @@ class Library(Protocol):
 
     name: str
 
-    def call(self, data: Data) -> Call:
+    def call(self, data: Data) -> TimedCall:
         """Return the operation on these arrays as a function that needs no arguments.
 
         Raises:
@@ -39,22 +39,22 @@ class Library(Protocol):
         """
 
     def versions(self) -> dict[str, str]:
-        """Return names and versions to show in the report."""
+        """Return names and versions for the report."""
 
     def close(self) -> None:
-        """Leave; may be called once."""
+        """Disconnect; call it once."""
 
 
 class _C10d:
     """Libraries with c10d's functions: unisono, and torch.distributed with Gloo.
 
     Args:
-        name: In the table.
+        name: Name in the table.
         dist: The module with the functions.
-        wrap: Makes of a NumPy array what the functions take, without a copy.
+        wrap: Function that turns a NumPy array into an argument of the functions without a copy.
         reduce_ops: The module's `ReduceOp`.
         versions: See `Library.versions`.
-        how: Further keywords of every collective.
+        extra: Further keywords of every collective.
     """
 
     def __init__(
@@ -64,52 +64,52 @@ class _C10d:
         wrap: Callable[[Any], Any],
         reduce_ops: Any,
         versions: dict[str, str],
-        how: dict[str, Any],
+        extra: dict[str, Any],
     ) -> None:
         self.name = name
         self._dist, self._wrap, self._reduce_ops = dist, wrap, reduce_ops
         self._versions = versions
-        self._how = how
+        self._extra = extra
 
-    def call(self, data: Data) -> Call:
-        case, plan, dist, how = data.case, data.plan, self._dist, self._how
+    def call(self, data: Data) -> TimedCall:
+        case, plan, dist, extra = data.case, data.plan, self._dist, self._extra
         if plan.redop == "avg" and self.name != "unisono":
             raise UnsupportedError(f"{self.name} has no reduce op avg")
         given, result = self._wrap(data.input), self._wrap(data.output)
         op, root = getattr(self._reduce_ops, REDOPS[plan.redop]), plan.root
         match case.op:
             case "all_reduce":
-                return partial(dist.all_reduce, result, op, **how)
+                return partial(dist.all_reduce, result, op, **extra)
             case "broadcast":
-                return partial(dist.broadcast, result, root, **how)
+                return partial(dist.broadcast, result, root, **extra)
             case "reduce":
-                return partial(dist.reduce, result, root, op, **how)
+                return partial(dist.reduce, result, root, op, **extra)
             case "all_gather":
-                return partial(self._named("all_gather"), result, given, **how)
+                return partial(self._named("all_gather"), result, given, **extra)
             case "reduce_scatter":
-                return partial(self._named("reduce_scatter"), result, given, op, **how)
+                return partial(self._named("reduce_scatter"), result, given, op, **extra)
             case "all_to_all":
-                return partial(dist.all_to_all_single, result, given, **how)
+                return partial(dist.all_to_all_single, result, given, **extra)
             case "gather":
-                return partial(dist.gather, given, self._parts(data.output, data), root, **how)
+                return partial(dist.gather, given, self._parts(data.output, data), root, **extra)
             case "scatter":
-                return partial(dist.scatter, result, self._parts(data.input, data), root, **how)
+                return partial(dist.scatter, result, self._parts(data.input, data), root, **extra)
             case "barrier":
-                return partial(dist.barrier, **how)
+                return partial(dist.barrier, **extra)
         send, receive = partial(dist.send, given), partial(dist.recv, result)
         return _ping_pong(data, send, receive)
 
     def _named(self, op: str) -> Any:
         """Return the function on whole tensors.
 
-        torch 2.13 has new names for these two; the old ones cost a warning in each call.
+        torch 2.13 has new names for these functions; the old names cause a warning in each call.
         """
         new = f"{op}_single"
         old = next(name for name, schema in OPS.items() if new in schema.c10d_methods)
         return getattr(self._dist, new, None) or getattr(self._dist, old)
 
     def _parts(self, whole: Any, data: Data) -> list[Any] | None:
-        """Return the root's list of one array per rank; None elsewhere."""
+        """Return the list of one array per rank on the root; None on other ranks."""
         if data.rank != data.plan.root:
             return None
         return [self._wrap(part) for part in whole.reshape(data.plan.nprocs, -1)]
@@ -122,7 +122,7 @@ class _C10d:
 
 
 class _MPI:
-    """An MPI library through mpi4py's calls on buffers."""
+    """An MPI library, through mpi4py's functions for buffers."""
 
     name = "mpi"
 
@@ -130,7 +130,7 @@ class _MPI:
         self._mpi = _mpi()
         self._comm = self._mpi.COMM_WORLD
 
-    def call(self, data: Data) -> Call:
+    def call(self, data: Data) -> TimedCall:
         case, plan, comm = data.case, data.plan, self._comm
         names = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}
         if plan.redop not in names:
@@ -169,11 +169,13 @@ class _MPI:
         }
 
     def close(self) -> None:
-        """Do nothing: mpi4py ends MPI when the interpreter ends."""
+        """Do nothing: mpi4py finalizes MPI when the interpreter ends."""
 
 
-def _ping_pong(data: Data, send: Callable[[int], object], receive: Callable[[int], object]) -> Call:
-    """Return a round trip between ranks 2i and 2i + 1; an odd rank at the end stays out."""
+def _ping_pong(
+    data: Data, send: Callable[[int], object], receive: Callable[[int], object]
+) -> TimedCall:
+    """Return a round trip between ranks 2i and 2i + 1; an unpaired last rank does nothing."""
     peer = data.rank ^ 1
     if peer >= data.plan.nprocs:
         return lambda: None
@@ -186,41 +188,41 @@ def _ping_pong(data: Data, send: Callable[[int], object], receive: Callable[[int
     return round_trip
 
 
-def open_library(name: str, rank: int, plan: Plan, store: TCPStore) -> Library:
+def open_library(name: str, rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     """Connect one library.
 
     Args:
         name: "unisono" or one of `PEERS`.
         rank: This rank.
-        plan: What will be measured.
-        store: Shared by the ranks; its server speaks torch's protocol too.
+        plan: The settings of the benchmark.
+        store: Store of all ranks, which also serves torch's client.
     """
     if name == "unisono":
         return _open_unisono(rank, plan, store)
     return _open_gloo(rank, plan, store) if name == "gloo" else _MPI()
 
 
-def _open_unisono(rank: int, plan: Plan, store: TCPStore) -> Library:
+def _open_unisono(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
     import unisono
 
     unisono.init_process_group(
         store=PrefixStore("unisono", store),
         rank=rank,
         world_size=plan.nprocs,
-        timeout=plan.timeout_s,
+        timeout=plan.loop.timeout_s,
         pg_options=CPUOptions(engine=plan.engine),
     )
-    how = {"algorithm": plan.algorithm} if plan.algorithm else {}
+    extra = {"algorithm": plan.algorithm} if plan.algorithm else {}
     versions = {"unisono": unisono.__version__, "numpy": np.__version__}
-    return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, how)
+    return _C10d("unisono", unisono, lambda array: array, ReduceOp, versions, extra)
 
 
-def _open_gloo(rank: int, plan: Plan, store: TCPStore) -> Library:
-    # Loaded by name: the package must not depend on torch, and only this peer needs it.
+def _open_gloo(rank: int, plan: BenchPlan, store: TCPStore) -> Library:
+    # Import by name: the package must not depend on torch, which only this peer needs.
     torch: Any = importlib.import_module("torch")
     dist: Any = importlib.import_module("torch.distributed")
-    limit = timedelta(seconds=plan.timeout_s)
-    # The ranks have a core each at best; more threads would only disturb each other.
+    limit = timedelta(seconds=plan.loop.timeout_s)
+    # A rank has at most one core, so further threads would slow it down.
     torch.set_num_threads(1)
     client = dist.TCPStore(store.host, store.port, is_master=False, timeout=limit)
     dist.init_process_group(
@@ -234,8 +236,8 @@ def _open_gloo(rank: int, plan: Plan, store: TCPStore) -> Library:
     return _C10d("gloo", dist, torch.from_numpy, dist.ReduceOp, versions, {})
 
 
-def mpi_rank(plan: Plan) -> int:
-    """Return this process's rank as MPI sees it.
+def mpi_rank(plan: BenchPlan) -> int:
+    """Return this process's rank in MPI.
 
     Raises:
         LaunchError: mpiexec and mpi4py belong to different MPI libraries.

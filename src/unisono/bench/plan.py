@@ -1,4 +1,4 @@
-"""What `unisono bench` measures: operations, sizes and bandwidths by nccl-tests' conventions.
+"""The settings of `unisono bench`: operations, sizes and bandwidths as in nccl-tests.
 
 Pure: no array, no clock, no process.
 
@@ -7,6 +7,7 @@ Source: nccl-tests 2.19, doc/PERFORMANCE.md and the GetBw functions.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,7 +15,19 @@ from typing import Any
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["DTYPES", "OPS", "PEERS", "REDOPS", "Case", "Op", "Plan", "cases", "parse_nbytes"]
+__all__ = [
+    "DTYPES",
+    "OPS",
+    "PEERS",
+    "REDOPS",
+    "BenchPlan",
+    "Case",
+    "Loop",
+    "OpTraits",
+    "Sizes",
+    "cases",
+    "parse_nbytes",
+]
 
 PEERS = ("gloo", "mpi")
 
@@ -30,19 +43,19 @@ DTYPES = {
     "int64": 8,
     "float64": 8,
 }
-"""Bytes per element. These are the types that NumPy and torch share and Gloo reduces."""
+"""Bytes per element of the types that NumPy and torch have and Gloo can reduce."""
 
 
 @dataclass(frozen=True)
-class Op:
-    """One operation.
+class OpTraits:
+    """The properties of one operation.
 
     Attributes:
-        bus_factor: busbw / algbw for a number of ranks.
-        blocks: The size counts one block per rank; otherwise it is that of one array.
-        reduces: Takes a reduce op.
-        rooted: Takes a root.
-        messages: How many messages one timed call is; the time is that of one of them.
+        bus_factor: Function of the number of ranks that returns busbw / algbw.
+        blocks: Whether the size is that of all ranks' blocks together, not of one array.
+        reduces: Whether the operation has a reduce op.
+        rooted: Whether the operation has a root.
+        messages: Number of messages in one timed call; the reported time is per message.
     """
 
     bus_factor: Callable[[int], float]
@@ -61,77 +74,37 @@ def _whole(p: int) -> float:
 
 
 OPS = {
-    "all_reduce": Op(lambda p: 2 * (p - 1) / p, reduces=True),
-    "broadcast": Op(_whole, rooted=True),
-    "reduce": Op(_whole, reduces=True, rooted=True),
-    "all_gather": Op(_others, blocks=True),
-    "reduce_scatter": Op(_others, blocks=True, reduces=True),
-    "all_to_all": Op(_others, blocks=True),
-    "gather": Op(_others, blocks=True, rooted=True),
-    "scatter": Op(_others, blocks=True, rooted=True),
-    "barrier": Op(_whole),
-    "sendrecv": Op(_whole, messages=2),
+    "all_reduce": OpTraits(lambda p: 2 * (p - 1) / p, reduces=True),
+    "broadcast": OpTraits(_whole, rooted=True),
+    "reduce": OpTraits(_whole, reduces=True, rooted=True),
+    "all_gather": OpTraits(_others, blocks=True),
+    "reduce_scatter": OpTraits(_others, blocks=True, reduces=True),
+    "all_to_all": OpTraits(_others, blocks=True),
+    "gather": OpTraits(_others, blocks=True, rooted=True),
+    "scatter": OpTraits(_others, blocks=True, rooted=True),
+    "barrier": OpTraits(_whole),
+    "sendrecv": OpTraits(_whole, messages=2),
 }
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything the ranks must know; they get the same.
+class Sizes:
+    """The range of sizes of each operation, in bytes; iterate to get them.
 
     Attributes:
-        ops: Names from `OPS`, measured one after the other.
-        nprocs: Number of ranks.
-        hosts: So many network namespaces, with equal shares of the ranks; 0: this host as it is.
         min_bytes: First size.
-        max_bytes: Last size.
-        factor: The next size is the last one times this ...
-        step_bytes: ... or, unless 0, plus this.
-        iters: Calls per round; 0 chooses as many as take about 5 ms.
-        warmup: Calls before each round, not timed.
-        rounds: How often every library gets its turn per size.
-        dtype: Element type, a name from `DTYPES`.
-        redop: Reduce op, a name from `REDOPS`.
-        root: Root of the rooted operations.
-        check: Whether to compare results with the formula.
-        engine: unisono's engine; None leaves it to UNISONO_ENGINE.
-        algorithm: unisono's algorithm; None lets it select.
-        peers: Libraries to compare with, of `PEERS`.
-        timeout_s: Of each size, and of setting up.
+        max_bytes: Largest size.
+        factor: Factor from one size to the next.
+        step_bytes: Difference from one size to the next; replaces the factor unless 0.
     """
 
-    ops: tuple[str, ...]
-    nprocs: int
-    hosts: int = 0
     min_bytes: int = 8
     max_bytes: int = 64 << 20
     factor: int = 2
     step_bytes: int = 0
-    iters: int = 0
-    warmup: int = 1
-    rounds: int = 15
-    dtype: str = "float32"
-    redop: str = "sum"
-    root: int = 0
-    check: bool = True
-    engine: str | None = None
-    algorithm: str | None = None
-    peers: tuple[str, ...] = ()
-    timeout_s: float = 120.0
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Return the plan that `to_json` wrote."""
-        fields: dict[str, Any] = json.loads(text)
-        for name in ("ops", "peers"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
-
-    def to_json(self) -> str:
-        """Return the plan as text, for a command line."""
-        return json.dumps(asdict(self))
 
     def __post_init__(self) -> None:
-        """Check what does not depend on one flag alone.
+        """Check the sizes.
 
         Raises:
             InvalidArgumentError: Names the flag.
@@ -142,6 +115,69 @@ class Plan:
             )
         if self.factor < 2 and not self.step_bytes:
             raise InvalidArgumentError(f"-f must be at least 2, got {self.factor}")
+
+    def __iter__(self) -> Iterator[int]:
+        nbytes = self.min_bytes
+        while nbytes <= self.max_bytes:
+            yield nbytes
+            nbytes = nbytes + self.step_bytes if self.step_bytes else nbytes * self.factor
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How each size is measured.
+
+    Attributes:
+        iters: Calls per round; 0 chooses a number that takes about 5 ms.
+        warmup: Calls before each round, which are not timed.
+        rounds: Number of rounds; in each round every library is measured once.
+        check: Whether to compare results with the formula.
+        timeout_s: Time-out of each size, and of the start.
+    """
+
+    iters: int = 0
+    warmup: int = 1
+    rounds: int = 15
+    check: bool = True
+    timeout_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The settings of a benchmark, equal on all ranks.
+
+    Attributes:
+        ops: Names from `OPS`, in the order in which they are measured.
+        nprocs: Number of ranks.
+        hosts: Number of network namespaces, each with an equal share of the ranks; 0: this host.
+        sizes: Sizes of each operation.
+        loop: Measurement of each size.
+        dtype: Element type, a name from `DTYPES`.
+        redop: Reduce op, a name from `REDOPS`.
+        root: Root of the rooted operations.
+        engine: Engine of unisono; None: that of UNISONO_ENGINE.
+        algorithm: Algorithm of unisono; None: unisono selects it.
+        peers: Libraries to compare with, of `PEERS`.
+    """
+
+    ops: tuple[str, ...]
+    nprocs: int
+    hosts: int = 0
+    sizes: Sizes = Sizes()
+    loop: Loop = Loop()
+    dtype: str = "float32"
+    redop: str = "sum"
+    root: int = 0
+    engine: str | None = None
+    algorithm: str | None = None
+    peers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check combinations of flags.
+
+        Raises:
+            InvalidArgumentError: Names the flag.
+        """
         if self.root >= self.nprocs:
             raise InvalidArgumentError(
                 f"-r {self.root} is not one of the {self.nprocs} ranks (0..{self.nprocs - 1})"
@@ -151,6 +187,22 @@ class Plan:
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
 
+    @classmethod
+    def from_json(cls, text: str) -> BenchPlan:
+        """Return the plan that `to_json` wrote."""
+        fields: dict[str, Any] = json.loads(text)
+        fields |= {name: tuple(fields[name]) for name in ("ops", "peers")}
+        return cls(**fields | {"sizes": Sizes(**fields["sizes"]), "loop": Loop(**fields["loop"])})
+
+    def to_json(self) -> str:
+        """Return the plan as text, for a command line."""
+        return json.dumps(asdict(self))
+
+    def fields(self) -> dict[str, Any]:
+        """Return all settings in one flat dict, for the file of `--json`."""
+        fields = asdict(self)
+        return {**fields.pop("sizes"), **fields.pop("loop"), **fields}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -159,7 +211,7 @@ class Case:
     Attributes:
         op: Name of the operation.
         count: Elements that one rank contributes, nccl-tests' column "count".
-        nbytes: Column "size": of the array, or of all ranks' blocks together.
+        nbytes: Size of the array, or of all ranks' blocks together; column "size".
     """
 
     op: str
@@ -167,28 +219,22 @@ class Case:
     nbytes: int
 
 
-def cases(op: str, plan: Plan) -> Iterator[Case]:
+def cases(op: str, plan: BenchPlan) -> Iterator[Case]:
     """Yield the sizes of one operation, rounded down to whole blocks of at least one element."""
     if op == "barrier":
         yield Case(op, 0, 0)
         return
     unit = DTYPES[plan.dtype] * (plan.nprocs if OPS[op].blocks else 1)
-    before = 0
-    nbytes = plan.min_bytes
-    while nbytes <= plan.max_bytes:
-        count = max(1, nbytes // unit)
-        # Small sizes of many ranks round to the same one.
-        if count != before:
-            yield Case(op, count, count * unit)
-        before = count
-        nbytes = nbytes + plan.step_bytes if plan.step_bytes else nbytes * plan.factor
+    # With many ranks several small sizes round to the same count.
+    for count, _ in itertools.groupby(max(1, nbytes // unit) for nbytes in plan.sizes):
+        yield Case(op, count, count * unit)
 
 
 def parse_nbytes(text: str) -> int:
-    """Return a number of bytes written as nccl-tests does: 8, 64K, 64M, 1G (powers of 1024).
+    """Return the number of bytes of a text as in nccl-tests: 8, 64K, 64M, 1G (powers of 1024).
 
     Raises:
-        InvalidArgumentError: It is not of that form, or 0.
+        InvalidArgumentError: The text has another form, or the number is 0.
     """
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
     shift = {"": 0, "K": 10, "M": 20, "G": 30}.get(unit)

@@ -1,4 +1,4 @@
-"""The picture of `unisono bench`: time and bus bandwidth over size, on logarithmic scales."""
+"""The plot of `unisono bench`: time and bus bandwidth over size, on logarithmic scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unisono.errors import InvalidArgumentError
 
 __all__ = ["plot"]
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; the marks differ too.
+# Okabe and Ito's colours, which colour-blind readers can distinguish; the marks differ, too.
 _STYLES = {
     "unisono": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 3},
     "gloo": {"color": "#D55E00", "marker": "s", "linewidth": 1.4},
@@ -25,7 +25,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     """Draw one line of two panels per operation.
 
     Args:
-        result: What `unisono bench --json` writes.
+        result: The document of `unisono bench --json`.
         path: Picture file; its ending chooses the format.
 
     Raises:
@@ -38,7 +38,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     if not by_op:
         raise InvalidArgumentError("--plot needs an operation with several sizes")
     matplotlib: Any = importlib.import_module("matplotlib")
-    # Without a display, whatever MPLBACKEND says.
+    # A backend without a display, even if MPLBACKEND names another.
     matplotlib.use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     height = _ROW_INCHES * len(by_op) + 1.3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import platform
@@ -13,7 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.base.config import environ
-from unisono.bench.plan import OPS, Plan
+from unisono.bench.plan import OPS, BenchPlan
 
 __all__ = ["Table", "bandwidths", "document", "machine", "ratio", "summary"]
 
@@ -31,7 +30,7 @@ def bandwidths(row: Row, library: str) -> tuple[float, float]:
 
 
 def ratio(row: Row, peer: str, of: str = "time_us") -> float | None:
-    """Return unisono's time over a peer's, below 1 where unisono is faster; None without it.
+    """Return unisono's time divided by a peer's; None if the peer was not measured.
 
     Args:
         row: One line of the table.
@@ -43,7 +42,7 @@ def ratio(row: Row, peer: str, of: str = "time_us") -> float | None:
 
 
 def summary(rows: Sequence[Row], peers: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return per operation and peer the geometric mean of the ratios and those above 1."""
+    """Return per operation and peer the geometric mean of the ratios and the sizes above 1."""
     found: dict[str, dict[str, Any]] = {}
     for op in dict.fromkeys(row["op"] for row in rows):
         of_op = [row for row in rows if row["op"] == op]
@@ -67,14 +66,14 @@ def summary(rows: Sequence[Row], peers: Sequence[str]) -> dict[str, dict[str, An
     return found
 
 
-def document(plan: Plan, table: Table, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return everything measured, for `--json`."""
+def document(plan: BenchPlan, table: Table, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the document of `--json`."""
     return {
         "command": ["unisono", *arguments],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {**table.machine, "load_after": round(os.getloadavg()[0], 2)},
         "group": table.group,
-        "plan": dataclasses.asdict(plan),
+        "plan": plan.fields(),
         "notes": table.notes,
         "summary": summary(table.rows, plan.peers),
         "rows": table.rows,
@@ -82,7 +81,7 @@ def document(plan: Plan, table: Table, arguments: Sequence[str]) -> dict[str, An
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine that figures depend on."""
     cores = (
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
@@ -107,7 +106,7 @@ def _cpu_model() -> str:
 
 
 def fixed(number: float, width: int = 7) -> str:
-    """Return a number with 2, 1 or 0 decimals, or an exponent: the first that fits."""
+    """Return a number with 2, 1 or 0 decimals, or an exponent: the first text that fits."""
     for decimals in (2, 1, 0):
         if len(text := f"{number:.{decimals}f}") <= width:
             return text
@@ -115,13 +114,13 @@ def fixed(number: float, width: int = 7) -> str:
 
 
 class Table:
-    """nccl-tests' table, one column pair per peer more; colours where rich and a terminal are.
+    """nccl-tests' table with two further columns per peer; rich colours it on a terminal.
 
     Args:
-        plan: What is measured.
+        plan: The settings of the benchmark.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: BenchPlan) -> None:
         self._plan = plan
         self._console = _console()
         self.machine = machine()
@@ -130,7 +129,7 @@ class Table:
         self.notes: list[str] = []
 
     def take(self, message: dict[str, Any]) -> None:
-        """Print and keep one message of the ranks."""
+        """Print and store one message of the ranks."""
         kind = message.pop("kind")
         if kind == "start":
             self.group = message["group"]
@@ -147,13 +146,14 @@ class Table:
             self._row(message)
 
     def end(self) -> None:
-        """Print what follows the last row."""
+        """Print the lines after the last row."""
         self._footer()
 
     def _preamble(self, named: dict[str, str]) -> None:
         plan, host = self._plan, self.machine
+        rounds, iters = plan.loop.rounds, plan.loop.iters
         versions = ", ".join(f"{name} {version}" for name, version in named.items())
-        loop = f"{plan.iters} calls" if plan.iters else "calls for about 5 ms"
+        loop = f"{iters} calls" if iters else "calls for about 5 ms"
         hosts = f" on {plan.hosts} hosts" if plan.hosts else ""
         self._comment(f"unisono bench: {plan.nprocs} ranks{hosts}; {self.group}")
         self._comment(
@@ -162,7 +162,7 @@ class Table:
         )
         self._comment(f"python {host['python']}, {versions}")
         self._comment(
-            f"time: median of {plan.rounds} rounds of {loop}, mean per call on the slowest rank"
+            f"time: median of {rounds} rounds of {loop}, mean per call on the slowest rank"
             + ("; the libraries take turns" if plan.peers else "")
         )
 
@@ -193,13 +193,13 @@ class Table:
         self._print(_aligned(cells), *styles)
 
     def _footer(self) -> None:
-        """Print what the rows of the last operation come to."""
+        """Print the summary of the last operation."""
         if not self.rows:
             return
         op = self.rows[-1]["op"]
         figures = summary(self.rows, self._plan.peers)[op]
         wrong = figures["wrong"]
-        if self._plan.check:
+        if self._plan.loop.check:
             self._comment(f"Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
         if op != "barrier":
             self._comment(f"Avg bus bandwidth    : {figures['avg_busbw']:.4g}")
@@ -226,7 +226,7 @@ class Table:
 
 
 def _console() -> Any:
-    """Return rich's console, if there is rich and somebody looks."""
+    """Return rich's console if rich is installed and standard output is a terminal."""
     if not sys.stdout.isatty() or environ().get("TERM", "dumb") == "dumb":
         return None
     if importlib.util.find_spec("rich") is None:
@@ -241,7 +241,7 @@ _PEER_WIDTHS = (8, 6)
 
 
 def _spans(columns: int) -> Iterator[tuple[int, int]]:
-    """Yield where each column begins and ends in a line."""
+    """Yield the begin and the end of each column in a line."""
     start = 0
     peers = (columns - len(_WIDTHS)) // len(_PEER_WIDTHS)
     for width in _WIDTHS + _PEER_WIDTHS * peers:

@@ -1,10 +1,12 @@
-"""One rank of `unisono bench`: the libraries take turns on the same arrays in one process.
+"""One rank of `unisono bench`: all libraries run in one process, on the same arrays, in turn.
 
-Per size every library is first checked, then timed in rounds. In a round each library in turn does
-its warm-up calls, meets the others in a barrier, and makes `iters` calls in a loop; the next round
-begins with the next library. A round's time is the mean of the loop on the slowest rank, and the
-reported time the median over rounds. So what else happens on the machine in that time hits all of
-them, though not equally: one that waits by spinning loses more than one that sleeps.
+Per size every library is first checked, then timed in rounds. In a round each library makes its
+warm-up calls, then a barrier, then `iters` calls in a loop. The next round begins with the next
+library. A round's time is the mean of the loop on the slowest rank. The reported time is the median
+over rounds.
+
+Other load of the machine thus affects all libraries, but not equally: a library that waits by
+spinning loses more than a library that sleeps.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ import numpy as np
 
 import unisono
 from unisono.bench.data import Data
-from unisono.bench.libraries import Call, Library, mpi_rank, open_library
-from unisono.bench.plan import OPS, Case, Plan, cases
+from unisono.bench.libraries import Library, TimedCall, mpi_rank, open_library
+from unisono.bench.plan import OPS, BenchPlan, Case, cases
 from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
@@ -33,12 +35,12 @@ from unisono.stores import TCPStore
 __all__ = ["MAX_ITERS", "QUEUE", "ROUND_S", "calibrated", "work", "worker_command"]
 
 QUEUE = "bench/messages"
-"""Key of the store's queue in which the ranks put JSON for the command."""
+"""Key of the queue in the store into which the ranks push JSON for the command."""
 
 ROUND_S = 0.005
-"""How long one library's loop in one round takes, if `iters` is 0.
+"""Duration of one library's loop in one round, if `iters` is 0.
 
-Short, so that on a busy machine some rounds are left alone by others.
+It is short, so that on a busy machine other processes do not disturb all rounds.
 """
 
 MAX_ITERS = 10_000
@@ -46,17 +48,17 @@ MAX_ITERS = 10_000
 TRIES = 3
 
 
-def work(rank: int, plan: Plan, port: int, host: str = LOOPBACK) -> None:
-    """Measure everything; rank 0 sends what comes out to the store at `host` and `port`.
+def work(rank: int, plan: BenchPlan, port: int, host: str = LOOPBACK) -> None:
+    """Measure all cases; rank 0 sends the results to the store at `host` and `port`.
 
-    Takes over the process: its standard output goes nowhere, because Gloo writes there.
+    The standard output of the process is redirected to /dev/null, because Gloo writes there.
     """
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
-    store = TCPStore(host, port, wait_for_workers=False, timeout=plan.timeout_s)
+    store = TCPStore(host, port, wait_for_workers=False, timeout=plan.loop.timeout_s)
     libraries = [open_library(name, rank, plan, store) for name in ("unisono", *plan.peers)]
-    ranks = _Ranks(rank, plan, store, libraries)
+    ranks = _BenchRank(rank, plan, store, libraries)
     ranks.send("start", versions=ranks.versions(), group=repr(unisono.group.WORLD))
     for op in plan.ops:
         for case in cases(op, plan):
@@ -68,18 +70,20 @@ def work(rank: int, plan: Plan, port: int, host: str = LOOPBACK) -> None:
 
 @dataclass
 class _Ready:
-    """A library that can run the case."""
+    """A library that can run the case, and its call."""
 
     name: str
-    call: Call
+    call: TimedCall
     wrong: int | None
     iters: int = 1
 
 
-class _Ranks:
-    """This rank, with what it shares with the others."""
+class _BenchRank:
+    """This rank: its libraries, and the store of all ranks."""
 
-    def __init__(self, rank: int, plan: Plan, store: TCPStore, libraries: list[Library]) -> None:
+    def __init__(
+        self, rank: int, plan: BenchPlan, store: TCPStore, libraries: list[Library]
+    ) -> None:
         self._rank, self._plan, self._store = rank, plan, store
         self._libraries = libraries
         self._notes: set[str] = set()
@@ -90,17 +94,17 @@ class _Ranks:
             self._store.queue_push(QUEUE, json.dumps({"kind": kind, **fields}))
 
     def versions(self) -> dict[str, str]:
-        """Return what takes part, with versions."""
+        """Return the names and versions of all libraries."""
         return {k: v for library in self._libraries for k, v in library.versions().items()}
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Return one row: the case, and per library times and wrong elements."""
+        """Measure a case; return its row with times and wrong elements per library."""
         plan, op = self._plan, OPS[case.op]
         data = Data(case, plan, self._rank)
         ready = [r for library in self._libraries if (r := self._prepare(library, data))]
         data.fill_for_timing()
         for library in ready:
-            library.iters = plan.iters or self._calibrate(library.call)
+            library.iters = plan.loop.iters or self._calibrate(library.call)
         times_us = self._times_us(ready) / op.messages
         results: dict[str, Any] = {library.name: None for library in self._libraries}
         for i, library in enumerate(ready):
@@ -123,9 +127,9 @@ class _Ranks:
         }
 
     def _prepare(self, library: Library, data: Data) -> _Ready | None:
-        """Return the library with its call made and checked; None if it lacks something.
+        """Make and check the call of a library; return None if the library cannot do it.
 
-        A peer that fails is left out of the row and said so; unisono's errors end the run.
+        A peer that fails is left out of the row, with a note. An error of unisono ends the run.
         """
         own = library.name == "unisono"
         problem = ""
@@ -138,11 +142,11 @@ class _Ranks:
             if own:
                 raise
             problem = f"{library.name} cannot do {data.case.op}: {str(error).splitlines()[0]}"
-        # A library that fails on one rank must be left out by all of them.
+        # If a library fails on one rank, all ranks must leave it out.
         if self._total(bool(problem)):
             self._note(problem or f"{library.name} fails on another rank in {data.case.op}")
             return None
-        wrong = self._total(data.count_wrong()) if self._plan.check else None
+        wrong = self._total(data.count_wrong()) if self._plan.loop.check else None
         return _Ready(library.name, call, wrong)
 
     def _note(self, text: str) -> None:
@@ -160,8 +164,8 @@ class _Ranks:
         unisono.all_reduce(slowest, unisono.ReduceOp.MAX)
         return float(slowest[0])
 
-    def _calibrate(self, call: Call) -> int:
-        """Return how many calls take about `ROUND_S`; the same on all ranks."""
+    def _calibrate(self, call: TimedCall) -> int:
+        """Return the number of calls that take about `ROUND_S`, equal on all ranks."""
 
         def loop_s(iters: int) -> float:
             unisono.barrier()
@@ -171,7 +175,7 @@ class _Ranks:
 
     def _times_us(self, ready: list[_Ready]) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return [rounds, libraries]: the time of one call on the slowest rank."""
-        rounds, count = self._plan.rounds, len(ready)
+        rounds, count = self._plan.loop.rounds, len(ready)
         own = np.zeros((rounds, count))
         gc.collect()
         gc.disable()
@@ -180,7 +184,7 @@ class _Ranks:
                 for i in (i % count for i in range(turn, turn + count)):
                     library = ready[i]
                     unisono.barrier()
-                    _timed_s(library.call, self._plan.warmup)
+                    _timed_s(library.call, self._plan.loop.warmup)
                     unisono.barrier()
                     own[turn, i] = _timed_s(library.call, library.iters) / library.iters
         finally:
@@ -190,13 +194,13 @@ class _Ranks:
 
 
 def calibrated(loop_s: Callable[[int], float]) -> int:
-    """Return how many calls take about `ROUND_S`.
+    """Return the number of calls that take about `ROUND_S`.
 
-    Every loop runs `TRIES` times, of which the fastest counts: the first call after another
-    library's, or one that others disturb, may take many times as long as those that follow.
+    Every loop runs `TRIES` times, and the fastest counts. Some calls take many times as long as
+    others: the first after another library's call, and calls that another process disturbs.
 
     Args:
-        loop_s: Makes so many calls and returns the seconds that they took.
+        loop_s: Function that makes the given number of calls and returns their time in seconds.
     """
     iters = 1
     while True:
@@ -206,23 +210,23 @@ def calibrated(loop_s: Callable[[int], float]) -> int:
         iters = min(MAX_ITERS, iters * max(2, min(20, round(ROUND_S / 2 / elapsed_s))))
 
 
-def _timed_s(call: Call, iters: int) -> float:
+def _timed_s(call: TimedCall, iters: int) -> float:
     start_s = time.perf_counter()
     for _ in itertools.repeat(None, iters):
         call()
     return time.perf_counter() - start_s
 
 
-def worker_command(plan: Plan, port: int, host: str, rank: int | None = None) -> list[str]:
-    """Return the command line of a process that calls `work`; without `rank` MPI tells it."""
+def worker_command(plan: BenchPlan, port: int, host: str, rank: int | None = None) -> list[str]:
+    """Return the command line of a process that calls `work`; without `rank` MPI gives the rank."""
     words = [sys.executable, "-m", __name__, plan.to_json(), str(port), host]
     return words if rank is None else [*words, str(rank)]
 
 
 def _main() -> None:
-    # Dies with mpiexec's helper, which dies with mpiexec, which dies with the command.
+    # This process dies with mpiexec's helper, that with mpiexec, and that with the command.
     parent_death_hook()()
-    plan = Plan.from_json(sys.argv[1])
+    plan = BenchPlan.from_json(sys.argv[1])
     port, host = int(sys.argv[2]), sys.argv[3]
     rank = int(sys.argv[4]) if len(sys.argv) > 4 else -1
     try:
@@ -232,7 +236,7 @@ def _main() -> None:
         store = TCPStore(host, port, wait_for_workers=False, timeout=5.0)
         text = traceback.format_exc().rstrip()
         store.queue_push(QUEUE, json.dumps({"kind": "failure", "rank": rank, "text": text}))
-        # MPI's own end would wait for the ranks that are still in a call.
+        # MPI's finalization would wait for ranks that are still in a call.
         os._exit(1)
 
 

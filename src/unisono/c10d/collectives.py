@@ -451,6 +451,6 @@ def barrier(
 
 
 all_gather_single = _all_gather_base = all_gather_into_tensor
-"""Another name of `all_gather_into_tensor`, from torch."""
+"""Another name of `all_gather_into_tensor`."""
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
-"""Another name of `reduce_scatter_tensor`, from torch."""
+"""Another name of `reduce_scatter_tensor`."""

@@ -1,4 +1,4 @@
-"""The command line: `unisono run`."""
+"""The command line: `unisono run` and `unisono bench`."""
 
 from unisono.cli.main import main
 

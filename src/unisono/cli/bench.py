@@ -1,4 +1,4 @@
-"""`unisono bench`: time and bandwidth of the operations, beside those of other libraries."""
+"""`unisono bench`: measure the operations of unisono and of other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, Plan, parse_nbytes
+from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes, parse_nbytes
 from unisono.cli.flags import checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
@@ -18,14 +18,14 @@ __all__ = ["add_command"]
 _DESCRIPTION = """\
 Measure operations over a range of sizes, with nccl-tests' flags, columns and bandwidths.
 
-time is per call: the mean over a loop on the slowest rank, the median over rounds of it.
-algbw = size / time; busbw = algbw x the operation's factor, to compare with what the hardware can
-move. size is that of the array, or of all ranks' blocks together; sendrecv is a ping-pong, of
-which half a round trip counts. Results are checked (#wrong).
+time is the time of a call: the mean over a loop on the slowest rank, and of that the median over
+rounds. algbw = size / time. busbw = algbw x a factor of the operation, to compare with the
+bandwidth of the hardware. size is that of the array, or of all ranks' blocks together. sendrecv is
+a ping-pong, and its time half a round trip. Results are checked (#wrong).
 
-With --peer another library is called in the same processes, on the same arrays, in turns, so that
-both see the same machine; the column after its time is unisono's time over it (below 1: unisono is
-faster)."""
+With --peer another library is called in the same processes, on the same arrays, alternating with
+unisono, so that both run under the same conditions. The column after its time is unisono's time
+divided by that time (below 1: unisono is faster)."""
 
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 
@@ -44,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="+",
         choices=[*OPS, "all", "store"],
         metavar="OP",
-        help=", ".join([*OPS, "all"]) + "; or store: TCPStore beside torch's and Redis",
+        help=", ".join([*OPS, "all"]),
     )
     parser.add_argument(
         "--nproc-per-node", type=positive, default=2, metavar="N", help="ranks per host (2)"
@@ -54,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=positive,
         default=0,
         metavar="N",
-        help="so many hosts: network namespaces on this machine, which takes root",
+        help="number of hosts, as network namespaces on this machine; needs root (0: none)",
     )
     _add_sizes(parser)
     _add_loop(parser)
@@ -67,7 +67,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=[],
         help="also measure gloo (torch.distributed) or mpi (mpi4py); may be given twice",
     )
-    parser.add_argument("--json", metavar="FILE", help="write everything measured to a file")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements to a file, as JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="draw time and busbw over size")
     parser.add_argument(
         "--timeout", type=seconds, default=120.0, metavar="SECONDS", help="limit per size (120)"
@@ -114,7 +114,7 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
         type=non_negative,
         default=0,
         metavar="ITERS",
-        help="calls per round; 0 (the default): as many as take about 5 ms",
+        help="calls per round; 0 (the default): a number that takes about 5 ms",
     )
     loop.add_argument(
         "-w",
@@ -132,8 +132,10 @@ def _add_loop(parser: argparse.ArgumentParser) -> None:
 
 def _bench(options: argparse.Namespace) -> int:
     if "store" in options.ops:
-        return _bench_store(options)
-    # `unisono run` shares this parser and must not load NumPy, which these modules need.
+        raise InvalidArgumentError(
+            "bench store is not part of the package: run benchmarks/store.py of the repository"
+        )
+    # These modules import NumPy, which `unisono run`, with the same parser, must not load.
     from unisono.bench.launch import check_installed, run_ranks
     from unisono.bench.report import Table, document
 
@@ -160,16 +162,6 @@ def _bench(options: argparse.Namespace) -> int:
     return 1 if any(row["results"]["unisono"]["wrong"] for row in table.rows) else 0
 
 
-def _bench_store(options: argparse.Namespace) -> int:
-    from unisono.bench.store import bench_store
-
-    if options.ops != ["store"]:
-        raise InvalidArgumentError("bench store compares stores; it goes with no other operation")
-    if options.json:
-        _check_writable(options.json)
-    return bench_store(options.rounds, options.json)
-
-
 def _as_text(result: dict[str, Any]) -> str:
     """Return JSON with a line per key and per row, so that two runs can be compared."""
     rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
@@ -177,7 +169,7 @@ def _as_text(result: dict[str, Any]) -> str:
     return "{\n" + ",\n".join([*lines, f'"rows": [\n  {rows}\n]']) + "\n}\n"
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> BenchPlan:
     ops = tuple(OPS) if "all" in options.ops else tuple(dict.fromkeys(options.ops))
     nprocs = options.nproc_per_node * (options.hosts or 1)
     if options.ops == ["all"] and nprocs == 1:
@@ -188,30 +180,29 @@ def _plan(options: argparse.Namespace) -> Plan:
         for op in ops:
             if op != "sendrecv":
                 entry(op, options.algorithm)
-    return Plan(
+    return BenchPlan(
         ops=ops,
         nprocs=nprocs,
         hosts=options.hosts,
-        min_bytes=options.minbytes,
-        max_bytes=options.maxbytes,
-        factor=options.stepfactor,
-        step_bytes=options.stepbytes,
-        iters=options.iters,
-        warmup=options.warmup_iters,
-        rounds=options.rounds,
+        sizes=Sizes(options.minbytes, options.maxbytes, options.stepfactor, options.stepbytes),
+        loop=Loop(
+            iters=options.iters,
+            warmup=options.warmup_iters,
+            rounds=options.rounds,
+            check=options.check == "1",
+            timeout_s=options.timeout,
+        ),
         dtype=_ALIASES.get(options.datatype, options.datatype),
         redop=options.op,
         root=options.root,
-        check=options.check == "1",
         engine=options.engine,
         algorithm=options.algorithm,
         peers=tuple(dict.fromkeys(options.peer)),
-        timeout_s=options.timeout,
     )
 
 
 def _check_writable(path: str) -> None:
-    """Check that results can be written, before minutes are spent on them."""
+    """Check that results can be written, before the measurements take minutes."""
     folder = os.path.dirname(path) or "."
     if not os.access(folder, os.W_OK) or os.path.isdir(path):
         raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")

@@ -12,30 +12,33 @@ from unisono.errors import InvalidArgumentError
 __all__ = ["PREFIXES", "add_flag", "checked", "non_negative", "positive", "seconds"]
 
 PREFIXES = ("UNISONO_", "PET_")
-"""UNISONO_MAX_RESTARTS=3 is the default of --max-restarts; PET_MAX_RESTARTS, as torchrun reads
-it, is second."""
+"""Prefixes of variables that set a flag's default, such as UNISONO_MAX_RESTARTS=3.
+
+torchrun reads PET_MAX_RESTARTS; the prefix PET_ is tried second.
+"""
 
 
 def add_flag(target: Any, *flags: str, **options: Any) -> None:
-    """Add a flag and, unseen in the help, its spellings with underscores.
+    """Add a flag and its spellings with underscores, which the help does not show.
 
-    Its default comes from the environment if one of `PREFIXES` followed by a long name of the
-    flag in capitals is set; for a switch, "0" and "1". The first long name is the option's.
+    The environment gives the default if a variable is set whose name is one of `PREFIXES` and a
+    long name of the flag in capitals. The value for a switch is "0" or "1". The first long name
+    is the name of the option.
 
     Raises:
-        InvalidArgumentError: That variable is none of the flag's choices.
+        InvalidArgumentError: The value of the variable is none of the flag's choices.
     """
     names = [flag[2:].replace("-", "_") for flag in flags if flag.startswith("--")]
     switch = options.get("action") == "store_true"
     for variable in [prefix + name.upper() for name in names for prefix in PREFIXES]:
         if text := environ().get(variable, ""):
-            # argparse does not look whether a default is one of the choices.
+            # argparse does not check that a default is one of the choices.
             choices = ("0", "1") if switch else options.get("choices", (text,))
             if text not in choices:
                 raise InvalidArgumentError(
                     f"{variable} must be {' or '.join(choices)}; got {text!r}"
                 )
-            # argparse converts a default that is text as it does with an argument.
+            # argparse converts a default of type str like an argument.
             options["default"] = text == "1" if switch else text
             break
     target.add_argument(*flags, dest=names[0], **options)
@@ -45,7 +48,7 @@ def add_flag(target: Any, *flags: str, **options: Any) -> None:
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse print our own text when a value cannot be used."""
+    """Wrap a parser so that argparse prints the text of its InvalidArgumentError."""
 
     def convert(text: str) -> Any:
         try:

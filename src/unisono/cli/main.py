@@ -47,8 +47,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    """Return what is wrong with an argument, and the flag that it resembles, if one does."""
-    import difflib  # only for who mistypes
+    """Return an error text for an argument, with the flag that it resembles, if one does."""
+    import difflib  # slow to import, and needed for this error only
 
     flags = re.findall(r"--[a-z][a-z-]+", parser.format_help())
     like = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
@@ -56,9 +56,10 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _open_closed_streams() -> None:
-    """Put /dev/null in the place of streams that were closed (`unisono run ... >&-`).
+    """Open /dev/null in place of standard streams that were closed (`unisono run ... >&-`).
 
-    The next file that is opened would get the number, and programs that we start would write to it.
+    Otherwise the next file would get the number of the stream, and programs that
+    this command starts would write to it.
     """
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:

@@ -39,7 +39,7 @@ class Communicator:
         transport: Shared with the other groups of the same world.
         ranks: Ranks of the transport (global ranks), in group order.
         name: Name of the group, for errors.
-        key: Tells this group from others of the same name and members.
+        key: Distinguishes this group from other groups of the same name and members.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Communicator:
         self.name = name
         self._pid = os.getpid()
         self._closed = False
-        # Members are part of the number, so that ranks that disagree about who belongs to a
-        # group of this name never mix their messages; the wait for the absent ones names them.
+        # The members are part of the number. Otherwise ranks that disagree about the members of a
+        # group of this name would mix their messages. As it is, a time-out names the absent ranks.
         digest = blake2b(repr((name, key, ranks)).encode(), digest_size=7).digest()
         self.context = int.from_bytes(digest, "little")
 
@@ -64,11 +64,11 @@ class Communicator:
 
     @property
     def here(self) -> str:
-        """This rank as errors name it, by its number in the world: "rank 3 of 8"."""
+        """This rank as errors name it, with its global rank: "rank 3 of 8"."""
         return f"rank {self.transport.rank} of {self.transport.world_size}"
 
     def where(self, **fields: Any) -> Context:
-        """Return the context of an error in this group; its ranks are global ranks."""
+        """Return the context of an error in this group, with global ranks."""
         transport = self.transport
         return Context(
             rank=transport.rank, world_size=transport.world_size, group=self.name, **fields
@@ -81,15 +81,15 @@ class Communicator:
         return "was destroyed" if self._closed else None
 
     def close(self) -> None:
-        """Release what the transport holds for this group, and the transport.
+        """Release everything that the transport holds for this group, and the transport.
 
-        A second time, or in the child of a fork, it does nothing: the transport may have other
-        users, and a lock that another thread held at the fork stays locked.
+        A second call does nothing, because the transport may have other users. In the child of a
+        fork it does nothing, because a lock that another thread held at the fork stays locked.
         """
         if self.closed() is None:
             self._closed = True
-            told = f"group '{self.name}' was destroyed before this call ended"
-            self.transport.forget(self.context, ClosedError(told))
+            why = f"group '{self.name}' was destroyed before this call ended"
+            self.transport.forget(self.context, ClosedError(why))
             self.transport.close()
 
 
@@ -99,8 +99,8 @@ class Call(NamedTuple):
     Attributes:
         op: Name of the function the user called, for errors.
         text: The call with its arguments, for errors: "all_reduce(float32[4], SUM)".
-        fingerprint: 64 bits over everything that must be equal on all ranks; never 0, which means
-            "ranks disagree" on the wire.
+        fingerprint: 64 bits over everything that must be equal on all ranks. Never 0, which means
+            in a message that the ranks disagree.
         nbytes: Size of this rank's buffer, for errors.
         seq: Position in the group's order, from 1; given by the engine on submission.
     """
@@ -127,14 +127,14 @@ class Exchange(NamedTuple):
     """Numbers that may differ by rank but must fit together, such as split sizes.
 
     Attributes:
-        even: A nonzero word if this rank's numbers are the plain default. If all ranks say the
-            same word, nothing is exchanged and the task's own program runs.
-        mine: [k] int64 of this rank.
-        check: Gets the call and [world_size, k] of all ranks; raises the same error on every
-            rank.
-        program: Runs instead of the task's program once the numbers were exchanged.
-        counts: From those numbers to [p, p] elements that each rank sends to each, if the call is
-            an all_to_all, a gather or a scatter.
+        even: A nonzero number if this rank's sizes are the plain default. If it is equal on all
+            ranks, nothing is exchanged and the task's own program runs.
+        mine: [k] int64: the numbers of this rank.
+        check: Receives the call and [world_size, k], the numbers of all ranks. Raises the same
+            error on every rank.
+        program: Runs instead of the task's program after the exchange.
+        counts: Returns [p, p], the elements that each rank sends to each rank, from the numbers
+            of all ranks. Set if the call is an all_to_all, a gather or a scatter.
     """
 
     even: int
@@ -146,10 +146,10 @@ class Exchange(NamedTuple):
 
 @dataclass(slots=True)
 class Task:
-    """A program with everything it needs to run.
+    """A program with everything that it needs to run.
 
     Attributes:
-        call: What the ranks agree on before any buffer is written.
+        call: The call; the ranks agree on it before any buffer is written.
         program: This rank's steps.
         input: [*] read-only, an array or a list; None if the program has no input buffer.
         output: [*] written in place, likewise; None if this rank gets no output.
@@ -157,9 +157,10 @@ class Task:
         op: Reduce op of recv_reduce and reduce steps.
         deadline: Of the whole call.
         exchange: Numbers to compare after the agreement.
-        begin: Runs when the turn has come: packs, scales. None if the arrays are used in place.
-        finish: Runs after success, before the completion: unpacks, scales. None if the result
-            is where it belongs.
+        begin: Packs and scales when the task's turn has come. None if the arrays are used in
+            place.
+        finish: Unpacks and scales after success, before the completion. None if the result is
+            in its place already.
     """
 
     call: Call
@@ -177,37 +178,37 @@ class Task:
 class Engine(ABC):
     """Runs the tasks of one communicator, one after another, in the order of submission.
 
-    Contract: no buffer is written before all ranks have agreed on the call. Ranks that disagree
-    all get CollectiveMismatchError and the group stays usable. Every other failure (time-out,
-    lost rank, abort) breaks the group on all ranks and names who is to blame.
+    Contract: no buffer is written before all ranks have agreed on the call. If ranks disagree,
+    all of them get CollectiveMismatchError and the group stays usable. Every other failure
+    (time-out, lost rank, abort) breaks the group on all ranks and names the ranks to blame.
     """
 
     name: str
     shares_memory = False
-    """Whether programs of `post` and `read` steps are the fast ones."""
+    """Whether programs of `post` and `read` steps are faster than programs of messages."""
 
     ranks_per_host = 1
-    """If the ranks are numbered host by host, with as many on each; else 1."""
+    """Number of ranks per host if it is equal and ranks are numbered host by host; else 1."""
 
     over = "messages"
-    """What programs run over, as far as it is known."""
+    """What carries the data of programs ("messages", "shared memory"), as far as it is known."""
 
     calls: Any = None
-    """What repeats calls without Python code, if the engine can; see `engines.repeat`."""
+    """Repeats calls without Python code, if the engine can; see `engines.repeat`."""
 
     pending_type: Any = Completion
-    """Makes the completion of a call that is repeated: (outputs, deadline, runs_here)."""
+    """Type of the completion of a repeated call; made from (outputs, deadline, runs_here)."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.timeout_s = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Say what time-out a call has that is repeated, in seconds; tasks bring their own."""
+        """Set the time-out of repeated calls, in seconds; a task has its own deadline."""
         self.timeout_s = timeout_s
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
-        """Return this rank's program in the form that this engine executes best."""
+        """Return this rank's program in the form that this engine executes fastest."""
         return lower(schedule, self.comm.rank, layout)
 
     @abstractmethod
@@ -215,10 +216,10 @@ class Engine(ABC):
         """Give the task its place in the order, run it, and finish `completion`.
 
         Args:
-            task: What to run.
-            completion: What the caller waits for.
-            inline: Run on the calling thread if nothing is pending; the completion is done on
-                return. Otherwise the progress thread runs it.
+            task: The task to run.
+            completion: Becomes done when the task has ended.
+            inline: Run on the calling thread if no task is pending. The completion is done on
+                return. Otherwise the progress thread runs the task.
 
         Raises:
             ClosedError: The engine is closed, or belongs to the parent of a fork.
@@ -226,20 +227,20 @@ class Engine(ABC):
         """
 
     def runs_here(self) -> bool:
-        """Whether the calling thread is the one that runs queued tasks; it must not wait."""
+        """Whether the calling thread runs the queued tasks; if so, it must not wait."""
         return False
 
     @abstractmethod
     def last_number(self) -> int:
-        """Return the number of the last call, which counts those of this rank from 1."""
+        """Return the number of this rank's last call; the first call has number 1."""
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """End everything that runs or waits, here and on the other ranks."""
+        """End all running and waiting tasks, here and on the other ranks."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the communicator and the progress thread; what is queued gets ClosedError."""
+        """Close the communicator and the progress thread; queued tasks end with ClosedError."""
 
 
 def name_ranks(ranks: tuple[int, ...] | list[int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Memory", "adjacent", "are_even", "joined", "spread"]
+__all__ = ["Memory", "adjacent", "are_even", "concatenated", "copy_back"]
 
 Array = np.ndarray[Any, Any]
 
@@ -15,20 +15,20 @@ Memory = Array | list[Array] | None
 
 
 def are_even(memory: Memory) -> bool:
-    """Whether it is no list, or one of arrays of equal size."""
+    """Whether the memory is not a list, or a list of arrays of equal size."""
     return not isinstance(memory, list) or all(each.size == memory[0].size for each in memory)
 
 
-def joined(memory: Memory) -> Array | None:
-    """Return a list as one array: its memory if its arrays lie one after another, else a copy."""
+def concatenated(memory: Memory) -> Array | None:
+    """Return a list as one array: its own memory if its arrays are adjacent, else a copy."""
     if not isinstance(memory, list):
         return memory
     together = adjacent(memory)
     return np.concatenate(memory) if together is None else together
 
 
-def spread(array: Array | None, memory: Memory) -> None:
-    """Copy what `joined` has returned back into the list, unless it is the list's memory."""
+def copy_back(array: Array | None, memory: Memory) -> None:
+    """Copy the array that `concatenated` returned into the list, unless they share memory."""
     if array is None or not isinstance(memory, list):
         return
     at = 0
@@ -39,7 +39,7 @@ def spread(array: Array | None, memory: Memory) -> None:
 
 
 def adjacent(parts: list[Array]) -> Array | None:
-    """Return the memory of arrays that lie one after another, or None if they do not."""
+    """Return adjacent arrays as one array, or None if they are not adjacent."""
     full = [part for part in parts if part.size]
     if not full:
         return None

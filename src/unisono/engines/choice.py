@@ -33,15 +33,15 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
         kind: "auto", "native" or "reference"; UNISONO_ENGINE if None.
 
     Raises:
-        UnsupportedError: "native" was asked for and cannot be had; says why.
+        UnsupportedError: "native" was requested but cannot be used; the text gives the reason.
     """
     kind = kind or config.get("UNISONO_ENGINE")
     if kind not in ("auto", "native", "reference"):
         raise InvalidArgumentError(f"unknown engine {kind!r} (known: auto, native, reference)")
     if kind == "reference":
         return ReferenceEngine(comm)
-    words = [comm.transport.hosts[rank] for rank in comm.ranks]
-    if all(words) and (len(set(words)) == 1 or _reach_each_other(comm, words)):
+    hosts = [comm.transport.hosts[rank] for rank in comm.ranks]
+    if all(hosts) and (len(set(hosts)) == 1 or _reach_each_other(comm, hosts)):
         neighbours = comm.transport.hosts.count(comm.transport.hosts[comm.transport.rank])
         log_once(_log, logging.INFO, "collectives run on the %s", str(engine_info()))
         return NativeEngine(comm, crowded=neighbours > usable_cores())
@@ -58,23 +58,24 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
     return ReferenceEngine(comm)
 
 
-def _reach_each_other(comm: Communicator, words: Sequence[str]) -> bool:
-    """Whether ranks of several hosts have messages in C++ that understand each other."""
+def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
+    """Whether ranks of several hosts have C++ messages of equal versions."""
     messages = comm.transport.messages
-    versions = {word.partition("/")[0] for word in words}
+    versions = {host.partition("/")[0] for host in hosts}
     return isinstance(messages, NativeMessages) and messages.reaches_all and len(versions) == 1
 
 
 class EngineInfo(NamedTuple):
-    """What executes collectives in the groups of this process.
+    """The engine that executes collectives in the groups of this process.
 
     Attributes:
         engine: "native" (C++) or "reference" (Python).
-        why: Why that one.
+        why: The reason for this engine.
         isa: Instruction set of the native reductions; "" without them.
-        isas: Those that this machine has, from slowest.
-        shared_memory: "memfd", or why ranks cannot share memory.
-        cores: Cores this process may use; with more ranks than that on a host, waits do not spin.
+        isas: Instruction sets of this machine, slowest first.
+        shared_memory: "memfd", or the reason why ranks cannot share memory.
+        cores: Cores that this process may use. With more ranks than cores on a host, waits do not
+            spin.
         build: Compiler of the extension module; "" without it.
     """
 
@@ -94,10 +95,10 @@ class EngineInfo(NamedTuple):
 
 
 def engine_info() -> EngineInfo:
-    """Return which engine the groups of this process get, as far as one process can know.
+    """Return the engine that groups of this process get, as far as one process can know.
 
-    A group of which one rank has another word here uses the reference engine all the same;
-    `repr(group)` and the log say so.
+    A group uses the reference engine if any of its ranks reports another engine here. Then
+    `repr(group)` and the log show the engine of the group.
     """
     memory = memory_kind()
     wish = config.get("UNISONO_ENGINE")

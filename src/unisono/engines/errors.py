@@ -83,7 +83,7 @@ class Expired(Exception):
     """A wait inside a collective reached the deadline of the call.
 
     Args:
-        asked: The question that was put to the others when the deadline came near.
+        asked: The question that was sent to the other ranks when the deadline came near.
     """
 
     def __init__(self, asked: Question | None = None) -> None:
@@ -141,7 +141,7 @@ def status_of_code(
 
 
 def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: Deadline) -> Failure:
-    """Return what broke a collective, in words for all ranks."""
+    """Return the failure that broke a collective, worded for all ranks."""
     me = comm.transport.rank
     if isinstance(error, Failure):
         return error
@@ -149,18 +149,19 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
         reason = f"{name_ranks([error.peer])} was lost: {error.reason}"
         return Failure("lost", reason, [error.peer], me, _table_of_lost(error.peer, comm, call))
     if isinstance(error, Expired):
-        return _who_is_late(comm, call, deadline, error.asked)
+        return _time_out(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
     return Failure("memory" if isinstance(error, MemoryError) else "failed", reason, [me], me)
 
 
-def _who_is_late(
+def _time_out(
     comm: Communicator, call: Call, deadline: Deadline, asked: Question | None
 ) -> Failure:
-    """Ask every other rank how far it is; blame those that are behind or silent.
+    """Ask every other rank for its last call; blame the ranks that are behind or silent.
 
-    An earlier answer says where a rank was. If it was not in the call it may have come since; if it
-    was, or has left, then it is blamed only if nobody else is.
+    An earlier answer counts for a rank that does not answer again. If this rank was not in the
+    call then, it may have entered it since. If it was in the call, or has left, it is blamed only
+    if no other rank is.
     """
     transport = comm.transport
     waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
@@ -172,7 +173,7 @@ def _who_is_late(
         before = {rank: status for rank, status in asked.answers.items() if rank not in now}
         ago = f"{time.monotonic() - asked.asked_s:.1f} s ago"
     if (known := transport.failure(comm.context)) is not None:
-        # Somebody else found out while we asked; one story is better than two.
+        # Another rank has reported a failure meanwhile. All ranks must report the same failure.
         return known
     behind = sorted(rank for rank, status in now.items() if status.seq < call.seq)
     quiet = [rank for rank in comm.others if rank not in now]
@@ -181,25 +182,25 @@ def _who_is_late(
     missed = sorted(before.keys() - {*gone, *came})
     silent = [rank for rank in quiet if rank not in before and rank not in gone]
     if behind or missed or silent:
-        # Whom they wait for, too.
+        # These ranks wait for the others, too.
         came = gone = []
-    said = [
+    groups = [
         (behind, "never entered it"),
         (missed, f"had not entered it {ago} and did not answer again"),
         (came, "entered it but did not answer again"),
         (gone, "left or died"),
         (silent, "did not answer"),
     ]
-    reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in said if ranks]
-    told = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
-    reason = f"timed out after {deadline}: {told}"
+    reasons = [f"{name_ranks(ranks)} {what}" for ranks, what in groups if ranks]
+    details = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
+    reason = f"timed out after {deadline}: {details}"
     blamed = sorted(behind + missed + came + gone + silent)
     table = _table(transport.rank, transport.unreached(), before | now) if quiet else []
     return Failure("timeout", reason, blamed, transport.rank, table)
 
 
 def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
-    """Return who could not reach whom, if that is why a rank is lost."""
+    """Return the links that could not be made, if a rank is lost because of that."""
     transport = comm.transport
     if peer not in (mine := transport.unreached()):
         return []
@@ -209,18 +210,18 @@ def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
 
 
 def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str]:
-    """Return a line for each rank that could not reach another one at some address, and why."""
-    told = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
+    """Return a line with the reason for each address at which a rank could not reach a rank."""
+    rows_of = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
     return [
         f"rank {rank} -> rank {peer} at {row}"
-        for rank, unreached in sorted(told.items())
+        for rank, unreached in sorted(rows_of.items())
         for peer, rows in sorted(unreached.items())
         for row in rows
     ]
 
 
 def break_group(comm: Communicator, failure: Failure) -> None:
-    """Tell every member, and fail whatever of this group runs or waits here."""
+    """Send a failure to every member, and end all calls of this group here."""
     comm.transport.fail(comm.context, failure, comm.others)
 
 
@@ -234,7 +235,7 @@ def broken_group_error(
     seq: int | None = None,
     nbytes: int | None = None,
 ) -> UnisonoError:
-    """Return the error of the call that broke a group, or during which it broke."""
+    """Return the error of a call that broke its group, or during which the group broke."""
     me = comm.transport.rank
     found = "" if failure.by == me else f" (found by rank {failure.by})"
     number = "" if seq is None else f" #{seq}"
@@ -270,7 +271,7 @@ def _of_class(failure: Failure, comm: Communicator, text: str, **where: Any) -> 
 def mismatch_error(
     comm: Communicator, call: Call, answers: dict[int, CallStatus]
 ) -> CollectiveMismatchError:
-    """Return the error of ranks that made different calls: every variant with its ranks."""
+    """Return the error of ranks that made different calls; it lists the ranks of each call."""
     me = comm.transport.rank
     variants: dict[str, list[int]] = {call.text: [me]}
     for rank, status in sorted(answers.items()):
@@ -278,10 +279,10 @@ def mismatch_error(
         variants.setdefault(text, []).append(rank)
     if silent := [rank for rank in comm.others if rank not in answers]:
         variants["(no answer)"] = silent
-    told = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
+    calls = [f"{name_ranks(sorted(ranks))} called {text}" for text, ranks in variants.items()]
     text = (
         f"{call.op} #{call.seq} in group '{comm.name}' does not match on {comm.here}: "
-        f"{'; '.join(told)}"
+        f"{'; '.join(calls)}"
     )
     others = tuple(sorted(rank for ranks in list(variants.values())[1:] for rank in ranks))
     return CollectiveMismatchError(

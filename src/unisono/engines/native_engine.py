@@ -1,8 +1,8 @@
 """The native engine: programs executed in C++, without the interpreter lock.
 
-Order, threads and errors are those of every engine; only the execution of a task differs. Programs
-of posts and reads run over memory that all ranks of a group share (`Group`), programs of messages
-over rings and wires (`Steps`).
+Order, threads and errors are those of every engine. Only the execution of a task differs. Programs
+of posts and reads run over memory that all ranks of a group share (`Group`). Programs of messages
+run over rings and wires (`Steps`).
 
 The memory of a group is made when its first call runs. If the ranks cannot share memory, the group
 uses messages.
@@ -25,7 +25,7 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
-from unisono.engines.array_lists import Memory, are_even, joined, spread
+from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
@@ -50,16 +50,17 @@ _log = get_logger("engines.native")
 
 Array = np.ndarray[Any, Any]
 
-# What only moves, such as float8, is bytes to the C++ engine.
+# A dtype without reductions, such as float8, is bytes to the C++ engine.
 _CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
 if _engine is not None:
     _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
 
-# How long a rank that takes no part any more may be silent before nothing more is expected of it.
-# Only one that is stopped is, or whose connections outlive it because a child of it has them.
+# How long a rank that takes no part any more has for its reason. Only two kinds of ranks need all
+# of it: a stopped rank, and a rank whose connections are held open by a child process.
 _SILENCE_S = 1.0
 
-# A rank that was told to abort, and ended then, was told by another one, which tells all.
+# How long to wait for the reason of an abort. If the aborting rank has ended, another rank caused
+# the abort, and sends the reason to all ranks.
 _ABORT_WORDS_S = 5.0
 
 _INT64 = dtype_named("int64")
@@ -68,12 +69,12 @@ _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 
 
 def is_native_built() -> bool:
-    """Whether the extension module is there, and fits."""
+    """Whether the extension module is built, and fits this version."""
     return _engine is not None
 
 
 class _Repeated(NamedTuple):
-    """What a call that is repeated without Python code comes back with if it goes wrong."""
+    """The call that C++ returns to Python if a repeated call fails."""
 
     call: Call
     program: Program
@@ -115,23 +116,23 @@ def _in_messages(program: Program) -> Any:
 def _uneven(
     messages: Program, counts: bytes, rank: int, size: int, itemsize: int
 ) -> _NativeProgram | None:
-    """As `lower_uneven`, once for calls that repeat their sizes."""
+    """Return `lower_uneven`, cached for calls that repeat their sizes."""
     table = np.frombuffer(counts, np.int64).reshape(size, size)
     shared = lower_uneven(messages, table, rank, itemsize, SLOT_BYTES)
     return None if shared is None else _NativeProgram(shared)
 
 
 def _before_exchange(task: Task) -> tuple[Task, int]:
-    """Return what a task begins with, and its word for numbers that may differ."""
+    """Return the task to run first, and the number that is equal if all ranks' sizes fit."""
     if task.exchange is None:
         return task, 1
     even = task.exchange.even
-    # A program of sizes that nobody has compared yet may name what is not there.
+    # A program of sizes that the ranks have not compared may address memory outside the buffers.
     return task if even else replace(task, program=_NO_STEPS), even
 
 
 def _whole(memory: Memory) -> Memory:
-    return memory if are_even(memory) else joined(memory)
+    return memory if are_even(memory) else concatenated(memory)
 
 
 def _flat(memory: Memory) -> Memory:
@@ -141,7 +142,7 @@ def _flat(memory: Memory) -> Memory:
 
 
 def _ask_others(engine: NativeEngine | None) -> None:
-    """Ask how far the others are in the call that this rank is in; C++ calls this."""
+    """Ask the other ranks for their last calls; C++ calls this when a deadline comes near."""
     if engine is None:
         return
     comm = engine.comm
@@ -151,7 +152,7 @@ def _ask_others(engine: NativeEngine | None) -> None:
 
 
 def _regular(hosts: Sequence[str]) -> int:
-    """Return the ranks per host if they are numbered host by host, as many on each; else 1."""
+    """Return the ranks per host if it is equal and ranks are numbered host by host; else 1."""
     count = hosts.count(hosts[0])
     rows = [set(hosts[at : at + count]) for at in range(0, len(hosts), count)]
     regular = all(len(row) == 1 for row in rows) and len(set(hosts)) * count == len(hosts)
@@ -168,11 +169,11 @@ def _choose_isa(name: str) -> None:
 
 
 class NativeEngine(QueueEngine):
-    """Runs tasks over shared memory where the ranks have one host, and with messages.
+    """Runs tasks over shared memory if all ranks are on one host, and otherwise with messages.
 
     Args:
-        comm: Its ranks have non-empty host words.
-        crowded: More ranks than cores take part on this host.
+        comm: The group; all its ranks have a host id.
+        crowded: Whether more ranks than cores take part on this host.
     """
 
     name = "native"
@@ -188,12 +189,12 @@ class NativeEngine(QueueEngine):
         self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None
         self._steps: Any = None
-        # What gathers so many numbers of each rank.
+        # Programs that gather k numbers of each rank, by k.
         self._tables: dict[int, Program] = {}
-        self._told = threading.Event()
+        self._failure_known = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._repeated_badly, self._begun_again)
+        self.calls = _engine.Calls(self._turn, self._finish_repeat, self._queue_repeat)
         comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -229,7 +230,7 @@ class NativeEngine(QueueEngine):
         return self._flight(first, task.call.fingerprint, even)
 
     def _exchange(self, task: Task) -> None:
-        """Compare the numbers that may differ by rank, and run the program for such."""
+        """Compare the numbers that may differ by rank, and run the program for unequal sizes."""
         exchange = task.exchange
         assert exchange is not None
         table = self._gather(task, exchange.mine)
@@ -249,13 +250,13 @@ class NativeEngine(QueueEngine):
     # ---- repeated calls -------------------------------------------------------------------
 
     def _last_without_python(self) -> CallStatus | None:
-        """Return the last call that this rank has begun without `Transport.enter`."""
+        """Return the last call that this rank has begun without `Transport.enter`, or None."""
         queued, last = self.last_queued(), self.calls.last()
         if last is None or (queued is not None and queued.seq > last[0]):
             return queued
         return CallStatus(last[0], last[1].call.text)
 
-    def _repeated_badly(
+    def _finish_repeat(
         self,
         what: _Repeated,
         seq: int,
@@ -263,23 +264,23 @@ class NativeEngine(QueueEngine):
         raised: BaseException | None,
         buffers: tuple[Memory, Memory],
     ) -> None:
-        """Do what remains of a repeated call that did not end well; it has the turn still."""
+        """Finish a repeated call that failed in C++. The caller still holds the turn."""
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = self.task_again(what, buffers, seq)
-        error = self._run(task, lambda task: self.perform_rest(task, *status))
+        task = self.repeated_task(what, buffers, seq)
+        error = self._run(task, lambda task: self.continue_task(task, *status))
         if error is not None:
             raise error
 
-    def task_again(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
+    def repeated_task(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
         call, program, dtype, op, exchange = repeated
         source, target = map(_flat, buffers)
         deadline = Deadline(self.timeout_s)
         call = call._replace(seq=seq)
         return Task(call, program, source, target, dtype, op, deadline, exchange)
 
-    def perform_rest(self, task: Task, code: int, peer: int) -> None:
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
         if code != _engine.UNEVEN:
             self._raise(task, code, peer)
         self._exchange(task)
@@ -287,9 +288,15 @@ class NativeEngine(QueueEngine):
     # ---- the C++ engine -------------------------------------------------------------------
 
     def _execute(self, task: Task, fingerprint: int = 0, even: int = 1) -> bool:
-        """Run a task's program, after an agreement on `fingerprint` unless it is 0: agreed already.
+        """Run a task's program.
 
-        Returns False, and has written nothing, if the ranks' words `even` differ.
+        Args:
+            task: The task.
+            fingerprint: The ranks agree on it first; 0 if they have agreed already.
+            even: Compared in the agreement, too.
+
+        Returns:
+            False if `even` differs between ranks; then nothing was written.
         """
         given, result = _whole(task.input), _whole(task.output)
         changed = given is not task.input or result is not task.output
@@ -298,11 +305,11 @@ class NativeEngine(QueueEngine):
         if code and code != _engine.UNEVEN:
             self._raise(task, code, peer)
         if result is not task.output:
-            spread(cast(Array, result), task.output)
+            copy_back(cast(Array, result), task.output)
         return not code
 
     def _flight(self, task: Task, fingerprint: int, even: int) -> Any:
-        """Return what C++ needs to run a task, here or queued; arguments as in `_execute`."""
+        """Return the task for C++, to run here or queued; arguments as in `_execute`."""
         program, dtype = task.program, task.dtype
         if self._group is not None and isinstance(program, _NativeProgram):
             runner, native = self._group, program.native
@@ -346,7 +353,7 @@ class NativeEngine(QueueEngine):
         if code == _engine.MISMATCH:
             with Run(comm, task) as run:
                 raise run.mismatch()
-        if takes_no_part(code) and self._is_told(comm.ranks[peer], code):
+        if takes_no_part(code) and self._is_explained(comm.ranks[peer], code):
             code = _engine.ABORTED
         raise status_of_code(
             comm,
@@ -357,21 +364,22 @@ class NativeEngine(QueueEngine):
             shares_memory=self._group is not None,
         )
 
-    def _is_told(self, peer: int, code: int) -> bool:
-        """Return whether a rank that takes no part any more, or another one, has said why.
+    def _is_explained(self, peer: int, code: int) -> bool:
+        """Whether the reason is known why a rank takes no part any more.
 
-        The shared memory tells of its end at once, its reason comes over its link: before its
-        answer to any question, and before the end of the link, which ends the question as well.
+        The shared memory shows the end of a rank at once. The reason comes over a link: before
+        this rank's answer to any question, and before the end of the link. Either ends the question
+        that is asked here.
         """
-        if not self._told.is_set():
+        if not self._failure_known.is_set():
             transport = self.comm.transport
             transport.ask(self.comm.context, 0, [peer], Deadline(_SILENCE_S))
-        return self._told.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
+        return self._failure_known.wait(_ABORT_WORDS_S if code == _engine.ABORTED else 0)
 
     # ---- setting up -----------------------------------------------------------------------
 
     def _connect(self, run: Run) -> None:
-        """Make or open the group's memory; all ranks come to the same verdict."""
+        """Make or open the group's memory; all ranks get the same result."""
         comm = self.comm
         if comm.size == 1:
             self._connected = True
@@ -389,13 +397,13 @@ class NativeEngine(QueueEngine):
         numbers = [self._hosts.index(host) for host in self._hosts]
         self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]
-        # Without a reference to the engine: nobody can see cycles through C++.
+        # A weak reference to the engine, because the collector sees no cycles through C++.
         here = weakref.ref(self)
         for each in runners:
             each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
-            self._told.set()
+            self._failure_known.set()
             for each in runners:
                 each.abort()
 

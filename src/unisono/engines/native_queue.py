@@ -1,11 +1,12 @@
 """The queue of the C++ engine: asynchronous calls that run without the interpreter.
 
-Theory of operation: the progress thread of a group spends its life in `Turn.serve`, in C++ and
-without the interpreter lock. A queued call whose program can run as it is (`Flight`) runs there
-and ends there: whoever waits for it sleeps in C++ too, or finds out when asking. `serve` returns
-for what needs Python: a call that C++ cannot run, one that has ended badly, and one that has ended
-well and has callbacks. In the first two cases nothing else runs until Python has said `finish`, so
-the calls of a group run in the order of submission, whoever runs them.
+Theory of operation: the progress thread of a group stays in `Turn.serve`, in C++ and without the
+interpreter lock. If the program of a queued call needs no Python (`Flight`), it runs and ends
+there. A thread that waits for the call sleeps in C++, too; a thread that polls detects the end.
+
+`serve` returns if a call needs Python. There are three cases: C++ cannot run the call, the call has
+failed, or the call has succeeded and has callbacks. In the first two cases no other call runs until
+Python calls `finish`. So the calls of a group run in the order of submission.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ _FOREVER_S = 4e9
 
 
 class _Queued:
-    """A call in the queue, and where its completion learns of its end.
+    """A call in the queue; the source of its completion (see `base.completion.Source`).
 
     Attributes:
-        completion: None once it is finished, or about to be by who asked: it holds the arrays.
-        task: Makes the task of it from its number; None once that is not needed any more.
+        completion: None from the moment on at which a thread finishes it, because it holds the
+            arrays.
+        flight: The call in C++; None after `release`.
+        task: Makes the task from the number of the call; None after `release`.
     """
 
     __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "flight", "is_put", "task")
@@ -55,34 +58,34 @@ class _Queued:
         self.flight = flight
         self.task: Callable[[int], Task] | None = task
         self._seq = 0
-        # False: it has no number yet, but C++ is about to get it.
+        # False: the call has no number yet, and is about to be given to C++.
         self.is_put = False
 
     @property
     def seq(self) -> int:
-        """The number in the group's order; 0 before it is queued."""
+        """The number in the group's order; 0 before the call is queued."""
         if (flight := self.flight) is not None:
             self._seq = int(flight.seq)
         return self._seq
 
     def status(self) -> CallStatus:
-        """Return what other ranks are told of it."""
+        """Return the call as other ranks see it."""
         return CallStatus(self.seq, self.call.text)
 
     def is_over(self) -> bool:
-        """Whether the call is over, and Python need not say so to whoever waits."""
+        """Whether the call is over and no other thread is about to finish its completion."""
         flight = self.flight
         if flight is None or not self.is_put:
             return self.is_put
         return self._turn.is_over(self.seq) and not flight.is_handed
 
     def poll(self) -> None:
-        """Finish the completion if the call is over and nobody else does."""
+        """Finish the completion if the call is over and no other thread does."""
         if self.is_over() and (completion := self.release()) is not None:
             completion.finish()
 
     def wait(self, deadline: Deadline | None) -> bool:
-        """Block until the call is over; False if the deadline passed first."""
+        """Block until the call is over; return False if the deadline passed first."""
         seq = self.seq
         if not self._turn.is_over(seq):
             if self._comm.closed():
@@ -95,16 +98,16 @@ class _Queued:
         return True
 
     def watch(self) -> bool:
-        """Have the progress thread finish the completion; False: the call has ended well."""
+        """Make the progress thread finish the completion; False: the call has succeeded."""
         flight = self.flight
-        # Without one, another thread is about to finish it.
+        # Without a flight, another thread is about to finish the completion.
         if flight is None or self._turn.watch(flight):
             return True
         self.release()
         return False
 
     def release(self) -> Completion | None:
-        """Let go of the arrays; return the completion, for the caller to finish."""
+        """Release the arrays; return the completion, for the caller to finish."""
         self._seq = self.seq
         completion, self.completion = self.completion, None
         self.flight = self.task = None
@@ -117,28 +120,28 @@ def _numbered(task: Task, seq: int) -> Task:
 
 
 class QueueEngine(OrderedEngine):
-    """Runs asynchronous tasks on a thread that needs no interpreter for most of them."""
+    """Runs asynchronous tasks on a thread that needs no interpreter for most tasks."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm, _engine.Turn())
-        # In the order of the queue: what is not known to be over.
+        # In the order of the queue: calls that are not known to be over.
         self._queued: deque[_Queued] = deque()
         self._last_over: CallStatus | None = None
 
     @abstractmethod
     def prepare(self, task: Task) -> Any:
-        """Return the task as a `Flight`, or None if C++ alone cannot run it."""
+        """Return the task as a `Flight`, or None if it needs Python."""
 
     @abstractmethod
-    def perform_rest(self, task: Task, code: int, peer: int) -> None:
-        """Do what remains of a task that has ended with this status; raises as `perform` does."""
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
+        """Continue a task whose program has ended with this status; raises as `perform` does."""
 
     @abstractmethod
-    def task_again(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
-        """Return the task of a call that C++ repeats, on these buffers."""
+    def repeated_task(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
+        """Return the task of a call that C++ has repeated, on these buffers."""
 
     def last_queued(self) -> CallStatus | None:
-        """Return the last queued call that has begun, if it is known."""
+        """Return the last queued call that has begun, or None if it is unknown."""
         begun = self._turn.begun
         found = [queued for queued in list(self._queued) if 0 < queued.seq <= begun]
         return found[-1].status() if found else self._last_over
@@ -151,7 +154,7 @@ class QueueEngine(OrderedEngine):
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         super().submit(task, completion, inline=inline)
-        self._forget()
+        self._discard_ended()
 
     def _append(
         self, call: Call, completion: Completion, flight: Any, task: Callable[[int], Task]
@@ -159,7 +162,7 @@ class QueueEngine(OrderedEngine):
         given = flight or _engine.Flight()
         queued = _Queued(self._turn, self.comm, call, completion, given, task)
         try:
-            # Before the push: Ctrl-C between the two must not free what C++ works on.
+            # Before the push: otherwise Ctrl-C between the two would free memory that C++ uses.
             self._queued.append(queued)
             if flight is not None:
                 completion.ends_with(queued)
@@ -167,10 +170,10 @@ class QueueEngine(OrderedEngine):
         finally:
             queued.is_put = True
 
-    def _begun_again(
+    def _queue_repeat(
         self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
     ) -> tuple[Completion, str]:
-        """Queue a call that C++ has prepared; return its completion and its name."""
+        """Queue a repeated call that C++ has prepared; return its completion and its name."""
         call, output = repeated.call, buffers[1]
         outputs = output if isinstance(output, list) else [] if output is None else [output]
         self._require_open(call)
@@ -178,28 +181,28 @@ class QueueEngine(OrderedEngine):
         with self._changed:
             self._require_open(call)
             self._worker.start(self._progress)
-            task = partial(self.task_again, repeated, buffers)
+            task = partial(self.repeated_task, repeated, buffers)
             self._append(call, completion, flight, task)
-        self._forget()
+        self._discard_ended()
         return completion, call.op
 
-    def _forget(self) -> None:
-        """Let go of what is over and told."""
+    def _discard_ended(self) -> None:
+        """Remove the calls that are over, and finish their completions."""
         over = []
         with self._changed:
             while self._queued and (queued := self._queued[0]).is_over():
-                # A signal handler may make calls in `is_over`, and so let go of what is first.
+                # A signal handler may make calls inside `is_over`, and so remove the first call.
                 if not self._queued or self._queued[0] is not queued:
                     continue
                 self._queued.popleft()
                 if queued.seq:
                     self._last_over = queued.status()
                 over.append(queued)
-        # Not under the lock: a callback may wait for another thread, which makes a call.
+        # Not under the lock: a callback may wait for a thread that makes a call.
         for queued in over:
             queued.poll()
 
-    def _take_back(self) -> list[tuple[Call, Completion]]:
+    def _clear_queue(self) -> list[tuple[Call, Completion]]:
         first = self._turn.close()
         return [
             (queued.call, queued.completion)
@@ -211,19 +214,19 @@ class QueueEngine(OrderedEngine):
         self._turn.wait_until_still(limit_s)
 
     def _wake(self) -> None:
-        """Do nothing: the turn wakes who waits for it."""
+        """Do nothing: the turn in C++ wakes the threads that wait for it."""
 
     def _progress(self) -> None:
         while True:
             reason, seq, code, peer = self._turn.serve()
             if reason == _engine.Turn.CLOSED:
                 return
-            self._forget()
+            self._discard_ended()
             with self._changed:
                 queued = None if reason == _engine.Turn.IDLE else self._find(seq)
             if queued is not None:
                 self._handle(queued, reason, code, peer)
-            # A waiting thread must not keep the buffers of a finished task alive.
+            # Otherwise this thread would keep the buffers of a finished task while it waits.
             del queued
 
     def _find(self, seq: int) -> _Queued:
@@ -236,7 +239,7 @@ class QueueEngine(OrderedEngine):
             completion.finish()
             return
         assert make is not None
-        rest = partial(self.perform_rest, code=code, peer=peer)
+        rest = partial(self.continue_task, code=code, peer=peer)
         self._run_and_finish(
             make(queued.seq),
             completion,

@@ -1,7 +1,7 @@
 """The order of a group's tasks: on the caller's thread, or on a progress thread.
 
-What all engines share: sequence numbers, the queue, and what becomes of an error. How a task is
-executed is the sub-class's business.
+All engines share the sequence numbers, the queue and the handling of errors. A sub-class executes
+the tasks.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from unisono.transports.messages import Failure
 
 __all__ = ["OrderedEngine"]
 
-# How long close() waits for the call that it has broken, and for callbacks that run.
+# How long close() waits for a call that it has aborted, and for running callbacks.
 _CLOSE_S = 10.0
 
 
 class Turn:
-    """Whose turn it is: calls run one after another, and are counted.
+    """The right to run a call: one thread has it at a time. It also counts the calls.
 
-    The C++ engine has its own, which is its queue as well. Here everything happens under the
-    engine's lock, and `wanted` says that something is queued.
+    The C++ engine has its own `Turn`, which is its queue as well. All methods of this class are
+    called under the engine's lock. `wanted` is set while tasks are queued.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Turn:
         return self.last
 
     def take(self) -> int:
-        """Take the turn and return the next number; 0 if it is not free, or wanted."""
+        """Take the turn and return the next number; 0 if the turn is taken or wanted."""
         if self.wanted or not self.seize():
             return 0
         return self.count()
@@ -75,7 +75,7 @@ class Turn:
 
 
 class OrderedEngine(Engine):
-    """Runs tasks on the caller's thread, or on a progress thread made when first needed.
+    """Runs tasks on the caller's thread, or on a progress thread that is started on first use.
 
     Args:
         comm: The group.
@@ -91,7 +91,7 @@ class OrderedEngine(Engine):
         self._worker = Worker(f"unisono-progress-{comm.name}")
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
-        # Before the lock, which in the child of a fork another thread may hold for ever.
+        # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
         self._require_open(task.call)
         with self._changed:
             self._require_open(task.call)
@@ -127,13 +127,13 @@ class OrderedEngine(Engine):
             if self._closed:
                 return
             self._closed = True
-            dropped = self._take_back()
+            dropped = self._clear_queue()
             runs = self._turn.runs()
         for call, completion in dropped:
-            told = f"group '{self.comm.name}' was destroyed before {call.text} ran"
-            completion.finish(ClosedError(told))
+            why = f"group '{self.comm.name}' was destroyed before {call.text} ran"
+            completion.finish(ClosedError(why))
         if runs:
-            # Its peers are in this call too, and it cannot end any more.
+            # The other ranks are in this call, too, and it cannot end any more.
             self.abort(f"rank {self.comm.transport.rank} destroyed the group while a call ran")
             self._wait_until_still(_CLOSE_S)
         self._worker.join(_CLOSE_S)
@@ -153,8 +153,11 @@ class OrderedEngine(Engine):
         self._changed.notify_all()
         return int(self._turn.count())
 
-    def _take_back(self) -> list[tuple[Call, Completion]]:
-        """Return what has not begun, and let the progress thread end; under the lock."""
+    def _clear_queue(self) -> list[tuple[Call, Completion]]:
+        """Remove and return the tasks that have not begun, and end the progress thread.
+
+        Called under the lock.
+        """
         dropped, self._queue = self._queue, deque()
         self._turn.wanted = True
         self._changed.notify_all()
@@ -174,7 +177,7 @@ class OrderedEngine(Engine):
                 task, completion = self._queue.popleft()
                 self._turn.wanted = bool(self._queue)
             self._run_and_finish(task, completion, self._turn.give)
-            # A waiting thread must not keep the buffers of a finished task alive.
+            # Otherwise this thread would keep the buffers of a finished task while it waits.
             del task, completion
 
     def _run_and_finish(
@@ -188,18 +191,18 @@ class OrderedEngine(Engine):
         try:
             error = self._run(task, perform or self.perform)
         except BaseException as interrupt:
-            # Ctrl-C in the middle of a collective: the other ranks cannot finish it any more.
+            # After Ctrl-C inside a collective the other ranks cannot finish it any more.
             error = interrupt
             self.abort(f"{type(interrupt).__name__} on rank {self.comm.transport.rank}")
             raise
         finally:
             give()
             self._wake()
-            # Not before: a callback may make the next call, which must find the engine free.
+            # Last, because a callback may make the next call, which must find the turn free.
             completion.finish(error)
 
     def _wake(self) -> None:
-        """Look again whose turn it is, if anybody waits for it."""
+        """Wake the progress thread if it may run or end."""
         with self._changed:
             if self._queue or self._closed:
                 self._changed.notify_all()
@@ -207,7 +210,7 @@ class OrderedEngine(Engine):
     # ---- one task -------------------------------------------------------------------------
 
     def _run(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
-        """Run a task; return its error."""
+        """Run a task; return its error, or None."""
         comm, call = self.comm, task.call
         comm.transport.enter(comm.context, call.seq, call.text)
         try:
@@ -221,13 +224,13 @@ class OrderedEngine(Engine):
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
             break_group(comm, failure)
-            told = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
+            failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
             if isinstance(error, (Failure, LinkDown, Expired)):
-                # The transport keeps it, and its frames would keep the task's buffers.
+                # The transport keeps the error, and its stack frames would keep the task's buffers.
                 error.__traceback__ = None
             else:
-                told.__cause__ = error
-            return told
+                failed.__cause__ = error
+            return failed
         return None
 
     @abstractmethod

@@ -1,12 +1,13 @@
 """The reference engine: programs executed in Python and NumPy.
 
-It is the readable specification of what a program means. A collective runs in two parts:
+It is the readable specification of programs. A collective runs in two parts:
 
-1. Agreement. Ranks pass a fingerprint of the call around in ceil(log2 p) rounds (dissemination:
-   in round k to the rank 2^k further on). Each round merges what was heard, so at the end every
-   rank knows whether all fingerprints are equal. Until then no buffer has been written.
-2. The program, step by step. A send takes its value at once as far as the program can tell: a step
-   that writes memory which is still on its way out waits for it first.
+1. Agreement. The ranks exchange a fingerprint of the call in ceil(log2 p) rounds (dissemination:
+   in round k each rank sends to the rank 2^k further on). Each round merges the fingerprint that
+   was received. So in the end every rank knows whether all fingerprints are equal. No buffer is
+   written before.
+2. The program, step by step. To the program a send takes its value at once. A step that writes
+   memory waits first for the sends that still read this memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 from unisono.base.buffers import as_bytes
 from unisono.base.deadline import Deadline
 from unisono.engines.api import Communicator, Task
-from unisono.engines.array_lists import joined, spread
+from unisono.engines.array_lists import concatenated, copy_back
 from unisono.engines.errors import LATE_S, Expired, mismatch_error
 from unisono.engines.kernels import reduce_into
 from unisono.engines.queue import OrderedEngine
@@ -35,7 +36,7 @@ __all__ = ["ReferenceEngine", "Run"]
 Array = np.ndarray[Any, Any]
 
 _AGREEMENT = struct.Struct("<QQ")
-# How long ranks that disagree wait for each other's text. All of them are in this very call.
+# How long ranks that disagree wait for each other's texts. All of them are in this call.
 _EXPLAIN_S = 1.0
 
 
@@ -51,7 +52,7 @@ class ReferenceEngine(OrderedEngine):
 
 
 class Run:
-    """The execution of one task; leaving the with block takes back what is still open."""
+    """The execution of one task; the end of the with block cancels the open transfers."""
 
     def __init__(self, comm: Communicator, task: Task) -> None:
         self._comm = comm
@@ -76,10 +77,10 @@ class Run:
     # ---- agreement ------------------------------------------------------------------------
 
     def agree(self) -> Program:
-        """Make sure that all ranks are in the same call, and return what to execute.
+        """Check that all ranks are in the same call, and return the program to execute.
 
         Raises:
-            CollectiveMismatchError: They are not; the same on every rank.
+            CollectiveMismatchError: They are not; equal on every rank.
         """
         comm, task = self._comm, self._task
         exchange = task.exchange
@@ -87,12 +88,12 @@ class Run:
         distance = 1
         while distance < comm.size:
             out = memoryview(_AGREEMENT.pack(word, even))
-            heard = memoryview(bytearray(_AGREEMENT.size))
+            received = memoryview(bytearray(_AGREEMENT.size))
             self.send((comm.rank + distance) % comm.size, out)
-            self.wait(self.recv((comm.rank - distance) % comm.size, heard))
-            word_heard, even_heard = _AGREEMENT.unpack(heard)
-            word = word if word == word_heard else 0
-            even = even if even == even_heard else 0
+            self.wait(self.recv((comm.rank - distance) % comm.size, received))
+            their_word, their_even = _AGREEMENT.unpack(received)
+            word = word if word == their_word else 0
+            even = even if even == their_even else 0
             distance *= 2
         self.wait_for_sends()
         if word == 0:
@@ -103,21 +104,21 @@ class Run:
         return task.program
 
     def mismatch(self) -> CollectiveMismatchError:
-        """Ask what the other ranks have called and return the error that tells."""
+        """Ask the other ranks for their calls and return the error that lists them."""
         comm, call = self._comm, self._task.call
         answers = comm.transport.ask(comm.context, call.seq, comm.others, Deadline(_EXPLAIN_S))
         self._stay_for_questions()
         return mismatch_error(comm, call, answers)
 
     def _stay_for_questions(self) -> None:
-        """Wait until all ranks have asked; one that ends right after the error answers no more."""
+        """Wait until all ranks have asked; a rank that ends after the error cannot answer."""
         comm, deadline = self._comm, Deadline(_EXPLAIN_S)
         distance = 1
         with contextlib.suppress(LinkDown, Failure):
             while distance < comm.size:
                 self.send((comm.rank + distance) % comm.size, memoryview(b"\0"))
-                heard = self.recv((comm.rank - distance) % comm.size, memoryview(bytearray(1)))
-                if not heard.wait_until(deadline) or heard.error is not None:
+                sign = self.recv((comm.rank - distance) % comm.size, memoryview(bytearray(1)))
+                if not sign.wait_until(deadline) or sign.error is not None:
                     return
                 distance *= 2
 
@@ -142,7 +143,7 @@ class Run:
         task = self._task
         scratch = np.empty(program.scratch_count, task.dtype.storage)
         received = none = np.empty(0, task.dtype.storage)
-        given, result = joined(task.input), joined(task.output)
+        given, result = concatenated(task.input), concatenated(task.output)
         buffers = {
             Buf.INPUT: none if given is None else given,
             Buf.OUTPUT: none if result is None else result,
@@ -174,13 +175,13 @@ class Run:
             if op == Op.COPY:
                 into[:] = other
             else:
-                # The lower rank's operand first: two ranks that swap their vectors then compute
-                # the same expression. With a+b and b+a, the payload of a NaN, the sign of a zero
-                # and the last bit of a complex product (fused multiply-add) would differ.
+                # The lower rank's operand comes first, so that two ranks that swap their vectors
+                # compute the same expression. Otherwise the results may differ: the payload of a
+                # NaN, the sign of a zero, the last bit of a complex product (fused multiply-add).
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
                 reduce_into(into, other, task.dtype, task.op, swapped=swapped)
         self.wait_for_sends()
-        spread(result, task.output)
+        copy_back(result, task.output)
 
     def _peers(self) -> list[int]:
         return [rank for rank in range(self._comm.size) if rank != self._comm.rank]

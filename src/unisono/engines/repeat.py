@@ -1,13 +1,14 @@
-"""Repeating a call without Python code: what the C++ engine remembers of public functions.
+"""Repeating a call without Python code: the C++ engine remembers calls of public functions.
 
-A small collective takes half a microsecond between two processes, and the way through the
-groups, the dispatcher, the backend and the engine ten times that. So a public function that is
-decorated with `quick` looks, in C++, whether the same call was made before: same function, group,
-dtypes, shapes, root, op and algorithm, on contiguous NumPy arrays or lists of such. If so it runs
-again what that call has run, or queues it for the progress thread; if not, or if anything is
-unusual, the Python function runs, as it does without the C++ engine. What makes a call's meaning
-depend on more than its arguments (a wrapper in the dispatcher) suspends this; with an explicit
-stream Python has every call.
+A small collective takes half a microsecond between two processes. The way through the groups, the
+dispatcher, the backend and the engine takes ten times that. So a public function that
+`repeat_in_cpp` made first searches, in C++, for an equal earlier call. Equal are: function, group,
+dtypes, shapes, root, op and algorithm. The arrays must be contiguous NumPy arrays or lists of them.
+If there was such a call, C++ runs its program again, or queues it for the progress thread. In all
+other cases the Python function runs, as it does without the C++ engine.
+
+A wrapper in the dispatcher suspends this, because the meaning of a call then depends on more than
+its arguments. With an explicit stream, Python runs every call.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 from unisono.base.extension import extension as native
 
-__all__ = ["quick", "resume", "set_default", "set_world", "suspend"]
+__all__ = ["repeat_in_cpp", "resume", "set_default", "set_world", "suspend"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,36 +41,33 @@ _KINDS = {
 }
 
 
-def quick(**kinds: str) -> Callable[[F], F]:
-    """Return a decorator for a function whose calls can be repeated.
+def repeat_in_cpp(function: F, kinds: dict[str, str]) -> F:
+    """Return a function that repeats equal calls in C++; `function` itself without the C++ engine.
 
     Args:
-        **kinds: For each parameter that may be given: "reads" or "writes" for an array,
-            "reads_list" or "writes_list" for a list of arrays of one shape, "op", "root", "group"
-            or "async_op"; of a message: "sent" or "received" for the array, "peer", "tag" and
-            "group". A call that gives another one runs in Python.
+        function: It runs every call that is not a repetition.
+        kinds: The kind of each parameter that a repeated call may give. For an array "reads" or
+            "writes", for a list of arrays of one shape "reads_list" or "writes_list", otherwise
+            "op", "root", "group" or "async_op". For a message: "sent" or "received" for the array,
+            "peer", "tag" and "group". A call that gives another parameter runs in Python.
     """
-
-    def decorate(function: F) -> F:
-        if native is None:
-            return function
-        names = [
-            name
-            for name, parameter in inspect.signature(function).parameters.items()
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
-        if "async_op" in kinds:  # a collective
-            names, letters = [*names, "algorithm"], letters + "a"
-        made: Any = native.quick(function, names, letters)
-        functools.update_wrapper(made, function)
-        return cast(F, made)
-
-    return decorate
+    if native is None:
+        return function
+    names = [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    letters = "".join(_KINDS[kinds[name]] if name in kinds else "-" for name in names)
+    if "async_op" in kinds:  # a collective
+        names, letters = [*names, "algorithm"], letters + "a"
+    made: Any = native.quick(function, names, letters)
+    functools.update_wrapper(made, function)
+    return cast(F, made)
 
 
 def suspend() -> None:
-    """Run every call in Python until `resume`; both count."""
+    """Run every call in Python until `resume` was called as often as `suspend`."""
     if native is not None:
         native.suspend_quick()
 
@@ -83,19 +81,19 @@ def resume() -> None:
 def set_world(
     world: ContextVar[Any], stream: ContextVar[Any], group_type: type, work_type: type
 ) -> None:
-    """Say where a call without a group finds its world, and what a group is.
+    """Define where a call without a group finds its world, and the types of groups and works.
 
     Args:
-        world: Holds an object whose `default` is a group; None: see `set_default`.
-        stream: Holds the stream that orders calls; None: they run at once.
-        group_type: Its objects have an attribute `calls`: that of their engine, or None.
-        work_type: Made of a completion and the name of its function for a call with async_op.
+        world: Holds an object whose `default` is a group. If it holds None: see `set_default`.
+        stream: Holds the stream that orders calls. If it holds None, calls run at once.
+        group_type: Its objects have an attribute `calls`, which is that of their engine or None.
+        work_type: Made from a completion and the name of its function, for a call with async_op.
     """
     if native is not None:
         native.set_world(world, stream, group_type, work_type)
 
 
 def set_default(group: Any) -> None:
-    """Use `group`, or none, in calls without one, where the context variable is None."""
+    """Use `group` (None: no group) in calls without a group if the context variable is None."""
     if native is not None:
         native.set_default(group)

@@ -61,7 +61,7 @@ def host_id() -> str:
 
 
 def memory_kind() -> str:
-    """Return "memfd", or the reason why a process cannot open the memory of another one here."""
+    """Return "memfd", or the reason why processes cannot open each other's memory here."""
     if not hasattr(os, "memfd_create"):
         return "this system has no memfd_create"
     try:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from unisono.base.types import ReduceOp
-from unisono.engines.repeat import quick
+from unisono.engines.repeat import repeat_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.protocols import GroupView
 
@@ -190,7 +190,7 @@ class OpSchema(NamedTuple):
         settings: Parameters that c10d has in an options object, or after the data.
         check: Check of the method's arguments, called as check(group, *arguments).
         repeat: The function's parameters before `group`, in its order, each with its kind for
-            `engines.repeat.quick`. None: C++ does not repeat calls of the function.
+            `engines.repeat.repeat_in_cpp`. None: C++ does not repeat calls of the function.
         coalesced: Operation that replaces several calls of this operation in a coalescing block;
             "" if there is none.
     """
@@ -315,7 +315,7 @@ OPS: dict[str, OpSchema] = {
         ),
     )
 }  # fmt: skip
-"""Every operation by its name."""
+"""Name of the operation -> its row."""
 
 CHECKS = {name: schema.check for name, schema in OPS.items()}
 
@@ -342,4 +342,4 @@ def repeatable(function: F) -> F:
     for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
             kinds[name] = kind
-    return quick(**kinds)(function)
+    return repeat_in_cpp(function, kinds)

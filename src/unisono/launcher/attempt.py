@@ -1,8 +1,8 @@
 """One attempt: the workers of one node in one world, from their start to the end of the last.
 
-Start all; wait until all have ended. If one fails, the others get SIGTERM, and SIGKILL after the
-grace period. In the end whatever is left of the workers is killed, whether all went well or not,
-so that nothing of one attempt lives on into the next.
+An attempt starts all workers and waits until all have ended. If a worker fails, the others get
+SIGTERM, and SIGKILL after the grace period. At its end an attempt kills all processes that its
+workers left behind, so that none of them lives on into the next attempt.
 """
 
 from __future__ import annotations
@@ -14,39 +14,59 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.base.config import environ
-from unisono.base.deadline import Deadline
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
 from unisono.launcher.output.files import Output, WorkerName
-from unisono.launcher.output.reader import Stream
-from unisono.launcher.report import Ends, Failure, error_text
+from unisono.launcher.output.reader import WorkerStream
+from unisono.launcher.report import ExitLog, WorkerFailure, error_text
 from unisono.launcher.signals import Signals
 from unisono.launcher.spec import LaunchSpec
 from unisono.launcher.workers.cpu_binding import Binding
-from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.oom import OomWatch
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.launcher.workers.worker import Worker
+from unisono.launcher.workers.worker_group import WorkerGroup
 
-__all__ = ["Attempt", "Outcome"]
+__all__ = ["Attempt", "AttemptResult", "LaunchResources"]
 
 _POLL_S = 0.05
 _TAIL_WAIT_S = 0.2
-_END_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class LaunchResources:
+    """The parts of a launch on this host that all its attempts share.
+
+    Attributes:
+        spec: The launch.
+        binding: The CPUs of each worker.
+        signals: Signals, and wake-ups by other threads of the agent.
+        warm: Half-started workers. An attempt takes those of the attempt before it, and starts
+            others for the next attempt.
+        descendants: The processes that an attempt kills at its end if not all workers succeeded.
+    """
+
+    spec: LaunchSpec
+    binding: Binding
+    signals: Signals
+    warm: WarmWorkers
+    descendants: Descendants
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptResult:
     """How an attempt ended.
 
     Attributes:
         failures: Workers that failed by themselves; the root cause first.
-        stopped: Ranks that the agent ended.
-        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
-        signum: The signal that ended it, or None.
+        stopped: Ranks that the agent stopped.
+        left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
+        signum: The signal that ended the attempt, or None.
         succeeded: Whether every worker ended with exit code 0.
     """
 
-    failures: tuple[Failure, ...]
+    failures: tuple[WorkerFailure, ...]
     stopped: tuple[int, ...]
     left_s: dict[int, float]
     signum: int | None
@@ -57,91 +77,77 @@ class Attempt:
     """Runs the workers once; use once.
 
     Args:
-        spec: What to launch.
+        resources: The parts of the launch that outlive the attempt.
+        output: The output of the workers.
         place: This node's place in the world.
-        number: Which attempt of this agent it is, from 0.
-        binding: CPUs of each worker.
-        output: Where the workers' output goes.
-        signals: Waited at; a knock makes it ask `stop_in_s`.
-        warm: Half-started workers, taken if there are any, and made for the next attempt.
-        family: Who may be killed in the end, if not all went well.
-        stop_in_s: Returns in how many seconds the rendezvous wants the workers to have ended by
-            themselves, or be stopped; infinity if it does not.
-        on_failure: Called once, when it is known that workers failed, while the others are
-            still ending; with the first failure.
+        number: Number of the attempt of this agent, from 0.
+        stop_in_s: Function that returns in how many seconds workers that still run must be
+            stopped because of other nodes; infinity without such an order. The attempt calls it
+            at each wake-up.
+        on_failure: Function that is called once with the first failure as soon as that is known;
+            other workers may still be ending.
     """
 
     def __init__(
         self,
-        spec: LaunchSpec,
+        resources: LaunchResources,
+        output: Output,
         place: Place,
         number: int,
         *,
-        binding: Binding,
-        output: Output,
-        signals: Signals,
-        warm: WarmWorkers,
-        family: Family,
         stop_in_s: Callable[[], float],
-        on_failure: Callable[[Failure], None],
+        on_failure: Callable[[WorkerFailure], None],
     ) -> None:
-        self._spec = spec
+        self._resources = resources
+        self._output = output
         self._place = place
         self._number = number
-        self._binding = binding
-        self._output = output
-        self._signals = signals
         self._stop_in_s = stop_in_s
         self._on_failure = on_failure
-        self._warm = warm
-        self._family = family
-        self._workers: list[Worker] = []
-        self._running: list[Worker] = []
-        self._stderr: dict[int, Stream] = {}
-        self._error_files: dict[int, str] = {}
+        self._group = WorkerGroup(resources.spec.grace_s)
+        self._error_sources: dict[int, tuple[WorkerStream, str]] = {}
+        self._exits = ExitLog(self._error_text)
         self._signum: int | None = None
-        self._stopping = False
-        self._ends = Ends(self._error_text)
-        self._grace: Deadline | None = None
         self._oom = OomWatch()
 
-    def run(self) -> Outcome:
+    def run(self) -> AttemptResult:
         """Start the workers and return when all of them have ended.
 
         Raises:
-            LaunchError: A worker could not be started; those that were have been ended.
+            LaunchError: A worker could not be started. The workers started before it have been
+                stopped.
         """
         with self._oom:
             with contextlib.ExitStack() as stack:
-                stack.callback(self._end)
-                for local_rank in range(self._spec.nprocs):
+                stack.callback(self._kill_and_reap)
+                for local_rank in range(self._resources.spec.nprocs):
                     self._start(local_rank)
-                self._warm.begin(wanted=self._may_follow())
-                self._output.status(len(self._workers), self._place.world.restarts)
+                self._resources.warm.begin(wanted=self._may_follow())
+                self._show_status()
                 self._watch()
-            return Outcome(
-                failures=tuple(self._ends.failures()),
-                stopped=tuple(worker.rank for worker in self._workers if worker.stopped),
-                left_s=self._ends.left_s,
+            workers = self._group.workers
+            return AttemptResult(
+                failures=tuple(self._exits.failures()),
+                stopped=tuple(worker.rank for worker in workers if worker.stopped),
+                left_s=self._exits.left_s,
                 signum=self._signum,
-                succeeded=all(worker.exit_code == 0 for worker in self._workers),
+                succeeded=all(worker.exit_code == 0 for worker in workers),
             )
 
     def _may_follow(self) -> bool:
-        """Whether there can be another attempt after this one."""
-        limits = self._spec.limits
+        """Whether there can be a further attempt."""
+        limits = self._resources.spec.limits
         return (
             self._place.world.restarts < limits.max_restarts or limits.min_nodes < limits.max_nodes
         )
 
     def _start(self, local_rank: int) -> None:
         env = self._environment(local_rank)
-        worker = self._warm.take(local_rank, env) or self._new_worker(local_rank, env)
+        worker = self._resources.warm.take(local_rank, env) or self._new_worker(local_rank, env)
         worker.rank = self._place.first_rank + local_rank
-        self._workers.append(worker)
-        self._running.append(worker)
-        self._error_files[worker.rank] = env[ERROR_FILE_VARIABLE]
-        self._stderr[worker.rank] = self._output.attach(worker, self._name(local_rank))
+        self._group.add(worker)
+        stderr = self._output.attach(worker, self._name(local_rank))
+        self._error_sources[worker.rank] = stderr, env[ERROR_FILE_VARIABLE]
 
     def _name(self, local_rank: int) -> WorkerName:
         return WorkerName(
@@ -154,7 +160,7 @@ class Attempt:
     def _environment(self, local_rank: int) -> dict[str, str]:
         inherited = environ()
         env = dict(inherited) | worker_environment(local_rank, self._place, inherited=inherited)
-        env |= self._binding.environment(local_rank, inherited)
+        env |= self._resources.binding.environment(local_rank, inherited)
         env[ERROR_FILE_VARIABLE] = self._output.error_file(self._name(local_rank))
         return env
 
@@ -163,99 +169,91 @@ class Attempt:
     ) -> Worker:
         return Worker(
             self._place.first_rank + local_rank,
-            self._spec.commands[local_rank],
+            self._resources.spec.commands[local_rank],
             env,
             stdout=self._output.stdout,
-            cpus=self._binding.cpus(local_rank),
+            cpus=self._resources.binding.cpus(local_rank),
             pass_fds=pass_fds,
         )
 
     def _watch(self) -> None:
+        group, resources = self._group, self._resources
         with selectors.DefaultSelector() as selector:
-            selector.register(self._signals.fd, selectors.EVENT_READ)
-            for worker in self._running:
+            selector.register(resources.signals.fd, selectors.EVENT_READ)
+            for worker in group.running:
                 if worker.exit_fd is not None:
                     selector.register(worker.exit_fd, selectors.EVENT_READ)
-            while self._running:
-                # Before any wait: an order to stop may have come with the one to start.
-                if not self._stopping and self._stop_in_s() == 0.0:
-                    self._stop(signal.SIGTERM)
+            while group.running:
+                # Before any wait: an order to stop may have come with the order to start, and no
+                # wake-up will follow it.
+                if not group.stopping and self._stop_in_s() == 0.0:
+                    group.stop(signal.SIGTERM)
                 selector.select(self._timeout())
-                for signum in self._signals.read():
+                for signum in resources.signals.read():
                     self._on_signal(signum)
-                self._family.reap([*(w.pid for w in self._workers), *self._warm.pids()])
-                for worker in [w for w in self._running if w.poll() is not None]:
-                    self._running.remove(worker)
+                resources.descendants.reap([*group.pids(), *resources.warm.pids()])
+                for worker in [w for w in group.running if w.poll() is not None]:
+                    group.running.remove(worker)
                     if worker.exit_fd is not None:
                         selector.unregister(worker.exit_fd)
-                    self._family.look_away(2 * _END_S)
+                    resources.descendants.wait_if_exiting(2 * _KILL_TIMEOUT_S)
                     self._on_exit(worker)
-                    self._output.status(len(self._running), self._place.world.restarts)
+                    self._show_status()
                 self._on_clock()
-                if not self._stopping:
-                    self._warm.look(self._workers, self._environment, self._new_worker)
-            # All have ended, so nobody here will say more.
-            if not self._stopping and self._ends.known_in_s() < float("inf"):
+                if not group.stopping:
+                    resources.warm.look(group.workers, self._environment, self._new_worker)
+            # All workers have ended, so no further failure will explain the known failure.
+            if not group.stopping and self._exits.known_in_s() < float("inf"):
                 self._fail()
 
+    def _show_status(self) -> None:
+        self._output.status(len(self._group.running), self._place.world.restarts)
+
     def _timeout(self) -> float | None:
-        waits = []
-        if self._grace is not None:
-            waits.append(self._grace.remaining())
-        if not self._stopping:
-            soon_s = min(self._ends.known_in_s(), self._stop_in_s())
-            waits += [soon_s] if soon_s < float("inf") else []
-        if any(worker.exit_fd is None for worker in self._running):
+        waits = [self._group.kill_in_s()]
+        if not self._group.stopping:
+            waits += [self._exits.known_in_s(), self._stop_in_s()]
+            if (due_s := self._resources.warm.due_s()) is not None:
+                waits.append(due_s)
+        if any(worker.exit_fd is None for worker in self._group.running):
             waits.append(_POLL_S)
-        if not self._stopping and (due_s := self._warm.due_s()) is not None:
-            waits.append(due_s)
-        return min(waits, default=None)
+        return None if min(waits) == float("inf") else min(waits)
 
     def _on_signal(self, signum: int) -> None:
-        if not self._signals.ends(signum):
-            for worker in self._workers:
-                worker.send(signum)
+        if not self._resources.signals.ends(signum):
+            self._group.send_signal(signum)
         elif self._signum is None:
             self._signum = signum
-            self._stop(signum)
+            self._group.stop(signum)
         else:
-            # The user will not wait any longer.
-            self._grace = Deadline(0)
+            # With the second signal the user ends the grace period.
+            self._group.kill_now()
 
     def _on_exit(self, worker: Worker) -> None:
         if worker.stopped or worker.exit_code is None:
             return
-        if worker.exit_code and not self._stopping:
-            self._stderr[worker.rank].ended.wait(_TAIL_WAIT_S)
+        if worker.exit_code and not self._group.stopping:
+            stderr, _ = self._error_sources[worker.rank]
+            stderr.ended.wait(_TAIL_WAIT_S)
         hint = self._oom.hint(worker.pid) if worker.exit_code == -signal.SIGKILL else ""
-        self._ends.note(worker.rank, worker.pid, worker.exit_code, hint)
+        self._exits.add(worker.rank, worker.pid, worker.exit_code, hint)
 
     def _on_clock(self) -> None:
-        if not self._stopping and self._ends.known_in_s() == 0.0:
+        if not self._group.stopping and self._exits.known_in_s() == 0.0:
             self._fail()
-        if self._grace is not None and self._grace.expired():
-            self._grace = None
-            for worker in self._workers:
-                worker.kill_group()
+        self._group.kill_if_due()
 
     def _fail(self) -> None:
-        self._on_failure(self._ends.failures()[0])
-        self._stop(signal.SIGTERM)
+        self._on_failure(self._exits.failures()[0])
+        self._group.stop(signal.SIGTERM)
 
-    def _stop(self, signum: int) -> None:
-        self._stopping = True
-        self._grace = Deadline(self._spec.grace_s)
-        for worker in self._workers:
-            worker.stop(signum)
-
-    def _end(self) -> None:
-        """End everything that still runs, and only then give the numbers back."""
-        for worker in self._workers:
-            worker.kill_group()
-        if self._stopping or self._running:
-            self._family.end(_END_S, spared=self._warm.pids())
-        for worker in self._workers:
-            worker.reap()
+    def _kill_and_reap(self) -> None:
+        """Kill all processes of the attempt, and only then release their process numbers."""
+        self._group.kill()
+        if self._group.stopping or self._group.running:
+            self._resources.descendants.kill(_KILL_TIMEOUT_S, spared=self._resources.warm.pids())
+        self._group.reap()
 
     def _error_text(self, rank: int) -> str:
-        return error_text(self._stderr[rank].tail(), self._error_files[rank])
+        stderr, error_file = self._error_sources[rank]
+        return error_text(stderr.tail(), error_file)

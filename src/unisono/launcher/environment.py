@@ -1,4 +1,4 @@
-"""The environment variables that tell a worker its place in the world."""
+"""The environment variables that give a worker its place in the world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Where torch's `record` decorator, or a worker itself, describes an exception as JSON."""
+"""Path of the file in which torch's `record` decorator, or a worker, describes an exception."""
 
 
 def new_launch_id() -> str:
@@ -31,14 +31,14 @@ def new_launch_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the workers of one node stand; ranks follow the order of the nodes.
+    """The place of one node's workers in the world; ranks follow the order of the nodes.
 
     Attributes:
-        world: The nodes that run together, which of them this is, and where the workers' store is.
+        world: The nodes that run together, this node's group rank, and the workers' store.
         run_id: Name of the job.
-        max_restarts: How often it may be restarted.
-        one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0.
-        token: Secret of the job, by which the workers' store knows them; empty if there is none.
+        max_restarts: Number of restarts that the job may have.
+        one_gpu_each: Whether every worker sees one GPU only and has LOCAL_RANK=0.
+        token: Secret by which the workers' store recognises clients of the job, or "".
     """
 
     world: WorkerWorld
@@ -90,12 +90,12 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the variables to add for one worker.
 
-    They are those of torchrun, so that a script written for it finds what it reads. The
-    store is the agent's: rank 0 must connect to it rather than open one of its own, which is
-    what TORCHELASTIC_USE_AGENT_STORE says.
+    The variables are those of torchrun, so that scripts written for torchrun work. The agent
+    serves the store. TORCHELASTIC_USE_AGENT_STORE makes rank 0 connect to that store instead of
+    opening its own.
 
     Raises:
-        LaunchError: There are fewer GPUs than workers, and each was to have its own.
+        LaunchError: `one_gpu_each` is set, and there are fewer GPUs than workers.
 
     Source: torch 2.13, torch/distributed/elastic/agent/server/local_elastic_agent.py.
     """
@@ -124,11 +124,11 @@ def worker_environment(
         variables["UNISONO_TOKEN"] = place.token
     defaults = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        # A worker that the kernel kills for a bad memory access prints its Python stack first.
+        # Makes a worker print its Python stack before SIGSEGV ends it.
         "PYTHONFAULTHANDLER": "1",
     }
     if node.nprocs > 1:
-        # N workers with a thread per core each would be N times too many threads.
+        # With a thread per core in each of N workers there would be N threads per core.
         defaults["OMP_NUM_THREADS"] = "1"
     if place.one_gpu_each:
         variables["LOCAL_RANK"] = "0"

@@ -1,11 +1,11 @@
-"""Two processes for one launcher: if either is killed, the other ends whatever is left.
+"""Two processes for one launch: if one of them is killed, the other kills all that is left.
 
-    guard            the process that the user started: passes signals on, waits, has no state
-     └ launcher      all the rest, in a session of its own: a signal to the guard's whole process
-        └ workers    group, such as SIGKILL from timeout(1), does not reach it
-           └ whatever they start
+    guard            the process that the user started: forwards signals, waits, has no state
+     └ launcher      the agent, in its own session: a signal to the guard's process group, such
+        └ workers    as SIGKILL from timeout(1), does not reach it
+           └ processes that the workers start
 
-Both adopt, so that all processes of the launch are found by descent: see
+Both processes adopt orphans, so that all processes of the launch are found by descent: see
 `unisono.launcher.workers.descendants`.
 """
 
@@ -22,38 +22,39 @@ from collections.abc import Collection
 from unisono.errors import LaunchError
 from unisono.launcher.report import signal_name
 from unisono.launcher.signals import PASSED_ON
-from unisono.launcher.workers.descendants import Family
+from unisono.launcher.workers.descendants import Descendants
 
-__all__ = ["go_on_guarded"]
+__all__ = ["fork_launcher"]
 
-_END_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
-def go_on_guarded(ending: Collection[str]) -> Family:
-    """Return in a child process; this one waits for it and ends with its exit code.
+def fork_launcher(ending: Collection[str]) -> Descendants:
+    """Fork the launcher and return in it; the calling process becomes its guard.
 
-    Call it while there is one thread. If this process is killed, the child kills its family, and
-    ends with it.
+    The guard waits for the launcher and ends with its exit code. If the guard is killed, the
+    launcher kills its descendants and ends. Call the function while the process has one thread.
 
     Args:
-        ending: Names of the signals that end the launch. They, and those that are passed on to
-            workers, are sent on to the child; if they were ignored, they stay ignored.
+        ending: Names of the signals that end the launch. The guard forwards them to the launcher,
+            as well as SIGUSR1 and SIGUSR2. A signal that was ignored stays ignored.
 
     Returns:
-        All that the child will start.
+        The processes that the launcher will start.
 
     Raises:
-        LaunchError: There can be no further process.
+        LaunchError: The system allows no further process.
     """
-    family = Family()
-    # Ignored (inherited), it would not come, and the kernel would throw the exit code away.
+    descendants = Descendants()
+    # If SIGCHLD were ignored (inherited), it would not come, and the kernel would discard the
+    # exit code.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     names = (*ending, *PASSED_ON, "SIGCHLD", "SIGTSTP")
     awaited = {signum for name in names if not _is_ignored(signum := getattr(signal, name))}
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     life, guards_end = os.pipe()
-    # From here on they wait until somebody asks for them: none is lost before there is a child.
+    # Blocked signals stay pending until the guard asks for them, so none is lost before the fork.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
         launcher = os.fork()
@@ -64,32 +65,32 @@ def go_on_guarded(ending: Collection[str]) -> Family:
         raise LaunchError(f"cannot start the launcher's second process: {error}") from error
     if launcher:
         os.close(life)
-        os._exit(_guard(launcher, family, awaited))
+        os._exit(_guard(launcher, descendants, awaited))
     os.close(guards_end)
     os.setsid()
-    family = Family()
-    family.adopt()
+    descendants = Descendants()
+    descendants.adopt()
     threading.Thread(
-        target=_end_with, args=(life, family), name="unisono-guard", daemon=True
+        target=_end_with_guard, args=(life, descendants), name="unisono-guard", daemon=True
     ).start()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return family
+    return descendants
 
 
 def _is_ignored(signum: signal.Signals) -> bool:
     return signal.getsignal(signum) is signal.SIG_IGN
 
 
-def _guard(launcher: int, family: Family, awaited: Collection[signal.Signals]) -> int:
+def _guard(launcher: int, descendants: Descendants, awaited: Collection[signal.Signals]) -> int:
     """Wait for the launcher; return the exit code."""
-    family.adopt()
+    descendants.adopt()
     ended = 0
     while not ended:
         signum = signal.sigwait(awaited)
         if signum == signal.SIGCHLD:
             ended, status = os.waitpid(launcher, os.WNOHANG)
         elif signum == signal.SIGTSTP:
-            # Ctrl-Z stops both, and `fg` both again.
+            # Ctrl-Z stops both processes, and `fg` continues both.
             os.kill(launcher, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             os.kill(launcher, signal.SIGCONT)
@@ -98,23 +99,23 @@ def _guard(launcher: int, family: Family, awaited: Collection[signal.Signals]) -
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code
-    family.end(_END_S)
+    descendants.kill(_KILL_TIMEOUT_S)
     text = (
         f"unisono run: the launcher was killed by {signal_name(-code)}, and all workers with it\n"
     )
     with contextlib.suppress(OSError):
-        # Whoever ends the launch does not wait for a reader.
+        # The guard must end even if its standard error is not read.
         if select.select([], [2], [], 0.0)[1]:
             os.write(2, text.encode())
     return 128 - code
 
 
-def _end_with(life: int, family: Family) -> None:
-    """Wait for the end of the guard, which alone has the other end of a pipe, and follow it."""
+def _end_with_guard(life: int, descendants: Descendants) -> None:
+    """Wait for the end of the guard, which alone has the other end of a pipe, and end too."""
     os.read(life, 1)
     if sys.platform != "linux":
-        # A family cannot be seen there; the agent knows its workers.
+        # Descendants cannot be listed there, but the agent can stop its workers.
         os.kill(os.getpid(), signal.SIGTERM)
         return
-    family.doom(_END_S)
+    descendants.kill_before_exit(_KILL_TIMEOUT_S)
     os._exit(1)

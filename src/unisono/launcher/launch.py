@@ -1,4 +1,4 @@
-"""`launch`: call a function on N processes and get every result back, from a notebook too."""
+"""`launch`: call a function in N processes and return all results, also from a notebook."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def launch(
         [nprocs] results.
 
     Raises:
-        InvalidArgumentError: Bad `nprocs` or `start_method`, or something cannot be pickled.
+        InvalidArgumentError: `nprocs` or `start_method` is invalid, or the function, an argument
+            or a result cannot be pickled.
         WorkerFailedError: A process died without an exception.
-        Exception: What the rank that failed first raised; its cause is a WorkerFailedError
-            that names the rank and ends with the traceback there. The others were ended.
+        Exception: The exception of the rank that failed first. Its cause is a WorkerFailedError
+            that names the rank and ends with its traceback. The other ranks have been stopped.
     """
     check_start(nprocs, start_method)
     payload = _pickled((fn, tuple(args)), "the function or its arguments")
@@ -50,7 +51,7 @@ def launch(
         nprocs,
         daemon=False,
         start_method=start_method,
-        # The fork server lives as long as its children, so its end is no sign.
+        # The fork server lives as long as its children, so its end is not a usable sign.
         use_death_signal=start_method != "forkserver",
         return_results=True,
     )
@@ -77,7 +78,7 @@ def _call(rank: int, payload: bytes) -> bytes:
 
 def _pickled(value: object, what: str) -> bytes:
     pickler = _cloudpickle()
-    if pickler is None and _is_out_of_reach(value):
+    if pickler is None and _is_not_importable(value):
         raise InvalidArgumentError(
             f"{what} cannot be sent to other processes: it is defined in a session without a file",
             hint="pip install cloudpickle, or define it in a module and import it",
@@ -99,8 +100,8 @@ def _cloudpickle() -> Any:
     return cloudpickle
 
 
-def _is_out_of_reach(value: object) -> bool:
-    """Whether a child could not import what plain pickle would refer to by name."""
+def _is_not_importable(value: object) -> bool:
+    """Whether a child could not import an object that plain pickle would refer to by name."""
     parts = value if isinstance(value, tuple) else (value,)
     in_main = any(getattr(part, "__module__", None) == "__main__" for part in parts)
     path = getattr(sys.modules["__main__"], "__file__", None)

@@ -1,4 +1,4 @@
-"""Lists of small numbers as text, "0-3,8": the kernel's notation for CPUs, ours for ranks too."""
+"""Lists of numbers as text such as "0-3,8", the kernel's notation for CPUs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["format_ranges", "parse_ranges"]
 
 
 def parse_ranges(text: str) -> list[int]:
-    """Return the numbers of a list such as "0-3,8"; none for an empty text.
+    """Return the numbers of a list such as "0-3,8"; an empty list for an empty text.
 
     Raises:
-        InvalidArgumentError: Not such a list.
+        InvalidArgumentError: The text is not such a list.
     """
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):

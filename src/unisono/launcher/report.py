@@ -1,7 +1,7 @@
-"""Which failure came first, and how to tell it: one line per rank, the real traceback last.
+"""Find the failure that came first, and report it: a line per rank, then its traceback.
 
-Nothing has to be added to the user's code. A Python worker prints its traceback on standard
-error; the last part of that stream is all this module needs.
+User code needs no addition. A Python worker prints its traceback on standard error, and this
+module reads the end of that stream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from unisono.base.deadline import Deadline
 
 __all__ = [
     "SETTLE_S",
-    "Ends",
-    "Failure",
+    "ExitLog",
+    "WorkerFailure",
     "error_document",
     "error_text",
     "exception_line",
@@ -29,13 +29,13 @@ __all__ = [
     "extract_traceback",
     "is_consequence",
     "leavers",
-    "order",
     "render",
+    "root_cause_first",
     "signal_name",
 ]
 
 SETTLE_S = 1.0
-"""How long to wait for the original failure after one that only reports a lost peer."""
+"""How long to wait for the original failure after a failure that only reports a lost peer."""
 
 _HEADER = re.compile(
     r"(\[rank\d+\]: ?)?"
@@ -54,22 +54,24 @@ _LAST_LINES = 20
 _CONSEQUENCES = re.compile(
     r"(\w+\.)*(PeerLostError|PeerFailedError|CollectiveAbortedError|StoreConnectionError|"
     r"ConnectionResetError|ConnectionAbortedError|BrokenPipeError|DistNetworkError)\b"
-    # Gloo raises a plain RuntimeError when the other side of a connection is gone.
+    # Gloo raises a plain RuntimeError when a peer has closed its connection.
     r"|.*(Connection closed by peer|Connection reset by peer|Broken pipe)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One worker that ended with an error of its own.
+class WorkerFailure:
+    """A worker that failed by itself, that is, before the launcher stopped it.
 
     Attributes:
-        exit_code: As of `subprocess`: minus the signal's number if a signal killed it.
-        time_s: When its end was noticed, in seconds since the epoch.
-        text: Its traceback, or the last lines of its standard error, or "".
-        host: Where it ran.
-        node: Id of the agent that ran it, or "".
-        hint: What else is known about its end, or "".
+        rank: Rank of the worker.
+        pid: Its process number.
+        exit_code: As in `subprocess`: minus the signal's number if a signal killed it.
+        time_s: Time at which the launcher detected the end, in seconds since the epoch.
+        text: Traceback, or the last lines of standard error, or "".
+        host: Host of the worker.
+        node: Id of the agent of the worker, or "".
+        hint: Further information about the end, or "".
     """
 
     rank: int
@@ -81,17 +83,17 @@ class Failure:
     node: str = ""
     hint: str = ""
 
-    def who(self) -> str:
+    def worker_name(self) -> str:
         """Return the rank, process and host."""
         return f"rank {self.rank} (pid {self.pid}, host {self.host})"
 
     def line(self) -> str:
-        """Return who failed and how, without a reason."""
+        """Return the worker and how it ended, without a reason."""
         hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.who()} {exit_status(self.exit_code)}{hint}"
+        return f"{self.worker_name()} {exit_status(self.exit_code)}{hint}"
 
     def line_with_reason(self) -> str:
-        """Return who failed, how, and the exception's first line if there was one."""
+        """Return the worker, how it ended, and the exception's first line if there was one."""
         reason = exception_line(self.text)
         return f"{self.line()}: {reason}" if reason else self.line()
 
@@ -112,7 +114,7 @@ def exit_status(exit_code: int) -> str:
 
 
 def _is_noise(lines: Sequence[str], header: int) -> bool:
-    """Whether the traceback at `header` is one that Python only mentions, and ignores."""
+    """Whether the traceback at `header` belongs to an exception that Python ignored."""
     return header > 0 and _IGNORED in lines[header - 1]
 
 
@@ -120,7 +122,7 @@ def _start_of_traceback(lines: Sequence[str]) -> int | None:
     headers = [i for i, line in enumerate(lines) if _HEADER.match(line)]
     headers = [i for i in headers if not _is_noise(lines, i)]
     if not headers:
-        # A script that does not compile has no traceback, only its place and the error.
+        # A script that does not compile has no traceback, only the line and the error.
         places = [i for i, line in enumerate(lines) if _SYNTAX.match(line)]
         return places[-1] if places else None
     start = headers.pop()
@@ -135,8 +137,8 @@ def _start_of_traceback(lines: Sequence[str]) -> int | None:
 def extract_traceback(stderr: str) -> str:
     """Return the last traceback in a worker's standard error, with its chained causes.
 
-    Without one: the last 20 lines. What Python merely ignored (`__del__`, weak references)
-    does not count.
+    Without a traceback, return the last 20 lines. Exceptions that Python ignored (`__del__`, weak
+    references) do not count.
     """
     lines = stderr.splitlines()
     start = _start_of_traceback(lines)
@@ -147,10 +149,9 @@ def extract_traceback(stderr: str) -> str:
 
 
 def error_text(stderr: str, error_file: str) -> str:
-    """Return what a worker said about its end: a traceback, or whatever there is.
+    """Return a worker's traceback, or the last lines of its standard error.
 
-    Standard error comes first. A worker whose standard error went elsewhere may have written
-    `error_file`.
+    A traceback in standard error comes first, then the traceback in `error_file`.
     """
     if _start_of_traceback(stderr.splitlines()) is None and (text := _described(error_file)):
         return text
@@ -172,8 +173,8 @@ def _described(error_file: str) -> str:
         return ""
 
 
-def error_document(failure: Failure) -> dict[str, Any]:
-    """Return a failure in the form of such a file, for the launcher of this launcher."""
+def error_document(failure: WorkerFailure) -> dict[str, Any]:
+    """Return a failure in the format of torch's `record`, for the launcher of this launcher."""
     return {
         "message": {
             "message": exception_line(failure.text) or failure.line(),
@@ -201,87 +202,90 @@ def exception_line(text: str) -> str:
 
 
 def is_consequence(text: str) -> bool:
-    """Whether a traceback only says that another process went away first."""
+    """Whether a traceback only reports that another process was lost before."""
     return _CONSEQUENCES.match(exception_line(text)) is not None
 
 
-class Ends:
-    """How workers ended by themselves, and when it is known which failure was the first.
+class ExitLog:
+    """The workers that ended by themselves.
 
-    That is at once, or `SETTLE_S` after one that is a consequence.
+    The first failure is known at once. If it is a consequence, it is known `SETTLE_S` later or
+    when an original failure is added.
 
     Args:
-        text_of: Returns what a rank said about its end, as far as it is known now.
+        text_of: Function that returns the traceback of a rank, as far as it has been read.
 
     Attributes:
-        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
+        left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
     """
 
     def __init__(self, text_of: Callable[[int], str]) -> None:
         self.left_s: dict[int, float] = {}
         self._text_of = text_of
-        self._failures: list[Failure] = []
+        self._failures: list[WorkerFailure] = []
         self._known: Deadline | None = None
 
-    def note(self, rank: int, pid: int, exit_code: int, hint: str = "") -> None:
-        """Take note of an end that was just seen."""
+    def add(self, rank: int, pid: int, exit_code: int, hint: str = "") -> None:
+        """Add the end of a worker that was just detected."""
         if exit_code == 0:
             self.left_s[rank] = time.time()
             return
         self._failures.append(
-            Failure(rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), hint=hint)
+            WorkerFailure(rank=rank, pid=pid, exit_code=exit_code, time_s=time.time(), hint=hint)
         )
         if not is_consequence(self._text_of(rank)):
             self._known = Deadline(0.0)
         elif self._known is None:
-            # The rank that failed first may need longer to end; let it say why.
+            # The rank that failed first may take longer to end and to print its traceback.
             self._known = Deadline(SETTLE_S)
 
     def known_in_s(self) -> float:
-        """Return in how many seconds the first failure is known; infinity if there was none."""
+        """Return in how many seconds the first failure is known; infinity without a failure."""
         return float("inf") if self._known is None else self._known.remaining()
 
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[WorkerFailure]:
         """Return the failures, the root cause first."""
-        return order([replace(each, text=self._text_of(each.rank)) for each in self._failures])
+        return root_cause_first(
+            replace(failure, text=self._text_of(failure.rank)) for failure in self._failures
+        )
 
 
-def order(failures: Sequence[Failure], *, first: str = "") -> list[Failure]:
+def root_cause_first(failures: Iterable[WorkerFailure], *, first: str = "") -> list[WorkerFailure]:
     """Return the failures with the root cause first.
 
-    That is the earliest one which does not merely report the end of another rank; if all
-    do, the earliest of them.
+    The root cause is the earliest failure that does not merely report the end of another rank.
+    If all failures do, it is the earliest of them.
 
     Args:
         failures: In any order.
-        first: Id of the node that was the first to report one. It comes before others, whose
-            clocks may be wrong.
+        first: Id of the node that was the first to report a failure. Its failures come before
+            those of other nodes, because clocks of different nodes cannot be compared.
     """
 
-    def key(failure: Failure) -> tuple[bool, bool, float, int]:
+    def key(failure: WorkerFailure) -> tuple[bool, bool, float, int]:
         return is_consequence(failure.text), failure.node != first, failure.time_s, failure.rank
 
     return sorted(failures, key=key)
 
 
-def leavers(first: Failure, left_s: Mapping[int, float]) -> str:
+def leavers(first: WorkerFailure, left_s: Mapping[int, float]) -> str:
     """Return which ranks left before the first failure, and how long before, or "".
 
-    Others may have waited for them.
+    The rank that failed may have waited for them.
 
     Args:
         first: The root cause.
-        left_s: By rank that ended with exit code 0, when; seconds since the epoch.
+        left_s: Time of the end, in seconds since the epoch, by rank with exit code 0.
     """
     early = sorted((ended_s, rank) for rank, ended_s in left_s.items() if ended_s < first.time_s)
-    told = [f"rank {rank} {first.time_s - ended_s:.1f} s" for ended_s, rank in early[:8]]
-    if len(early) > len(told):
-        told.append("...")
-    return f"left with exit code 0 before the first failure: {', '.join(told)}" if told else ""
+    listed = [f"rank {rank} {first.time_s - ended_s:.1f} s" for ended_s, rank in early[:8]]
+    if len(early) > len(listed):
+        listed.append("...")
+    return f"left with exit code 0 before the first failure: {', '.join(listed)}" if listed else ""
 
 
 def render(
-    failures: Sequence[Failure],
+    failures: Sequence[WorkerFailure],
     stopped: Sequence[int],
     left_s: Mapping[int, float],
     *,
@@ -290,18 +294,18 @@ def render(
     """Return a report of one line per rank; the first failure's own text comes last.
 
     Args:
-        failures: In the order of `order`, at least one.
-        stopped: Ranks that the launcher ended because of them.
+        failures: At least one, in the order of `root_cause_first`.
+        stopped: Ranks that the launcher stopped because of the failures.
         left_s: See `leavers`.
-        prefix: Put before each line of the launcher's own.
+        prefix: Text before each line that the launcher adds.
     """
     first, *others = failures
     lines = [failure.line_with_reason() for failure in reversed(others)]
     if stopped:
         ranks = ", ".join(map(str, stopped))
         lines.append(f"rank{'s' if len(stopped) > 1 else ''} {ranks} stopped by the launcher")
-    if told := leavers(first, left_s):
-        lines.append(told)
+    if left := leavers(first, left_s):
+        lines.append(left)
     lines.append(f"first failure: {first.line()}")
     report = "\n".join(prefix + line for line in lines)
     return f"{report}\n{first.text}" if first.text else report

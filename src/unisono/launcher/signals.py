@@ -1,4 +1,4 @@
-"""The agent's one place to wait at: signals, and knocks from its own threads."""
+"""The file descriptor at which the agent waits: for signals, and for wake-ups by its threads."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Self
 __all__ = ["ENDING", "PASSED_ON", "Signals"]
 
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
-"""These end the launch unless the user names others."""
+"""Signals that end the launch, unless the user names others."""
 
 PASSED_ON = ("SIGUSR1", "SIGUSR2")
-"""These go to the workers unless the user lets them end the launch."""
+"""Signals that the agent forwards to the workers, unless they end the launch."""
 
-_KNOCK = b"\0"
+_WAKE = b"\0"
 
 
 class Signals:
     """Turns signals into bytes on a file descriptor, from `__enter__` to `__exit__`.
 
     A signal that was ignored before (nohup, a shell's background job) stays ignored. Outside
-    the main thread signals cannot be caught, and only knocks arrive.
+    the main thread signals cannot be caught; only `wake` makes the descriptor readable.
 
     Args:
-        ending: Names of the signals that end the launch. SIGUSR1 and SIGUSR2, if not among them,
-            come too: they are for the workers, batch systems announce the end of a job by them.
+        ending: Names of the signals that end the launch. SIGUSR1 and SIGUSR2 are caught in any
+            case, because batch systems announce the end of a job to the workers by them.
 
     Attributes:
         fd: Readable when there is something to `read`.
@@ -44,7 +44,7 @@ class Signals:
         os.set_blocking(self.fd, False)
         os.set_blocking(self._sender, False)
         if threading.current_thread() is threading.main_thread():
-            # With SIGCHLD ignored (inherited), the kernel would throw exit codes away.
+            # If SIGCHLD were ignored (inherited), the kernel would discard exit codes.
             self._previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, _do_nothing)
             self._wakeup = signal.set_wakeup_fd(self._sender, warn_on_full_buffer=False)
             for signum in self._ending | {getattr(signal, name) for name in PASSED_ON}:
@@ -64,23 +64,23 @@ class Signals:
         """Whether a signal ends the launch; otherwise it is only passed on to the workers."""
         return signum in self._ending
 
-    def are_ending(self) -> bool:
-        """Whether one that ends the launch has come; all that came are read."""
+    def any_ends(self) -> bool:
+        """Read all signals; return whether one of them ends the launch."""
         return any(map(self.ends, self.read()))
 
-    def knock(self) -> None:
+    def wake(self) -> None:
         """Make `fd` readable, from any thread."""
-        # Full: then it is readable anyway.
+        # If the pipe is full, it is readable already.
         with contextlib.suppress(BlockingIOError):
-            os.write(self._sender, _KNOCK)
+            os.write(self._sender, _WAKE)
 
     def read(self) -> list[int]:
-        """Return the signals that came, oldest first; not knocks, and not that a child ended."""
+        """Return the signals that came, oldest first, without SIGCHLD and wake-ups."""
         try:
-            return [n for n in os.read(self.fd, 4096) if n not in (_KNOCK[0], signal.SIGCHLD)]
+            return [n for n in os.read(self.fd, 4096) if n not in (_WAKE[0], signal.SIGCHLD)]
         except BlockingIOError:
             return []
 
 
 def _do_nothing(signum: int, frame: object) -> None:
-    """Be a handler: Python writes to the descriptor only where there is one."""
+    """Handle a signal: without a handler, Python writes nothing to the descriptor."""

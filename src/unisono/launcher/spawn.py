@@ -1,9 +1,8 @@
-"""`spawn`: run a function in N processes that know their place in the world.
+"""`spawn`: run a function in N processes, each with the environment of its rank.
 
-Each child gets its environment and reports its exception over a socket pair. The environment
-is sent after all children have been started: the store can then be made after them, so that
-a forked child inherits neither its sockets nor a lock that its server thread holds, and the
-parent's own environment is never touched.
+Each child gets its environment, and reports its exception, over a socket pair. The parent starts
+all children, then opens the store, and then sends the environments. A forked child thus inherits
+neither the store's sockets nor a lock of its server thread. The parent's environment never changes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
-from unisono.launcher.report import Ends, leavers
+from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
@@ -47,7 +46,7 @@ _KILL_TIMEOUT_S = 10.0
 
 
 def _watch_parent(use_death_signal: bool) -> None:
-    """See to it that this child does not outlive its parent."""
+    """Make this child end when its parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     if use_death_signal and parent_death_hook()():
@@ -72,27 +71,27 @@ def _child(
 ) -> None:
     _watch_parent(use_death_signal)
     os.environ.update(link.recv())
-    # The parent tells the traceback. What others put around this hook must run all the same: a
-    # process group tells the other ranks why this one failed.
+    # The parent shows the traceback, so this hook prints nothing. Hooks that wrap it must run: a
+    # process group reports to the other ranks in its hook why this rank failed.
     sys.excepthook = _print_nothing
     try:
         result = fn(rank, *args)
         if return_results:
-            link.send(_Message(result=result))
+            link.send(_ChildReport(result=result))
     except KeyboardInterrupt:
-        # Ctrl-C reaches the parent too, and it is the parent that tells about it.
+        # Ctrl-C reaches the parent too, and the parent reports it.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        # Without the frame of this function: the traceback shall start in the user's code.
+        # Drop the frame of this function, so that the traceback begins in the user's code.
         below = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
-        link.send(_Message(text=text, error=_pickled(error)))
+        link.send(_ChildReport(text=text, error=_pickled(error)))
         sys.excepthook(type(error), error, below)
         sys.exit(1)
 
 
-class _Message(NamedTuple):
-    """What a child says at its end: its function's result, or what it raised."""
+class _ChildReport(NamedTuple):
+    """The result of a child's function, or its traceback and pickled exception."""
 
     result: Any = None
     text: str | None = None
@@ -100,9 +99,9 @@ class _Message(NamedTuple):
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an exception for the parent to raise again; empty if that is impossible."""
+    """Return a pickled exception for the parent to raise; empty if it cannot be pickled."""
     try:
-        # An exception of a notebook's own class can be pickled by cloudpickle only.
+        # Only cloudpickle can pickle an exception whose class is defined in a notebook.
         pickler: Any = sys.modules.get("cloudpickle", pickle)
         return bytes(pickler.dumps(error))
     except Exception:
@@ -111,9 +110,9 @@ def _pickled(error: Exception) -> bytes:
 
 @contextlib.contextmanager
 def _importable_main() -> Iterator[None]:
-    """Hide from multiprocessing the "file" of a program that was read from standard input.
+    """Hide `__main__.__file__` of a program that was read from standard input.
 
-    It would try to run `<stdin>` in each child. An interactive session has no such attribute.
+    Otherwise multiprocessing would try to run the file `<stdin>` in each child.
     """
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -130,15 +129,15 @@ def _importable_main() -> Iterator[None]:
 def _print_nothing(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Stand in for Python's own excepthook."""
+    """Replace Python's excepthook."""
 
 
 class SpawnContext:
     """The children of one `spawn`.
 
     Attributes:
-        processes: One per rank.
-        results: What `fn` returned, by rank, of the ranks that ended well (with
+        processes: The child of each rank.
+        results: Results of `fn` by rank, for ranks that ended without an exception (with
             `return_results`).
     """
 
@@ -161,7 +160,7 @@ class SpawnContext:
         self._errors: dict[int, bytes] = {}
         self._running = set(range(nprocs))
         self._stopped: set[int] = set()
-        self._ends = Ends(lambda rank: self._texts.get(rank, ""))
+        self._exits = ExitLog(lambda rank: self._texts.get(rank, ""))
         self._store: TCPStore | None = None
         try:
             with _importable_main():
@@ -172,7 +171,7 @@ class SpawnContext:
             self._send_environment(self._store.port, token)
         except BaseException:
             self._running &= set(range(len(self.processes)))
-            self._end(grace_s=0.0)
+            self._stop(grace_s=0.0)
             raise
 
     def _start(
@@ -202,7 +201,7 @@ class SpawnContext:
         place = Place.alone(len(self.processes), master_port=port, run_id=launch_id, token=token)
         for rank, link in self._links.items():
             env = worker_environment(rank, place, inherited=environ())
-            with contextlib.suppress(OSError):  # that child has died; join() will tell
+            with contextlib.suppress(OSError):  # the child has died, which join() will report
                 link.send(env)
 
     def pids(self) -> list[int | None]:
@@ -219,36 +218,36 @@ class SpawnContext:
         """Wait until all children have ended; False if `timeout` passes first.
 
         Args:
-            timeout: None waits for ever.
+            timeout: Time-out; None waits without a limit.
             grace_period: If a child fails, the others get SIGTERM, and after this time (5 s
                 if None) SIGKILL.
-            stop_on_failure: Otherwise they are left to end by themselves.
+            stop_on_failure: Whether to stop the other children if a child fails.
 
         Raises:
-            WorkerFailedError: A child failed. The text ends with the traceback of the one
-                that failed first.
+            WorkerFailedError: A child failed. The text ends with the traceback of the child that
+                failed first.
         """
         deadline = Deadline(float("inf") if timeout is None else timeout)
         grace_s = Deadline(GRACE_S if grace_period is None else grace_period).timeout_s
-        wait_s = self._ends.known_in_s if stop_on_failure else lambda: float("inf")
+        wait_s = self._exits.known_in_s if stop_on_failure else lambda: float("inf")
         try:
             while self._running and wait_s() > 0.0:
                 self._wait(min(deadline.remaining(), wait_s()))
                 if self._running and deadline.expired():
                     return False
         except BaseException:
-            self._end(grace_s)
+            self._stop(grace_s)
             raise
-        self._end(grace_s)
+        self._stop(grace_s)
         self._raise_failure()
         return True
 
     def kill(self) -> None:
-        """End the children that still run, without a grace period."""
-        self._end(grace_s=0.0)
+        """Stop the children that still run, without a grace period."""
+        self._stop(grace_s=0.0)
 
     def error_of(self, rank: int) -> Exception | None:
-        """Return what a child raised; None if it did not, or if that cannot be pickled."""
+        """Return the exception of a child; None if it raised none, or if it cannot be pickled."""
         try:
             error = pickle.loads(self._errors.get(rank, b""))
         except Exception:
@@ -256,11 +255,11 @@ class SpawnContext:
         return error if isinstance(error, Exception) else None
 
     def _wait(self, limit_s: float) -> None:
-        """Wait for something to happen, and note which children ended."""
+        """Wait for a message or the end of a child, and handle all that came."""
         links = {self._links[rank]: rank for rank in self._running if rank in self._links}
         sentinels = [self.processes[rank].sentinel for rank in self._running]
-        # Not longer than _POLL_S: a grandchild that was forked keeps the sentinel's pipe
-        # open, so that the end of the child may not show on it.
+        # Poll, because a forked grandchild keeps the pipe of the sentinel open: the sentinel may
+        # then not become ready when the child ends.
         ready = multiprocessing.connection.wait([*links, *sentinels], min(limit_s, _POLL_S))
         for link in ready:
             if isinstance(link, Connection):
@@ -269,11 +268,11 @@ class SpawnContext:
             process = self.processes[rank]
             if process.exitcode is not None:
                 self._read(rank)
-                # Otherwise multiprocessing keeps the object, and its descriptors, in a list.
+                # Otherwise multiprocessing keeps the object and its descriptors in a list.
                 process.join()
                 self._running.discard(rank)
                 if rank not in self._stopped:
-                    self._ends.note(rank, process.pid or 0, process.exitcode)
+                    self._exits.add(rank, process.pid or 0, process.exitcode)
 
     def _read(self, rank: int) -> None:
         link = self._links.get(rank)
@@ -288,20 +287,20 @@ class SpawnContext:
             self._links.pop(rank).close()
 
     def _raise_failure(self) -> None:
-        failures = self._ends.failures()
+        failures = self._exits.failures()
         if not failures:
             return
         first, *others = failures
         lines = [f"first failure of {len(self.processes)} processes: {first.line_with_reason()}"]
         lines += [f"then {other.line_with_reason()}" for other in others]
-        if told := leavers(first, self._ends.left_s):
-            lines.append(told)
+        if left := leavers(first, self._exits.left_s):
+            lines.append(left)
         lines.append(first.text or "it left no traceback; see its standard error")
         context = Context(rank=first.rank, world_size=len(self.processes))
         raise WorkerFailedError("\n".join(lines), context=context)
 
-    def _end(self, grace_s: float) -> None:
-        """End the children that still run, and release what this context holds."""
+    def _stop(self, grace_s: float) -> None:
+        """Stop the children that still run, and release all resources of this context."""
         self._wait(0.0)
         self._stopped |= self._running
         try:
@@ -331,11 +330,12 @@ class SpawnContext:
 
 
 def check_start(nprocs: int, start_method: str) -> None:
-    """Check what `spawn` and `launch` are asked for.
+    """Check the arguments and the caller of `spawn` or `launch`.
 
     Raises:
-        InvalidArgumentError: Bad `nprocs` or `start_method`.
-        UsageError: A child that runs the parent's script again would start children, too.
+        InvalidArgumentError: `nprocs` or `start_method` is invalid.
+        UsageError: The caller is a child that is running the parent's script again, and would
+            start children, too.
     """
     if is_importing_main():
         raise UsageError("processes cannot be started by one that is starting", hint=GUARD_HINT)
@@ -379,33 +379,33 @@ def spawn(
 ) -> SpawnContext | None:
     """Run `fn(i, *args)` in `nprocs` processes, i = 0 .. nprocs - 1.
 
-    Each child has RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ... in its environment and the
-    parent serves the store, so `init_process_group()` needs no arguments inside `fn`. If the
-    parent dies, however it does, the children are killed.
+    Each child has RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ... in its environment, and the
+    parent serves the store. `init_process_group()` therefore needs no arguments inside `fn`. If
+    the parent dies for any reason, the children are killed.
 
     Args:
-        fn: With "spawn" and "forkserver" it must be importable from its module.
-        args: Passed on to every child.
+        fn: The function. With "spawn" and "forkserver" it must be importable from its module.
+        args: Further arguments, the same for every child.
         nprocs: Number of processes.
-        join: Wait for them; otherwise call `join()` on the result.
-        daemon: As in `multiprocessing`: the children may have no children of their own.
+        join: Whether to wait for the processes. Otherwise call `join()` on the result.
+        daemon: As in `multiprocessing`: whether the children may not have children.
         start_method: "spawn", "fork" or "forkserver".
 
     Returns:
         None, or with `join=False` the context of the running children.
 
     Raises:
-        InvalidArgumentError: Bad `nprocs` or `start_method`.
-        UsageError: A child has come to this call, too, as it runs the script to find `fn`.
-        WorkerFailedError: A child failed (`join=True`). The others have been ended; the text
-            ends with the traceback of the one that failed first.
+        InvalidArgumentError: `nprocs` or `start_method` is invalid.
+        UsageError: A child, which runs the script to find `fn`, has reached this call, too.
+        WorkerFailedError: A child failed (`join=True`). The others have been stopped. The text
+            ends with the traceback of the child that failed first.
 
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
     check_start(nprocs, start_method)
-    # The kernel sends the signal when the *thread* that forked ends, and a thread that does
-    # not wait for the children may end long before them. The fork server is no parent to go
-    # by either: it lives as long as its children.
+    # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
+    # for the children may end before them. The fork server lives as long as its children, so its
+    # end is not a usable sign.
     main = threading.current_thread() is threading.main_thread()
     context = SpawnContext(
         fn,
@@ -421,6 +421,6 @@ def spawn(
         context.join()
     finally:
         for process in context.processes:
-            with contextlib.suppress(ValueError):  # it resists even SIGKILL
+            with contextlib.suppress(ValueError):  # the process runs on after SIGKILL
                 process.close()
     return None

@@ -1,4 +1,4 @@
-"""What to launch, and how a launch ended."""
+"""The settings of a launch, and its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unisono.launcher.output.files import LogOptions
-from unisono.launcher.report import Failure, exception_line, signal_name
+from unisono.launcher.report import WorkerFailure, exception_line, signal_name
 from unisono.launcher.signals import ENDING
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
@@ -15,8 +15,11 @@ from unisono.rendezvous.state import Limits
 __all__ = ["GRACE_S", "LaunchResult", "LaunchSpec", "Meeting", "as_document"]
 
 GRACE_S = 5.0
-"""Default time between SIGTERM and SIGKILL. A script that writes a checkpoint on SIGTERM
-needs more; a rank that hangs in a collective would only waste a longer one."""
+"""Default time between SIGTERM and SIGKILL.
+
+A script that writes a checkpoint on SIGTERM needs more. With more, a rank that hangs in a
+collective delays the end of the launch.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +29,12 @@ class Meeting:
     Attributes:
         endpoint: Host and port of the store, the path of a file that all nodes share, or the URL of
             a service (etcd:// or redis://).
-        hosting: Whether the store must be served here; None: the first agent on that host.
+        hosting: Whether this agent must serve the store. None: the first agent on the host of the
+            endpoint does.
         node_rank: Group rank that this node must get, or None.
-        share_port: The workers' store is the rendezvous store (`--master-port`).
-        address: Where other nodes reach this one; None: found out.
+        share_port: Whether the workers' store is the rendezvous store (`--master-port`).
+        address: Address under which other nodes reach this node. None: the address of the
+            interface that leads to the endpoint.
         timing: Time-outs and pauses.
     """
 
@@ -43,23 +48,22 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """What to launch.
+    """The settings of a launch.
 
     Attributes:
         commands: Program and arguments of each worker of this host, by local rank.
-        grace_s: Seconds between the request to end and SIGKILL.
-        logs: Where the workers' output goes.
-        bind: What each worker is bound to: "none", "core", "numa" or "auto".
+        grace_s: Seconds between the signal to stop and SIGKILL.
+        logs: Files and console for the workers' output.
+        bind: Mode of the CPU binding: "none", "core", "numa" or "auto".
         limits: Number of nodes and of restarts.
         meeting: How the nodes find each other.
         run_id: Name of the job; None: random.
         role: Name of the workers' role.
-        monitor_interval_s: Pause between looks at the other nodes while workers run.
         master_port: Port of the workers' store with one node; 0 for any.
         signals: Names of the signals that end the launch.
-        one_gpu_each: Every worker sees one GPU only and has LOCAL_RANK=0
+        one_gpu_each: Whether every worker sees one GPU only and has LOCAL_RANK=0
             (`--virtual-local-rank`).
-        warm: How many workers of this host have a half-started one ready for a restart.
+        warm: Number of workers of this host for which a half-started worker waits for a restart.
     """
 
     commands: Sequence[Sequence[str]]
@@ -70,7 +74,6 @@ class LaunchSpec:
     meeting: Meeting = field(default_factory=Meeting)
     run_id: str | None = None
     role: str = "default"
-    monitor_interval_s: float = 0.1
     master_port: int = 0
     signals: Sequence[str] = ENDING
     one_gpu_each: bool = False
@@ -81,6 +84,11 @@ class LaunchSpec:
         """Number of workers on this host."""
         return len(self.commands)
 
+    @property
+    def is_single_node(self) -> bool:
+        """Whether the launch has one node only."""
+        return self.limits.max_nodes == 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
@@ -89,15 +97,15 @@ class LaunchResult:
     Attributes:
         failures: Workers that failed by themselves in the last attempt, on any node; the root
             cause first.
-        stopped: Ranks of this node that the agent ended.
-        left_s: By rank of this node that ended with exit code 0, when; if it may have to do with
-            the root cause.
+        stopped: Ranks of this node that the agent stopped.
+        left_s: Time of the end, in seconds since the epoch, by rank of this node with exit code
+            0. Empty if the root cause is on another node, whose clock may differ.
         signum: The signal that ended the launch, or None.
-        restarts: How often the job was restarted.
-        reason: Why the nodes could not go on together, or "".
+        restarts: Number of restarts of the job.
+        reason: Why the nodes could not continue together, or "".
     """
 
-    failures: tuple[Failure, ...]
+    failures: tuple[WorkerFailure, ...]
     stopped: tuple[int, ...]
     left_s: dict[int, float]
     signum: int | None
@@ -116,7 +124,7 @@ class LaunchResult:
 
 
 def as_document(result: LaunchResult) -> dict[str, Any]:
-    """Return what `--error-json` writes: the report for programs; `failures` as in the text."""
+    """Return the content of `--error-json`; `failures` are in the order of the text report."""
     return {
         "exit_code": result.exit_code,
         "signal": signal_name(result.signum) if result.signum is not None else None,

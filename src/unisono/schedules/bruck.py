@@ -44,17 +44,9 @@ def all_gather(p: int) -> Schedule:
         yield copy(r, (SCRATCH, p - r), (OUTPUT, 0), r, where=r > 0)
 
     return Schedule(
-        "all_gather",
-        "bruck",
-        p,
-        ceil_log2(p),
-        exchange,
-        input_chunks=1,
-        output_chunks=p,
-        scratch_chunks=p,
-        before=own,
-        after=unrotate,
-    )
+        "all_gather", "bruck", p, ceil_log2(p), exchange,
+        input_chunks=1, output_chunks=p, scratch_chunks=p, before=own, after=unrotate,
+    )  # fmt: skip
 
 
 def all_to_all(p: int) -> Schedule:
@@ -91,14 +83,6 @@ def all_to_all(p: int) -> Schedule:
         yield copy(column, (SCRATCH, hops), (OUTPUT, (column - hops) % p))
 
     return Schedule(
-        "all_to_all",
-        "bruck",
-        p,
-        ceil_log2(p),
-        exchange,
-        input_chunks=p,
-        output_chunks=p,
-        scratch_chunks=p + p // 2,
-        before=rotate,
-        after=unrotate,
-    )
+        "all_to_all", "bruck", p, ceil_log2(p), exchange,
+        input_chunks=p, output_chunks=p, scratch_chunks=p + p // 2, before=rotate, after=unrotate,
+    )  # fmt: skip

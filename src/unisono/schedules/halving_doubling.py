@@ -87,17 +87,9 @@ def reduce_scatter(p: int) -> Schedule:
 
     rounds = fold.log2 + 2 * folded
     return Schedule(
-        "reduce_scatter",
-        NAME,
-        p,
-        rounds,
-        exchange,
-        input_chunks=p,
-        scratch_chunks=p,
-        uneven_ok=True,
-        before=load,
-        after=store,
-    )
+        "reduce_scatter", NAME, p, rounds, exchange,
+        input_chunks=p, scratch_chunks=p, uneven_ok=True, before=load, after=store,
+    )  # fmt: skip
 
 
 def reduce(p: int, root: int) -> Schedule:

@@ -92,17 +92,9 @@ def gather(p: int, root: int) -> Schedule:
         yield recv(r, peer, OUTPUT, peer, where=r == root)
 
     return Schedule(
-        "gather",
-        "linear",
-        p,
-        p - 1,
-        exchange,
-        root,
-        input_chunks=1,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "gather", "linear", p, p - 1, exchange, root,
+        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def scatter(p: int, root: int) -> Schedule:
@@ -121,17 +113,9 @@ def scatter(p: int, root: int) -> Schedule:
         yield recv(r, root, OUTPUT, 0, where=r == peer)
 
     return Schedule(
-        "scatter",
-        "linear",
-        p,
-        p - 1,
-        exchange,
-        root,
-        input_chunks=p,
-        output_chunks=1,
-        uneven_ok=True,
-        before=own,
-    )
+        "scatter", "linear", p, p - 1, exchange, root,
+        input_chunks=p, output_chunks=1, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def all_gather(p: int) -> Schedule:
@@ -150,16 +134,9 @@ def all_gather(p: int) -> Schedule:
         yield recv(r, left, OUTPUT, left)
 
     return Schedule(
-        "all_gather",
-        "linear",
-        p,
-        p - 1,
-        exchange,
-        input_chunks=1,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "all_gather", "linear", p, p - 1, exchange,
+        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -178,16 +155,9 @@ def reduce_scatter(p: int) -> Schedule:
         yield recv_reduce(r, left, OUTPUT, 0)
 
     return Schedule(
-        "reduce_scatter",
-        "linear",
-        p,
-        p - 1,
-        exchange,
-        input_chunks=p,
-        output_chunks=1,
-        uneven_ok=True,
-        before=own,
-    )
+        "reduce_scatter", "linear", p, p - 1, exchange,
+        input_chunks=p, output_chunks=1, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def all_to_all(p: int) -> Schedule:
@@ -211,16 +181,9 @@ def all_to_all(p: int) -> Schedule:
         yield recv(column, left, OUTPUT, left)
 
     return Schedule(
-        "all_to_all",
-        "linear",
-        p,
-        min(p - 1, 1),
-        exchange,
-        input_chunks=p,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "all_to_all", "linear", p, min(p - 1, 1), exchange,
+        input_chunks=p, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def barrier(p: int) -> Schedule:

@@ -91,16 +91,9 @@ def all_gather(p: int) -> Schedule:
         yield read(r[:, None], peers, OUTPUT, peers)
 
     return Schedule(
-        "all_gather",
-        NAME,
-        p,
-        _rounds(p),
-        exchange,
-        input_chunks=1,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "all_gather", NAME, p, _rounds(p), exchange,
+        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def gather(p: int, root: int) -> Schedule:

@@ -103,17 +103,9 @@ def reduce_scatter(p: int) -> Schedule:
 
     rounds = 1 if p > 1 else 0
     return Schedule(
-        "reduce_scatter",
-        NAME,
-        p,
-        rounds,
-        exchange,
-        input_chunks=p,
-        output_chunks=1,
-        scratch_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "reduce_scatter", NAME, p, rounds, exchange,
+        input_chunks=p, output_chunks=1, scratch_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def _others(ranks: IntArray, p: int) -> IntArray:

@@ -61,16 +61,9 @@ def all_gather(p: int) -> Schedule:
         yield recv(r, r ^ width, OUTPUT, mine ^ width, width)
 
     return Schedule(
-        "all_gather",
-        "recursive_doubling",
-        p,
-        ceil_log2(p),
-        exchange,
-        input_chunks=1,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "all_gather", "recursive_doubling", p, ceil_log2(p), exchange,
+        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def barrier(p: int) -> Schedule:

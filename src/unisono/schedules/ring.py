@@ -66,16 +66,9 @@ def reduce_scatter(p: int) -> Schedule:
             yield recv_reduce(r, (r - 1) % p, OUTPUT, 0)
 
     return Schedule(
-        "reduce_scatter",
-        "ring",
-        world_size=p,
-        rounds=p - 1,
-        exchange=exchange,
-        input_chunks=p,
-        output_chunks=1,
-        scratch_chunks=1,
-        before=own,
-    )
+        "reduce_scatter", "ring", p, p - 1, exchange,
+        input_chunks=p, output_chunks=1, scratch_chunks=1, before=own,
+    )  # fmt: skip
 
 
 def all_gather(p: int) -> Schedule:
@@ -93,16 +86,9 @@ def all_gather(p: int) -> Schedule:
         yield recv(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
 
     return Schedule(
-        "all_gather",
-        "ring",
-        world_size=p,
-        rounds=p - 1,
-        exchange=exchange,
-        input_chunks=1,
-        output_chunks=p,
-        uneven_ok=True,
-        before=own,
-    )
+        "all_gather", "ring", p, p - 1, exchange,
+        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
+    )  # fmt: skip
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

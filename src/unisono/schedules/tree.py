@@ -96,18 +96,9 @@ def binomial_gather(p: int, root: int) -> Schedule:
         yield copy(r, (SCRATCH, p - root), (OUTPUT, 0), root, where=at_root & (root > 0))
 
     return Schedule(
-        "gather",
-        "binomial",
-        p,
-        ceil_log2(p),
-        exchange,
-        root,
-        input_chunks=1,
-        output_chunks=p,
-        scratch_chunks=p,
-        before=own,
-        after=unrotate,
-    )
+        "gather", "binomial", p, ceil_log2(p), exchange, root,
+        input_chunks=1, output_chunks=p, scratch_chunks=p, before=own, after=unrotate,
+    )  # fmt: skip
 
 
 def binomial_scatter(p: int, root: int) -> Schedule:
@@ -141,18 +132,9 @@ def binomial_scatter(p: int, root: int) -> Schedule:
         yield copy(r, (SCRATCH, 0), (OUTPUT, 0))
 
     return Schedule(
-        "scatter",
-        "binomial",
-        p,
-        log2,
-        exchange,
-        root,
-        input_chunks=p,
-        output_chunks=1,
-        scratch_chunks=p,
-        before=rotate,
-        after=own,
-    )
+        "scatter", "binomial", p, log2, exchange, root,
+        input_chunks=p, output_chunks=1, scratch_chunks=p, before=rotate, after=own,
+    )  # fmt: skip
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

@@ -207,16 +207,9 @@ def reduce_scatter(p: int, local: int) -> Schedule:
         yield recv_reduce(column, peers, buf, chunk[:, None])
 
     return Schedule(
-        "reduce_scatter",
-        NAME,
-        p,
-        hosts,
-        exchange,
-        input_chunks=p,
-        output_chunks=1,
-        scratch_chunks=p,
-        before=load,
-    )
+        "reduce_scatter", NAME, p, hosts, exchange,
+        input_chunks=p, output_chunks=1, scratch_chunks=p, before=load,
+    )  # fmt: skip
 
 
 def _neighbours(r: IntArray, local: int) -> IntArray:
@@ -266,12 +259,6 @@ def _pipelined(
 
     rounds = stages + pipeline - 1
     return Schedule(
-        collective,
-        NAME,
-        p,
-        rounds,
-        exchange,
-        root,
-        output_chunks=chunks,
-        scratch_chunks=scratch_chunks,
-    )
+        collective, NAME, p, rounds, exchange, root,
+        output_chunks=chunks, scratch_chunks=scratch_chunks,
+    )  # fmt: skip

@@ -1,12 +1,12 @@
-"""What every transport offers: messages between ranks, and a control plane beside them.
+"""The contract of every transport: messages between ranks, and a control plane beside them.
 
-Rule 1: a transport reports with small status exceptions (`LinkDown`, `MessageMismatch`,
-`Failure`); the text that a user reads is written above, where names are known.
-Rule 2: a send never waits for its receive. Every rank always takes in what arrives, so two
+Rule 1: a transport reports small status exceptions (`LinkDown`, `MessageMismatch`, `Failure`).
+`engines.errors` writes the text for users, because the names are known there.
+Rule 2: a send never waits for its receive. Every rank always receives arriving messages, so two
 ranks that both send first do not deadlock.
 
-Ranks here are ranks of the transport, i.e. of the world that made it. Several process groups
-share one transport; each has a `context`, a 64-bit number that keeps their messages apart.
+Ranks here are ranks of the transport, that is, of the world that made it. Several process groups
+share one transport. Each has a `context`, a 64-bit number that separates their messages.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from unisono.transports.transfers import Messages, Transfer
 
 __all__ = ["Question", "Transport"]
 
-# How many past calls a rank remembers per context, so that a slower rank can still ask about
-# the call that both disagree on. Two would do; the rest is for calls that fail in a row.
+# How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
+# which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8
 
-# How long `cancel` waits for a copy that is running right now. Without an end it would wait for
-# ever if a callback, on the very thread that copies, cancels what that thread does next.
+# How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
+# callback, on the thread that copies, cancels the next transfer of that thread.
 _COPY_S = 5.0
 
 _NO_CONTEXT = -1
@@ -53,10 +53,10 @@ _NO_CONTEXT = -1
 class Transport(ABC):
     """One rank's end of the links to all other ranks.
 
-    Sub-classes move frames (`_transmit`) and feed what arrives to `mailbox` or `on_control`.
+    Sub-classes move frames (`_transmit`) and pass arriving frames to `mailbox` or `on_control`.
 
     Attributes:
-        address: Where other ranks find this one; published in the store.
+        address: Where other ranks find this rank; published in the store.
     """
 
     address: str
@@ -64,10 +64,10 @@ class Transport(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # What each rank said about its host when it connected; "" if nothing.
+        # The host id that each rank published; "" if it shares no memory.
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
-        # What carries messages in C++; None: this transport does.
+        # Carries messages in C++; None: this transport carries them.
         self.messages: Messages | None = None
         self._lock = threading.Lock()
         self._calls: dict[int, deque[CallStatus]] = {}
@@ -87,9 +87,9 @@ class Transport(ABC):
 
         Args:
             peer: Receiving rank; may be this rank itself.
-            key: Where it goes.
+            key: Address of the message.
             data: Bytes (format "B"); must stay untouched until the transfer is done.
-            info: A word that the receiver compares with its own (a dtype code, say).
+            info: A number that the receiver compares with its own, such as a dtype code.
         """
         _require_bytes(data)
         if self.messages is not None:
@@ -110,9 +110,9 @@ class Transport(ABC):
             transfer.finish(down)
         else:
             self._transmit(peer, key, transfer)
-            # The context may have broken after the look above, too early to find this transfer.
+            # The context may have broken after the check above, before this transfer was queued.
             if not transfer.done() and (failure := self._failures.get(key.context)) is not None:
-                self._withdraw(lambda other: other is transfer, failure)
+                self._cancel(lambda other: other is transfer, failure)
         return transfer
 
     def recv(
@@ -125,15 +125,15 @@ class Transport(ABC):
     ) -> Transfer:
         """Post a receive; done when `into` is filled.
 
-        With messages in C++ its end may not be noticed before somebody waits for it, or calls
+        With C++ messages the transfer may not become done before a thread waits for it, or calls
         `watch`.
 
         Args:
             peer: Sending rank; None takes any source.
-            key: Where to look.
+            key: Address of the message.
             into: Bytes (format "B"), writable.
-            info: What the sender's word must be.
-            among: With any source: the ranks that may send, all others by default. If one of
+            info: The number that the sender must give.
+            among: With any source: the ranks that may send, by default all other ranks. If one of
                 them crashes, or all of them leave, the receive fails.
 
         Raises:
@@ -159,57 +159,57 @@ class Transport(ABC):
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """End a transfer with `Cancelled` if it is not done.
+        """End a transfer with `Cancelled` if it is not done, as `Transfer.cancel` does.
 
-        Its memory is not touched any more once this returns.
+        Its memory is not touched any more after the return.
         """
         if transfer.carrier is not self:
             transfer.cancel()
         elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():
-            self._withdraw(lambda other: other is transfer, Cancelled())
+            self._cancel(lambda other: other is transfer, Cancelled())
             transfer.wait_until(Deadline(_COPY_S))
 
     def may_wait(self) -> bool:
-        """Whether this thread may wait for a transfer; not if it is the one that moves them."""
+        """Whether the calling thread may wait for a transfer; False if it moves the transfers."""
         return self.messages is None or not self.messages.is_server()
 
     def use_messages(self, messages: Messages) -> None:
-        """Leave messages to C++ from now on; nothing has been sent yet."""
+        """Let `messages` carry all messages. Must be called before the first message."""
         self.messages = self.mailbox.messages = messages
 
     def notice_end(self, peer: int) -> None:
-        """Make sure that the end of a rank is noticed although nothing is sent to it."""
+        """Make sure that the end of a rank is detected although nothing is sent to it."""
         if peer != self.rank:
             self._watch(peer)
 
     def knock(self, peer: int) -> None:
-        """Have a rank take in messages that nobody there waits for."""
+        """Make a rank receive messages for which none of its threads waits."""
         if peer != self.rank and self.mailbox.down(peer) is None:
             self._control(peer, 0, Kind.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
 
     def enter(self, context: int, seq: int, text: str) -> None:
-        """Note that this rank has begun call `seq`; peers can ask for it."""
+        """Record that this rank has begun call `seq`; other ranks can ask for it."""
         calls = self._calls.get(context)
         if calls is None:
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
         calls.append(CallStatus(seq, text))
 
     def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Ask `last()` for the last call of a context as well, of those that never `enter`."""
+        """Consult `last()` for the last call of a context, too: for calls that do not `enter`."""
         self._last_calls[context] = last
 
     def ask(
         self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
     ) -> dict[int, CallStatus]:
-        """Ask peers how far they are; return the answers that came in time.
+        """Ask peers for their last calls; return the answers that came in time.
 
-        Each answer holds the peer's last call, or call `seq` itself if the peer remembers it.
-        A peer that is stopped, gone or unreachable is missing from the result. If the context is
-        broken there, it is so here before the answer counts.
+        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. A peer
+        that is stopped, gone or unreachable is missing from the result. If the context is broken
+        on the peer, it is broken here before the answer counts.
         """
         question = self.inquire(context, seq, peers)
         question.wait_until(deadline)
@@ -217,7 +217,7 @@ class Transport(ABC):
         return question.answers
 
     def inquire(self, context: int, seq: int, peers: Iterable[int]) -> Question:
-        """Ask as `ask` does, but return at once; answers come in until `close_question`.
+        """Ask as `ask` does, but return at once; answers are added until `close_question`.
 
         With `seq` 0 each answer holds the peer's last call.
         """
@@ -239,7 +239,7 @@ class Transport(ABC):
             self._questions.pop(question.number, None)
 
     def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
-        """Break a context here and on every peer that can be reached."""
+        """Break a context here and on all peers that can be reached."""
         if self._break(context, failure):
             for peer in peers:
                 if peer != self.rank and self.mailbox.down(peer) is None:
@@ -250,7 +250,7 @@ class Transport(ABC):
         return self._failures.get(context)
 
     def on_failure(self, context: int, callback: Callable[[Failure], None]) -> None:
-        """Call back when this context breaks, at once if it is broken already."""
+        """Call `callback` when this context breaks; at once if it is broken already."""
         with self._lock:
             self._on_failure[context] = callback
             failure = self._failures.get(context)
@@ -258,14 +258,14 @@ class Transport(ABC):
             callback(failure)
 
     def forget(self, context: int, error: BaseException) -> None:
-        """Release everything a destroyed context holds; `error` ends the receives in it."""
+        """Release everything that a destroyed context holds; `error` ends its receives."""
         with self._lock:
             for table in (self._calls, self._last_calls, self._failures, self._on_failure):
                 table.pop(context, None)
         self.mailbox.forget_context(context, error)
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
-        """Handle a control frame; called by the sub-class on whatever thread received it.
+        """Handle a control frame; called by the sub-class on the thread that received it.
 
         Raises:
             ValueError: The frame makes no sense.
@@ -293,14 +293,15 @@ class Transport(ABC):
         elif kind is Kind.KNOCK and self.messages is not None:
             self.messages.attend()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
-            # With a link of our own we would see the end ourselves.
+            # If this rank had a link to that rank, it would detect the end itself.
             self.spread(LinkDown(words["peer"], words["reason"]))
 
     def mark_down(self, error: LinkDown) -> bool:
-        """Note that a rank cannot be reached any more and fail what waits for it.
+        """Record that a rank cannot be reached any more, and end the transfers with it.
 
-        Returns whether that was news. A crash is news even of a rank that seemed to have left:
-        without a link to it, the two look alike.
+        Returns:
+            Whether this was unknown. The crash of a rank that seemed to have left counts as
+            unknown: without a link to the rank, the two look alike.
         """
         known = self.mailbox.down(error.peer)
         if self._closed or (known is not None and (error.left or not known.left)):
@@ -313,19 +314,19 @@ class Transport(ABC):
         return True
 
     def end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
-        """Return what a broken link means; a rank may have said good-bye in shared memory."""
+        """Return the status of a broken link; the rank may have left by way of shared memory."""
         return (
             LinkDown(peer, LEFT, left=True) if self.has_left(peer) else LinkDown(peer, reason, left)
         )
 
     def has_left(self, peer: int) -> bool:
-        """Whether a rank has said good-bye in shared memory; False if nothing is known."""
+        """Whether a rank has left by way of shared memory; False if this is unknown."""
         return self.messages is not None and self.messages.has_left(peer)
 
     def spread(self, error: LinkDown) -> None:
-        """Note that a rank crashed and tell all ranks there is a link to, which do the same.
+        """Record that a rank crashed, and send this to all linked ranks, which do the same.
 
-        So a rank hears of a crash although it never had to do with the crashed one.
+        So a rank learns of a crash although it was never linked to the crashed rank.
         """
         if self.mark_down(error):
             for peer in self._linked():
@@ -336,8 +337,8 @@ class Transport(ABC):
     def watch_neighbours(self) -> None:
         """Watch the ranks 1, 2, 4, ... further on.
 
-        The links of all ranks then hang together, and stay so when some ranks die: every crash
-        is seen by somebody who can tell the others.
+        The graph of all links is then connected, and stays so when some ranks crash. So some rank
+        detects each crash and can send it to the others.
         """
         distance = 1
         while distance < self.world_size:
@@ -347,13 +348,13 @@ class Transport(ABC):
     # ---- life -----------------------------------------------------------------------------
 
     def retain(self) -> Self:
-        """Count one more user (a sub-group); each calls `close` once."""
+        """Count one more user (a sub-group). Each user calls `close` once."""
         with self._lock:
             self._users += 1
         return self
 
     def close(self) -> None:
-        """Drop one user; the last one closes the links and ends the receives that wait."""
+        """Remove one user; the last user closes the links and ends the waiting receives."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._closed:
@@ -375,48 +376,48 @@ class Transport(ABC):
     def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         """Move `transfer.into` to the mailbox of another rank and finish the transfer.
 
-        `key` may be a control message's; its transfer then belongs to no context.
+        `key` may be that of a control message, whose transfer belongs to no context.
         """
 
     def unreached(self) -> Unreached:
-        """Return which ranks could not be reached, so far."""
+        """Return the ranks that could not be reached so far."""
         return {}
 
     makes_wires = False
-    """Whether there are connections for C++ to use."""
+    """Whether the transport can make connections for C++ messages."""
 
     def make_wire(self, peer: int, channel: int) -> None:
         """Give the C++ messages a connection to a rank, soon, unless that rank does so."""
         raise NotImplementedError
 
     def wire_ended(self, peer: int, reason: str) -> None:
-        """Find out why a wire has ended; `reason` is all that is known."""
+        """Find out why a wire has ended. If the link does not show it, the reason is `reason`."""
         raise NotImplementedError
 
     def read_to_end(self, sock: socket.socket) -> None:
-        """Read a socket that has said its last until its peer has, too."""
+        """Read a socket that is closed for writing until its peer closes it, too."""
         raise NotImplementedError
 
     def _linked(self) -> list[int]:
-        """Return the ranks there is a working link to."""
+        """Return the ranks with a working link."""
         return []
 
     @abstractmethod
     def _watch(self, peer: int) -> None:
-        """Make sure that the end of `peer` will be noticed although nothing is sent to it."""
+        """Make sure that the end of `peer` is detected although nothing is sent to it."""
 
     @abstractmethod
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
-        """Stop touching the memory of transfers that are under way, and end them."""
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """End the transfers under way that `unwanted` selects, and stop using their memory."""
 
     @abstractmethod
     def _shut(self) -> None:
-        """Say good-bye and release sockets and threads."""
+        """Send a good-bye and close sockets and threads."""
 
     def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         body = memoryview(json.dumps(words).encode())
         key = Key(context, kind, 0)
-        # A context of its own: breaking a group must not take back the frames that say so.
+        # No context: the failure of a context must not cancel the frames that report it.
         self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
@@ -445,7 +446,7 @@ class Transport(ABC):
         if callback is not None:
             callback(failure)
         self.mailbox.fail_context(context, failure)
-        self._withdraw(lambda transfer: transfer.context == context, failure)
+        self._cancel(lambda transfer: transfer.context == context, failure)
         return True
 
 
@@ -458,11 +459,11 @@ def _require_bytes(data: memoryview) -> None:
 
 
 class Question(Completion):
-    """How far are you? Done when all have answered, or cannot.
+    """A question to other ranks for their last calls. Done when all have answered, or cannot.
 
     Attributes:
-        number: Tells it from others.
-        asked_s: When it was put, on the monotonic clock.
+        number: Distinguishes it from other questions.
+        asked_s: When it was sent, on the monotonic clock.
         open: Ranks that have not answered.
         answers: By rank.
     """

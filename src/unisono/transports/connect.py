@@ -1,4 +1,4 @@
-"""From a store to a transport: publish the own address, wait for everybody's."""
+"""From a store to a transport: publish this rank's address, wait for those of all ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from unisono.transports.tcp.transport import TCPTransport
 
 __all__ = ["connect"]
 
-# How long a rank that has given up stays for those that came later and wait a little longer:
-# without the store, which may be this rank's, they could not tell who is missing.
+# How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
+# rank may host the store, and without the store they cannot name the missing ranks.
 _STAY_S = 2.0
 
 
@@ -47,8 +47,8 @@ def connect(
         world_size: Number of ranks.
         deadline: For the slowest rank to come.
         kind: "inproc", "tcp", or "auto": inproc if the store cannot leave the process.
-        host: A word about this rank's host, equal on ranks that may share memory, "" if this one
-            must not; `Transport.hosts` has those of all ranks.
+        host: This rank's host id, equal on ranks that may share memory; "" if this rank must not.
+            `Transport.hosts` holds the host ids of all ranks.
 
     Raises:
         RendezvousError: Some ranks never came; names them.
@@ -58,18 +58,18 @@ def connect(
     try:
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
         if messages is not None:
-            # Now: a rank that is through with this sends before this one is.
+            # Before the addresses are published: a faster rank may send before this rank returns.
             transport.use_messages(messages)
         elif world_size > 1:
             host = ""
-        inbox = messages.word if messages is not None else ""
-        mine = f"{host} {inbox} {transport.address}"
-        hosts, inboxes, found = _published(store, rank, world_size, deadline, mine)
+        endpoint = messages.endpoint if messages is not None else ""
+        mine = f"{host} {endpoint} {transport.address}"
+        hosts, endpoints, found = _published(store, rank, world_size, deadline, mine)
         addresses += found
         transport.hosts = _placed(hosts)
         if messages is not None:
             near = [other == host for other in hosts]
-            messages.introduce(inboxes, near, crowded=sum(near) > usable_cores())
+            messages.introduce(endpoints, near, crowded=sum(near) > usable_cores())
         transport.watch_neighbours()
     except BaseException:
         transport.close()
@@ -80,7 +80,7 @@ def connect(
 def _transport(
     store: Store, rank: int, world_size: int, addresses: Sequence[str], kind: str | None
 ) -> Transport:
-    """Return a transport that connects to the `addresses`, once they are filled in."""
+    """Return a transport that connects to `addresses`, which are filled in later."""
     kind = kind or config.get("UNISONO_TRANSPORT")
     if kind == "auto":
         kind = "inproc" if isinstance(_innermost(store), HashStore) else "tcp"
@@ -94,7 +94,7 @@ def _transport(
 def _published(
     store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
 ) -> tuple[list[str], list[str], list[str]]:
-    """Publish three words, parted by spaces; return all ranks' first, second and third words."""
+    """Publish 3 texts, separated by spaces; return the first, second and third of all ranks."""
     with _claimed(store, rank, world_size) as number:
         keys = [f"{number}/address/{other}" for other in range(world_size)]
         store.set(keys[rank], f"{world_size} {mine}")
@@ -103,23 +103,24 @@ def _published(
     return list(first), list(second), list(third)
 
 
-def _placed(words: list[str]) -> tuple[str, ...]:
-    """Return the words about the hosts, as if so many ranks were on each as the user says."""
+def _placed(hosts: list[str]) -> tuple[str, ...]:
+    """Return the host ids, replaced according to UNISONO_RANKS_PER_HOST."""
     per_host = int(config.get_float("UNISONO_RANKS_PER_HOST"))
     if not per_host:
-        return tuple(words)
-    return tuple(word and f"{word}/{rank // per_host}" for rank, word in enumerate(words))
+        return tuple(hosts)
+    return tuple(host and f"{host}/{rank // per_host}" for rank, host in enumerate(hosts))
 
 
 @contextlib.contextmanager
 def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
-    """Be this rank while the ranks meet; yields how many worlds it has met in, in this store.
+    """Claim this rank while the ranks meet; yield the number of the world in this store.
 
-    All ranks meet equally often, so that is the number of the world, by which its addresses are
-    told from those of the world before, which a slower rank may not have deleted yet.
+    A rank counts the worlds in which it has met the others. The count is equal on all ranks, so it
+    numbers the world. It separates the addresses from those of the world before, which a slower
+    rank may not have deleted yet.
 
     Raises:
-        RendezvousError: Another process is this rank.
+        RendezvousError: Another process has this rank.
     """
     key, me = f"rank/{rank}", new_user()
     found, before = b"", 0
@@ -145,16 +146,16 @@ def _claimed(store: Store, rank: int, world_size: int) -> Iterator[int]:
         yield before + 1
         met = before + 1
     finally:
-        # Its host may have closed the store already; then there is no later world in it.
+        # The host of the store may have closed it already. Then it serves no later world.
         with contextlib.suppress(StoreError):
             store.set(key, f"{met}")
             store.delete_key(f"{before + 1}/address/{rank}")
 
 
 def _is_replaced(holder: str) -> bool:
-    """Whether a process that has not finished meeting died and this one takes its place."""
+    """Whether a process died while the ranks met, so that this process takes its place."""
     life = life_of(holder)
-    # A container that is started again has its host's name, and another process namespace.
+    # A restarted container has the host name of the earlier one, and another process namespace.
     return life is Life.DEAD or (life is Life.UNKNOWN and holder.split("~")[0] == platform.node())
 
 
@@ -162,7 +163,7 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
     world_size = len(keys)
     number = keys[0].partition("/")[0]
     try:
-        # Before the wait for ranks that, as rank 0 knows, do not exist.
+        # First, because rank 0 may know that some of the ranks do not exist.
         _check_world_size(store, store.get(keys[0], deadline.remaining()), 0, rank, world_size)
         store.wait(keys, deadline.remaining())
     except StoreTimeoutError as error:
@@ -179,7 +180,7 @@ def _gather(store: Store, keys: list[str], rank: int, deadline: Deadline) -> lis
     values = store.multi_get(keys)
     for other, value in enumerate(values):
         _check_world_size(store, value, other, rank, world_size)
-    # Nobody leaves before everybody has read: the rank that hosts the store may close it next.
+    # No rank returns before all ranks have read, because the host of the store may close it then.
     store.barrier(f"{number}/connected", world_size, deadline.remaining())
     return [value.decode() for value in values]
 
@@ -189,11 +190,11 @@ def _check_world_size(
 ) -> None:
     there = int(published.partition(b" ")[0])
     if there != world_size:
-        # The other one has to see what this rank published, which goes with it.
+        # The other rank must read what this rank has published before this rank deletes it.
         with contextlib.suppress(StoreError):
             store.barrier("disagree", 2, _STAY_S)
         raise RendezvousError(
-            f"rank {rank} was told world_size={world_size}, rank {other} world_size={there}",
+            f"rank {rank} has world_size={world_size}, rank {other} has world_size={there}",
             context=Context(rank=rank, world_size=world_size, peers=(other,)),
             hint="give all ranks the same world_size",
         )
@@ -211,5 +212,5 @@ def _hosts(store: Store) -> tuple[str, ...]:
     inner = _innermost(store)
     if isinstance(inner, HashStore):
         return ("127.0.0.1",)
-    # A store with a server says where that is; torch's stores behind their adapter do so too.
+    # A store with a server knows its host, and so do torch's stores behind their adapter.
     return local_hosts(getattr(inner, "host", None))

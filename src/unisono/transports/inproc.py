@@ -24,7 +24,7 @@ class InprocTransport(Transport):
         find: Returns the `address` that another rank published; called once per peer.
     """
 
-    # An address space for names, as ports are one for sockets. Weak: it keeps nothing alive.
+    # All transports of this process, by name. Weak, so that it keeps no transport alive.
     _by_address: ClassVar[weakref.WeakValueDictionary[str, InprocTransport]] = (
         weakref.WeakValueDictionary()
     )
@@ -33,7 +33,7 @@ class InprocTransport(Transport):
         super().__init__(rank, world_size)
         self.address = f"inproc:{uuid.uuid4().hex}"
         self._find = find
-        # Who has sent to us or waited for us is in it, too: it may wait again.
+        # Also holds ranks that have sent to this rank or waited for it: they may wait again.
         self._peers: dict[int, InprocTransport] = {}
         InprocTransport._by_address[self.address] = self
 
@@ -55,8 +55,8 @@ class InprocTransport(Transport):
     def _watch(self, peer: int) -> None:
         self._link(peer)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
-        """Nothing is ever under way: a message is delivered in one step."""
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """Do nothing: a message is delivered in one step, so no transfer is under way."""
 
     def _shut(self) -> None:
         for link in list(self._peers.values()):
@@ -65,7 +65,7 @@ class InprocTransport(Transport):
         self._peers.clear()
 
     def vanish(self, reason: str) -> None:
-        """Go away without a good-bye, as a killed process would (for fault injection)."""
+        """Close without a good-bye, as a killed process does (for fault injection)."""
         for peer in range(self.world_size):
             link = self._lookup(peer) if peer != self.rank else None
             if link is not None:
@@ -84,7 +84,7 @@ class InprocTransport(Transport):
                 self.mark_down(LinkDown(peer, LEFT, left=True))
                 return None
             self._peers[peer] = link
-            # It can answer at once, although it may not know any address yet.
+            # The other rank can answer at once, although it may not know any address yet.
             link._peers[self.rank] = self
         if link.closed:
             self.mark_down(LinkDown(peer, LEFT, left=True))

@@ -1,11 +1,11 @@
-"""Which message goes to which receive: posted receives and unexpected messages.
+"""Match messages to receives: posted receives and unexpected messages.
 
 The k-th message from a rank under a key meets the k-th receive for that rank and key. A receive
 from any source takes the oldest message under its key.
 
 Theory of operation: for one key and source, either receives wait or messages wait, never both.
-A message that finds a posted receive is written straight into the receiver's memory; one that
-finds none is kept in memory of its own.
+A message that finds a posted receive is written straight into the receiver's memory. A message
+that finds none is kept in memory of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Mailbox"]
 
 
 class _Slot:
-    """What waits under one (context, key): either receives or messages."""
+    """The receives or the messages that wait under one (context, tag)."""
 
     __slots__ = ("arrivals", "posted")
 
@@ -39,11 +39,11 @@ class Mailbox:
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
-        # If set, it has all messages, and hears of what ends them.
+        # If set, it carries all messages, and gets all calls that end them.
         self.messages: Messages | None = None
 
     def post(self, transfer: Transfer) -> None:
-        """Queue a receive, or complete it with the message that is already here."""
+        """Queue a receive, or complete it with a message that has arrived already."""
         with self._lock:
             arrival = self._take_arrival(transfer)
             if arrival is None:
@@ -60,7 +60,7 @@ class Mailbox:
             _fill(transfer, arrival)
 
     def deliver(self, source: int, context: int, tag: Tag, data: memoryview, info: int) -> None:
-        """Hand over a complete message; copies `data` unless a receive takes it at once."""
+        """Match a complete message; copies `data` unless a receive takes it at once."""
         transfer = self.claim(source, context, tag)
         if transfer is not None:
             _fill(transfer, Arrival(source, data, info))
@@ -68,14 +68,14 @@ class Mailbox:
             self.keep(context, tag, Arrival(source, memoryview(bytes(data)), info))
 
     def claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
-        """Remove and return the receive that the next message from `source` belongs to."""
+        """Remove and return the receive of the next message from `source`, or None."""
         with self._lock:
             return self._claim(source, context, tag)
 
     def keep(self, context: int, tag: Tag, arrival: Arrival) -> None:
-        """Store a message that found no receive; its data must be its own.
+        """Store a message that found no receive; no other code may change its data.
 
-        A receive posted since `claim` said no takes it at once.
+        A receive that was posted after `claim` returned None takes the message at once.
         """
         if self.messages is not None:
             self.messages.deliver(context, *tag, arrival)
@@ -89,7 +89,7 @@ class Mailbox:
         _fill(transfer, arrival)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """Take back a posted receive; False if a message has matched it already."""
+        """Remove a posted receive; return False if a message has matched it already."""
         key = (transfer.context, transfer.tag)
         with self._lock:
             slot = self._slots.get(key)
@@ -100,11 +100,11 @@ class Mailbox:
         return True
 
     def link_down(self, error: LinkDown) -> None:
-        """Fail every receive that waits for this rank, now and later.
+        """End every receive that waits for this rank with `error`, now and later.
 
-        A receive from any source fails as well, unless the rank said good-bye: its sender may
-        be the one that crashed, and an error is better than a wait that may never end. Ranks
-        that said good-bye fail it when nobody is left who could send.
+        A receive from any source ends as well if the rank crashed, because its sender may be the
+        crashed rank. An error is better than a wait that may never end. Ranks that left end such a
+        receive only when no rank is left that could send.
         """
         with self._lock:
             self._down[error.peer] = error
@@ -120,7 +120,7 @@ class Mailbox:
             self.messages.peer_down(error)
 
     def fail_context(self, context: int, error: BaseException) -> None:
-        """Fail every receive of one context, now and later, and drop its messages."""
+        """End every receive of one context, now and later, and drop its messages."""
         with self._lock:
             self._failed.setdefault(context, error)
             failed = self._clear_context(context)
@@ -130,7 +130,7 @@ class Mailbox:
             self.messages.fail(context)
 
     def forget_context(self, context: int, error: BaseException) -> None:
-        """Release what a destroyed context still holds; `error` ends what waits."""
+        """Release everything that a destroyed context holds; `error` ends its receives."""
         with self._lock:
             self._failed.pop(context, None)
             failed = self._clear_context(context)
@@ -140,7 +140,7 @@ class Mailbox:
             self.messages.forget(context, error)
 
     def close(self, error: BaseException) -> None:
-        """Fail every receive, now and later, and drop all messages."""
+        """End every receive, now and later, and drop all messages."""
         with self._lock:
             self._closed = error
             failed = self._take_posted(lambda transfer: True)
@@ -182,7 +182,7 @@ class Mailbox:
             return None
         for at, arrival in enumerate(slot.arrivals):
             if transfer.peer is None or transfer.peer == arrival.source:
-                # Not remove(): that compares values, and with them the bytes of messages.
+                # Not remove(), because it compares values, that is, the bytes of messages.
                 del slot.arrivals[at]
                 self._drop_if_empty(key, slot)
                 transfer.peer = arrival.source

@@ -82,7 +82,7 @@ class LinkDown(Exception):
     Attributes:
         peer: The rank.
         reason: Why, as the end of a sentence.
-        left: Whether the rank closed its transport, or was never linked to this one. False if
+        left: Whether the rank closed its transport, or was never linked to this rank. False if
             the rank vanished.
     """
 

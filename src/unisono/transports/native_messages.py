@@ -1,16 +1,14 @@
 """Messages in C++: over rings in shared memory inside a host, over wires between hosts.
 
-Every rank makes an inbox and publishes where it is. Who sends to a rank of its host opens the
-inbox through the owner's process id and compares a nonce. If that fails (another process
-namespace, say), and for ranks of other hosts, the transport makes a wire: a connection whose
-socket C++ takes over. A rank that has no inbox, for want of the extension, gets its messages
-through the transport. Matching is in C++ for all of them, so that a receive from any source has
-one place to look.
+Every rank makes its rings and publishes how to open them. A rank that sends to a rank of its host
+opens the rings through the owner's process id and compares a nonce. For ranks of other hosts, or if
+the rings cannot be opened, the transport makes a wire: a connection whose socket C++ takes over. A
+rank without the extension has no rings; its messages go through the transport. C++ matches the
+messages of all three kinds, so that a receive from any source searches one place.
 
-A rank that waits moves the bytes itself. For sends and receives that nobody waits for there is a
-server thread, made when it is first needed; it gives up the interpreter lock while it works or
-sleeps. What ends from outside (a lost rank, a broken group) is noticed by the transport, as for
-its own messages.
+A rank that waits moves the bytes itself. A server thread, started on first use, moves the bytes of
+other transfers. It releases the interpreter lock while it works or sleeps. The transport detects
+lost ranks and broken groups, as for its own messages.
 """
 
 from __future__ import annotations
@@ -57,27 +55,27 @@ _LINGER_S = 2.0
 # How long cancel() waits for another thread that has ended the transfer.
 _COPY_S = 5.0
 
-# How often who waits for that looks himself.
+# How often the waiting thread checks this itself.
 _LOOK_S = 1.0
 
 _NONCE_BYTES = 16
 
-# Each costs a descriptor and a look at it; beyond this many a network has no more to give.
+# Each channel costs a file descriptor and its polling. More channels than this gain nothing.
 _MOST_CHANNELS = 16
 
 _NOTHING = memoryview(b"")
 
 
 def tag_of(kind: Kind, tag: int) -> int:
-    """Return the one number that stands for both in C++.
+    """Return the tag that stands for a kind and its tag in C++.
 
-    Tags of calls are not negative. Programs in C++ use -1, -2, ... of the same contexts.
+    Tags of calls are not negative. Programs in C++ use the tags -1, -2, ... of the same contexts.
     """
     return tag if kind is Kind.P2P else tag - (1 << 62)
 
 
 class Links(Protocol):
-    """What messages need of the transport: its links to other ranks, and what it knows of them."""
+    """The transport as messages see it: its links to other ranks and the state of these ranks."""
 
     rank: int
     world_size: int
@@ -85,7 +83,7 @@ class Links(Protocol):
 
     @property
     def makes_wires(self) -> bool:
-        """Whether there are connections for C++ to use."""
+        """Whether the transport can make connections for C++."""
 
     def notice_end(self, peer: int) -> None:
         """Make sure that the end of a rank is detected although nothing is sent to it."""
@@ -107,7 +105,7 @@ class Links(Protocol):
 
 
 class NativeTransfer(Transfer):
-    """A send or receive in C++; whoever waits for it does the work."""
+    """A send or receive in C++; a thread that waits for it moves its bytes."""
 
     __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
 
@@ -119,7 +117,7 @@ class NativeTransfer(Transfer):
     receives: bool
 
     def done(self) -> bool:
-        # Whoever took its outcome may have been interrupted before he could say so.
+        # A thread that took the outcome may have been interrupted before it called `finish`.
         if not self._done and self.outcomes:
             self._messages.finish(self)
         return self._done
@@ -155,7 +153,7 @@ class NativeMessages:
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
         self._early: dict[int, Outcome] = {}
-        # By id: memory of calls between Python and C++, where Ctrl-C would free it under C++.
+        # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{links.rank}")
         self._closed = False
@@ -163,15 +161,15 @@ class NativeMessages:
         self.native = _engine.Messages(links.rank, links.world_size)
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
-        # Weak: the collector of cycles does not see through C++.
-        told = weakref.WeakMethod(self._stuck)
-        self.native.set_stuck(lambda ranks, sends: (method := told()) and method(ranks, sends))
-        news = weakref.WeakMethod(self._wire)
-        self.native.set_wire(lambda *told: (method := news()) and method(*told))
+        # Weak, because the collector sees no cycles through C++.
+        stuck = weakref.WeakMethod(self._stuck)
+        self.native.set_stuck(lambda ranks, sends: (method := stuck()) and method(ranks, sends))
+        wire = weakref.WeakMethod(self._wire)
+        self.native.set_wire(lambda *news: (method := wire()) and method(*news))
 
     @classmethod
     def make(cls, links: Links) -> NativeMessages | None:
-        """Return new messages, or None where there can be none."""
+        """Return new messages, or None if this process cannot have C++ messages."""
         if _engine is None:
             return None
         try:
@@ -182,29 +180,31 @@ class NativeMessages:
             return None
 
     @property
-    def word(self) -> str:
-        """What the other ranks need to find this rank's inbox, or wires to it; without spaces."""
+    def endpoint(self) -> str:
+        """How other ranks reach this rank's rings, or make wires to it; without spaces."""
         return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
 
-    def introduce(self, words: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
-        """Say where the inboxes are, before anything is sent from here.
+    def introduce(self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
+        """Set how to reach the other ranks; called before the first message.
 
         Args:
-            words: Of all ranks; "" for one that has none.
-            near: Whether a rank's memory may be opened.
-            crowded: More ranks than cores take part on this host.
+            endpoints: The endpoints of all ranks; "" for a rank without C++ messages.
+            near: Whether the memory of a rank may be opened.
+            crowded: Whether more ranks than cores take part on this host.
         """
         addresses, theirs = [], []
-        for word, is_near in zip(words, near, strict=True):
-            pid, fd, nonce, most = word.split(":") if word else (0, 0, "", self._channels)
+        for endpoint, is_near in zip(endpoints, near, strict=True):
+            pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
             theirs.append(int(most))
-            channels = min(self._channels, theirs[-1]) if word and self._links.makes_wires else 0
+            channels = (
+                min(self._channels, theirs[-1]) if endpoint and self._links.makes_wires else 0
+            )
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
-        self._tell_of_channels(theirs)
+        self._warn_of_channels(theirs)
         self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
         self.native.introduce(addresses, crowded)
 
-    def _tell_of_channels(self, channels: Sequence[int]) -> None:
+    def _warn_of_channels(self, channels: Sequence[int]) -> None:
         others = [rank for rank, theirs in enumerate(channels) if theirs != self._channels]
         if others:
             _log.warning(
@@ -214,20 +214,20 @@ class NativeMessages:
             )
 
     def has_left(self, peer: int) -> bool:
-        """Whether a rank that has sent something has closed its end since."""
+        """Whether a rank that has sent something has closed its end."""
         return bool(self.native.has_left(peer))
 
     # ---- messages -------------------------------------------------------------------------
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
-        """Start sending; None if `peer` cannot be reached this way."""
+        """Start sending; return None if `peer` cannot be reached this way."""
         transfer = self._transfer(peer, key, data, info, receives=False)
         self.hold(transfer)
-        told = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
-        if told[1] == _engine.UNREACHABLE:
+        outcome = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
+        if outcome[1] == _engine.UNREACHABLE:
             self.release(transfer)
             return None
-        self._begin(transfer, told)
+        self._begin(transfer, outcome)
         self.release(transfer)
         if not transfer.done():
             self._links.notice_end(peer)
@@ -238,8 +238,8 @@ class NativeMessages:
     ) -> NativeTransfer:
         """Start receiving, from `peer` or from any of `among`.
 
-        Its end may not be noticed, nor its bytes be moved, before somebody waits for it or calls
-        `watch`: a server thread that ran for every message would cost more than the message.
+        Its bytes may not be moved, nor its end be detected, before a thread waits for it or calls
+        `watch`. A server thread that ran for every message would cost more than the message.
         """
         transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
         source, sources = (-1, list(among)) if peer is None else (peer, [])
@@ -247,8 +247,8 @@ class NativeMessages:
         self.hold(transfer)
         before = self.native.last_number()
         try:
-            told = self.native.start_recv(source, key.context, tag, info, into, sources)
-            self._begin(transfer, told)
+            outcome = self.native.start_recv(source, key.context, tag, info, into, sources)
+            self._begin(transfer, outcome)
         except BaseException:
             self.cancel_interrupted(into, before)
             raise
@@ -257,42 +257,42 @@ class NativeMessages:
         return transfer
 
     def watch(self, transfer: NativeTransfer) -> None:
-        """Move the bytes of a receive and notice its end, whoever waits for it."""
+        """Make the server move the bytes of a receive and detect its end."""
         self.native.watch(transfer.number)
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             if not transfer.done():
                 self._links.notice_end(source)
 
     def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
-        """Move bytes until this transfer is done; False at the deadline."""
+        """Move bytes until this transfer is done; return False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
         try:
             code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
         finally:
-            # Also if Ctrl-C came with the end of the message: others may wait for that.
+            # Also if Ctrl-C came with the end of the message: other threads may wait for the end.
             transfer.done()
         if code == _engine.UNKNOWN:
-            # Somebody else waits for it, or the server is about to end it.
+            # Another thread waits for it, or the server is about to end it.
             return self._wait_for_other(transfer, deadline)
         return transfer.done()
 
     def finish(self, transfer: NativeTransfer) -> None:
-        """Finish a transfer whose outcome is known; any number of times, by any thread."""
-        told = transfer.outcomes[0]
-        self._forget(told[0])
-        self._finish(transfer, told)
+        """Finish a transfer whose outcome is known; may be called repeatedly, by any thread."""
+        outcome = transfer.outcomes[0]
+        self._remove(outcome[0])
+        self._finish(transfer, outcome)
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
-        # Whoever waits for it right now takes its end, and says why.
+        # A thread that waits for the transfer finishes it, with this cause.
         transfer._cause = error
         code = self.native.cancel(transfer.number, transfer.outcomes)
         if not transfer.done() and code == _engine.UNKNOWN and not self.is_server():
-            # Another thread has just ended it, and will say so.
+            # Another thread has just ended it, and is about to finish it.
             self._wait_for_other(transfer, Deadline(_COPY_S))
 
     def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
-        """Return what an outcome means."""
+        """Return the status that an outcome stands for; None: success."""
         _, code, source, nbytes, info = outcome
         if code == _engine.OK:
             return None
@@ -307,30 +307,30 @@ class NativeMessages:
             return Cancelled()
         return ClosedError("the transport was closed")
 
-    def port(self, context: int, ranks: Sequence[int], words: Mapping[str, int]) -> Any:
-        """Return what sends and receives NumPy arrays in one group without Python code.
+    def port(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
+        """Return an object that sends and receives NumPy arrays of a group without Python code.
 
         Args:
             context: The group's.
             ranks: Global ranks of its members.
-            words: What a message's `info` is, by the buffer format of the array.
+            codes: The `info` of a message, by the buffer format of the array.
         """
-        return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(words))
+        return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(codes))
 
     def hold(self, owner: object) -> None:
-        """Keep memory until `release`, or for good if an exception comes before that."""
+        """Keep memory alive until `release`; for good if an exception comes before."""
         self._held[id(owner)] = owner
 
     def release(self, owner: object) -> None:
-        """Undo one `hold`: somebody else keeps it now."""
+        """Undo one `hold`; another object keeps the memory alive now."""
         self._held.pop(id(owner), None)
 
     def cancel_interrupted(self, into: Any, before: int) -> None:
-        """End the receive into this memory that Ctrl-C interrupted as it began, if there is one.
+        """Cancel a receive that Ctrl-C interrupted while it was started, if it was started.
 
         Args:
-            into: What it was called with.
-            before: The last number before that call.
+            into: Its memory, as given by the caller.
+            before: The last number of a transfer before this receive.
         """
         try:
             number = self.native.number_of(into, before)
@@ -343,18 +343,18 @@ class NativeMessages:
                 transfer.done()
 
     def begun(
-        self, peer: int | None, context: int, told: Outcome, among: frozenset[int]
+        self, peer: int | None, context: int, outcome: Outcome, among: frozenset[int]
     ) -> NativeTransfer:
-        """Return the receive that a port has started, whose memory the caller keeps alive."""
+        """Return a receive that a port has started; the caller keeps its memory alive."""
         key = Key(context, Kind.P2P, 0)
         transfer = self._transfer(peer, key, _NOTHING, 0, receives=True, among=among)
-        self._begin(transfer, told)
+        self._begin(transfer, outcome)
         return transfer
 
-    # ---- what comes from the transport ----------------------------------------------------
+    # ---- calls of the transport -----------------------------------------------------------
 
     def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
-        """Take in a message that came through the transport."""
+        """Match a message that came through the transport."""
         data = arrival.data if arrival.data.nbytes else b""
         self.native.deliver(arrival.source, context, tag_of(kind, tag), arrival.info, data)
 
@@ -363,32 +363,32 @@ class NativeMessages:
         self.native.add_wire(peer, channel, sock.detach())
 
     def peer_down(self, error: LinkDown) -> None:
-        """End what waits for a rank that is gone, once everything it sent is taken in."""
+        """End the transfers with a lost rank, after everything that it sent is received."""
         if self.native.peer_down(error.peer, error.left):
             self.ensure_server()
 
     def fail(self, context: int) -> None:
-        """End everything of a broken context, now and later."""
+        """End all transfers of a broken context, now and later."""
         self.native.fail_context(context)
         for transfer in self._of_context(context):
             self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:
-        """Drop what a destroyed context still holds; `error` ends its receives."""
+        """Release everything that a destroyed context holds; `error` ends its receives."""
         for transfer in self._of_context(context):
             if transfer.receives:
                 self.cancel(transfer, error)
         self.native.forget_context(context)
 
     def ensure_server(self) -> None:
-        """Make sure that somebody moves what nobody waits for."""
+        """Start the server, which moves the bytes of transfers without a waiting thread."""
         if self._server.thread is None:
             with self._lock:
                 if not self._closed:
                     self._server.start(self._serve)
 
     def attend(self) -> None:
-        """Take in what arrives though nobody waits for it: its senders wait."""
+        """Receive messages for which no thread waits, because their senders wait."""
         self.ensure_server()
         self.native.attend()
 
@@ -397,7 +397,7 @@ class NativeMessages:
         return self._server.is_here()
 
     def close(self) -> None:
-        """End everything, after what was sent has gone out or a moment has passed."""
+        """End all transfers, after the sends have gone out or _LINGER_S have passed."""
         with self._lock:
             self._closed = True
         for fd in self.native.close(_LINGER_S):
@@ -423,7 +423,7 @@ class NativeMessages:
         return transfer
 
     def _wait_for_other(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
-        """Wait until another thread has said that it has ended, or Ctrl-C has kept it from that."""
+        """Wait until another thread finishes it; finish it here if Ctrl-C stopped that thread."""
         while not transfer.done():
             left_s = math.inf if deadline is None else deadline.remaining()
             if not left_s:
@@ -435,10 +435,10 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, told: Outcome) -> None:
-        transfer.number = number = told[0]
+    def _begin(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        transfer.number = number = outcome[0]
         if not number:
-            self._finish(transfer, told)
+            self._finish(transfer, outcome)
             return
         with self._lock:
             early = self._early.pop(number, None)
@@ -448,25 +448,25 @@ class NativeMessages:
             self._finish(transfer, early)
         self.ensure_server()
 
-    def _end(self, told: Outcome) -> None:
-        transfer = self._forget(told[0], told)
+    def _end(self, outcome: Outcome) -> None:
+        transfer = self._remove(outcome[0], outcome)
         if transfer is not None:
-            self._finish(transfer, told)
+            self._finish(transfer, outcome)
 
-    def _forget(self, number: int, told: Outcome | None = None) -> NativeTransfer | None:
+    def _remove(self, number: int, outcome: Outcome | None = None) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
-            if transfer is None and told is not None:
+            if transfer is None and outcome is not None:
                 # It ended before the call that started it came back.
-                self._early[number] = told
+                self._early[number] = outcome
             return transfer
 
-    def _finish(self, transfer: NativeTransfer, told: Outcome) -> None:
-        error = self.status_of(told, transfer.context)
+    def _finish(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        error = self.status_of(outcome, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
         if error is None and transfer.peer is None:
-            transfer.peer = told[2]
+            transfer.peer = outcome[2]
         transfer.finish(error)
 
     # ---- threads --------------------------------------------------------------------------
@@ -476,8 +476,8 @@ class NativeMessages:
             outcomes, stuck = self.native.serve()
             if not outcomes and not stuck:
                 return
-            for told in outcomes:
-                self._end(told)
+            for outcome in outcomes:
+                self._end(outcome)
             self._stuck(stuck, True)
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:
@@ -487,7 +487,7 @@ class NativeMessages:
             self._links.make_wire(rank, channel)
 
     def _stuck(self, ranks: list[int], sends: bool) -> None:
-        """See to it that the end of these ranks is noticed, and that they take in messages."""
+        """Make sure that the end of these ranks is detected, and that they receive messages."""
         links = self._links
         for rank in ranks:
             if rank != links.rank:

@@ -103,7 +103,7 @@ class Messages(Protocol):
         """Receive messages for which no thread of this rank waits."""
 
     def is_server(self) -> bool:
-        """Whether the calling thread is the one that serves transfers without a waiting thread."""
+        """Whether the calling thread is the server of transfers without a waiting thread."""
 
     def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Use a connection for the messages of one rank."""

@@ -25,7 +25,7 @@ from unisono.cli.run.torchrun import NUMA_BINDINGS, add_torchrun_flags
 from unisono.errors import RendezvousError
 from unisono.launcher.agent import Agent
 from unisono.launcher.environment import ERROR_FILE_VARIABLE
-from unisono.launcher.guard import go_on_guarded
+from unisono.launcher.guard import fork_launcher
 from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
@@ -39,19 +39,19 @@ _PREFIX = "unisono run: "
 
 _DESCRIPTION = """\
 Start N workers and give each its RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...,
-as torchrun does, so that scripts for either run under both. The port is chosen by the system:
-any number of launches can run at once. If a worker fails, the others are ended; the first
-failure's traceback is the last thing printed and its exit code is the command's (128 + number
-if a signal killed it)."""
+as torchrun does, so that a script runs under both. The system chooses the port, so any number of
+launches can run at once. If a worker fails, the others are stopped. The last text printed is the
+traceback of the first failure. Its exit code is that of the command (128 + number if a signal
+killed it)."""
 
 _EPILOG = """\
-Every option is also read from the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
+Each option can also be set in the environment, as UNISONO_MAX_RESTARTS=3 or PET_MAX_RESTARTS=3.
 
 examples:
   unisono run -n 4 train.py --epochs 3            four workers on this host
   unisono run -n 2 a.py : -n 1 b.py               one world, two programs
   unisono run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint host1 --max-restarts 3 -n 8 train.py
-                                                  the same on two to four hosts
+                                                  8 workers on each of two to four hosts
 """
 
 
@@ -66,7 +66,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         usage="unisono run [options] script [argument ...]",
     )
     add_program_flags(parser)
-    add_flag(parser, "--dry-run", action="store_true", help="print what would be started, and end")
+    add_flag(parser, "--dry-run", action="store_true", help="print the launch, and start nothing")
     add_flag(
         parser,
         "--grace",
@@ -74,7 +74,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=seconds,
         default=environ().get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or GRACE_S,
         metavar="SECONDS",
-        help=f"time a worker has to end after SIGTERM, before SIGKILL ({GRACE_S:g})",
+        help=f"time between SIGTERM and SIGKILL to a worker ({GRACE_S:g})",
     )
     add_flag(
         parser,
@@ -97,8 +97,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_count,
         default="all",
         metavar="N|all",
-        help="where restarts are allowed: keep an interpreter with torch loaded ready for N "
-        "workers of this node, if they are Python programs that use torch (all; 0: none)",
+        help="if restarts are allowed: keep a half-started interpreter with torch loaded for N "
+        "workers of this node that are Python programs and use torch (all; 0: none)",
     )
     add_node_flags(parser)
     add_output_flags(parser)
@@ -110,10 +110,10 @@ def _run(options: argparse.Namespace) -> int:
     terminal = sys.stdout.isatty()
     several = options.nproc_per_node > 1 or ":" in options.command
     logs = log_options(options, None)
-    # A terminal gets whole lines anyway; elsewhere unbuffered output is not lost with a crash.
+    # Python writes whole lines to a terminal. Elsewhere a crash would lose buffered output.
     unbuffered = not terminal or logs.stdout(1 + several, terminal) != "inherited"
     commands = worker_commands(options, options.parser, unbuffered=unbuffered)
-    # Workers that have the terminal themselves would write into the status line.
+    # Workers that write to the terminal directly would write into the status line.
     through = not terminal or logs.stdout(len(commands), terminal) != "inherited"
     shown = through and not options.dry_run
     status = make_status_line(len(commands)) if shown else None
@@ -130,33 +130,33 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(describe(spec))
         return 0
-    if spec.limits.max_nodes == 1 and not options.standalone:
+    if spec.is_single_node and not options.standalone:
         _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
-    family = go_on_guarded(spec.signals)
-    tell = _say if status is None else partial(_say, show=status.say)
-    agent = Agent(spec, notify=tell, family=family)
-    with _telling_warnings(agent.tell):
+    descendants = fork_launcher(spec.signals)
+    notify = _show if status is None else partial(_show, write_line=status.write_line)
+    agent = Agent(spec, notify=notify, descendants=descendants)
+    with _shown_warnings(agent.notify):
         result = agent.run()
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
-    # This launcher may be the worker of another one.
+    # This launcher may be a worker of another launcher.
     if result.failures and (path := environ().get(ERROR_FILE_VARIABLE)):
         _write_json(path, error_document(result.failures[0]))
     report = threading.Thread(target=_print_report, args=(result,), daemon=True)
     try:
         report.start()
         report.join(None if agent.may_wait else options.grace)
-    except RuntimeError:  # as many threads as the system allows
+    except RuntimeError:  # the system allows no further thread
         _print_report(result)
     if report.is_alive() or not agent.may_wait or not _are_flushed():
-        # At its end Python would try again: wait for the same reader, or change the exit code.
+        # At its end Python would flush again: wait for the same reader, or change the exit code.
         os._exit(result.exit_code)
     return result.exit_code
 
 
 def _are_flushed() -> bool:
-    """Pass on what the standard streams hold; return False if whoever read them has left."""
+    """Flush the standard streams; return False if their reader has left."""
     try:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -166,12 +166,12 @@ def _are_flushed() -> bool:
 
 
 @contextlib.contextmanager
-def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell the library's warnings, such as about a client that the store refused."""
+def _shown_warnings(notify: Callable[[str], None]) -> Iterator[None]:
+    """Show the library's warnings, for example about a client that the store refused."""
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: tell(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: notify(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("unisono")
-    # With UNISONO_LOG everything is printed anyway.
+    # With UNISONO_LOG the library prints its warnings itself.
     if not environ().get("UNISONO_LOG"):
         logger.addHandler(handler)
     try:
@@ -181,22 +181,22 @@ def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _warn_of_other_launcher() -> None:
-    """Say so if srun, mpiexec or the like started several of this, each of which is alone."""
+    """Warn if srun, mpiexec or the like started several launchers, each with a world of its own."""
     try:
         place = find_place(environ())
     except RendezvousError:
         return
-    # The first row is a launch inside a launch, which is meant.
+    # The first row is `unisono run` itself: a launch inside a launch is intended.
     if place is not None and place.launcher is not LAUNCHERS[0] and place.world_size > 1:
-        _say(
+        _show(
             f"{place.launcher.name} started {place.world_size} of this, and each makes a world of "
             f"its own; for one world: --nnodes {place.world_size} --rdzv-backend c10d "
-            "--rdzv-endpoint HOST; if this is meant: --standalone"
+            "--rdzv-endpoint HOST; if this is intended: --standalone"
         )
 
 
 def _warn_of_absent_workers(logs: LogOptions, nprocs: int) -> None:
-    """Say so if a flag is about a worker that this node does not have."""
+    """Warn if a flag names a worker that this node does not have."""
     named = {
         "--local-ranks-filter": logs.local_ranks,
         "--redirects": logs.redirects and logs.redirects.single,
@@ -204,7 +204,7 @@ def _warn_of_absent_workers(logs: LogOptions, nprocs: int) -> None:
     }
     for flag, ranks in named.items():
         if absent := [rank for rank in ranks or () if rank >= nprocs]:
-            _say(
+            _show(
                 f"{flag} names local rank {format_ranges(absent)}, but this node has "
                 f"{format_ranges(range(nprocs))} only"
             )
@@ -218,10 +218,10 @@ def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _say(text: str, show: Callable[[str], None] = _print, prefix: str = _PREFIX) -> None:
-    # The launch goes on, and its exit code is right, whether or not somebody can read this.
+def _show(text: str, write_line: Callable[[str], None] = _print, prefix: str = _PREFIX) -> None:
+    # The launch continues with the right exit code, even if the text cannot be written.
     with contextlib.suppress(OSError, ValueError):
-        show(f"{prefix}{text}")
+        write_line(f"{prefix}{text}")
 
 
 def _write_json(path: str, document: Mapping[str, Any]) -> None:
@@ -229,15 +229,15 @@ def _write_json(path: str, document: Mapping[str, Any]) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)
     except OSError as error:
-        _say(f"cannot write {path}: {error.strerror}")
+        _show(f"cannot write {path}: {error.strerror}")
 
 
 def _print_report(result: LaunchResult) -> None:
     if result.signum is not None:
-        _say(f"stopped by {signal_name(result.signum)}")
-    # A worker's failure that ended the job is told below, unless its node could not tell it.
-    if result.reason and not any(f.who() in result.reason for f in result.failures):
-        _say(result.reason)
+        _show(f"stopped by {signal_name(result.signum)}")
+    # `render` reports a failure that ended the job, unless its node could not publish it.
+    if result.reason and not any(f.worker_name() in result.reason for f in result.failures):
+        _show(result.reason)
     if result.failures:
         report = render(result.failures, result.stopped, result.left_s, prefix=_PREFIX)
-        _say(report, prefix="")
+        _show(report, prefix="")

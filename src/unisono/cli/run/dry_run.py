@@ -1,4 +1,4 @@
-"""`unisono run --dry-run`: what would be started, where, and with which environment."""
+"""`unisono run --dry-run`: show the commands, CPUs and environments of a launch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _DECIDED_LATER = ("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK")
 
 
 def describe(spec: LaunchSpec) -> str:
-    """Return the plan as text; nothing is opened, asked or started."""
+    """Return a text about the launch without starting a process or opening a connection."""
     binding = Binding.make(spec.bind, spec.nprocs)
     return "\n".join([*_overview(spec), *_bound(binding), *_workers(spec, binding)])
 
 
 def _node_rank(spec: LaunchSpec) -> int | None:
-    """Return this node's rank; None if it is decided when the nodes meet."""
-    return 0 if spec.limits.max_nodes == 1 else spec.meeting.node_rank
+    """Return this node's rank; None if the rendezvous will decide it."""
+    return 0 if spec.is_single_node else spec.meeting.node_rank
 
 
 def _place(spec: LaunchSpec) -> Place:
     nodes, node_rank = spec.limits.min_nodes, _node_rank(spec) or 0
-    shared = spec.meeting.endpoint if spec.limits.max_nodes > 1 else ("127.0.0.1", spec.master_port)
+    shared = ("127.0.0.1", spec.master_port) if spec.is_single_node else spec.meeting.endpoint
     host, port = shared if isinstance(shared, tuple) else ("", 0)
     each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
     return Place(

@@ -20,21 +20,21 @@ __all__ = ["add_node_flags", "node_options", "workers_per_node"]
 
 _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)
-# Names that torchrun has for what a secured etcd wants to see.
+# torchrun's names for the certificates and the key of a secured etcd.
 _SECRETS = {"cacert": "ca_cert", "ca_cert": "ca_cert", "cert": "cert_cert", "key": "cert_key"}
 _BEATS = 10
 
 _CONF = {
-    "join_timeout": "seconds for the job's nodes to come (600)",
+    "join_timeout": "seconds to wait for the job's nodes (600)",
     "last_call_timeout": "seconds to wait for more nodes than MIN (30)",
-    "close_timeout": "seconds the store's host waits for the others in the end (30)",
+    "close_timeout": "seconds the store's host serves the other nodes after the end (30)",
     "keep_alive_interval": "seconds between heartbeats (1)",
     "keep_alive_max_attempt": "missed heartbeats after which a node counts as lost (10)",
-    "is_host": "1: serve the store here, 0: do not; otherwise the first agent on its host",
+    "is_host": "1: serve the store here, 0: do not; otherwise the endpoint's host does",
     "store_type": "tcp, or file: --rdzv-endpoint is then a path that all nodes share",
-    "read_timeout": "accepted for torchrun's sake",
-    "heartbeat_timeout": "accepted for torchrun's sake",
-    "timeout": "accepted for torchrun's sake",
+    "read_timeout": "no effect; accepted because torchrun has it",
+    "heartbeat_timeout": "no effect; accepted because torchrun has it",
+    "timeout": "no effect; accepted because torchrun has it",
     "rank": "as --node-rank",
 }
 _ETCD_CONF = re.compile("protocol|key|(ssl_)?cert|ssl_cert_key|ca_?cert|etcd_prefix")
@@ -44,7 +44,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; `node_options` reads them."""
     group = parser.add_argument_group("several nodes, restarts")
     add_flag(
-        group, "--standalone", action="store_true", help="this host only, whatever else is said"
+        group, "--standalone", action="store_true", help="this host only, without a rendezvous"
     )
     add_flag(group, "--nnodes", type=_nodes, default="1", metavar="N|MIN:MAX", help="nodes (1)")
     add_flag(
@@ -69,8 +69,8 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "--rdzv-backend",
         default="static",
         metavar="NAME",
-        help="how nodes meet: static (fixed --node-rank), c10d (whoever comes), etcd or redis "
-        "(whoever comes, in a service that outlives every node)",
+        help="how nodes meet: static (fixed --node-rank), c10d (in the order in which they come), "
+        "etcd or redis (like c10d, in a service that outlives every node)",
     )
     add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
     add_flag(group, "--rdzv-id", default=None, metavar="NAME", help="name of the job")
@@ -93,7 +93,7 @@ def _add_restart_flags(group: Any) -> None:
         type=non_negative,
         default=0,
         metavar="N",
-        help="how often the whole job may be restarted because a worker failed (0)",
+        help="number of restarts of the whole job that failures of workers may cause (0)",
     )
     add_flag(
         group,
@@ -101,13 +101,13 @@ def _add_restart_flags(group: Any) -> None:
         type=seconds,
         default=0.1,
         metavar="SECONDS",
-        help="pause between looks at the other nodes (0.1); workers' ends are seen at once",
+        help="pause between checks of the other nodes (0.1); ends of workers are detected at once",
     )
     add_flag(group, "--role", default="default", metavar="NAME", help="the workers' role")
 
 
 def workers_per_node(text: str) -> int:
-    """Return N of "N", "cpu", "gpu" or "auto" (GPUs if there are any, else CPUs)."""
+    """Return the number for "N", "cpu", "gpu" or "auto" (GPUs if there are any, else CPUs)."""
     if text.isdecimal() and int(text) > 0:
         return int(text)
     if text not in ("cpu", "gpu", "auto"):
@@ -155,20 +155,20 @@ def node_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a LaunchSpec that the flags of `add_node_flags` decide.
 
     Raises:
-        InvalidArgumentError: Flags that contradict each other, or a backend that is missing.
+        InvalidArgumentError: Flags contradict each other, or the backend is unknown.
     """
     low, high = options.nnodes
     if options.standalone and high > 1:
-        raise InvalidArgumentError(f"--standalone is for one node, but --nnodes says {low}:{high}")
+        raise InvalidArgumentError(f"--standalone is for one node, but --nnodes is {low}:{high}")
     single = high == 1
-    # What is said about a meeting is checked even if nobody else will come to it.
+    timing = Timing(poll_s=options.monitor_interval)
+    # Check the flags about the rendezvous even if this is the only node.
     meeting = Meeting() if options.standalone else _meeting(options, low, high)
     return {
         "limits": Limits(min_nodes=low, max_nodes=high, max_restarts=options.max_restarts),
-        "meeting": Meeting() if single else meeting,
+        "meeting": Meeting(timing=timing) if single else meeting,
         "run_id": options.rdzv_id or (None if single else "none"),
         "role": options.role,
-        "monitor_interval_s": options.monitor_interval,
         "master_port": options.master_port or 0,
     }
 
@@ -179,7 +179,7 @@ def _meeting(options: argparse.Namespace, low: int, high: int) -> Meeting:
         raise InvalidArgumentError(
             f"unknown --rdzv-backend {backend!r} (known: {', '.join(_BACKENDS)})"
         )
-    common = {"timing": _timing(conf), "address": options.local_addr}
+    common = {"timing": _timing(conf, options.monitor_interval), "address": options.local_addr}
     if backend == "static":
         return _static(options, low, high, common)
     if high == 1 and not options.rdzv_endpoint:
@@ -243,12 +243,12 @@ def _known_port(host: str, port: int, flag: str, nodes: int) -> tuple[str, int]:
     if port == 0 and nodes > 1:
         raise InvalidArgumentError(
             f"{flag}: port 0 means any free one, which {nodes} nodes cannot guess",
-            hint="give all nodes the same number; without one it is that of torchrun",
+            hint="give all nodes the same number, or none: the default is torchrun's",
         )
     return host, port
 
 
-def _timing(conf: dict[str, str]) -> Timing:
+def _timing(conf: dict[str, str], poll_s: float) -> Timing:
     beat_s = _number(conf, "keep_alive_interval", 1.0)
     if beat_s <= 0:
         raise InvalidArgumentError("--rdzv-conf: keep_alive_interval must be more than 0")
@@ -256,6 +256,7 @@ def _timing(conf: dict[str, str]) -> Timing:
         join_timeout_s=_number(conf, "join_timeout", 600.0),
         last_call_s=_number(conf, "last_call_timeout", 30.0),
         dead_after_s=beat_s * _number(conf, "keep_alive_max_attempt", _BEATS),
+        poll_s=poll_s,
         beat_s=beat_s,
         close_s=_number(conf, "close_timeout", 30.0),
     )

@@ -71,7 +71,7 @@ def _add_console_flags(group: Any) -> None:
         default=None,
         metavar="TEMPLATE",
         help="put before each line on the console; fields {rank} {local_rank} {host} {role} "
-        f"('{DEFAULT_PREFIX}' where lines are teed or folded)",
+        f"('{DEFAULT_PREFIX}' if lines are teed or folded)",
     )
     add_flag(
         group,
@@ -83,7 +83,7 @@ def _add_console_flags(group: Any) -> None:
 
 
 def log_options(options: argparse.Namespace, screen: Screen | None) -> LogOptions:
-    """Return what the flags of `add_output_flags` ask for."""
+    """Return the options that the flags of `add_output_flags` select."""
     return LogOptions(
         log_dir=options.log_dir,
         redirects=options.redirects,
@@ -104,7 +104,7 @@ def _texts(text: str) -> tuple[str, ...]:
 
 
 def _default_prefix() -> str:
-    """Return torchrun's template from the environment in our grammar, or our own."""
+    """Return torchrun's template from the environment in our syntax, or our default."""
     template = environ().get(_TORCH_PREFIX, "")
     if not template:
         return DEFAULT_PREFIX

@@ -1,4 +1,4 @@
-"""Which program each worker runs: one for all, or several separated by a colon."""
+"""The program of each worker: one for all workers, or several separated by colons."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def add_program_flags(parser: argparse.ArgumentParser) -> None:
         parser,
         "--run-path",
         action="store_true",
-        help="run a script, whatever --no-python says (torchrun would run it by runpy)",
+        help="run a script even with --no-python (torchrun would run it by runpy)",
     )
-    # One positional for both: argparse would drop a "--" between two.
+    # One positional for script and arguments: argparse would drop a "--" between two.
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -47,9 +47,9 @@ def worker_commands(
     """Return the command line of each worker of this node, or end with a usage error.
 
     Args:
-        options: What `add_program_flags` of the first program made of the arguments.
-        parser: Reports an error of the first program.
-        unbuffered: Whether Python shall not keep output back.
+        options: The parsed flags of `add_program_flags` for the first program.
+        parser: The parser of these flags, which reports errors.
+        unbuffered: Whether Python must not buffer its output.
     """
     first, *others = _split(options.command)
     options.command = first
@@ -74,7 +74,7 @@ def worker_commands(
 def _split(words: Sequence[str]) -> list[list[str]]:
     """Split at each colon that is followed by a number of workers.
 
-    A script may have arguments of its own that are a colon; and after "--", all is the script's.
+    Other colons are arguments of a script. After "--" all arguments belong to the script.
     """
     parts: list[list[str]] = [[]]
     literal = bool(words) and words[0] == "--"

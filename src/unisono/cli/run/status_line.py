@@ -14,11 +14,11 @@ from unisono.base.config import environ
 __all__ = ["StatusLine", "make_status_line"]
 
 _UPWARD = re.compile(r"\x1b\[\d*[AF]")
-"""Moves the cursor up, which would end in other ranks' lines."""
+"""Control sequence that moves the cursor up, into lines of other ranks."""
 
 
 def make_status_line(nprocs: int) -> StatusLine | None:
-    """Return a status line if somebody looks and rich is installed."""
+    """Return a status line if standard error is a terminal and rich is installed."""
     if not sys.stderr.isatty() or environ().get("TERM", "dumb") == "dumb":
         return None
     if importlib.util.find_spec("rich") is None:
@@ -27,9 +27,9 @@ def make_status_line(nprocs: int) -> StatusLine | None:
 
 
 class StatusLine:
-    """The terminal: the workers' lines, and below them how many ranks are up and since when.
+    """The terminal: the workers' lines, and below them the number of running ranks and the time.
 
-    rich is loaded at the first `status`, when the workers have been started.
+    rich is imported at the first `status`, when the workers have been started.
     """
 
     def __init__(self, nprocs: int) -> None:
@@ -51,21 +51,21 @@ class StatusLine:
 
         text = data.decode(errors="replace")
         if self._unfinished:
-            # It was shown as a line of its own; its end has nothing to add.
+            # The unfinished line was printed as a whole line, so drop its end.
             text = text.removeprefix("\n")
         self._unfinished = bool(text) and text[-1] not in "\r\n"
         for line in re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", text):
             shown = Text.from_ansi(line.strip("\r\n"))
-            # A progress bar, which is to be overwritten by its next state, or part of one.
+            # A progress bar, or a part of it: its next state overwrites it, so do not print it.
             self._progress = shown if line.endswith("\r") or _UPWARD.search(line) else None
             if self._progress is None:
                 self._live.console.print(shown, soft_wrap=True)
 
     def flush(self) -> None:
-        """Do nothing: `write` keeps nothing back."""
+        """Do nothing: `write` has no buffer."""
 
-    def say(self, line: str) -> None:
-        """Print a line of the launcher's own."""
+    def write_line(self, line: str) -> None:
+        """Print a line of the launcher."""
         self.write(f"{line}\n".encode())
 
     def status(self, up: int, restarts: int) -> None:
@@ -75,7 +75,7 @@ class StatusLine:
             self._begin()
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the status line."""
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError):

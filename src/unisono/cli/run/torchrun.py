@@ -1,4 +1,4 @@
-"""The flags of torchrun that mean little here, so that any command line of it can be given."""
+"""The flags of torchrun that have little or no effect here, accepted for its command lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.launcher.signals import ENDING
 __all__ = ["NUMA_BINDINGS", "add_torchrun_flags"]
 
 NUMA_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
-"""What `--bind` calls the choices of `--numa-binding`."""
+"""Value of `--numa-binding` -> value of `--bind`."""
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -47,14 +47,14 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         "--start-method",
         choices=_START_METHODS,
         default="spawn",
-        help="no effect: a script is always a fresh process",
+        help="no effect: a script always runs in a new process",
     )
     add_flag(
         group,
         "--event-log-handler",
         choices=("null", "console"),
         default="null",
-        help="no effect: events are told on standard error in any case",
+        help="no effect: events are always reported on standard error",
     )
     add_flag(
         group,
@@ -62,7 +62,7 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         type=_no_plug_in,
         default=None,
         metavar="NAME",
-        help="a plug-in for logs; unisono has none, so this is an error",
+        help="a plug-in for logs; always an error, because unisono has no plug-ins for logs",
     )
 
 

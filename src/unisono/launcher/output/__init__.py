@@ -1,1 +1,1 @@
-"""What workers write: read from pipes, shown on the console, kept in files."""
+"""The output of the workers: read from pipes, shown on the console, written to files."""

@@ -1,4 +1,4 @@
-"""What a reader of several ranks' output sees: whose line it is, and equal lines only once."""
+"""The console: prefixes the lines of several ranks, and shows equal lines once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono.launcher.ranges import format_ranges
 __all__ = ["HOLD_S", "Console", "Fold", "WorkerName", "check_prefix"]
 
 HOLD_S = 0.1
-"""How long a line waits for its equals from other ranks."""
+"""How long a line waits for equal lines of other ranks."""
 
 _MAX_HELD = 1000
 _PIECES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
@@ -25,7 +25,7 @@ _FIELDS = ("rank", "local_rank", "host", "role")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerName:
-    """What a prefix may say about a worker."""
+    """The values of a prefix template for one worker."""
 
     rank: int
     local_rank: int
@@ -35,10 +35,10 @@ class WorkerName:
 
 
 def check_prefix(template: str) -> str:
-    """Return a prefix template if it can be filled in.
+    """Return a prefix template if it is valid.
 
     Raises:
-        InvalidArgumentError: A field that does not exist, or braces that do not match.
+        InvalidArgumentError: The template has an unknown field, or braces that do not match.
     """
     try:
         fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
@@ -63,7 +63,7 @@ class Fold:
 
     def __init__(self) -> None:
         self._held: deque[_Held] = deque()
-        # Lines have numbers that go on counting; `_first` is that of the oldest one held.
+        # Lines are numbered in order; `_first` is the number of the oldest line in `_held`.
         self._first = 0
         self._where: dict[bytes, deque[int]] = {}
         self._last: dict[int, int] = {}
@@ -81,7 +81,7 @@ class Fold:
         self._last[rank] = place
 
     def take(self, now_s: float, world: int) -> list[tuple[bytes, list[int]]]:
-        """Return, oldest first, the lines that all `world` ranks wrote or that waited enough."""
+        """Return, oldest first, the lines that all `world` ranks wrote or that waited `HOLD_S`."""
         taken = []
         while self._held:
             oldest = self._held[0]
@@ -98,7 +98,7 @@ class Fold:
         return taken
 
     def due_s(self, now_s: float) -> float | None:
-        """Return in how many seconds a line has waited long enough; None if there is none."""
+        """Return in how many seconds the oldest line has waited `HOLD_S`; None without a line."""
         return max(0.0, self._held[0].since_s + HOLD_S - now_s) if self._held else None
 
 
@@ -106,10 +106,11 @@ class Console:
     """Decorates the lines of all ranks and writes them to one sink.
 
     Args:
-        sink: The terminal, or whatever standard output or error is.
-        prefix: Template put before each line, "" for none. Fields: rank, local_rank, host, role.
-        fold: Join equal lines of several ranks.
-        clock: Seconds, monotonic.
+        sink: Standard output, standard error, or a `Screen`.
+        prefix: Template of the text before each line, "" for none. Fields: rank, local_rank,
+            host, role.
+        fold: Whether to join equal lines of several ranks.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, sink: Sink, *, prefix: str, fold: bool, clock: Callable[[], float]) -> None:
@@ -120,13 +121,13 @@ class Console:
         self._names: dict[int, WorkerName] = {}
         self._unfinished: int | None = None
 
-    def of(self, name: WorkerName) -> Sink:
-        """Return where a worker's lines go."""
+    def sink_of(self, name: WorkerName) -> Sink:
+        """Return the sink for a worker's lines."""
         self._names[name.rank] = name
-        return _Voice(self, name.rank)
+        return _RankSink(self, name.rank)
 
     def take(self, rank: int, data: bytes) -> None:
-        """Take whole lines, a traceback, or an unfinished line, of a rank."""
+        """Take whole lines, a traceback or an unfinished line of a rank."""
         pieces = _PIECES.findall(data)
         if TRACEBACK in data:
             pieces = [data if data.endswith(b"\n") else data + b"\n"]
@@ -147,7 +148,7 @@ class Console:
         self._sink.flush()
 
     def tick(self) -> float | None:
-        """Write what waited long enough; return when to call again, in seconds, or None."""
+        """Write the lines that waited long enough; return the seconds to the next call, or None."""
         if self._fold is None:
             return None
         now_s = self._clock()
@@ -156,7 +157,7 @@ class Console:
         return self._fold.due_s(now_s)
 
     def close(self) -> None:
-        """Write what is held back."""
+        """Write all lines that are held."""
         self._release(float("inf"))
         self._sink.flush()
 
@@ -187,7 +188,7 @@ class Console:
         return prefix.encode() + text.replace(b"\n", b"\n" + prefix.encode()) + end
 
 
-class _Voice:
+class _RankSink:
     """The sink of one rank's lines."""
 
     def __init__(self, console: Console, rank: int) -> None:

@@ -1,9 +1,9 @@
-"""Where the workers' output goes: files per rank, the console, or both.
+"""The destinations of the workers' output: a file per rank, the console, or both.
 
     <log dir>/<run id>_xxxxxxxx/attempt_<n>/<local rank>/{stdout,stderr}.log
 
-as torchrun lays them out. Everything passes through the launcher, so that a file and the console
-get the same whole lines, and the failure report has the end of standard error in any case.
+The folders are those of torchrun. All output passes through the launcher. A file and the console
+thus get the same whole lines, and the failure report always has the end of standard error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.base.config import environ
 from unisono.base.deadline import Deadline
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.output.console import Console, WorkerName, check_prefix
-from unisono.launcher.output.reader import Sink, Stream, Tee
+from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
 from unisono.launcher.workers.worker import Stdout, Worker
 
 __all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice", "WorkerName"]
@@ -55,7 +55,7 @@ class StdChoice:
         """Read "0" (none), "1" (out), "2" (err), "3" (both), or "0:3,1:0" by local rank.
 
         Raises:
-            InvalidArgumentError: Anything else.
+            InvalidArgumentError: The text has another form.
 
         Source: torch 2.13, torch.distributed.elastic.multiprocessing.Std.from_str.
         """
@@ -81,30 +81,30 @@ class Screen(Sink, Protocol):
     """A terminal with a status line below the output."""
 
     def status(self, up: int, restarts: int) -> None:
-        """Show how many workers are up and how often they were restarted."""
+        """Show the numbers of running workers and of restarts."""
 
     def close(self) -> None:
-        """Take the status line away."""
+        """Remove the status line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What the user asked for.
+    """The user's choice of files and console for the workers' output.
 
     Attributes:
-        log_dir: Parent of the launch's folder; a new temporary one if empty; no files at all
-            if it is /dev/null. If it is given and neither `redirects` nor `tee` is, files are
-            written beside the usual output.
+        log_dir: Parent of the launch's folder. Empty: a new temporary folder. /dev/null: no
+            files. If only `log_dir` is given, without `redirects` and `tee`, all streams go to
+            files as well as to the console.
         redirects: Streams that go to files only.
         tee: Streams that go to files and, with a prefix, to the console.
         local_ranks: Workers whose output the console shows; all if None.
-        prefix: Template of the prefix on the console. None: `default_prefix` where lines are
-            teed or folded, otherwise nothing.
-        default_prefix: That.
-        fold: Join equal lines of several ranks; None: on a terminal.
+        prefix: Template of the prefix on the console. None: `default_prefix` for lines that are
+            teed or folded, otherwise no prefix.
+        default_prefix: The template for `prefix=None`.
+        fold: Whether to join equal lines of several ranks. None: on a terminal only.
         stdout_filters: Lines with one of these texts also go to filtered_stdout.log.
-        stderr_filters: Likewise, filtered_stderr.log.
-        screen: Used instead of the terminal.
+        stderr_filters: The same for standard error and filtered_stderr.log.
+        screen: Replaces the terminal if given.
     """
 
     log_dir: str = ""
@@ -144,14 +144,14 @@ class LogOptions:
         return nprocs > 1 and (terminal if self.fold is None else self.fold)
 
     def stdout(self, nprocs: int, terminal: bool) -> Stdout:
-        """Return what workers have for standard output."""
-        # Workers write whole lines to a terminal, but to a pipe or file in pieces, which
-        # would mix the ranks' lines; so there they go through the launcher.
+        """Return the kind of the workers' standard output."""
+        # Workers write whole lines to a terminal, but pieces of lines to a pipe or file. Pieces
+        # of several ranks would mix, so such output passes through the launcher.
         several = nprocs > 1 and (not terminal or self.folds(nprocs, terminal))
         asked = self.redirects or self.tee or self.log_dir or self.prefix or self.stdout_filters
         if not several and not asked and self.local_ranks is None:
             return "inherited"
-        # In a file, progress bars and colours would be noise.
+        # A terminal would make programs write progress bars and colours into the files.
         files = self.redirects or self.tee or self.log_dir or self.stdout_filters
         return "terminal" if terminal and not files else "pipe"
 
@@ -163,10 +163,13 @@ class Output:
     """The output of all workers of a launch on this host, over all its attempts.
 
     Args:
-        options: What the user asked for.
+        options: The user's choice of files and console.
         run_id: Name of the job; part of the folder's name.
-        nprocs: Workers on this host.
-        notify: Shows a line of text; called where nobody waits for it.
+        nprocs: Number of workers on this host.
+        notify: Function that shows a line of text. A thread that may wait for a reader calls it.
+
+    Attributes:
+        stdout: Kind of the workers' standard output.
     """
 
     def __init__(
@@ -179,18 +182,22 @@ class Output:
         self._folder = ""
         self._scratch = ""
         self._files: dict[str, IO[bytes]] = {}
-        # What lies in wait for a reader of one shall not hold the other up.
+        # If stdout and stderr differ, each has a thread: if stdout is not read, stderr continues.
         self._is_one = _are_one(sys.stdout, sys.stderr)
         self._sinks = {Std.OUT: self._sink(sys.stdout), Std.ERR: self._sink(sys.stderr)}
         self._consoles: dict[tuple[Std, bool], Console] = {}
-        tees = [Tee(partial(self._tick, std), partial(self._release, std)) for std in _NAMES]
-        self._tees = dict(zip(_NAMES, [tees[-1]] * 2 if self._is_one else tees, strict=True))
+        self._readers = {
+            std: OutputReader(partial(self._tick, std), partial(self._release, std))
+            for std in ((Std.ERR,) if self._is_one else _NAMES)
+        }
+        self._readers.setdefault(Std.OUT, self._readers[Std.ERR])
         self.stdout = options.stdout(nprocs, sys.stdout.isatty())
 
     def error_file(self, name: WorkerName) -> str:
-        """Return where a worker may describe its exception, TORCHELASTIC_ERROR_FILE; "": nowhere.
+        """Return the value of TORCHELASTIC_ERROR_FILE, in which a worker describes an exception.
 
-        Beside its logs if there are any, otherwise in a folder that goes when the launch ends.
+        The file is beside the worker's logs, if there are any, otherwise in a folder that `close`
+        removes. The path is "" if no folder can be made.
         """
         try:
             if self._options.log_dir and self._options.log_dir != os.devnull:
@@ -206,37 +213,37 @@ class Output:
             return ""
         return os.path.join(folder, "error.json")
 
-    def attach(self, worker: Worker, name: WorkerName) -> Stream:
-        """Start to pass on a worker's output; return its standard error's stream."""
+    def attach(self, worker: Worker, name: WorkerName) -> WorkerStream:
+        """Begin to pass on a worker's output; return the stream of its standard error."""
         if worker.stdout is not None:
             self._add(Std.OUT, worker.stdout, name)
         return self._add(Std.ERR, worker.stderr, name)
 
     def status(self, up: int, restarts: int) -> None:
-        """Show how many workers are up and how often they were restarted, on a terminal."""
+        """Show the numbers of running workers and of restarts, on a terminal."""
         if self._options.screen is not None:
-            self._tees[Std.ERR].do(partial(self._options.screen.status, up, restarts))
+            self._readers[Std.ERR].do(partial(self._options.screen.status, up, restarts))
 
-    def tell(self, line: str) -> None:
-        """Show a line of the launcher's own, without waiting for a reader."""
-        self._tees[Std.ERR].do(partial(self._notify, line))
+    def notify(self, line: str) -> None:
+        """Show a line of the launcher, without waiting for a reader."""
+        self._readers[Std.ERR].do(partial(self._notify, line))
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a reader was waited for in vain; after `close`."""
-        return any(tee.is_running for tee in self._tees.values())
+        """Whether output was left unread at `close`."""
+        return any(reader.is_running for reader in self._readers.values())
 
     def close(self, timeout_s: float, canceled: Callable[[], bool]) -> None:
-        """Pass on what is left, for at most `timeout_s`, or until `canceled`."""
+        """Pass on the rest of the output, for at most `timeout_s`, or until `canceled`."""
         begun = Deadline(timeout_s)
-        for tee in (tees := set(self._tees.values())):
-            tee.end(timeout_s)
-        for tee in tees:
-            tee.close(begun.remaining(), canceled)
+        for reader in (readers := set(self._readers.values())):
+            reader.begin_close(timeout_s)
+        for reader in readers:
+            reader.close(begun.remaining(), canceled)
         for file in self._files.values():
             file.close()
         if self._scratch:
-            import shutil  # slow to load, and needed when all workers have ended
+            import shutil  # slow to import; at this point all workers have ended
 
             shutil.rmtree(self._scratch, ignore_errors=True)
 
@@ -246,15 +253,15 @@ class Output:
         return screen if screen is not None and shown else std.buffer
 
     def _consoles_of(self, std: Std) -> list[Console]:
-        every = list(self._consoles.items())  # at once: other threads add to them
+        every = list(self._consoles.items())  # a copy, because other threads add to the dict
         return [console for (of, _), console in every if self._is_one or of is std]
 
-    # In a tee's thread: it alone may wait for a reader.
+    # The next two methods run on the thread of an OutputReader, which may wait for a reader.
 
     def _tick(self, std: Std) -> float | None:
         waits = []
         for console in self._consoles_of(std):
-            # Whoever read has left; the workers go on, and this thread must, too.
+            # The reader of the console has left. The workers and this thread must continue.
             with contextlib.suppress(OSError, ValueError):
                 waits.append(console.tick())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
@@ -267,7 +274,7 @@ class Output:
             with contextlib.suppress(OSError, ValueError):
                 end()
 
-    def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> Stream:
+    def _add(self, std: Std, source: IO[bytes], name: WorkerName) -> WorkerStream:
         options, local_rank = self._options, name.local_rank
         sinks = []
         if options.to_console(std, local_rank):
@@ -280,7 +287,7 @@ class Output:
         if options.to_file(std, local_rank):
             folder = os.path.join(self._attempt_folder(name), str(local_rank))
             files.append(_create(os.path.join(folder, f"{_NAMES[std]}.log")))
-        return self._tees[std].add(source, *sinks, files=files, keep_tail=std is Std.ERR)
+        return self._readers[std].add(source, *sinks, files=files, keep_tail=std is Std.ERR)
 
     def _console(self, std: Std, name: WorkerName) -> Sink:
         terminal = sys.stdout.isatty() if std is Std.OUT else sys.stderr.isatty()
@@ -296,7 +303,7 @@ class Output:
             self._consoles[key] = Console(
                 self._sinks[std], prefix=prefix, fold=fold, clock=time.monotonic
             )
-        return self._consoles[key].of(name)
+        return self._consoles[key].sink_of(name)
 
     def _filter(self, path: str, texts: Sequence[str], name: WorkerName) -> Sink:
         file = self._files.get(path)
@@ -309,11 +316,11 @@ class Output:
             fold=False,
             clock=time.monotonic,
         )
-        return console.of(name)
+        return console.sink_of(name)
 
     def _attempt_folder(self, name: WorkerName) -> str:
         if not self._folder:
-            import tempfile  # slow to load, and most launches write no files
+            import tempfile  # slow to import, and most launches write no files
 
             try:
                 parent = self._options.log_dir or tempfile.mkdtemp(prefix="unisono_")
@@ -323,7 +330,7 @@ class Output:
                 raise LaunchError(
                     f"cannot make a folder for logs in {self._options.log_dir!r}: {error.strerror}"
                 ) from error
-            self.tell(f"logs in {self._folder}")
+            self.notify(f"logs in {self._folder}")
         return os.path.join(self._folder, f"attempt_{name.attempt}")
 
 

@@ -1,7 +1,7 @@
-"""Passes the workers' output on in whole lines, and remembers the last of it.
+"""Passes the workers' output on in whole lines, and keeps the last 64 KiB of a stream.
 
-A thread of its own does it: when the terminal or the pipe behind it stands still, only this
-thread waits, and the agent can still see a worker die or a signal arrive.
+A separate thread does this. If the terminal or the pipe is not read, only this thread blocks. The
+agent can still detect the end of a worker or a signal.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import IO, Protocol
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 
-__all__ = ["TRACEBACK", "Sink", "Stream", "Tee"]
+__all__ = ["TRACEBACK", "OutputReader", "Sink", "WorkerStream"]
 
-_log = get_logger("elastic.tee")
+_log = get_logger("launcher.output")
 
 TRACEBACK = b"Traceback (most recent call last):"
-"""From here on, what comes without a pause within a second is passed on together."""
+"""Begin of a traceback. It is passed on together with all that follows it without a pause within a
+second, so that tracebacks of several ranks do not mix."""
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _READ_BYTES = 64 * 1024
@@ -35,20 +36,21 @@ _STOP_S = 0.2
 
 
 class Sink(Protocol):
-    """Where lines go: a binary file, or a console that decorates them."""
+    """Destination of lines: a binary file, or a console that decorates the lines."""
 
     def write(self, data: bytes, /) -> object:
-        """Take whole lines, a whole traceback, or a beginning that stays unfinished for long."""
+        """Take whole lines, a whole traceback, or a line that stays unfinished for `_IDLE_S`."""
 
     def flush(self) -> object:
-        """See to it that what was written can be seen."""
+        """Pass on all that was written."""
 
 
-class Stream:
-    """One pipe of a worker.
+class WorkerStream:
+    """The launcher's end of one pipe or terminal of a worker.
 
     Attributes:
-        ended: Set when everything has been read.
+        source: The pipe or terminal.
+        ended: Event that is set when the stream has been read to its end.
     """
 
     def __init__(
@@ -58,37 +60,37 @@ class Stream:
         *,
         files: Sequence[IO[bytes]] = (),
         keep_tail: bool = False,
-        complain: Callable[[OSError], None] = lambda error: None,
+        on_loss: Callable[[OSError], None] = lambda error: None,
     ) -> None:
         self.source = source
         self.ended = threading.Event()
         self._files = files
         self._sinks = [*sinks, *files]
         self._keep_tail = keep_tail
-        self._complain = complain
+        self._on_loss = on_loss
         self._tail = b""
         self._partial = b""
         self._partial_since_s = 0.0
         self._traceback_since_s: float | None = None
 
     def tail(self) -> str:
-        """Return the last 64 KiB of what came through."""
+        """Return the last 64 KiB of the stream."""
         return self._tail.decode("utf-8", errors="replace")
 
     def pump(self) -> bool:
-        """Read what there is and pass on the complete lines; False at the end of file."""
+        """Read once and pass on the complete lines; return False at the end of file."""
         try:
             data = os.read(self.source.fileno(), _READ_BYTES)
         except OSError:
-            # That is how Linux reports the end of a terminal.
+            # Linux reports the end of a terminal by EIO.
             data = b""
         if self._keep_tail:
             self._tail = (self._tail + data)[-_TAIL_BYTES:]
         pending = self._partial + data
-        # A carriage return ends a line as well, or progress bars would never show.
+        # A carriage return ends a line, too: otherwise progress bars would not be shown.
         end = max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
-        # Several ranks often print one at the same time: after Ctrl-C, or all for the same reason.
-        # What a program that goes on writes after one shall not wait with it for long.
+        # Several ranks often print a traceback at the same time, so hold it until it is complete.
+        # The limit of a second keeps later output of a program that continues from being delayed.
         if (traceback := pending.find(TRACEBACK)) >= 0 and self._is_recent_traceback():
             end = pending.rfind(b"\n", 0, traceback) + 1
         else:
@@ -107,15 +109,16 @@ class Stream:
         return now_s - self._traceback_since_s < _TRACEBACK_S
 
     def flush_partial(self, idle_s: float = 0.0) -> float | None:
-        """Pass on an unfinished line, such as a prompt, if nothing was added to it for a while.
+        """Pass on an unfinished line, such as a prompt, if nothing was added to it for `idle_s`.
 
         Returns:
-            In how many seconds to try again; None if nothing is left.
+            Seconds after which to call again; None if nothing is left.
         """
         if not self._partial:
             return None
         if idle_s and not _CONTROL.sub(b"", self._partial):
-            # It shows nothing yet, such as the sequence that makes a cursor visible.
+            # The line has only control sequences, for example to show the cursor. They belong to
+            # the text that follows.
             return None
         left_s = self._partial_since_s + idle_s - time.monotonic()
         if left_s > 0:
@@ -126,16 +129,16 @@ class Stream:
         return None
 
     def drop(self) -> bool:
-        """Take a little of what can be read, and forget it; False at the end of file."""
+        """Discard one byte; return False at the end of file."""
         try:
             return bool(os.read(self.source.fileno(), 1))
         except OSError:
             return False
 
     def finish(self) -> None:
-        """Pass on what is left and close the pipe and the stream's own files."""
+        """Pass on the rest, and close the pipe and the stream's files."""
         if TRACEBACK in self._partial and not self._partial.endswith(b"\n"):
-            # It was killed while it wrote; what others say next begins a line.
+            # The worker was killed while it wrote. Output of other ranks must begin on a new line.
             self._partial += b"\n"
         self.flush_partial()
         self.source.close()
@@ -150,19 +153,43 @@ class Stream:
                 sink.write(data)
                 sink.flush()
             except (BrokenPipeError, ValueError):
-                # Whoever read our output has left (`| head`); the workers go on.
+                # The reader of the output has left (`| head`). The workers continue.
                 continue
             except OSError as error:
-                self._complain(error)
+                self._on_loss(error)
 
 
-class Tee:
-    """The thread that serves all streams of a launch.
+class _Wakeup:
+    """A pipe by which other threads wake the thread that selects on it.
+
+    Attributes:
+        fd: Readable after `set`, until `clear`.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._sender = os.pipe()
+        os.set_blocking(self._sender, False)
+
+    def set(self) -> None:
+        # If the pipe is full, it is readable already.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._sender, b"+")
+
+    def clear(self) -> None:
+        os.read(self.fd, _READ_BYTES)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._sender)
+
+
+class OutputReader:
+    """The thread that reads all streams of a launch and passes their lines on.
 
     Args:
-        tick: Called in the thread after each round; returns when it wants to be called again,
-            in seconds, or None.
-        last: Called in the thread when all streams have ended.
+        tick: Function that the thread calls after each round; it returns the seconds after which
+            it must be called again, or None.
+        last: Function that the thread calls when all streams have ended.
     """
 
     def __init__(
@@ -173,19 +200,17 @@ class Tee:
         self._tick = tick
         self._last = last
         self._selector = selectors.DefaultSelector()
-        self._streams: set[Stream] = set()
-        # Only the thread touches the selector; others leave streams and orders, and wake it.
-        self._new: deque[Stream] = deque()
-        self._woken, self._waker = os.pipe()
-        os.set_blocking(self._waker, False)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._orders: deque[Callable[[], object]] = deque()
-        self._give_up: Deadline | None = None
-        self._dropped = False
-        self._told: set[int | None] = set()
+        self._streams: set[WorkerStream] = set()
+        # Only the thread uses the selector. Other threads put functions here and wake it.
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._wakeup = _Wakeup()
+        self._selector.register(self._wakeup.fd, selectors.EVENT_READ)
+        self._close_by: Deadline | None = None
+        self._discarded = False
+        self._logged: set[int | None] = set()
         self._lock = threading.Lock()
         self._is_over = False
-        self._thread = threading.Thread(target=self._run, name="unisono-tee", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="unisono-output", daemon=True)
 
     def add(
         self,
@@ -193,49 +218,47 @@ class Tee:
         *sinks: Sink,
         files: Sequence[IO[bytes]] = (),
         keep_tail: bool = False,
-    ) -> Stream:
+    ) -> WorkerStream:
         """Begin to copy `source` to the sinks, and to files that are closed at its end."""
-        stream = Stream(
-            source, sinks, files=files, keep_tail=keep_tail, complain=self._output_is_lost
+        stream = WorkerStream(
+            source, sinks, files=files, keep_tail=keep_tail, on_loss=self._log_loss
         )
-        self._new.append(stream)
-        with self._lock:
-            self._wake()
+        self.do(lambda: self._register(stream))
         return stream
 
-    def do(self, order: Callable[[], object]) -> None:
-        """Call a function in the thread, or here if the tee is closed: it may wait for a reader."""
+    def do(self, task: Callable[[], object]) -> None:
+        """Call a function that may wait for a reader: in the thread, or here after `close`."""
         with self._lock:
             if not self._is_over:
-                self._orders.append(order)
+                self._tasks.append(task)
                 self._wake()
                 return
-        order()
+        task()
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread runs; after `close`, it waits for a reader."""
+        """Whether the thread runs. After `close` this means that it waits for a reader."""
         return self._thread.is_alive()
 
-    def end(self, timeout_s: float) -> None:
-        """Begin to `close`."""
+    def begin_close(self, timeout_s: float) -> None:
+        """Begin to `close`, without waiting."""
         with self._lock:
-            self._give_up = Deadline(timeout_s)
+            self._close_by = Deadline(timeout_s)
             self._is_over = self._is_over or self._thread.ident is None
             if not self._is_over:
                 self._wake()
 
     def close(self, timeout_s: float, canceled: Callable[[], bool] = lambda: False) -> None:
-        """Pass on what the pipes still hold, for at most `timeout_s`, and close them.
+        """Pass on the content of the pipes, for at most `timeout_s`, and close them.
 
-        Does not wait for the end of file: a process that left its worker's group may hold
-        the pipe open for as long as it likes.
+        The method does not wait for the end of file: a process that left its worker's group may
+        hold the pipe open without a limit.
 
         Args:
-            timeout_s: How long.
-            canceled: Asked again and again whether to give up before that.
+            timeout_s: Time-out.
+            canceled: Function that returns whether to give up earlier; called repeatedly.
         """
-        self.end(timeout_s)
+        self.begin_close(timeout_s)
         begun = Deadline(timeout_s)
         if self._thread.ident is None:
             self._selector.close()
@@ -244,82 +267,78 @@ class Tee:
             while self._thread.is_alive() and not (begun.expired() or canceled()):
                 self._thread.join(min(_IDLE_S, begun.remaining()))
             waited_s = timeout_s - begun.remaining()
-            # A source that never runs dry keeps the thread at work until it is told to stop.
-            self._give_up = Deadline(0.0)
+            # A source with endless output keeps the thread busy, unless its time is over.
+            self._close_by = Deadline(0.0)
             self._thread.join(_STOP_S)
             if self._thread.is_alive():
                 _log.warning(
-                    "the rest of the workers' output is lost: nobody took it for %.1f s", waited_s
+                    "the rest of the workers' output is lost: it was not read for %.1f s", waited_s
                 )
                 return
-            if self._dropped:
+            if self._discarded:
                 _log.warning(
                     "the rest of the workers' output is lost: after %.1f s there was still more",
                     waited_s,
                 )
-        os.close(self._woken)
-        os.close(self._waker)
+        self._wakeup.close()
 
     def _wake(self) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        # Full: then it is readable anyway.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._waker, b"+")
+        self._wakeup.set()
 
-    def _output_is_lost(self, error: OSError) -> None:
-        if error.errno not in self._told:
-            self._told.add(error.errno)
+    def _log_loss(self, error: OSError) -> None:
+        if error.errno not in self._logged:
+            self._logged.add(error.errno)
             _log.warning("workers' output is lost, as it cannot be written: %s", error.strerror)
+
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         while True:
-            closing = self._give_up
-            ready = self._wait(0.0 if closing is not None else self._timeout())
-            if closing is not None and (not ready or closing.expired()):
-                self._dropped = any(stream.drop() for stream in ready)
+            close_by = self._close_by
+            ready = self._wait(0.0 if close_by is not None else self._timeout())
+            if close_by is not None and (not ready or close_by.expired()):
+                self._discarded = any(stream.drop() for stream in ready)
                 break
             for stream in ready:
                 if not stream.pump():
-                    self._end(stream)
+                    self._finish(stream)
         for stream in list(self._streams):
-            self._end(stream)
+            self._finish(stream)
         self._last()
         self._selector.close()
         with self._lock:
             self._is_over = True
-        self._obey()
+        self._do_tasks()
 
     def _timeout(self) -> float | None:
         waits = [stream.flush_partial(_IDLE_S) for stream in self._streams]
         waits.append(self._tick())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
-    def _wait(self, timeout_s: float | None) -> list[Stream]:
+    def _wait(self, timeout_s: float | None) -> list[WorkerStream]:
         """Return the streams that can be read, after `timeout_s` at the latest."""
-        self._adopt()
+        self._do_tasks()
         found = [key for key, _ in self._selector.select(timeout_s)]
-        if any(key.fd == self._woken for key in found):
-            os.read(self._woken, _READ_BYTES)
-            self._adopt()
-            # What was woken for may be readable by now, and a closing tee must not miss it.
+        if any(key.fd == self._wakeup.fd for key in found):
+            self._wakeup.clear()
+            self._do_tasks()
+            # A stream that was just added may be readable, and `close` must not miss its content.
             found = [key for key, _ in self._selector.select(0.0)]
         return [key.data for key in found if key.data is not None]
 
-    def _adopt(self) -> None:
-        while self._new:
-            stream = self._new.popleft()
-            self._streams.add(stream)
-            self._selector.register(stream.source, selectors.EVENT_READ, stream)
-        self._obey()
-
-    def _obey(self) -> None:
-        while self._orders:
-            # Nobody reads any more: as with the workers' lines.
+    def _do_tasks(self) -> None:
+        while self._tasks:
+            # A task fails if its reader has left; the thread continues, as with workers' lines.
             with contextlib.suppress(OSError, ValueError):
-                self._orders.popleft()()
+                self._tasks.popleft()()
 
-    def _end(self, stream: Stream) -> None:
+    def _register(self, stream: WorkerStream) -> None:
+        self._streams.add(stream)
+        self._selector.register(stream.source, selectors.EVENT_READ, stream)
+
+    def _finish(self, stream: WorkerStream) -> None:
         self._selector.unregister(stream.source)
         self._streams.discard(stream)
         stream.finish()

@@ -1,8 +1,7 @@
-"""Which CPUs each worker of a host may run on, and how many threads that makes sense for.
+"""Assign CPUs and a number of threads to each worker of a host.
 
-Everything starts from the CPUs that the launcher itself may use: a batch system's cpuset is
-respected, never widened. A cgroup's time limit cannot be divided by binding; it only lowers
-the number of threads.
+Only the CPUs that the launcher itself may use are assigned: a batch system's cpuset is respected.
+Binding cannot divide a cgroup's time limit, so that limit only lowers the number of threads.
 """
 
 from __future__ import annotations
@@ -19,11 +18,12 @@ from unisono.launcher.ranges import format_ranges, parse_ranges
 __all__ = ["MODES", "Binding", "Machine"]
 
 MODES = ("none", "core", "numa", "auto")
-"""What `--bind` accepts.
+"""Values of `--bind`.
 
-none leaves all CPUs to every worker; core gives each an equal share of the cores, next to each
-other, hardware threads of a core together; numa gives each a whole NUMA node; auto is core
-where there are enough cores, and none otherwise.
+- none: every worker may use all CPUs.
+- core: each worker gets an equal share of adjacent cores, with all hardware threads of a core.
+- numa: each worker gets a whole NUMA node.
+- auto: core if there is a core for each worker, otherwise none.
 """
 
 
@@ -32,8 +32,8 @@ class Machine:
     """The part of a host that the launcher may use.
 
     Attributes:
-        nodes: Its NUMA nodes; each is a list of cores, each core a list of hardware threads.
-        quota_cpus: CPUs' worth of time that the cgroup allows; infinity without a limit.
+        nodes: NUMA nodes; each is a list of cores, each core a list of hardware threads.
+        quota_cpus: Time limit of the cgroup in CPUs; infinity without a limit.
     """
 
     nodes: Sequence[Sequence[Sequence[int]]]
@@ -46,7 +46,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this host, as far as the process may use it."""
+        """Return the part of this host that the process may use."""
         allowed = sorted(_allowed_cpus())
         nodes = []
         placed: set[int] = set()
@@ -73,7 +73,7 @@ def _read(path: str) -> str:
 
 
 def _cores(cpus: Sequence[int]) -> list[list[int]]:
-    """Group hardware threads by the core that they belong to."""
+    """Group hardware threads by core."""
     cores: dict[str, list[int]] = {}
     for cpu in cpus:
         siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
@@ -82,7 +82,7 @@ def _cores(cpus: Sequence[int]) -> list[list[int]]:
 
 
 def _quota_cpus() -> float:
-    """Return the strictest time limit of this process's cgroup and those above it."""
+    """Return the strictest time limit of this process's cgroup and of the cgroups above it."""
     path = next(
         (line[3:] for line in _read("/proc/self/cgroup").splitlines() if line[:3] == "0::"), ""
     )
@@ -98,12 +98,12 @@ def _quota_cpus() -> float:
 
 @dataclass(frozen=True)
 class Binding:
-    """The decision for one host.
+    """The CPUs of the workers of one host.
 
     Attributes:
-        shares: CPUs of each local rank; empty where nothing is bound.
-        threads: Threads that each local rank should use; empty likewise.
-        report: One line that tells what was done and why.
+        shares: CPUs of each local rank; empty if no worker is bound.
+        threads: Number of threads for each local rank; empty if no worker is bound.
+        report: One line that states the binding and its reason.
     """
 
     shares: Sequence[Sequence[int]] = ()
@@ -112,11 +112,11 @@ class Binding:
 
     @classmethod
     def make(cls, mode: str, nprocs: int, machine: Machine | None = None) -> Binding:
-        """Decide for `nprocs` workers.
+        """Return the binding of `nprocs` workers.
 
         Raises:
-            InvalidArgumentError: Unknown mode.
-            LaunchError: More workers than cores, with "core".
+            InvalidArgumentError: The mode is unknown.
+            LaunchError: With "core", there are more workers than cores.
         """
         if mode not in MODES:
             raise InvalidArgumentError(f"bind must be one of {', '.join(MODES)}; got {mode!r}")
@@ -135,7 +135,7 @@ class Binding:
         if not hasattr(os, "sched_setaffinity"):
             return cls(report="bind: none (this system cannot bind processes)")
         groups = _whole_nodes(machine, nprocs) if mode == "numa" else _equal(cores, nprocs)
-        # A node that several workers have in common has threads for all of them together.
+        # Workers that share a NUMA node share its threads.
         sharers = [sum(other == group for other in groups) for group in groups]
         limit = max(1, int(machine.quota_cpus // nprocs)) if machine.quota_cpus < math.inf else None
         threads = [max(1, len(g) // n) for g, n in zip(groups, sharers, strict=True)]

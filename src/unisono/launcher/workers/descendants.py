@@ -1,10 +1,10 @@
-"""The processes that this one has started, and theirs: found by descent, whatever they do.
+"""Find all descendants of this process by descent, and kill them.
 
-A process that adopts (Linux: child subreaper) becomes the parent of every descendant whose own
-parent has ended. So a daemon that a worker made, with a session of its own and an empty
-environment, is still found. Nothing else can become a descendant, so nothing else is killed.
+A process that adopts orphans (Linux: child subreaper) becomes the parent of every descendant whose
+own parent has ended. The module therefore finds a daemon that a worker started, even with its own
+session and an empty environment. No other process can become a descendant.
 
-Where there is no /proc, no process is found.
+Without /proc no process is found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from unisono.base.deadline import Deadline
 
-__all__ = ["Family"]
+__all__ = ["Descendants"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.005
@@ -35,40 +35,43 @@ class _Entry(NamedTuple):
     started: str
 
 
-class Family:
-    """The descendants of this process, without the children that it has now and theirs."""
+class Descendants:
+    """The descendants of this process, without the children that it has now and their descendants.
+
+    The present children are called `excluded` below.
+    """
 
     def __init__(self) -> None:
-        self._strangers = _children()
-        self._doomed = threading.Event()
+        self._excluded = _children()
+        self._exiting = threading.Event()
 
     def adopt(self) -> None:
-        """Become the parent of descendants that lose theirs.
+        """Become the parent of descendants whose parent ends.
 
-        Not if there are strangers: what they leave behind could not be told from what is ours.
+        Do nothing if there are excluded children: their orphans would then be killed, too.
         """
-        if sys.platform == "linux" and not self._strangers:
+        if sys.platform == "linux" and not self._excluded:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def reap(self, known: Collection[int]) -> None:
-        """Take those adopted ones that have ended off the process table.
+        """Remove adopted processes that have ended from the process table.
 
         Args:
-            known: Children that somebody else waits for. Only the thread that starts processes
-                can tell, so call it there.
+            known: Children for which other code waits. Only the thread that starts processes
+                has an exact list, so that thread must call this method.
         """
-        for pid in _children() - self._strangers - set(known):
+        for pid in _children() - self._excluded - set(known):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
-    def end(self, timeout_s: float, spared: Collection[int] = ()) -> bool:
-        """Kill all but `spared` and their descendants; return whether all were gone in time.
+    def kill(self, timeout_s: float, spared: Collection[int] = ()) -> bool:
+        """Kill all but `spared` and their descendants; return whether all ended in time.
 
-        They stay in the process table until somebody waits for them.
+        The processes stay in the process table until `reap`, or until their parent reaps them.
         """
         deadline = Deadline(timeout_s)
         empty = 0
-        # The table is no snapshot: what changes its parent while it is read can be missed once.
+        # Reading the table takes time: a process that changes its parent meanwhile can be missed.
         while empty < 2 and not deadline.expired():
             found = self._running(spared)
             empty = 0 if found else empty + 1
@@ -78,21 +81,21 @@ class Family:
                 time.sleep(_PAUSE_S)
         return empty == 2
 
-    def doom(self, timeout_s: float) -> None:
-        """Kill all of them, from whatever thread, before this process ends too."""
-        self._doomed.set()
-        self.end(timeout_s)
+    def kill_before_exit(self, timeout_s: float) -> None:
+        """Kill all descendants, from any thread, before this process exits."""
+        self._exiting.set()
+        self.kill(timeout_s)
 
-    def look_away(self, timeout_s: float) -> None:
-        """Do nothing more in this thread if `doom` was called: no failure shall be told.
+    def wait_if_exiting(self, timeout_s: float) -> None:
+        """Block this thread if `kill_before_exit` was called, so that it reports no failure.
 
-        Ask after a child's end was seen, and before anybody is told.
+        Call this after a child's end was detected and before it is reported.
         """
-        if self._doomed.is_set():
+        if self._exiting.is_set():
             time.sleep(timeout_s)
 
     def _running(self, spared: Collection[int]) -> dict[int, str]:
-        """Return when each process started that is to be killed."""
+        """Return the processes to kill, each with its start time."""
         table = _table()
         children: dict[int, list[int]] = {}
         for pid, entry in table.items():
@@ -100,14 +103,14 @@ class Family:
         found: dict[int, str] = {}
         ahead = [os.getpid()]
         while ahead:
-            pids = set(children.get(ahead.pop(), ())) - self._strangers - set(spared)
+            pids = set(children.get(ahead.pop(), ())) - self._excluded - set(spared)
             ahead += pids
             found |= {pid: table[pid].started for pid in pids if table[pid].running}
         return found
 
 
 def _children() -> set[int]:
-    """Return the children of this process, which costs less than to read the whole table."""
+    """Return the children of this process; cheaper than reading the whole table."""
     found: set[int] = set()
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -132,11 +135,11 @@ def _table() -> dict[int, _Entry]:
 def _entry(pid: int) -> _Entry | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            # The command name before ")" may contain anything; after it come fields 3, 4, ...
+            # The command name before ")" may contain any character; fields 3, 4, ... follow it.
             fields = stat.read().rpartition(")")[2].split()
     except OSError:
         return None
-    # The main thread may have ended before the others: then it is a zombie, but not alone.
+    # If the main thread ended before other threads, the state is Z but the process runs.
     running = fields[0] not in "ZX" or int(fields[17]) > 1
     return _Entry(parent=int(fields[1]), running=running, started=fields[19])
 
@@ -147,7 +150,7 @@ def _kill(pid: int, started: str) -> None:
     except OSError:
         return
     try:
-        # Looked at again after the handle is open: the number may have changed hands.
+        # Check again after opening the handle: the kernel may have reused the number.
         entry = _entry(pid)
         if entry is not None and entry.started == started:
             signal.pidfd_send_signal(handle, signal.SIGKILL)

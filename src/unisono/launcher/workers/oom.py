@@ -1,4 +1,4 @@
-"""Whether the kernel killed a worker for want of memory, as far as this host lets one see."""
+"""Detect whether the kernel killed a worker because memory ran out."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _RECORD_BYTES = 8192
 
 
 class OomWatch:
-    """Remembers what the kernel says of memory kills now, to see later what is new.
+    """Context manager that detects out-of-memory kills since its start.
 
-    To be used as a context.
+    It reads the counters of the cgroup and of the host, and the kernel's log if it may.
     """
 
     def __enter__(self) -> Self:
         self._events, self._limit = _cgroup_files()
         self._before = self._counts()
         self._log = _open_end_of_kernel_log()
-        self._told = ""
+        self._log_text = ""
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -29,9 +29,9 @@ class OomWatch:
             os.close(self._log)
 
     def hint(self, pid: int) -> str:
-        """Return what is known about the end of a process that SIGKILL ended, in brackets."""
+        """Return a text about the end of a process that was killed by SIGKILL."""
         self._read_log()
-        if any(f"Killed process {pid}{end}" in self._told for end in (" ", ",")):
+        if any(f"Killed process {pid}{end}" in self._log_text for end in (" ", ",")):
             return "out of memory: the kernel's log names this process"
         cgroup, host = (
             now - before for now, before in zip(self._counts(), self._before, strict=True)
@@ -47,25 +47,25 @@ class OomWatch:
         return _field(self._events, "oom_kill"), _field("/proc/vmstat", "oom_kill")
 
     def _read_log(self) -> None:
-        # A record per read; EAGAIN (an OSError) at the end.
+        # Each read returns one record; at the end it fails with EAGAIN, an OSError.
         with contextlib.suppress(OSError):
             while self._log is not None:
-                self._told += os.read(self._log, _RECORD_BYTES).decode(errors="replace")
+                self._log_text += os.read(self._log, _RECORD_BYTES).decode(errors="replace")
 
 
 def _open_end_of_kernel_log() -> int | None:
-    """Open the kernel's log where new records will come, if it may be read."""
+    """Open the kernel's log at its end, or return None if it may not be read."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    # An older record may be about another process with the same number.
+    # An older record may name another process with the same number.
     os.lseek(fd, 0, os.SEEK_END)
     return fd
 
 
 def _cgroup_files() -> tuple[str, str]:
-    """Return the files with the number of kills and the limit of this process's cgroup."""
+    """Return the paths of the kill counter and the memory limit of this process's cgroup."""
     unified = "/sys/fs/cgroup"
     for line in _read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""What can be seen in the files of a Python program itself; they are read, never run.
+"""Scan the own files of a Python program without running them.
 
-Its own are the script and what it imports from beside it, from PYTHONPATH, or from wherever
-else but the standard library and site-packages.
+A program's own files are its script and the modules that it imports, except those of the standard
+library and of site-packages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IMPORTING = {"import_module", "__import__"}
 def is_untouched(*command: str) -> bool:
     """Whether a Python program's own files change neither its environment nor its CPUs.
 
-    False too if they cannot be found or read.
+    False also if the files cannot be found or read.
 
     Args:
         command: `python [-u] script.py ...` or `python [-u] -m module ...`.
@@ -49,8 +49,8 @@ def own_sources(command: Sequence[str]) -> list[str]:
         command: `python [-u] script.py ...` or `python [-u] -m module ...`.
 
     Returns:
-        Empty if the command is none of these, if a file cannot be read or does not compile, or
-        if there are too many.
+        The texts; empty if the command has another form, a file cannot be read or does not
+        compile, or there are more than 200 files.
     """
     folder, waiting = _main_files(command)
     if waiting:
@@ -66,8 +66,8 @@ def own_sources(command: Sequence[str]) -> list[str]:
             names = list(_imported(ast.parse(texts[path])))
         except (OSError, ValueError, SyntaxError, RecursionError):
             return []
-        # A relative import's name is looked for beside the file, its dots forgotten: this may
-        # find too much, never too little.
+        # Search a relative import without its dots, beside the file and above: this may find too
+        # many files, never too few.
         for beside in {folder, os.path.dirname(path), os.path.dirname(os.path.dirname(path))}:
             waiting += [found for name in names for found in _files(beside, name)]
         waiting += [found for name in names for found in _elsewhere(name)]
@@ -75,9 +75,10 @@ def own_sources(command: Sequence[str]) -> list[str]:
 
 
 def _touches(tree: ast.AST) -> bool:
-    """Whether a file may change the environment or the CPUs, or run what cannot be seen here.
+    """Whether a file may change the environment or the CPUs, or run code that is not scanned.
 
-    The environment may be read and copied; a second name for it could be used to change it.
+    Reading and copying the environment is allowed. A second name for it is not, because code
+    could change the environment through that name.
     """
     for parent in ast.walk(tree):
         if isinstance(parent, ast.ImportFrom):
@@ -112,7 +113,7 @@ def _only_reads(parent: ast.AST, environ: ast.AST) -> bool:
 
 
 def _name_of(node: ast.AST) -> str:
-    """Return the last part of a dotted name, "" of anything else."""
+    """Return the last part of a dotted name; "" for other nodes."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
@@ -121,13 +122,13 @@ def _is_text(node: ast.AST, text: str) -> bool:
 
 
 def _constant(call: ast.Call) -> str:
-    """Return the text that is a call's first argument, "" if it is something else."""
+    """Return the first argument of a call if it is a string literal, or ""."""
     first = call.args[0] if call.args else None
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""
 
 
 def _main_files(command: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the folder that Python puts on its path, and the files that a program begins with."""
+    """Return the folder that Python puts on its path, and the files that run first."""
     words = list(command)
     if not words or not _PYTHON.match(os.path.basename(words.pop(0))):
         return "", []
@@ -143,7 +144,7 @@ def _main_files(command: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:
-    """Yield the names of all modules that a file may import, anywhere in it."""
+    """Yield the names of all modules that a file may import, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -155,7 +156,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _files(folder: str, name: str) -> Iterator[str]:
-    """Yield the files below a folder that importing a name from there runs."""
+    """Yield the files below a folder that run when the name is imported."""
     parts = name.split(".") if name else []
     for depth in range(1, len(parts) + 1):
         stem = os.path.join(folder, *parts[:depth])
@@ -165,7 +166,7 @@ def _files(folder: str, name: str) -> Iterator[str]:
 
 
 def _elsewhere(name: str) -> Iterator[str]:
-    """Yield the files of a module of the user's that is on the path by other means."""
+    """Yield the files of a user's module that is found on the path of this interpreter."""
     top = name.partition(".")[0]
     if not top or top in sys.stdlib_module_names or top == "unisono":
         return

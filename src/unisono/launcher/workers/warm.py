@@ -1,12 +1,12 @@
-"""Workers of the next attempt, half-started while the present ones run: they have torch already.
+"""Half-started workers with torch loaded, which make a restart faster.
 
-After a failure all workers are started again, and most of the time until their first collective
-goes by in `import torch`. So while a job runs, the agent starts an interpreter for each worker with
-the worker's own command line. It stops before the script, with torch loaded, and waits; see
-`warm_site/sitecustomize.py`. At a restart it gets its environment and goes on.
+After a failure all workers are started again. `import torch` takes most of the time until their
+first collective. While a job runs, the agent therefore starts a second interpreter for each worker
+with the worker's command line. It loads torch and waits before the script (see
+`warm_site/sitecustomize.py`). At a restart it gets its environment and runs the script.
 
-That torch is loaded a little early must not show. So there is none for a script that might tell
-torch something through its environment first, as far as its own files let one see.
+A script must not notice that torch was loaded early. A worker therefore has no half-started
+worker if its script may change the environment before it imports torch (see `script_scan`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unisono.launcher.workers.worker import Worker
 __all__ = ["FIRST_LOOK_S", "WarmWorkers"]
 
 FIRST_LOOK_S = 2.0
-"""How long a job runs before the first one is started: the workers need the CPUs themselves."""
+"""How long a job runs before the first half-started worker; until then the job needs the CPUs."""
 
 _BETWEEN_S = 1.0
 _LAST_LOOK_S = 60.0
@@ -38,7 +38,7 @@ class WarmWorkers:
 
     Args:
         commands: Command line of each worker.
-        count: How many of the first workers may have one.
+        count: Only workers with a local rank below this number may have a half-started worker.
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], count: int) -> None:
@@ -49,13 +49,13 @@ class WarmWorkers:
         self._next: Deadline | None = None
 
     def begin(self, *, wanted: bool) -> None:
-        """Take note that an attempt has started; `wanted`: there may be a further one."""
+        """Begin to prepare for the next attempt if it is `wanted`, that is, if it is possible."""
         self.close()
         self._pause_s = FIRST_LOOK_S
         self._next = Deadline(self._pause_s) if self._candidates and wanted else None
 
     def due_s(self) -> float | None:
-        """Return in how many seconds to call `look`; None if not again."""
+        """Return in how many seconds to call `look`; None if no further call is needed."""
         return None if self._next is None else self._next.remaining()
 
     def look(
@@ -64,12 +64,13 @@ class WarmWorkers:
         environment: Callable[[int], dict[str, str]],
         start: Callable[[int, Mapping[str, str], Sequence[int]], Worker],
     ) -> None:
-        """Start the next one if it is time, and if the worker whose place it takes uses torch.
+        """Start the next half-started worker if it is time and if the running worker uses torch.
 
         Args:
             running: The workers of this node, by local rank.
-            environment: Returns that of a local rank in this attempt.
-            start: Starts the worker of a local rank with an environment and open descriptors.
+            environment: Function that returns the environment of a local rank in this attempt.
+            start: Function that starts the worker of a local rank with an environment and open
+                descriptors.
         """
         if self._next is None or not self._next.expired():
             return
@@ -86,24 +87,25 @@ class WarmWorkers:
         self._next = Deadline(self._pause_s) if self._pause_s <= _LAST_LOOK_S else None
 
     def take(self, local_rank: int, env: Mapping[str, str]) -> Worker | None:
-        """Let a worker go on with its environment; None if there is none that is ready."""
+        """Send the environment to a half-started worker and return it; None if none is ready."""
         if local_rank not in self._waiting:
             return None
         worker, link = self._waiting.pop(local_rank)
         text = json.dumps(dict(env)).encode()
         with link, contextlib.suppress(OSError):
-            # One that is not ready yet could still fail, and this would be taken for the script's.
+            # A worker that is not ready could still fail, which would look like a failure of the
+            # script.
             if link.recv(1) and link.send(text) == len(text):
                 return worker
         _discard(worker)
         return None
 
     def pids(self) -> list[int]:
-        """Return the process numbers of those that wait."""
+        """Return the process numbers of the half-started workers."""
         return [worker.pid for worker, _ in self._waiting.values()]
 
     def close(self) -> None:
-        """End those that nobody has taken."""
+        """Stop the half-started workers that were not taken."""
         for worker, link in self._waiting.values():
             link.close()
             _discard(worker)
@@ -117,7 +119,8 @@ class WarmWorkers:
         start: Callable[[int, Mapping[str, str], Sequence[int]], Worker],
     ) -> None:
         ours, theirs = socket.socketpair()
-        # Neither one that is not ready nor an environment too large shall make the agent wait.
+        # Otherwise the agent would wait for a worker that is not ready, or for one that does not
+        # read a large environment.
         ours.setblocking(False)
         paths = [os.path.dirname(warm_site.__file__), env.get("PYTHONPATH", "")]
         env |= {
@@ -128,7 +131,7 @@ class WarmWorkers:
             try:
                 self._waiting[local_rank] = start(local_rank, env, [theirs.fileno()]), ours
             except LaunchError:
-                # No more processes, or no memory: the restart will do without.
+                # No process or no memory is left: the restart starts this worker as usual.
                 ours.close()
                 self._candidates.remove(local_rank)
 
@@ -153,7 +156,7 @@ def _torch_of(pid: int) -> str:
 
 
 def _is_safe(command: Sequence[str]) -> bool:
-    # Loaded when a job has been running for a while: it needs the compiler's modules.
+    # Imported late, because it imports the modules of Python's compiler.
     from unisono.launcher.workers.script_scan import is_untouched
 
     return is_untouched(*command)

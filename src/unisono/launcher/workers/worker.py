@@ -1,7 +1,7 @@
 """One worker process.
 
-It leads a session and process group of its own, so a Ctrl-C on the terminal reaches
-the launcher only, and the worker's own children can be found and ended with it.
+A worker leads its own session and process group. Ctrl-C on the terminal thus reaches the launcher
+only, and the launcher can kill a worker with its children.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def opened(pipe: IO[AnyStr] | None) -> IO[AnyStr]:
 
 
 def parent_death_hook() -> Callable[[], bool]:
-    """Return a function for a new child: the kernel shall kill it when its parent dies.
+    """Return a function for a new child that makes the kernel kill it when its parent dies.
 
-    The function returns False where there is no such thing (only Linux has it). "Parent"
-    means the thread that made the child, so that thread must live as long as the child.
+    The function returns True on success; only Linux can do this. "Parent" means the thread that
+    made the child, so that thread must live as long as the child.
     """
     if sys.platform != "linux":
         return lambda: False
     import ctypes
 
-    # Looked up here, in the parent: between fork and exec a child may not load libraries.
+    # Load the library in the parent: a child must not do so between fork and exec.
     prctl = ctypes.CDLL(None).prctl
 
     def hook() -> bool:
@@ -60,32 +60,35 @@ def _before_exec(cpus: Collection[int]) -> Callable[[], None]:
         if cpus:
             os.sched_setaffinity(0, cpus)
         if os.getppid() != parent:
-            # The parent died before the signal was asked for; nobody would send it.
+            # The parent died before `set_death_signal`, so the kernel will send no signal.
             os.kill(os.getpid(), signal.SIGKILL)
 
     return in_child
 
 
 class Worker:
-    """One worker process, not waited for until `reap`.
+    """One worker process, which stays in the process table until `reap`.
 
-    Until then it stays in the process table, dead or alive, so that neither its number nor
-    its group's can pass to a stranger, and signals sent to them hit nobody else.
+    Until then the kernel gives its process number and its group's number to no other process, so
+    signals to these numbers cannot reach another process.
 
     Args:
-        rank: Its rank.
+        rank: Rank of the worker.
         command: Program and arguments.
-        env: Its whole environment.
-        stdout: Where standard output goes: to `stdout` here through a pipe, or through a
-            terminal of its own, so that the program does what it does on a terminal; or it is
-            inherited from the launcher.
-        cpus: CPUs that it may run on; all that the launcher may if empty.
-        pass_fds: Descriptors that it inherits.
+        env: The whole environment.
+        stdout: Kind of the worker's standard output. "pipe" leads to the launcher. "terminal" is
+            a terminal of its own, so that the program behaves as on a terminal. "inherited" is
+            the standard output of the launcher.
+        cpus: CPUs on which the worker may run; if empty, those of the launcher.
+        pass_fds: Descriptors that the worker inherits.
 
     Attributes:
-        exit_fd: Becomes readable when the process ends; None where the system lacks that.
-        exit_code: None while it runs; minus the signal's number if a signal killed it.
-        stopped: Whether the launcher told it to end before it ended by itself.
+        rank: Rank of the worker.
+        pid: Its process number.
+        exit_fd: Descriptor that becomes readable when the process ends, or None if the system has
+            no such descriptors.
+        exit_code: None while the process runs; minus the signal's number if a signal killed it.
+        stopped: Whether the launcher stopped the worker before it ended by itself.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Worker:
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """The worker's standard output, unless it is inherited."""
+        """The worker's standard output, or None if it is inherited."""
         return self._terminal or self._popen.stdout
 
     @property
@@ -149,27 +152,27 @@ class Worker:
                 self.exit_code = self._popen.poll()
         return self.exit_code
 
-    def send(self, signum: int) -> None:
-        """Send a signal to the worker alone; no-op if it has ended."""
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to the worker, not to its children; do nothing if it has ended."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def stop(self, signum: int) -> None:
-        """Send a signal to the worker alone, not to its children; no-op if it has ended."""
+        """Ask the worker by a signal to end; do nothing if it has ended."""
         self.stopped = self.stopped or self.poll() is None
-        self.send(signum)
+        self.send_signal(signum)
 
     def kill_group(self) -> None:
-        """Kill the worker and what it left in its process group."""
+        """Kill the worker and its process group."""
         self.stopped = self.stopped or self.poll() is None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Wait for a killed or ended worker and give its number back.
+        """Wait for a worker that ended or was killed, and release its process number.
 
         Raises:
-            LaunchError: The kernel holds on to the process (uninterruptible I/O).
+            LaunchError: The process did not end in time: it is in uninterruptible I/O.
         """
         try:
             self._popen.wait(_REAP_TIMEOUT_S)
@@ -188,13 +191,13 @@ class Worker:
 
 
 def _open_terminal() -> tuple[IO[bytes], int]:
-    """Open a terminal of the launcher's size; return what to read, and its other side."""
+    """Open a terminal of the launcher's size; return the end to read, and the worker's end."""
     import pty
     import termios
     import tty
 
     ours, theirs = pty.openpty()
-    # Lines shall arrive as they were written.
+    # Otherwise the terminal would change the lines, for example "\n" to "\r\n".
     tty.setraw(theirs)
     with contextlib.suppress(OSError):
         lines, columns = termios.tcgetwinsize(sys.stdout.fileno())

@@ -15,7 +15,7 @@ from unisono.errors import TransportError
 __all__ = ["TCPAddress", "listen", "local_hosts"]
 
 
-# How often another port is tried, if one is free on the first address only.
+# How often another port is tried if a port is free on the first address only.
 _TRIES = 16
 
 # Linux's request for the IPv4 address of an interface; other systems answer with an error.
@@ -23,7 +23,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class TCPAddress(NamedTuple):
-    """Numeric addresses in order of preference, a port, and the token a caller must show."""
+    """Numeric addresses in order of preference, a port, and the token that a caller must show."""
 
     hosts: tuple[str, ...]
     port: int
@@ -37,7 +37,7 @@ class TCPAddress(NamedTuple):
         """Decode what `pack` wrote.
 
         Raises:
-            TransportError: The peer published something else (another transport, say).
+            TransportError: The peer published another kind of address, such as inproc.
         """
         scheme, _, rest = text.partition("|")
         if scheme != "tcp":
@@ -54,12 +54,12 @@ def _is_loopback(host: str) -> bool:
 
 
 def local_hosts(store_host: str | None) -> tuple[str, ...]:
-    """Return the addresses under which the other ranks can probably reach this one.
+    """Return the addresses under which the other ranks can probably reach this rank.
 
     Args:
-        store_host: Where the store's server is. If that is localhost or a loopback address,
-            the world lives on one machine and loopback is all it needs. A host name that leads
-            to loopback here says nothing: elsewhere it leads to another address.
+        store_host: Host of the store's server. If it is localhost or a loopback address, the
+            world is on one machine and needs loopback only. A host name that resolves to loopback
+            here proves nothing, because it may resolve to another address elsewhere.
     """
     hosts: list[str] = []
     if store_host is not None:
@@ -72,14 +72,14 @@ def local_hosts(store_host: str | None) -> tuple[str, ...]:
         infos = []
     hosts += [str(info[4][0]) for info in infos]
     if all(map(_is_loopback, hosts)):
-        # Debian maps the host name to 127.0.1.1, of no use to others. Who is asked for the store
-        # by that name on another host must be told an address of an interface.
+        # Debian maps the host name to 127.0.1.1, which is useless to other hosts. They need an
+        # address of an interface.
         hosts += _interface_addresses()
     return tuple(dict.fromkeys(sorted([*hosts, "127.0.0.1"], key=_is_loopback)))
 
 
 def _is_loopback_name(host: str) -> bool:
-    """Whether this means the machine it is said on, whichever that is."""
+    """Whether this host name means the local machine on every machine."""
     try:
         return _is_loopback(host)
     except ValueError:
@@ -87,7 +87,7 @@ def _is_loopback_name(host: str) -> bool:
 
 
 def _interface_addresses() -> list[str]:
-    """Return the addresses of the network interfaces, as far as Linux tells them."""
+    """Return the addresses of the network interfaces, as far as Linux lists them."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -97,13 +97,13 @@ def _interface_addresses() -> list[str]:
                 found.append(socket.inet_ntoa(answer[20:24]))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         for digits, _, _, scope, *_ in map(str.split, table):
-            if scope == "00":  # global: the others mean nothing without an interface
+            if scope == "00":  # global; other scopes are useless without an interface
                 found.append(str(ipaddress.ip_address(bytes.fromhex(digits))))
     return found
 
 
 def _source_addresses(host: str) -> list[str]:
-    """Return the own addresses that packets to `host` would carry; sends nothing."""
+    """Return the source addresses of packets to `host`; sends nothing."""
     found = []
     try:
         infos = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
@@ -120,9 +120,9 @@ def _source_addresses(host: str) -> list[str]:
 
 
 def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
-    """Listen on each of these addresses, and on no other; return the sockets and their one port.
+    """Listen on each of these addresses and no others; return the sockets and their one port.
 
-    An address that this host does not have (anymore, or yet) is left out if there is another one.
+    An address that this host does not have is left out if there is another address.
 
     Raises:
         TransportError: None of them can be listened on.
@@ -137,7 +137,7 @@ def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
                 port = int(sockets[0].getsockname()[1])
             except OSError as error:
                 failures[host] = error
-        # The port that the first address got may be in use on another one.
+        # The port of the first address may be in use on another address.
         taken = any(error.errno == errno.EADDRINUSE for error in failures.values())
         if sockets and not taken:
             return sockets, port
@@ -145,9 +145,9 @@ def listen(hosts: tuple[str, ...]) -> tuple[list[socket.socket], int]:
             sock.close()
         if not taken:
             break
-    told = ", ".join(f"{host}: {error.strerror or error}" for host, error in failures.items())
+    reasons = ", ".join(f"{host}: {error.strerror or error}" for host, error in failures.items())
     raise TransportError(
-        f"cannot listen on any address of this rank ({told})",
+        f"cannot listen on any address of this rank ({reasons})",
         hint="UNISONO_HOST must be an address of this host",
     )
 
@@ -159,7 +159,7 @@ def _listen_on(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, port))
-        # As many callers as there are ranks may come at once; the kernel caps the number.
+        # All ranks may connect at once. The kernel limits the number.
         listener.listen(4096)
         listener.setblocking(False)
     except BaseException:

@@ -1,4 +1,4 @@
-"""The handshake of a TCP connection: an outgoing call, and the greeting of a caller.
+"""The handshake of a TCP connection: `Dial` connects, `Greeting` serves an accepted connection.
 
 Both live on the I/O thread, until the connection becomes a link or ends.
 """
@@ -17,16 +17,16 @@ from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
 
-__all__ = ["Call", "Greeting"]
+__all__ = ["Dial", "Greeting"]
 
 _log = get_logger("transports.tcp")
 
-# How long a caller may take to say who it is. Ranks do so at once; this is for strangers.
+# Limit of the wait for a hello. Ranks send it at once; other clients may send nothing.
 _HELLO_S = 30.0
 
 
 class _Attempt:
-    """One address being called; ends with `ended(attempt, reason)`, "" if it is connected."""
+    """A connection attempt to one address; ends with `ended(attempt, reason)`, "": connected."""
 
     def __init__(
         self, loop: Loop, host: str, port: int, ended: Callable[[_Attempt, str], None]
@@ -39,7 +39,7 @@ class _Attempt:
         self._ended = ended
 
     def start(self, *, limited: bool) -> None:
-        """Call; for so long as the kernel likes, or for CONNECT_S at most."""
+        """Connect; `limited` to CONNECT_S, otherwise to the time-out of the kernel."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             self.sock = begin_call(family, (self.host, self._port))
@@ -58,7 +58,7 @@ class _Attempt:
         return self.sock
 
     def close(self) -> None:
-        """Stop calling."""
+        """Stop the attempt."""
         if (sock := self.leave()) is not None:
             sock.close()
 
@@ -70,20 +70,21 @@ class _Attempt:
         self._ended(self, f"no connection after {CONNECT_S:g} s")
 
 
-class Call:
-    """An outgoing connection until the peer has answered; tries all its addresses.
+class Dial:
+    """An outgoing connection until the peer has answered; tries all addresses of the peer.
 
-    The next address is called when one fails or takes long; the first connection is used, and if
-    it turns out to lead elsewhere, the others are tried again.
+    If an address fails or takes long, the next address is tried in parallel. The first connection
+    is used. If it leads to another process, the remaining addresses are tried again.
 
-    There is no limit on the answer: a peer that is stopped or busy has not refused, and whoever
-    waits for it has a deadline.
+    The wait for the answer has no limit, because a stopped or busy peer has not refused. The calls
+    that wait for the connection have deadlines.
 
     Args:
         loop: Of the I/O thread.
-        hello: What to say.
+        hello: Sent first.
         address: Where the peer listens.
-        done: Gets the connected socket, or None and the reasons why there is none.
+        done: Receives the connected socket and "", or None and the reasons. If the peer's own
+            connection is to be used, receives that socket and the reasons.
 
     Source: RFC 8305, "Happy Eyeballs", for the overlap of attempts.
     """
@@ -103,11 +104,11 @@ class Call:
         self._errors: list[str] = []
         self._attempts: list[_Attempt] = []
         self._at = ""
-        self._sock: socket.socket | None = None  # where hello was said
+        self._sock: socket.socket | None = None  # on which the hello was sent
         self._spare: socket.socket | None = None
 
     def start(self) -> None:
-        """Call the next address; without one, take the peer's own call, or give it up."""
+        """Try the next address. After the last one, use the peer's own connection, or fail."""
         self._loop.stop_timer(self.start)
         if self._hosts:
             attempt = _Attempt(self._loop, self._hosts.popleft(), self._port, self._ended)
@@ -121,17 +122,17 @@ class Call:
 
     @property
     def said_hello(self) -> bool:
-        """Whether the peer may have accepted the call; its answer has not come yet."""
+        """Whether the hello is sent and not answered, so that the peer may have accepted."""
         return self._sock is not None
 
     def unreached(self) -> list[str]:
-        """Return the addresses that did not take the call so far, each with the reason."""
+        """Return the addresses without a connection so far, each with the reason."""
         return [*self._errors, *(f"{attempt.at}: no answer yet" for attempt in self._attempts)]
 
     def park(self, sock: socket.socket) -> None:
-        """Keep the peer's own call, unanswered, in case that this one fails.
+        """Keep the peer's own connection, unanswered, in case this dial fails.
 
-        Of two ranks that call each other the lower one does this, so that one connection stays.
+        If two ranks dial each other, the lower rank does this, so that a single connection stays.
         """
         self.close_spare()
         self._spare = sock
@@ -143,7 +144,7 @@ class Call:
             self._spare = None
 
     def cancel(self) -> None:
-        """Stop calling; the peer's own call was accepted, or the transport ends."""
+        """Stop; the peer's own connection was accepted, or the transport ends."""
         self._put_back()
         self._hang_up()
         self.close_spare()
@@ -166,7 +167,7 @@ class Call:
         self._loop.watch(sock, READ, self._answered)
 
     def _put_back(self) -> None:
-        """Stop the other attempts; their addresses are there for another time."""
+        """Stop the other attempts, and keep their addresses for a later attempt."""
         self._loop.stop_timer(self.start)
         for attempt in reversed(self._attempts):
             attempt.close()
@@ -204,12 +205,12 @@ class Call:
 
 
 class Greeting:
-    """An accepted connection until its hello is complete; a silent one is closed in time.
+    """An accepted connection until its hello is complete; closed if no hello arrives in time.
 
     Args:
         loop: Of the I/O thread.
         sock: The connection.
-        done: Gets it with the hello.
+        done: Receives the connection and the hello.
     """
 
     def __init__(
@@ -219,10 +220,10 @@ class Greeting:
         self._sock = sock
         self._done = done
         self._data = b""
-        loop.watch(sock, READ, self._hear)
+        loop.watch(sock, READ, self._read_hello)
         loop.start_timer(self._too_slow, _HELLO_S)
 
-    def _hear(self, events: int) -> None:
+    def _read_hello(self, events: int) -> None:
         try:
             received = self._sock.recv(HELLO.size - len(self._data))
             if not received:
@@ -241,7 +242,7 @@ class Greeting:
         self._done(self._sock, hello)
 
     def _too_slow(self) -> None:
-        self._end(f"it said nothing for {_HELLO_S:g} s")
+        self._end(f"no hello within {_HELLO_S:g} s")
 
     def _end(self, reason: str) -> None:
         _log.info("a caller was dropped before its hello: %s", reason)

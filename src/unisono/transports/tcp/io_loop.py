@@ -24,13 +24,13 @@ Job = Callable[[], None]
 
 
 class Loop:
-    """Calls handlers for sockets that became ready; only `later` may be used by any thread."""
+    """Calls the handlers of sockets that are ready; only `later` may be used by any thread."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._todo: deque[Job] = deque()
         self._timers: dict[Job, float] = {}
-        # Held while a handler runs, when a socket may be known to nothing but a local variable.
+        # Held while a handler runs: a socket may then be known to a local variable only.
         # Re-entrant, because a handler may fork.
         self._handling = threading.RLock()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -41,16 +41,16 @@ class Loop:
     def later(self, job: Job) -> None:
         """Run `job` on the loop's thread, soon."""
         self._todo.append(job)
-        # A full pipe wakes as well; a closed one means that the thread has ended.
+        # A full pipe wakes the thread as well. If the pipe is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._wake_out.send(b"!")
 
     def start_timer(self, job: Job, seconds: float) -> None:
-        """Run `job` once, after so many seconds; a job has one timer at most."""
+        """Run `job` once, after `seconds`; a job has at most one timer."""
         self._timers[job] = time.monotonic() + seconds
 
     def stop_timer(self, job: Job) -> None:
-        """Forget the timer of `job`, if it has one."""
+        """Remove the timer of `job`, if it has one."""
         self._timers.pop(job, None)
 
     def watch(self, sock: socket.socket, events: int, handler: Handler) -> None:
@@ -64,19 +64,19 @@ class Loop:
             self._selector.modify(sock, events, key.data)
 
     def unwatch(self, sock: socket.socket) -> None:
-        """Stop watching; nothing happens if it was not watched."""
+        """Stop watching; no effect if the socket was not watched."""
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
     def turn(self) -> None:
-        """Wait for something to do, and do it."""
+        """Wait for ready sockets, jobs or timers, and run them."""
         timeout = None
         if self._timers:
             timeout = max(0.0, min(self._timers.values()) - time.monotonic())
         ready = self._selector.select(timeout)
         with self._handling:
             for key, events in ready:
-                # A handler of this very batch may have ended another one's socket.
+                # An earlier handler of this batch may have closed the socket.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data(events)
             while self._todo:
@@ -84,15 +84,15 @@ class Loop:
             if self._timers:
                 now = time.monotonic()
                 for job in [job for job, at in self._timers.items() if at <= now]:
-                    # Another of them may have stopped it, or set it anew.
+                    # An earlier job may have stopped the timer, or set it anew.
                     if self._timers.get(job, math.inf) <= now:
                         self.stop_timer(job)
                         job()
 
     def hold(self) -> bool:
-        """Keep handlers from running until `release`; return False if one runs for too long.
+        """Stop handlers until `release`; return False if a handler runs for too long.
 
-        A handler may be waiting for a lock of the calling thread, so this wait has an end.
+        A handler may wait for a lock of the calling thread, so this wait has a limit.
         """
         return self._handling.acquire(timeout=_HOLD_S)
 
@@ -101,10 +101,10 @@ class Loop:
         self._handling.release()
 
     def close(self) -> None:
-        """Close every socket that is watched; jobs that come later are never run.
+        """Close all watched sockets; later jobs never run.
 
-        Nothing is unregistered, which in a forked child would blind the parent: the two share
-        the kernel's list of what is watched.
+        No socket is unregistered. In a forked child this would unregister the sockets of the
+        parent, because both share the kernel's list of watched sockets.
         """
         for key in list((self._selector.get_map() or {}).values()):
             if isinstance(key.fileobj, socket.socket):

@@ -1,8 +1,8 @@
 """One TCP connection between two ranks: frames out, frames in, nothing else.
 
-`write` may be called from any thread; `read` belongs to the I/O thread. Both never block.
-Memory of a transfer can be taken away at any time (`withdraw`): the rest of the frame then
-comes from memory of the link's own, or is thrown away, so that the byte stream stays in step.
+`write` may be called from any thread; `read` belongs to the I/O thread. Neither blocks.
+`cancel` may end a transfer at any time. The rest of an outgoing frame is then sent from a copy, and
+the rest of an incoming frame is dropped. So the byte stream stays in step.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from unisono.transports.transfers import Transfer
 
 __all__ = ["CHUNK_BYTES", "Link"]
 
-# How often one readable event may read before other links get their turn.
+# How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
 
-# Small frames are read through a buffer of this size, several in one system call; what is
-# larger goes straight to its place.
+# Small frames are read through a buffer of this size, several in one system call. Larger payloads
+# are received straight into their place.
 CHUNK_BYTES = 1 << 16
 
-# Control messages are some hundred bytes; a text of this length is not ours.
+# Control messages have some hundred bytes. A longer one is not from a rank.
 _CONTROL_MAX_BYTES = 1 << 24
 
-# Bytes that nobody wants any more are received here, by all links at once.
+# Receives the bytes of cancelled transfers, of all links at once.
 _SINK = memoryview(bytearray(CHUNK_BYTES))
 
 _DATA = (Kind.COLLECTIVE, Kind.P2P)
@@ -41,7 +41,7 @@ Control = Callable[[int, int, Kind, bytes], None]
 
 
 class _Out:
-    """A frame on its way out: what is left of its header and payload."""
+    """A frame on its way out: the rest of its header and payload."""
 
     __slots__ = ("data", "head", "transfer")
 
@@ -55,7 +55,7 @@ class _Out:
         return len(self.head) < FRAME.size
 
     def advance(self, nbytes: int) -> bool:
-        """Note bytes that went out; return whether the frame is complete."""
+        """Count sent bytes; return whether the frame is complete."""
         head = min(nbytes, len(self.head))
         self.head = self.head[head:]
         self.data = self.data[nbytes - head :]
@@ -63,7 +63,7 @@ class _Out:
 
 
 class _In:
-    """The frame that is coming in; without `data` its payload is thrown away."""
+    """The incoming frame; its payload is dropped if `data` is None."""
 
     __slots__ = ("data", "filled", "frame", "transfer")
 
@@ -78,11 +78,11 @@ class _In:
         return self.frame.nbytes - self.filled
 
     def room(self) -> memoryview:
-        """Return where the next bytes go."""
+        """Return the memory for the next bytes."""
         return _SINK[: self.missing] if self.data is None else self.data[self.filled :]
 
     def take(self, chunk: memoryview) -> int:
-        """Copy as much of the payload as `chunk` has; return how much that was."""
+        """Copy the part of the payload that `chunk` holds; return its size."""
         count = min(len(chunk), self.missing)
         if self.data is not None:
             self.data[self.filled : self.filled + count] = chunk[:count]
@@ -93,13 +93,13 @@ class _In:
 class Link:
     """Frames between this rank and `peer` over a connected, non-blocking socket.
 
-    Without a socket yet, frames wait in the outbox until `attach`.
+    Frames wait in a queue until `attach` sets the socket.
 
     Args:
         peer: The other rank.
-        mailbox: Gets the messages.
-        control: Gets the control messages: (peer, context, kind, body).
-        chunk: [CHUNK_BYTES] the I/O thread's buffer; nothing stays in it between two reads.
+        mailbox: Receives the messages.
+        control: Receives the control messages: (peer, context, kind, body).
+        chunk: [CHUNK_BYTES] buffer of the I/O thread; holds no data between two reads.
     """
 
     def __init__(self, peer: int, mailbox: Mailbox, control: Control, chunk: memoryview) -> None:
@@ -109,11 +109,11 @@ class Link:
         self._closed: LinkDown | None = None
         self._mailbox = mailbox
         self._control = control
-        self._outbox: deque[_Out] = deque()
+        self._frames: deque[_Out] = deque()
         self._write_lock = threading.Lock()
         self._read_lock = threading.Lock()
         self._chunk = chunk
-        self._rest = b""  # the beginning of a header, from the last read
+        self._rest = b""  # the first part of a header, from the last read
         self._in: _In | None = None
 
     def attach(self, sock: socket.socket) -> None:
@@ -125,7 +125,7 @@ class Link:
     # ---- out ------------------------------------------------------------------------------
 
     def submit(self, key: Key, transfer: Transfer) -> bool:
-        """Queue a frame and send what the socket takes; return whether some is left.
+        """Queue a frame and send what the socket accepts; return whether bytes are left.
 
         Raises:
             OSError: The connection is broken.
@@ -134,16 +134,16 @@ class Link:
         with self._write_lock:
             closed = self._closed
             if closed is None:
-                self._outbox.append(out)
-            idle = len(self._outbox) == 1
+                self._frames.append(out)
+            idle = len(self._frames) == 1
         if closed is not None:
             transfer.finish(closed)
             return False
-        # Not idle: somebody else is writing, or the I/O thread waits until the socket takes more.
+        # If not idle, another thread is writing, or the I/O thread waits until the socket is ready.
         return not (self.ready and idle) or self.write()
 
     def write(self) -> bool:
-        """Send what the socket takes now; return whether the outbox still holds something.
+        """Send what the socket accepts now; return whether frames are left.
 
         Raises:
             OSError: The connection is broken.
@@ -152,7 +152,7 @@ class Link:
         try:
             with self._write_lock:
                 self._write(finished)
-                return bool(self._outbox)
+                return bool(self._frames)
         finally:
             # Outside the lock: a callback may submit the next frame to this very link.
             for transfer in finished:
@@ -161,25 +161,25 @@ class Link:
     def _write(self, finished: list[Transfer]) -> None:
         if not self.ready or self.sock is None:
             return
-        while self._outbox:
-            out = self._outbox[0]
+        while self._frames:
+            out = self._frames[0]
             try:
                 sent = self.sock.sendmsg([out.head, out.data])
             except (BlockingIOError, InterruptedError):
                 return
             if out.advance(sent):
-                self._outbox.popleft()
+                self._frames.popleft()
                 finished.append(out.transfer)
 
     # ---- in -------------------------------------------------------------------------------
 
     def read(self) -> bool:
-        """Take in what has arrived; return whether there may be more.
+        """Receive what has arrived; return whether there may be more.
 
         Raises:
             EOFError: The peer closed the connection.
             OSError: The connection is broken.
-            ValueError: The stream is not ours.
+            ValueError: The stream is not that of a rank.
         """
         for _ in range(_READS_PER_TURN):
             incoming = self._in
@@ -189,7 +189,7 @@ class Link:
         return True
 
     def _read_body(self) -> bool:
-        """Receive payload straight into its place; return whether there was any."""
+        """Receive payload straight into its place; return whether bytes were received."""
         assert self.sock is not None
         with self._read_lock:
             incoming = self._in
@@ -218,7 +218,7 @@ class Link:
         return end == CHUNK_BYTES
 
     def _parse(self, chunk: memoryview) -> int:
-        """Take one header, or payload, from the chunk; return its size, 0 if all is used up."""
+        """Take one header or payload from the chunk; return its size, 0 if the chunk is used up."""
         with self._read_lock:
             taken = 0
             if self._in is None:
@@ -238,8 +238,8 @@ class Link:
     def _begin(self, frame: Frame) -> _In:
         """Find the place of a payload.
 
-        Called with the lock held: between the claim and the note in `_in`, `withdraw` would
-        find the receive nowhere and let its memory be written to later.
+        Called with the lock held. Otherwise `cancel` could run between the claim and the
+        assignment of `_in`, would not find the receive, and its memory would be written later.
         """
         if frame.key.kind in _DATA:
             transfer = self._mailbox.claim(self.peer, frame.key.context, frame.key[1:])
@@ -259,7 +259,7 @@ class Link:
     def _complete(self, incoming: _In) -> None:
         frame, transfer, data = incoming.frame, incoming.transfer, incoming.data
         if transfer is not None and data is None:
-            # A transfer that was withdrawn is done already, so that this is without effect.
+            # No effect on a cancelled transfer, which is done already.
             transfer.finish(MessageMismatch(self.peer, frame.nbytes, frame.info))
         elif transfer is not None:
             transfer.finish()
@@ -271,19 +271,19 @@ class Link:
 
     # ---- ends -----------------------------------------------------------------------------
 
-    def withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
-        """Stop touching the memory of the transfers that `unwanted` picks, and fail them."""
+    def cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """End the transfers that `unwanted` selects with `error`, and stop using their memory."""
         failed: list[Transfer] = []
         with self._write_lock:
             kept: deque[_Out] = deque()
-            for out in self._outbox:
+            for out in self._frames:
                 if unwanted(out.transfer):
                     failed.append(out.transfer)
                     if not out.started:
                         continue
                     out.data = memoryview(bytes(out.data))
                 kept.append(out)
-            self._outbox = kept
+            self._frames = kept
         with self._read_lock:
             incoming = self._in
             if incoming is not None and incoming.transfer and unwanted(incoming.transfer):
@@ -294,27 +294,27 @@ class Link:
 
     def pending(self) -> bool:
         """Whether frames wait to be sent."""
-        return bool(self._outbox)
+        return bool(self._frames)
 
     def end_writing(self) -> None:
-        """Tell the peer that nothing follows; it can still be heard."""
+        """Close the socket for writing; it can still be read."""
         with self._write_lock, contextlib.suppress(OSError):
             if self.sock is not None:
                 self.sock.shutdown(socket.SHUT_WR)
 
     @property
     def closed(self) -> bool:
-        """Whether the link has ended, for good."""
+        """Whether the link has ended."""
         return self._closed is not None
 
     def close(self, error: LinkDown) -> None:
-        """Close the socket and fail whatever was under way."""
+        """Close the socket and end all transfers under way with `error`."""
         with self._write_lock, self._read_lock:
             self.ready = False
             self._closed = error
             sock, self.sock = self.sock, None
-            failed = [out.transfer for out in self._outbox]
-            self._outbox.clear()
+            failed = [out.transfer for out in self._frames]
+            self._frames.clear()
             if self._in is not None and self._in.transfer is not None:
                 failed.append(self._in.transfer)
             self._in = None
@@ -325,7 +325,7 @@ class Link:
 
 
 def _recv_into(sock: socket.socket, buffer: memoryview) -> int:
-    """Receive into `buffer`; 0 means nothing is there yet."""
+    """Receive into `buffer`; return 0 if no bytes have arrived."""
     try:
         received = sock.recv_into(buffer)
     except (BlockingIOError, InterruptedError):

@@ -1,16 +1,17 @@
 """Links over TCP: one listening socket and one I/O thread per rank, connections made lazily.
 
-Any of two ranks may call the other; if both call at once, the call of the lower rank stands.
-One connection per pair carries both directions, so that its end (EOF) cannot overtake data. Where
-both ranks have the C++ extension there are others for messages, wires, made the same way and then
-left to C++ (`native`); the link remains for questions, failures and the end of a rank.
+Each of two ranks may connect to the other. If both dial at once, the connection of the lower rank
+stays. One connection per pair carries both directions, so that its end (EOF) cannot overtake data.
+If both ranks have the C++ extension, there are further connections for messages, called wires. They
+are made the same way and then handed to C++. The link remains for questions, failures and the end
+of a rank.
 
-The I/O thread takes in everything that arrives and finishes sends that the kernel did not take
-at once. It never waits for anything but the selector.
+The I/O thread receives all arriving data and finishes sends that the kernel did not accept at once.
+It waits for nothing but the selector.
 
-Leaving takes two steps, so that no data is lost: say good-bye and end the own direction once
-everything is sent, then read on until the peer has ended its direction. A socket that is closed
-with unread data in it resets the connection, and what its peer has not read yet is gone.
+A rank leaves in two steps, so that no data is lost. First it sends everything and a good-bye, and
+closes its sockets for writing. Then it reads until the peers have done the same. If a socket is
+closed with unread data in it, the kernel resets the connection, and the peer loses unread data.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from unisono.base.log import get_logger
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
 from unisono.transports.tcp.address import TCPAddress, listen
-from unisono.transports.tcp.handshake import Call, Greeting
+from unisono.transports.tcp.handshake import Dial, Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import CHUNK_BYTES, Link
 from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
@@ -40,18 +41,18 @@ __all__ = ["TCPTransport"]
 
 _log = get_logger("transports.tcp")
 
-# How long close() goes on sending what isend left in the outbox, and waits for its peers to
-# close as well. Shorter loses data that a slow peer was about to take; longer makes the exit of
-# a job wait for a peer that is stopped.
+# How long close() goes on sending queued frames, and waits for its peers to close as well. A
+# shorter time loses data that a slow peer was about to receive. A longer time makes the exit of a
+# job wait for a stopped peer.
 _LINGER_S = 2.0
 
-# How long the link may take to explain why a wire has ended. A rank that ends or leaves ends both.
+# How long the link has to show why a wire has ended. A rank that ends or leaves ends both.
 _EXPLAIN_S = 1.0
 
-# What a connection is for, in its hello: the link, or from 1 on a wire.
+# The channel of the link in a hello; wires have the channels from 1 on.
 _LINK = 0
 
-# Pause of accept() after it failed. Without one the loop would spin: the caller still waits.
+# Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
 
 _transports: weakref.WeakSet[TCPTransport] = weakref.WeakSet()
@@ -86,8 +87,8 @@ class TCPTransport(Transport):
         self._links_lock = threading.Lock()
         self._released = False
         # These belong to the I/O thread.
-        self._outgoing: dict[tuple[int, int], Call] = {}
-        self._failed_calls: dict[int, Call] = {}
+        self._outgoing: dict[tuple[int, int], Dial] = {}
+        self._failed_dials: dict[int, Dial] = {}
         self._parting: set[Link] = set()
         self._wired: set[tuple[int, int]] = set()
         self._ending: set[socket.socket] = set()
@@ -126,24 +127,24 @@ class TCPTransport(Transport):
             return [peer for peer, link in self._links.items() if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
-        # Copies, for the I/O thread changes them; a rank whose link stands has been reached.
-        calls = self._failed_calls.copy()
-        for (peer, channel), call in self._outgoing.copy().items():
+        # Copies, because the I/O thread changes them. A rank with a link has been reached.
+        dials = self._failed_dials.copy()
+        for (peer, channel), dial in self._outgoing.copy().items():
             if channel == _LINK:
-                calls[peer] = call
-        return {peer: told for peer, call in calls.items() if (told := call.unreached())}
+                dials[peer] = dial
+        return {peer: rows for peer, dial in dials.items() if (rows := dial.unreached())}
 
     makes_wires = True
 
     def make_wire(self, peer: int, channel: int) -> None:
         self._link(peer)
-        self._loop.later(lambda: self._call_wire(peer, channel + 1))
+        self._loop.later(lambda: self._dial_wire(peer, channel + 1))
 
     def wire_ended(self, peer: int, reason: str) -> None:
-        def give_up() -> None:
-            self._give_up(peer, reason)
+        def declare_lost() -> None:
+            self._declare_lost(peer, reason)
 
-        self._loop.later(lambda: self._loop.start_timer(give_up, _EXPLAIN_S))
+        self._loop.later(lambda: self._loop.start_timer(declare_lost, _EXPLAIN_S))
 
     def read_to_end(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -154,11 +155,11 @@ class TCPTransport(Transport):
 
         self._loop.later(begin)
 
-    def _withdraw(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
             links = list(self._links.values())
         for link in links:
-            link.withdraw(unwanted, error)
+            link.cancel(unwanted, error)
 
     def _shut(self) -> None:
         self._loop.later(self._leave)
@@ -173,7 +174,7 @@ class TCPTransport(Transport):
                 if self._released:
                     link.close(_own_end(peer))
                 else:
-                    self._loop.later(lambda: self._call(link))
+                    self._loop.later(lambda: self._dial(link))
             return link
 
     # ---- the I/O thread -------------------------------------------------------------------
@@ -195,7 +196,7 @@ class TCPTransport(Transport):
         self._loop.start_timer(lambda: None, _LINGER_S)
 
     def _has_left(self) -> bool:
-        """Go on leaving, if that has begun; return whether nothing is left to do."""
+        """Continue to leave, if that has begun; return whether nothing is left to do."""
         if self._linger_until is None:
             return False
         links = list(self._links.values())
@@ -205,9 +206,9 @@ class TCPTransport(Transport):
                 self._control(link.peer, 0, Kind.GOODBYE, {})
             if link.ready and not link.pending():
                 link.end_writing()
-        # Whoever has our hello may have a link already, and must not take its end for a crash.
+        # A peer that has our hello may have a link already, and must not take its end for a crash.
         unanswered = any(
-            channel == _LINK and call.said_hello for (_, channel), call in self._outgoing.items()
+            channel == _LINK and dial.said_hello for (_, channel), dial in self._outgoing.items()
         )
         open_links = any(link.ready or link.pending() for link in links)
         done = not (self._ending or unanswered or open_links)
@@ -219,8 +220,8 @@ class TCPTransport(Transport):
             links = list(self._links.values())
         for link in links:
             link.close(_own_end(link.peer))
-        for call in self._outgoing.values():
-            call.cancel()
+        for dial in self._outgoing.values():
+            dial.cancel()
         self._close_listeners()
         self._loop.close()
 
@@ -238,38 +239,38 @@ class TCPTransport(Transport):
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of file descriptors, most likely. The caller waits in the backlog.
+                # Probably out of file descriptors. The client waits in the backlog.
                 _log.warning("rank %d cannot accept a connection: %s", self.rank, error)
                 self._loop.unwatch(listener)
                 self._loop.start_timer(lambda: self._accept_from(listener), _ACCEPT_PAUSE_S)
                 return
             sock.setblocking(False)
-            with contextlib.suppress(OSError):  # the caller may be gone already
+            with contextlib.suppress(OSError):  # the client may be gone already
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             Greeting(self._loop, sock, self._greeted)
 
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
-        """Answer a caller; the connection becomes a link or wire to its rank, waits, or ends."""
+        """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.mailbox.down(peer) is not None:
-            # A rank whose call has crossed ours is nothing that anybody needs to know.
+            # Two ranks that dial each other are normal, so that is no warning.
             level = logging.DEBUG if known else logging.WARNING
-            _log.log(level, "rank %d refused a caller (rank %d, it says)", self.rank, peer)
+            _log.log(level, "rank %d refused a connection that claims rank %d", self.rank, peer)
             with contextlib.suppress(OSError):
                 sock.send(REFUSE)
             sock.close()
             return
-        call = self._outgoing.get((peer, channel))
-        if call is not None and self.rank < peer:
-            call.park(sock)
+        dial = self._outgoing.get((peer, channel))
+        if dial is not None and self.rank < peer:
+            dial.park(sock)
             return
-        if call is not None:
-            call.cancel()
+        if dial is not None:
+            dial.cancel()
         self._take(peer, channel, sock)
 
     def _has(self, peer: int, channel: int) -> bool:
-        """Whether such a connection stands, or is not wanted."""
+        """Whether such a connection exists, or is not wanted."""
         if channel != _LINK:
             return (peer, channel) in self._wired or self.messages is None
         link = self._links.get(peer)
@@ -283,8 +284,8 @@ class TCPTransport(Transport):
         )
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Accept a rank's call."""
-        with contextlib.suppress(OSError):  # the link or wire will notice
+        """Accept the connection of a rank."""
+        with contextlib.suppress(OSError):  # the link or wire will detect it
             sock.send(ACCEPT)
         if channel != _LINK:
             self._link(peer)
@@ -296,7 +297,7 @@ class TCPTransport(Transport):
                 link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
         self._establish(link, sock)
 
-    def _call(self, link: Link) -> None:
+    def _dial(self, link: Link) -> None:
         peer = link.peer
         if link.ready or link.closed:
             return
@@ -304,8 +305,8 @@ class TCPTransport(Transport):
         def done(sock: socket.socket | None, reason: str) -> None:
             if sock is None:
                 if not self.has_left(peer):
-                    self._failed_calls[peer] = call
-                # Nothing was ever heard of it: it may have left in peace.
+                    self._failed_dials[peer] = dial
+                # This rank never had a connection to the peer, which may have left normally.
                 self._drop(link, reason, left=True)
             elif reason:
                 self._take(peer, _LINK, sock)
@@ -313,47 +314,49 @@ class TCPTransport(Transport):
                 self._establish(link, sock)
 
         try:
-            call = self._make_call(peer, _LINK, done)
+            dial = self._make_dial(peer, _LINK, done)
         except Exception as error:
             self._drop(link, f"its address is of no use: {reason_of(error)}")
             return
-        call.start()
+        dial.start()
 
-    def _make_call(
+    def _make_dial(
         self, peer: int, channel: int, done: Callable[[socket.socket | None, str], None]
-    ) -> Call:
+    ) -> Dial:
         address = TCPAddress.unpack(self._find(peer))
         hello = Hello(self.world_size, self.rank, peer, channel, address.token)
-        call = self._outgoing[peer, channel] = Call(self._loop, hello, address, done)
-        return call
+        dial = self._outgoing[peer, channel] = Dial(self._loop, hello, address, done)
+        return dial
 
-    def _call_wire(self, peer: int, channel: int) -> None:
+    def _dial_wire(self, peer: int, channel: int) -> None:
         if (peer, channel) in self._wired or self.mailbox.down(peer) is not None:
             return
 
         def done(sock: socket.socket | None, reason: str) -> None:
-            def give_up() -> None:
+            def declare_lost() -> None:
                 if (peer, channel) not in self._wired:  # nor has the peer made it
-                    self._give_up(peer, f"data connection {channel} to it was not made: {reason}")
+                    self._declare_lost(
+                        peer, f"data connection {channel} to it was not made: {reason}"
+                    )
 
             if sock is None:
                 del self._outgoing[peer, channel]
-                self._loop.start_timer(give_up, _EXPLAIN_S)
+                self._loop.start_timer(declare_lost, _EXPLAIN_S)
             elif reason:
                 self._take(peer, channel, sock)
             else:
                 self._hand_over(peer, channel, sock)
 
-        # The link calls first, so an address that is of no use has been noticed.
+        # The link dials first, so a useless address has been detected.
         with contextlib.suppress(Exception):
-            self._make_call(peer, channel, done).start()
+            self._make_dial(peer, channel, done).start()
 
-    def _give_up(self, peer: int, reason: str) -> None:
+    def _declare_lost(self, peer: int, reason: str) -> None:
         if self.mailbox.down(peer) is None:
             self._drop(self._link(peer), reason)
 
     def _hand_over(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Make a connected socket a wire to a rank."""
+        """Give a connected socket to C++ as a wire to a rank."""
         self._outgoing.pop((peer, channel), None)
         self._wired.add((peer, channel))
         assert self.messages is not None
@@ -372,7 +375,7 @@ class TCPTransport(Transport):
         sock.close()
 
     def _establish(self, link: Link, sock: socket.socket) -> None:
-        """Make a connected socket the link to its peer and send what waits for it."""
+        """Make a connected socket the link to its peer and send the waiting frames."""
         self._outgoing.pop((link.peer, _LINK), None)
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
@@ -390,7 +393,7 @@ class TCPTransport(Transport):
                 self._loop.want(link.sock, READ | WRITE if left else READ)
 
     def _read(self, link: Link) -> bool:
-        """Take in what has arrived; return whether there may be more."""
+        """Receive what has arrived; return whether there may be more."""
         try:
             return link.read()
         except EOFError:
@@ -426,7 +429,7 @@ class TCPTransport(Transport):
             self.mark_down(error)
 
     def hold(self) -> bool:
-        """Stop the I/O thread between two handlers, where every socket is in its place."""
+        """Stop the I/O thread between two handlers, when every socket has an owner."""
         if not self._loop.hold():
             return False
         if self.messages is not None:
@@ -434,7 +437,7 @@ class TCPTransport(Transport):
         return True
 
     def release(self) -> None:
-        """Let the I/O thread go on, on the thread that called `hold`."""
+        """Let the I/O thread continue; called by the thread that called `hold`."""
         if self.messages is not None:
             self.messages.native.release()
         self._loop.release()
@@ -447,8 +450,8 @@ class TCPTransport(Transport):
         self._closed = True
         if self.messages is not None:
             self.messages.native.close_in_child()
-        for call in self._outgoing.values():
-            call.close_spare()
+        for dial in self._outgoing.values():
+            dial.close_spare()
         self._close_listeners()
         self._loop.close()
 
@@ -458,7 +461,7 @@ def _own_end(peer: int) -> LinkDown:
 
 
 def _hold_before_fork() -> None:
-    # In the middle of a handshake a socket has no place yet where the child would find it.
+    # Inside a handler a socket may have no owner yet through which the child would find it.
     _held[threading.get_ident()] = [each for each in list(_transports) if each.hold()]
 
 

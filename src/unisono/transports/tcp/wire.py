@@ -1,7 +1,7 @@
 """Bytes of the TCP transport: handshake and frame header. Pure; no socket here.
 
-A connection starts with a hello of fixed size, answered by one byte, so that a stranger reaches
-nothing beyond 44 bytes. Frames follow: a fixed header, then `nbytes` of payload.
+A connection starts with a hello of fixed size, answered by one byte. So an unknown client can send
+44 bytes that are parsed, and no more. Frames follow: a fixed header, then `nbytes` of payload.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HELLO = struct.Struct("<8sIIIII16s")
 ACCEPT = b"\x01"
 """The connection stands."""
 REFUSE = b"\x02"
-"""The caller is not wanted: wrong world, wrong token, or given up as lost."""
+"""The caller is refused: wrong world, wrong token, or a rank that counts as lost."""
 
 FRAME = struct.Struct("<BxxxIQqQ")
 """kind, info, context, tag, nbytes."""
 
 
 class Hello(NamedTuple):
-    """Who calls whom, and for what: channel 0 is the link, 1 and up are wires.
+    """The two ranks of a connection, and its purpose: channel 0 is the link, 1 and up are wires.
 
     The receiver's token proves that the caller has read the store.
     """
@@ -49,7 +49,7 @@ class Hello(NamedTuple):
         """Decode a hello.
 
         Raises:
-            HandshakeError: Not unisono, or another protocol version.
+            HandshakeError: Not a hello of unisono, or another protocol version.
         """
         magic, version, *rest = HELLO.unpack(data)
         if magic != _MAGIC:
@@ -75,7 +75,7 @@ class Frame(NamedTuple):
         """Decode a header.
 
         Raises:
-            ValueError: The kind is unknown: the stream is out of step.
+            ValueError: The kind is unknown, so the stream is out of step.
         """
         kind, info, context, tag, nbytes = FRAME.unpack(data)
         return cls(Key(context, Kind(kind), tag), nbytes, info)

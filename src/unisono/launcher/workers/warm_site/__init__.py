@@ -1,1 +1,1 @@
-"""Folder that a warm worker's interpreter has on its path; see `sitecustomize` in it."""
+"""Folder on the path of a half-started worker's interpreter; see its `sitecustomize`."""

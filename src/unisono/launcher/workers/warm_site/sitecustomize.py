@@ -1,11 +1,11 @@
-"""Stops an interpreter half-way through its start: torch is loaded, the script waits.
+"""Interrupt the start of an interpreter: load torch, then wait before the script.
 
-Python imports a module of this name, if there is one, before it looks at the script. The folder
-of this file is on the path of a warm worker only (see `unisono.launcher.workers.warm`). All
-the rest of a start is Python's own, with the worker's own command line, so that the script finds
-what it finds after any other start.
+Python imports a module of this name, if it exists, before it opens the script. Only half-started
+workers have the folder of this file on their path (see `unisono.launcher.workers.warm`). Python
+does the rest of the start as usual, with the worker's command line. The script thus finds the same
+state as after any other start.
 
-Uses the standard library only, of whatever Python the workers have.
+The module uses the standard library only, because the workers may use another Python.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def _restore_path() -> None:
 
 
 def _load_torch(wanted: str) -> None:
-    """Load torch if it is the one that the running workers have."""
+    """Load torch from the folder `wanted`; exit if the path leads to another torch."""
     from importlib import import_module
     from importlib.util import find_spec
 
@@ -37,9 +37,9 @@ def _load_torch(wanted: str) -> None:
 
 
 def _is_shadowed() -> bool:
-    """Whether the script has a module of its own in the place of one that is loaded by now.
+    """Whether the script's folder has a module with the name of a loaded module.
 
-    Its folder is not on the path yet, and it would find ours instead of its own.
+    That folder is not on the path yet, so the script would get the loaded module instead.
     """
     from importlib.machinery import PathFinder
 
@@ -56,7 +56,7 @@ def _is_shadowed() -> bool:
 
 
 def _set_oom_score(score: str) -> str:
-    """Make the kernel prefer this process, or not, when memory is short; return what it was."""
+    """Set how soon the kernel kills this process when memory runs out; return the old value."""
     with contextlib.suppress(OSError), open(_OOM, "r+") as file:
         before = file.read()
         file.seek(0)
@@ -66,9 +66,9 @@ def _set_oom_score(score: str) -> str:
 
 
 def _take_on_environment(fd: int) -> None:
-    """Say that all is ready, and wait for the worker's environment.
+    """Report that torch is loaded, and wait for the worker's environment.
 
-    Nothing comes, which is no JSON, if the launcher is gone.
+    If the launcher is gone, the text is empty, which is not JSON: this raises ValueError.
     """
     os.write(fd, b"+")
     with open(fd, "rb") as link:
@@ -92,8 +92,8 @@ def _wait_with_torch() -> None:
 try:
     _wait_with_torch()
 except BaseException:
-    # Python would go on with the script, in the environment of the last attempt.
+    # Otherwise Python would run the script in the environment of the last attempt.
     os._exit(1)
-# Now the user's own module of this name. If there is none, that ImportError is what Python expects.
+# Import the user's own module of this name. If there is none, Python expects the ImportError.
 del sys.modules[__name__]
 __import__(__name__)

@@ -1,38 +1,48 @@
-"""`unisono bench store`: TCPStore servers and clients beside torch's, and beside Redis."""
+"""Measure TCPStore servers and clients beside torch's, and beside Redis.
+
+Run from the repository root: `python benchmarks/store.py [--rounds 15] [--json FILE]`. Throughput
+and barriers need a C++ compiler, which builds `store_load.cpp`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import os
 import resource
+import shutil
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from store_servers import KINDS, Server, why_not
+
 from unisono.bench.report import machine
-from unisono.bench.store_servers import KINDS, Server, why_not
 from unisono.errors import StoreConnectionError
 from unisono.stores import TCPStore
-from unisono.stores.tcp.native_server import engine
 from unisono.stores.tcp.wire import MAGIC, Op, encode_request
-
-__all__ = ["bench_store"]
 
 _CALLS = 300
 _RAW_OPS = 10_000
 _CONNECTIONS = (8, 32, 128)
 _MANY = 1024
 _LATENCIES = 2000
-# A crowd that would take longer than that to connect is left out; so many tell.
+# If `_MANY` clients would take longer to connect, they are left out. `_PROBES` clients are timed
+# to predict it.
 _PATIENCE_S = 60.0
 _PROBES = 4
 
-# A client, and the server that it talks to; the first pair is what the others are compared with.
+# Column -> client and server. The other pairs are compared with the first.
 _PAIRS = {
     "torch": ("torch", "torch"),
     "torch client": ("torch", "unisono"),
@@ -45,13 +55,15 @@ _CALLED: dict[str, tuple[Callable[[Any], object], int]] = {
     "get": (lambda store: store.get("key"), 1),
     "add": (lambda store: store.add("number", 1), 1),
 }
-"""Calls of a store, and how many operations each is."""
+"""Name -> call on a store, and the number of operations in it."""
 
 Samples = dict[str, list[float]]
+# (server, request, number of connections, number of requests) -> seconds
+Load = Callable[[Server, bytes, int, int], float]
 
 
 class _Results:
-    """What was measured: by row and column a value per round."""
+    """The measurements: by row and column a value per round."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], Samples] = {}
@@ -95,7 +107,7 @@ class _Results:
 
 
 def _ratios(samples: Samples, column: str) -> list[float]:
-    """Return column / torch, round by round: what was measured at about the same time."""
+    """Return column / torch for each round, because a round's values were measured together."""
     pairs = zip(samples.get(column, ()), samples.get("torch", ()), strict=False)
     return [own / torch for own, torch in pairs if torch]
 
@@ -107,8 +119,12 @@ def _shown(values: list[float] | None) -> str:
     return f"{median:.2f}" if median < 100 else f"{median:.0f}"
 
 
-def bench_store(rounds: int, path: str | None) -> int:
-    """Measure, print the table, write it to a file if one is given; return the exit code."""
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print the table, and write it to a file if one is given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="rounds (15)")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements to a file, as JSON")
+    options = parser.parse_args(argv)
     _allow_descriptors()
     results = _Results()
     with contextlib.ExitStack() as stack:
@@ -123,26 +139,54 @@ def bench_store(rounds: int, path: str | None) -> int:
         for server in busy.values():
             server.keep_python_busy()
             server.pause()
-        if engine() is None:
-            print("without throughput and barriers: they need the C++ engine, which is not built")
-        for number in range(1, rounds + 1):
-            print(f"round {number} of {rounds}", flush=True)
-            for part in (_one_client, _connections, _crowd):
-                part(servers, results)
+        load = _build_load(stack.enter_context(tempfile.TemporaryDirectory()))
+        for number in range(1, options.rounds + 1):
+            print(f"round {number} of {options.rounds}", flush=True)
+            _one_client(servers, results)
+            _crowd(servers, results)
+            if load is not None:
+                _connections(servers, load, results)
+                _barrier(servers, load, results)
             _latency(busy, servers, results)
-            # Who comes first shall not always be the same one.
+            # Change the order, so that no server is always the first.
             servers = dict(reversed(servers.items()))
     print("\n".join(results.lines()))
-    if path:
+    if options.json:
         document = {
-            "argv": sys.argv[1:],
+            "argv": ["python", "benchmarks/store.py", *(sys.argv[1:] if argv is None else argv)],
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             "rows": results.document(),
         }
-        with open(path, "w", encoding="utf-8") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump(document, file, indent=1)
-    return 0
+
+
+def _build_load(folder: str) -> Load | None:
+    """Compile the load driver into a folder; return None without a compiler.
+
+    The driver is in C++, because a Python client takes longer for a request than a server. The
+    throughput of all servers would then be equal.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        print("without throughput and barriers: they need a C++ compiler")
+        return None
+    program = os.path.join(folder, "store_load")
+    source = str(Path(__file__).with_name("store_load.cpp"))
+    subprocess.run([compiler, "-std=c++17", "-O2", "-o", program, source], check=True)
+    return partial(_drive, program)
+
+
+def _drive(program: str, server: Server, request: bytes, connections: int, count: int) -> float:
+    """Send `count` requests over some connections; return the seconds that this took."""
+    with _raws(server, connections) as socks:
+        fds = [sock.fileno() for sock in socks]
+        command = [program, str(count), *map(str, fds)]
+        done = subprocess.run(
+            command, input=request, stdout=subprocess.PIPE, pass_fds=fds, check=True
+        )
+    return float(done.stdout)
 
 
 def _allow_descriptors() -> None:
@@ -167,7 +211,7 @@ def _pairs(servers: dict[str, Server]) -> Iterator[tuple[str, str, Server]]:
 
 
 def _one_client(servers: dict[str, Server], results: _Results) -> None:
-    """Round trips of the libraries' own clients, and what they cost the server."""
+    """Measure round trips of each library's client, and the server's CPU time for them."""
     for column, client, server in _pairs(servers):
         store = _client(client, server.port)
         for name, (call, ops) in _CALLED.items():
@@ -192,7 +236,7 @@ def _one_client(servers: dict[str, Server], results: _Results) -> None:
 
 
 def _raw(server: Server) -> socket.socket:
-    """Return a connection after the greeting, for frames made here."""
+    """Return a connection after the handshake, for raw requests."""
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if server.kind != "redis":
@@ -209,9 +253,9 @@ def _resp(*words: str) -> bytes:
     return f"*{len(words)}\r\n{parts}".encode()
 
 
-def _connections(servers: dict[str, Server], results: _Results) -> None:
-    """Throughput of adds over many connections, one in flight on each."""
-    for count in _CONNECTIONS if engine() is not None else ():
+def _connections(servers: dict[str, Server], load: Load, results: _Results) -> None:
+    """Measure the throughput of adds over many connections, with one in flight on each."""
+    for count in _CONNECTIONS:
         for server in servers.values():
             request = (
                 _resp("INCRBY", "n", "1")
@@ -219,31 +263,20 @@ def _connections(servers: dict[str, Server], results: _Results) -> None:
                 else encode_request(Op.ADD, "/n", 1)
             )
             cpu_us = server.cpu_us()
-            time_s = _load(server, request, count, _RAW_OPS)
+            time_s = load(server, request, count, _RAW_OPS)
             cpu_us = (server.cpu_us() - cpu_us) / _RAW_OPS
             results.add(f"{count} connections: add", "ops/s", server.kind, _RAW_OPS / time_s)
             results.add(f"server CPU per op: {count} connections", "us", server.kind, cpu_us)
 
 
-def _load(server: Server, request: bytes, connections: int, count: int) -> float:
-    """Return the seconds that so many requests take.
-
-    From C++, for the client in Python would take longer than the server for a request, and then
-    all servers look alike.
-    """
-    with _raws(server, connections) as socks:
-        seconds: float = engine().store_load([sock.fileno() for sock in socks], request, count)
-        return seconds
-
-
 def _crowd(servers: dict[str, Server], results: _Results) -> None:
-    """Connect many clients, and let as many pass a barrier."""
+    """Measure how long many clients take to connect."""
     for column, client, server in _pairs(servers):
         start = time.perf_counter()
         stores = [_client(client, server.port) for _ in range(_PROBES)]
         one_s = (time.perf_counter() - start) / _PROBES
         if one_s * _MANY > _PATIENCE_S:
-            # torch's client looks up the names of both ends of a connection.
+            # torch's client looks up the names of both endpoints of a connection.
             print(
                 f"without {_MANY} clients of {client}: one takes {one_s:.2f} s to connect; does "
                 "the resolver answer for 127.0.0.1?",
@@ -256,16 +289,18 @@ def _crowd(servers: dict[str, Server], results: _Results) -> None:
         for store in stores if client == "unisono" else ():
             store.close()
         del stores
-    if engine() is None:
-        return
+
+
+def _barrier(servers: dict[str, Server], load: Load, results: _Results) -> None:
+    """Measure how long many clients take to pass a barrier."""
     for server in servers.values():
         if server.kind != "redis":
-            time_s = _load(server, encode_request(Op.BARRIER, "/b", _MANY), _MANY, _MANY)
+            time_s = load(server, encode_request(Op.BARRIER, "/b", _MANY), _MANY, _MANY)
             results.add(f"{_MANY} clients pass a barrier", "ms", server.kind, time_s * 1e3)
 
 
 def _memory(servers: dict[str, Server], results: _Results) -> None:
-    """By how much a server grows per idle client; only a fresh one tells."""
+    """Measure how much a server's memory grows per idle client; the servers must be new."""
     for server in servers.values():
         before = server.resident_bytes()
         with _raws(server, _MANY):
@@ -280,11 +315,11 @@ def _raws(server: Server, count: int) -> Iterator[list[socket.socket]]:
 
 
 def _latency(busy: dict[str, Server], servers: dict[str, Server], results: _Results) -> None:
-    """Latency while rank 0 does nothing, and while it computes in Python."""
+    """Measure the latency while rank 0 is idle, and while it computes in Python."""
     for kind, server in busy.items():
         for state, measured in (("idle", servers[kind]), ("busy", server)):
             if state == "busy":
-                server.go_on()
+                server.resume()
             store = _client(kind, measured.port)
             latencies = []
             for _ in range(_LATENCIES):
@@ -295,3 +330,7 @@ def _latency(busy: dict[str, Server], servers: dict[str, Server], results: _Resu
             p99 = statistics.quantiles(latencies, n=100)[98]
             results.add(f"99 % of adds within, rank 0 {state}", "us", kind, p99)
             del store
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Tee: whole lines from many pipes into one sink, and the last of each."""
+"""OutputReader: whole lines from many pipes into one sink, and the last of each."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ import time
 import pytest
 
 import unisono.launcher.output.reader
-from unisono.launcher.output.reader import TRACEBACK, Stream, Tee
+from unisono.launcher.output.reader import TRACEBACK, OutputReader, WorkerStream
 
 LIMIT_S = 10.0
 
@@ -31,18 +31,18 @@ class Sink(io.BytesIO):
 def pipe():
     receiver, sender = os.pipe()
     with open(sender, "wb", buffering=0) as writer:
-        source = os.fdopen(receiver, "rb")  # the tee closes it
+        source = os.fdopen(receiver, "rb")  # the reader closes it
         yield source, writer
 
 
 def test_everything_arrives_in_whole_lines():
-    sink, tee = Sink(), Tee()
+    sink, reader = Sink(), OutputReader()
     with pipe() as (source, writer):
-        stream = tee.add(source, sink, keep_tail=True)
+        stream = reader.add(source, sink, keep_tail=True)
         for piece in (b"one\ntw", b"o\nthr", b"ee\nrest"):
             writer.write(piece)
     assert stream.ended.wait(LIMIT_S)
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     assert sink.getvalue() == b"one\ntwo\nthree\nrest"
     assert stream.tail() == "one\ntwo\nthree\nrest"
 
@@ -51,7 +51,7 @@ def test_everything_arrives_in_whole_lines():
 def test_pieces_are_joined_before_they_are_written(end):
     sink = Sink()
     with pipe() as (source, writer):
-        stream = Stream(source, [sink])
+        stream = WorkerStream(source, [sink])
         for piece in (b"a", b"b" + end, b"c"):
             writer.write(piece)
             stream.pump()
@@ -61,25 +61,25 @@ def test_pieces_are_joined_before_they_are_written(end):
 
 
 def test_tail_is_bounded_and_a_long_line_is_not_held_back():
-    sink, tee = Sink(), Tee()
+    sink, reader = Sink(), OutputReader()
     with pipe() as (source, writer):
-        stream = tee.add(source, sink, keep_tail=True)
+        stream = reader.add(source, sink, keep_tail=True)
         for _ in range(4):
             writer.write(b"x" * 65536)
         writer.write(b"end")
     assert stream.ended.wait(LIMIT_S)
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     assert sink.getvalue() == b"x" * (4 * 65536) + b"end"
     assert stream.tail() == "x" * (65536 - 3) + "end"
 
 
 def test_close_drains_but_does_not_wait_for_the_end_of_file():
-    sink, tee = Sink(), Tee()
+    sink, reader = Sink(), OutputReader()
     with pipe() as (source, writer):
-        stream = tee.add(source, sink)
+        stream = reader.add(source, sink)
         writer.write(b"line\npart")
         begin = time.monotonic()
-        tee.close(LIMIT_S)
+        reader.close(LIMIT_S)
         assert time.monotonic() - begin < LIMIT_S
     assert stream.ended.is_set()
     assert source.closed
@@ -89,35 +89,35 @@ def test_close_drains_but_does_not_wait_for_the_end_of_file():
 def test_reader_that_left_does_not_stop_the_workers():
     receiver, sender = os.pipe()
     os.close(receiver)
-    tee = Tee()
+    reader = OutputReader()
     with open(sender, "wb", buffering=0) as broken, pipe() as (source, writer):
-        stream = tee.add(source, broken, keep_tail=True)
+        stream = reader.add(source, broken, keep_tail=True)
         writer.write(b"one\n")
         writer.write(b"two\n")
         writer.close()
         assert stream.ended.wait(LIMIT_S)
-        tee.close(LIMIT_S)
+        reader.close(LIMIT_S)
     assert stream.tail() == "one\ntwo\n"
 
 
 def test_tee_without_streams_can_be_closed():
-    Tee().close(LIMIT_S)
+    OutputReader().close(LIMIT_S)
 
 
 def test_streams_may_come_later_and_write_to_several_sinks(tmp_path):
-    sinks, path, tee = (Sink(), Sink()), tmp_path / "log", Tee()
+    sinks, path, reader = (Sink(), Sink()), tmp_path / "log", OutputReader()
     for text in (b"first\n", b"second\n"):
         with pipe() as (source, writer):
-            stream = tee.add(source, *sinks, files=[path.open("ab")])
+            stream = reader.add(source, *sinks, files=[path.open("ab")])
             writer.write(text)
         assert stream.ended.wait(LIMIT_S)
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     assert [sink.getvalue() for sink in sinks] == [b"first\nsecond\n"] * 2
     assert path.read_bytes() == b"first\nsecond\n"
 
 
 def test_unfinished_line_shows_after_a_while_without_its_end():
-    shown, tee = threading.Event(), Tee()
+    shown, reader = threading.Event(), OutputReader()
 
     class Eager(Sink):
         def write(self, data):
@@ -126,11 +126,11 @@ def test_unfinished_line_shows_after_a_while_without_its_end():
 
     sink = Eager()
     with pipe() as (source, writer):
-        tee.add(source, sink)
+        reader.add(source, sink)
         writer.write(b"name? ")
         assert shown.wait(LIMIT_S)
         assert sink.writes == [b"name? "]
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
 
 
 def test_tick_is_called_when_it_asks_for_it():
@@ -140,27 +140,27 @@ def test_tick_is_called_when_it_asks_for_it():
         called.release()
         return 0.001
 
-    tee = Tee(tick)
+    reader = OutputReader(tick)
     with pipe() as (source, _):
-        tee.add(source)
+        reader.add(source)
         assert all(called.acquire(timeout=LIMIT_S) for _ in range(3))
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
 
 
 def test_tracebacks_of_several_workers_do_not_mix(monkeypatch):
     monkeypatch.setattr(unisono.launcher.output.reader, "_IDLE_S", LIMIT_S)
-    sink, tee = Sink(), Tee()
+    sink, reader = Sink(), OutputReader()
     head = b"Traceback (most recent call last):\n"
     with contextlib.ExitStack() as stack:
         pipes = [stack.enter_context(pipe()) for _ in range(2)]
-        streams = [tee.add(source, sink) for source, _ in pipes]
+        streams = [reader.add(source, sink) for source, _ in pipes]
         for _, writer in pipes:
             writer.write(b"before\n[rank0]: " + head)
         for line in range(20):
             for number, (_, writer) in enumerate(pipes):
                 writer.write(b"%d %d\n" % (number, line))
     assert all(stream.ended.wait(LIMIT_S) for stream in streams)
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     expected = [b"".join(b"%d %d\n" % (n, line) for line in range(20)) for n in range(2)]
     assert (
         sorted(sink.writes)
@@ -171,7 +171,7 @@ def test_tracebacks_of_several_workers_do_not_mix(monkeypatch):
 def test_traceback_is_passed_on_after_a_pause():
     sink = Sink()
     with pipe() as (source, writer):
-        stream = Stream(source, [sink])
+        stream = WorkerStream(source, [sink])
         writer.write(b"Traceback (most recent call last):\n  File\n")
         stream.pump()
         assert sink.writes == []
@@ -188,7 +188,7 @@ def test_lines_after_a_traceback_do_not_wait_for_a_pause(monkeypatch):
     monkeypatch.setattr(unisono.launcher.output.reader, "_TRACEBACK_S", 1e-9)
     sink = Sink()
     with pipe() as (source, writer):
-        stream = Stream(source, [sink])
+        stream = WorkerStream(source, [sink])
         head = b"Traceback (most recent call last):\n"
         writer.write(head)
         stream.pump()
@@ -203,7 +203,7 @@ def test_lines_after_a_traceback_do_not_wait_for_a_pause(monkeypatch):
 def test_control_sequence_alone_is_kept_for_the_line_it_belongs_to():
     sink = Sink()
     with pipe() as (source, writer):
-        stream = Stream(source, [sink])
+        stream = WorkerStream(source, [sink])
         writer.write(b"\x1b[?25h\x1b[0m")
         stream.pump()
         assert stream.flush_partial(idle_s=1e-9) is None
@@ -222,35 +222,35 @@ def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
             assert self.going_on.wait(60)
             return super().write(data)
 
-    sink, tee = Stalled(), Tee()
+    sink, reader = Stalled(), OutputReader()
     with pipe() as (source, writer):
-        tee.add(source, sink)
+        reader.add(source, sink)
         writer.write(b"one line\n")
-    tee.close(0.1)
-    assert "output is lost: nobody took it for " in caplog.text
-    # Who has a line of his own to show does not wait, either.
-    tee.do(lambda: sink.write(b"another\n"))
+    reader.close(0.1)
+    assert "output is lost: it was not read for " in caplog.text
+    # A caller that shows a line of its own does not wait, either.
+    reader.do(lambda: sink.write(b"another\n"))
     sink.going_on.set()
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     assert sink.getvalue() == b"one line\nanother\n"
-    tee.do(lambda: sink.write(b"late\n"))
+    reader.do(lambda: sink.write(b"late\n"))
     assert sink.writes[2:] == [b"late\n"]
 
 
-def test_orders_come_between_the_lines_and_may_fail():
-    sink, tee = Sink(), Tee()
+def test_tasks_come_between_the_lines_and_may_fail():
+    sink, reader = Sink(), OutputReader()
 
     def fail():
         raise OSError(errno.EIO, "the terminal is gone")
 
-    tee.do(fail)
-    tee.do(lambda: sink.write(b"first\n"))
+    reader.do(fail)
+    reader.do(lambda: sink.write(b"first\n"))
     with pipe() as (source, writer):
-        stream = tee.add(source, sink)
+        stream = reader.add(source, sink)
         writer.write(b"second\n")
     assert stream.ended.wait(LIMIT_S)
-    tee.do(lambda: sink.write(b"third\n"))
-    tee.close(LIMIT_S)
+    reader.do(lambda: sink.write(b"third\n"))
+    reader.close(LIMIT_S)
     assert sink.writes == [b"first\n", b"second\n", b"third\n"]
 
 
@@ -264,11 +264,11 @@ def test_source_that_never_runs_dry_is_left_with_a_warning(
         def write(self, data):
             writer.write(data)
 
-    tee = Tee()
+    reader = OutputReader()
     with pipe() as (source, writer):
-        stream = tee.add(source, Refilling())
+        stream = reader.add(source, Refilling())
         writer.write(b"one line\n")
-        tee.close(timeout_s, lambda: canceled)
+        reader.close(timeout_s, lambda: canceled)
         assert stream.ended.is_set()
     (record,) = caplog.records
     assert "output is lost: after " in record.message
@@ -283,13 +283,13 @@ class Full(io.BytesIO):
 
 
 def test_output_that_cannot_be_written_is_not_lost_in_silence(caplog):
-    tee, rest = Tee(), Sink()
+    reader, rest = OutputReader(), Sink()
     with pipe() as (source, writer):
-        stream = tee.add(source, Full(), rest)
+        stream = reader.add(source, Full(), rest)
         for line in (b"one\n", b"two\n"):
             writer.write(line)
     assert stream.ended.wait(LIMIT_S)
-    tee.close(LIMIT_S)
+    reader.close(LIMIT_S)
     assert rest.getvalue() == b"one\ntwo\n"
     said = [record.message for record in caplog.records]
     assert said == ["workers' output is lost, as it cannot be written: No space left on device"]
@@ -298,7 +298,7 @@ def test_output_that_cannot_be_written_is_not_lost_in_silence(caplog):
 def test_what_follows_a_traceback_that_was_cut_off_begins_a_line():
     sink = Sink()
     with pipe() as (source, writer):
-        stream = Stream(source, [sink])
+        stream = WorkerStream(source, [sink])
         writer.write(TRACEBACK + b"\n  File")
         stream.pump()
         stream.finish()

@@ -1,7 +1,7 @@
-"""The store servers that `unisono bench store` compares, each in a process of its own.
+"""The servers that `benchmarks/store.py` compares, each in a separate process.
 
-Run as a program it is such a process: `python -m unisono.bench.store_servers KIND`. Its rank-0
-thread waits for a line on stdin, and then computes in Python for ever.
+`python benchmarks/store_servers.py KIND` is such a process. Its main thread waits for a line on
+standard input, and then computes in Python without end.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ from importlib import import_module, util
 from typing import Any
 
 from unisono.base.deadline import Deadline
-from unisono.errors import InvalidArgumentError
 from unisono.launcher.workers.worker import opened, parent_death_hook
 from unisono.stores import TCPStore
-
-__all__ = ["KINDS", "Server", "why_not"]
 
 KINDS = ("torch", "unisono", "redis")
 
 _START_S = 60.0
-_MODULE = "unisono.bench.store_servers"
 
 
 def why_not(kind: str) -> str:
-    """Return why a server cannot be had here; empty if it can."""
+    """Return why a server cannot run here; empty if it can."""
     if kind == "torch" and util.find_spec("torch") is None:
         return "torch is not installed"
     if kind == "redis" and shutil.which("redis-server") is None:
@@ -41,7 +37,7 @@ def why_not(kind: str) -> str:
 
 
 class Server:
-    """One running server; a context manager that ends it.
+    """One running server; a context manager that stops it.
 
     Args:
         kind: One of `KINDS`.
@@ -49,29 +45,29 @@ class Server:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        command = _redis_command() if kind == "redis" else [sys.executable, "-m", _MODULE, kind]
+        command = _redis_command() if kind == "redis" else [sys.executable, __file__, kind]
         self._process: subprocess.Popen[str] = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            # Also a stopped one, and Redis: whatever ends the benchmark ends its servers.
+            # If the benchmark is killed, paused servers and Redis are killed, too.
             preexec_fn=parent_death_hook(),
         )
         try:
-            told = command[-1] if kind == "redis" else opened(self._process.stdout).readline()
-            self.port = int(told)
+            port = command[-1] if kind == "redis" else opened(self._process.stdout).readline()
+            self.port = int(port)
             _wait_for(self.port)
         except BaseException:
             self.close()
             raise
 
     def cpu_us(self) -> float:
-        """Return the processor time that the server has taken so far."""
+        """Return the CPU time that the server has used so far."""
         return sum(map(_ran_ns, glob.glob(f"/proc/{self._process.pid}/task/*/schedstat"))) / 1e3
 
     def resident_bytes(self) -> int:
-        """Return the memory that the server has."""
+        """Return the resident memory of the server."""
         with open(f"/proc/{self._process.pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -82,15 +78,15 @@ class Server:
         stdin.flush()
 
     def pause(self) -> None:
-        """Stop the process, so that it takes nothing from those that are measured."""
+        """Stop the process, so that it uses no CPU while others are measured."""
         self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """Let a stopped process run."""
+    def resume(self) -> None:
+        """Continue a paused process."""
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -124,7 +120,7 @@ def _wait_for(port: int) -> None:
             return
         except OSError as error:
             if deadline.expired():
-                raise InvalidArgumentError(f"the server did not start: {error}") from error
+                raise TimeoutError(f"the server did not start: {error}") from error
             time.sleep(0.02)
 
 
