@@ -17,7 +17,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
-	@echo "make check   format, lint, types, layers, sizes (no tests)"
+	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv and install unisono into it, editable"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
@@ -40,7 +40,7 @@ servers:
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
-# What `make test` runs on the native engine, on the one that groups across hosts get.
+# The tests that `make test` runs on the native engine, on the reference engine.
 test-reference: $(BUILT)
 	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/groups tests/faults
 
@@ -58,6 +58,7 @@ check: $(STAMP)
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-logo >.venv/layers.log || { cat .venv/layers.log; exit 1; }
 	@$(BIN)/python tools/size.py
+	@$(BIN)/python tools/prose.py
 	@$(BIN)/python tools/tidy.py
 
 docs: $(BUILT)

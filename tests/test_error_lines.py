@@ -544,7 +544,7 @@ def bad_reply():
 
 def mpiexec_failed():
     ranks = bench_launch._Processes({"mpiexec": ["sh", "-c", "exit 3"]})
-    assert ranks.ended(60)
+    assert ranks.wait(60)
     ranks.check()
 
 
@@ -637,8 +637,17 @@ def store_of_somebody_else(monkeypatch):
     handlers._store_of_next_world(("127.0.0.1", 1, 1), lambda timeout: HashStore(), 0.01)
 
 
+def join_without_descriptors(monkeypatch):
+    def no_descriptor(store, *args, **kwargs):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr("unisono.c10d.lifecycle.ProcessGroup", no_descriptor)
+    dist.init_process_group(store=HashStore(), rank=1, world_size=2)
+
+
 # regular expression of the first line -> (error, call), with what the call needs as its argument
 MATCHED = {
+    r"rank 1 of 2 on \S+ cannot join a group: .*file.*": ("Rendezvous", join_without_descriptors),
     r"multi_get of 2 keys has 20 bytes; at most 10 are sent": ("InvalidArgument", large_multi_get),
     r"the store file '.*' stayed locked for 0\.02 s by .*": (
         "StoreTimeout", lock_that_somebody_has,

@@ -7,6 +7,7 @@ by denser lines or by cutting one class into several files.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import sys
 import tokenize
@@ -19,7 +20,7 @@ TOP_LEVEL = 20
 # Without self and cls.
 PARAMETERS = 8
 # Public methods of a class, properties too; the attributes that its methods assign to self, or, in
-# a dataclass, its fields. Inherited members do not count.
+# a dataclass, its fields. Inherited members and methods that are operations do not count.
 METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
@@ -34,7 +35,11 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/errors.py", "definitions"): (34, "one class per kind of error, in one place"),
     ("src/unisono/stores/tcp/client.py", "TCPStore.__init__ parameters"): (10, "torch's signature"),
     ("src/unisono/c10d/lifecycle.py", "init_process_group parameters"): (9, "torch's signature"),
-    ("src/unisono/groups/process_group.py", "ProcessGroup methods"): (37, "22 are operations"),
+    ("src/unisono/transports/api.py", "Transport methods"): (28, "until Messages is one interface"),
+    ("src/unisono/transports/tcp/transport.py", "TCPTransport attributes"): (
+        17,
+        "until Messages is one interface",
+    ),
 }
 
 NO_CODE = {
@@ -90,6 +95,7 @@ def check_class(path: Path, node: ast.ClassDef) -> Iterator[str]:
     """Yield which budgets a class exceeds."""
     functions = [member for member in node.body if isinstance(member, FunctionNode)]
     public = {function.name for function in functions if not function.name.startswith("_")}
+    public -= operations()
     fields = {
         member.target.id
         for member in node.body
@@ -106,6 +112,21 @@ def check_class(path: Path, node: ast.ClassDef) -> Iterator[str]:
     }
     yield from check_count(path, node.name, "methods", len(public), METHODS)
     yield from check_count(path, node.name, "attributes", len(fields | assigned), ATTRIBUTES)
+
+
+@functools.cache
+def operations() -> set[str]:
+    """Return the names of the operations: the first argument of each row of the table."""
+    table = ast.parse(Path("src/unisono/groups/operations.py").read_text(encoding="utf-8"))
+    return {
+        node.args[0].value
+        for node in ast.walk(table)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "OpSchema"
+        and isinstance(node.args[0], ast.Constant)
+        and isinstance(node.args[0].value, str)
+    }
 
 
 def check_count(path: Path, name: str, what: str, count: int, default: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ Global global;
 
 namespace {
 
-// Put every argument in its parameter's place; false if there is one that we do not know.
+// Put every argument in its parameter's place. False: an argument has no known parameter.
 bool place_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      PyObject** places) {
   if (count > f.positional) return false;
@@ -55,7 +55,7 @@ bool take_array(PyObject* object, bool writes, Arguments* into) {
   return add_kind(array, &into->key);
 }
 
-// A list of arrays of one dtype and shape; also none, and an empty list.
+// Take a list of arrays of one dtype and shape. None and an empty list are allowed.
 bool take_list(PyObject* object, bool writes, Arguments* into) {
   if (object == nullptr || object == Py_None) return into->key.add(-1);
   if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
@@ -79,7 +79,7 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   return true;
 }
 
-// Whether something would be written that is another array's memory as well.
+// Whether memory that is written belongs to another array as well.
 bool overlap(const Span& input, const Span& output) {
   struct Piece {
     const char* begin;
@@ -97,7 +97,7 @@ bool overlap(const Span& input, const Span& output) {
   add(output, true);
   std::sort(pieces.begin(), pieces.end(),
             [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
-  const char *read = nullptr, *written = nullptr;  // the furthest ends so far
+  const char *read = nullptr, *written = nullptr;  // the highest end so far
   for (const Piece& piece : pieces) {
     if (piece.begin < written || (piece.written && piece.begin < read)) return true;
     (piece.written ? written : read) = std::max(piece.written ? written : read, piece.end);
@@ -105,7 +105,7 @@ bool overlap(const Span& input, const Span& output) {
   return false;
 }
 
-// The value of a context variable; None if it has none.
+// Return the value of a context variable, or None if it has no value.
 nb::object value_of(PyObject* variable) {
   PyObject* value = nullptr;
   if (variable == nullptr || PyContextVar_Get(variable, Py_None, &value) != 0) {
@@ -115,13 +115,13 @@ nb::object value_of(PyObject* variable) {
   return nb::steal(value);
 }
 
-// Find the Calls of a group object; false if it has none.
+// Find the Calls of a group object. False: it has none.
 bool take_group(PyObject* group, Arguments* into) {
   nb::object found;
   if (group == nullptr || group == Py_None) {
     group = global.default_group;
     if (nb::object world = value_of(global.world); !world.is_none()) {
-      // A thread that acts as a rank.
+      // This thread acts as a rank.
       found = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
       group = found.ptr();
     }
@@ -184,7 +184,7 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
         if (!into->key.add(reinterpret_cast<int64_t>(value))) return false;
         break;
       case kRoot: {
-        // None means the same root in each call of a group, if it means one.
+        // In each call of a group, None means the same root.
         if (value == nullptr || value == Py_None) {
           if (!into->key.add(-1)) return false;
           break;
@@ -203,7 +203,7 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
         into->is_async = value == Py_True;
         break;
       case kAlgorithm:
-        // By address, which is that of one literal in each round of a loop.
+        // By address: a literal has the same address in each round of a loop.
         if (value == nullptr || value == Py_None) break;
         into->algorithm = value;
         if (!PyUnicode_CheckExact(value) || !into->key.add(reinterpret_cast<int64_t>(value))) {

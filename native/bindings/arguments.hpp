@@ -1,4 +1,4 @@
-// From the arguments of a public function to the call that they stand for.
+// Parses the arguments of a public function and finds the call for which they stand.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,10 +10,10 @@
 
 namespace unisono {
 
-// How a call without a group finds the default one; under the interpreter lock.
+// How a call without a group finds the default group. Guarded by the interpreter lock.
 struct Global {
-  PyObject* world = nullptr;   // context variable of the current world; None: the process's
-  PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit one
+  PyObject* world = nullptr;   // context variable of the current world; None: the process's world
+  PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit stream
   PyObject* group_type = nullptr;
   PyObject* work_type = nullptr;
   PyObject* default_group = nullptr;
@@ -22,22 +22,22 @@ struct Global {
 };
 extern Global global;
 
-// What a parameter of a function is, by a letter from Python.
+// The kind of a parameter, as a letter from Python.
 enum Kind : char {
   kReads = 'r',      // an array that is only read
-  kWrites = 'w',     // an array that is written, or both
-  kReadsList = 'R',  // a list of such arrays of one shape, or none
+  kWrites = 'w',     // an array that is written, or read and written
+  kReadsList = 'R',  // a list of such arrays of one shape, or None
   kWritesList = 'W',
   kOp = 'o',
   kRoot = 'n',
   kGroup = 'g',
   kFlag = 'f',       // async_op
-  kAlgorithm = 'a',  // the last one, by name only
-  kSent = 's',       // the array of a message
-  kReceived = 'v',   // and where one goes
+  kAlgorithm = 'a',  // the last parameter, by name only
+  kSent = 's',       // the array that a message is sent from
+  kReceived = 'v',   // the array that a message is received into
   kPeer = 'p',
   kTag = 't',
-  kAbsent = '-',  // only None is ours
+  kAbsent = '-',  // only None is handled here
 };
 
 constexpr size_t kMaxParameters = 8;
@@ -45,10 +45,10 @@ constexpr size_t kMaxParameters = 8;
 // The parameters of a function.
 struct Signature {
   PyObject* names;  // tuple of interned strings
-  int64_t number;   // of the function
+  int64_t number;   // number of the function
   size_t count;
-  size_t positional;  // how many may come without their names
-  size_t group;       // which of them is the group
+  size_t positional;  // how many arguments may come without a name
+  size_t group;       // index of the parameter that is the group
   char kinds[kMaxParameters];
 };
 
@@ -63,12 +63,12 @@ struct Arguments {
   Message message;
 };
 
-// Whether the call is of the plain kind that can be repeated; `into` then says which call it is.
+// Whether C++ can handle the call; `into` is then set to its key and arrays.
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into);
 
-// Needed before the first call of parse_arguments(). Not when the extension is loaded: the launcher,
-// which loads it for its store's server, shall stay without NumPy.
+// Must run before the first call of parse_arguments(). Not when the extension is loaded, because
+// the launcher loads it for the store's server and must stay without NumPy.
 void import_numpy();
 
 }  // namespace unisono

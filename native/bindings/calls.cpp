@@ -18,10 +18,11 @@ int suspended = 0;
 
 namespace {
 
-// Above this a call copies for longer than other threads should wait for the interpreter lock.
+// Above this many bytes a call releases the interpreter lock at once, because other threads would
+// wait too long for it. Below, a call releases the lock only if it waits.
 constexpr int64_t kHoldBytes = 16 * 1024;
 
-// Gives up the interpreter lock when a run waits; the destructor takes it back.
+// Releases the interpreter lock when a run waits; the destructor acquires the lock again.
 class Unlocker final : public Idler {
  public:
   ~Unlocker() {
@@ -35,7 +36,7 @@ class Unlocker final : public Idler {
   PyThreadState* state_ = nullptr;
 };
 
-// Gives the turn back.
+// Gives the turn back in its destructor.
 class TakenTurn {
  public:
   explicit TakenTurn(Turn& turn) : turn_(turn) {}
@@ -150,11 +151,12 @@ nb::object Calls::run_message(const Message& message) const {
   if (closed_ || messenger_ == nullptr) return {};
   const nb::object peer = message.peer == nullptr ? nb::none() : nb::borrow(message.peer);
   const nb::object tag = message.tag == nullptr ? nb::int_(0) : nb::borrow(message.tag);
-  const nb::object told = message.is_sent ? messenger_->send(message.array, peer, tag, timeout_s_)
-                                          : messenger_->recv(message.array, peer, tag, timeout_s_);
-  if (told.is_none()) return {};
-  if (!nb::isinstance<nb::tuple>(told)) return message.is_sent ? nb::none() : told;
-  const nb::object error = message_failed_(message.is_sent ? "send" : "recv", told,
+  const nb::object result = message.is_sent
+                              ? messenger_->send(message.array, peer, tag, timeout_s_)
+                              : messenger_->recv(message.array, peer, tag, timeout_s_);
+  if (result.is_none()) return {};
+  if (!nb::isinstance<nb::tuple>(result)) return message.is_sent ? nb::none() : result;
+  const nb::object error = message_failed_(message.is_sent ? "send" : "recv", result,
                                            nb::borrow(message.array), peer, tag, timeout_s_);
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
@@ -169,9 +171,9 @@ CachedCall* Calls::find(const Key& key) const {
 
 void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const Arrays& arrays,
                      bool is_async) {
-  // Another thread may have called something else in the meantime: only what ran on this thread
-  // and on this very memory is the call that the key stands for. And in a signal handler, which may
-  // come while a call runs that would lose its place to this one, nothing is remembered.
+  // Another thread may have made a different call in the meantime. The key stands only for a call
+  // that ran on this thread and on this memory. A signal handler may run inside a call whose table
+  // entry would be replaced, so a call in a handler is not remembered.
   if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || caller_ != 0 ||
       !(is_async || turn_->is_free()) ||
       !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
@@ -187,12 +189,12 @@ void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const 
   try {
     what->scratch.resize(scratch_bytes(what->recipe.spec));
   } catch (const std::bad_alloc&) {
-    return;  // Python frees its own after each call
+    return;  // Python frees its own scratch memory after each call
   }
   table_[key.hash() % table_.size()] = std::move(what);
 }
 
-// While it lives, its thread is in a call.
+// Marks its thread as being in a call, during its lifetime.
 class Calls::Inside {
  public:
   explicit Inside(Calls& calls) : calls_(calls), before_(calls.caller_) {
@@ -239,10 +241,10 @@ nb::object Calls::start(const CachedCall& what, Arrays&& arrays) {
   return begun_(nb::cast(std::move(flight)), what.recipe.call, owners);
 }
 
-// Let Python do what remains; it raises, mostly.
+// Pass a failed call to Python, which cleans up and mostly raises.
 void Calls::end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays) {
   PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);  // of a signal handler, if that ended the wait
+  PyErr_Fetch(&type, &value, &trace);  // of a signal handler that ended the wait
   PyErr_NormalizeException(&type, &value, &trace);
   if (trace != nullptr) PyException_SetTraceback(value, trace);
   nb::object raised = nb::steal(value);

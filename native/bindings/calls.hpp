@@ -1,4 +1,4 @@
-// The calls of a group that can be repeated, and whose turn it is to make one.
+// The calls of a group that C++ can repeat, and the turn of a call to run.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,17 +9,17 @@
 #include <memory>
 #include <vector>
 
-#include "core/fork_guard.hpp"
 #include "bindings/owned_program.hpp"
-#include "core/queue.hpp"
+#include "core/fork_guard.hpp"
 #include "core/program.hpp"
+#include "core/queue.hpp"
 
 namespace unisono {
 
-// > 0: every call has to go through Python; under the interpreter lock.
+// While this is above 0, every call goes through Python. Guarded by the interpreter lock.
 extern int suspended;
 
-// What identifies a call among those of one group.
+// Identifies a call among the calls of a group.
 struct Key {
   static constexpr int kWords = 24;
   int count = 0;
@@ -34,20 +34,20 @@ struct Key {
   size_t hash() const;
 };
 
-// The memory of an argument: of one array, or of a list of arrays of equal size.
+// The memory of an argument: an array, or a list of arrays of equal size.
 struct Span {
-  char* data = nullptr;      // of one array
+  char* data = nullptr;      // of an array
   std::vector<char*> parts;  // of a list
-  int64_t nbytes = 0;        // in all
-  bool is_readonly = false;  // as the tensor of a broadcast's root may be
+  int64_t nbytes = 0;        // of all arrays together
+  bool is_readonly = false;  // for example the array of a broadcast's root
 
   bool operator==(const Span& other) const {
     return data == other.data && parts == other.parts && nbytes == other.nbytes;
   }
 };
 
-// The one way from what is known of a call, and the memory it works on, to what an engine runs.
-// `scratch` has to be as large as scratch_bytes() says.
+// Make the job of a call from its specification and its memory. All jobs are made here. `scratch`
+// must have scratch_bytes() bytes.
 Job job_of(const CallSpec& spec, const Span& input, const Span& output, std::vector<char>& scratch);
 inline size_t scratch_bytes(const CallSpec& spec) {
   return static_cast<size_t>(spec.program->scratch_count * spec.itemsize);
@@ -56,19 +56,20 @@ inline size_t scratch_bytes(const CallSpec& spec) {
 // An argument that is an array or a list of arrays, with its owners.
 struct Argument {
   Span span;
-  PyObject* array = nullptr;             // the caller keeps it
-  std::vector<nanobind::object> listed;  // a list can change while the interpreter lock is not held
+  PyObject* array = nullptr;  // borrowed: the caller keeps it alive
+  // Owned, because a list can change while the interpreter lock is released.
+  std::vector<nanobind::object> listed;
 
-  // The array, a list of arrays, or None.
+  // Return the array, a list of arrays, or None.
   nanobind::object owner() const;
 };
 
-// The arguments of a call.
+// The arrays of a call.
 struct Arrays {
   Argument input, output;
 };
 
-// The arguments of a send or recv; nullptr: not given.
+// The arguments of a send or recv. nullptr: the argument is missing.
 struct Message {
   PyObject* array = nullptr;
   PyObject* peer = nullptr;
@@ -76,7 +77,7 @@ struct Message {
   bool is_sent = false;
 };
 
-// What takes the plain messages of a group; see Port. The results are as Python has them there.
+// Sends and receives plain messages of a group; see Port for the results.
 class Messenger {
  public:
   virtual ~Messenger() = default;
@@ -86,12 +87,12 @@ class Messenger {
                                 double timeout_s) = 0;
 };
 
-// What a call runs besides its memory, and who owns that.
+// A call without its memory: the specification and the Python objects that own it.
 struct Recipe {
   CallSpec spec;
   nanobind::object runner;   // keeps spec.runner alive
   nanobind::object program;  // keeps spec.program alive
-  nanobind::object call;     // for errors: the Call of Python
+  nanobind::object call;     // for errors: Python's object of the call
 
   int visit(visitproc visit, void* arg) const;
 };
@@ -100,7 +101,7 @@ struct CachedCall {
   Key key;
   Recipe recipe;
   std::vector<char> scratch;
-  nanobind::object op, algorithm;  // keeps the addresses in the key from being used again
+  nanobind::object op, algorithm;  // keep the addresses in the key from being reused
 };
 
 // The calls of one group that can be repeated.
@@ -109,37 +110,41 @@ class Calls {
   Calls(nanobind::object turn, nanobind::object failed, nanobind::object begun);
 
   void close() { closed_ = true; }
-  // The thread that is in a collective call of the group, here or in Python; 0 if none is.
+  // The thread that is in a collective call of the group, in C++ or in Python. 0: there is none.
   unsigned long caller() const { return caller_; }
   void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
-  // Messages go there; `failed(op, what it returned, array, peer, tag, timeout_s)` is the error of one.
+  // Send and receive plain messages through `messenger`. `failed(op, result, array, peer, tag,
+  // timeout_s)` returns the error of a failed message.
   void set_messenger(nanobind::handle_t<Messenger> messenger, nanobind::object failed);
 
-  // Python has run a call on these buffers, to which nothing had to be done before or after.
+  // Note a call that Python has run on these buffers without work before or after the program.
   void note(Recipe recipe, const Span& input, const Span& output);
   void forget_note() { noted_.reset(); }
 
-  // For Python's garbage collector: what is noted refers back to the engine that owns this.
+  // For Python's garbage collector, because the noted calls refer back to the engine that owns this
+  // object.
   int visit(visitproc visit, void* arg) const;
   void clear();
 
-  // Number and Call of the last call that was repeated; for ranks that ask.
+  // Return the number and the Call of the last repeated call, for the answer to another rank's
+  // question.
   nanobind::object last() const;
 
-  // A call has begun, whichever it is; see Runner::rouse.
+  // Wake the waiting ranks, because a call has begun; see Runner::wake_waiters().
   void wake_waiters() const {
     if (runner_.is_valid()) nanobind::inst_ptr<Runner>(runner_)->wake_waiters();
   }
-  // What the call returns; nothing: leave it to Python.
+  // Send or receive. Returns the result of the public function, or no object if Python must handle
+  // it.
   nanobind::object run_message(const Message& message) const;
   CachedCall* find(const Key& key) const;
   void remember(const Key& key, nanobind::handle op, nanobind::handle algorithm,
                 const Arrays& arrays, bool is_async);
-  // Run it, if it is nobody else's turn; false: leave it to Python.
+  // Run a cached call if the turn is free. False: Python must handle the call.
   bool run(CachedCall& what, const Arrays& arrays);
-  // Queue it; return what Python says of its end, the arguments of a work. Nothing: leave it to
-  // Python.
+  // Queue a cached call. Returns the arguments for a new Work, which Python provides. No object:
+  // Python must handle the call.
   nanobind::object start(const CachedCall& what, Arrays&& arrays);
 
  private:
@@ -150,7 +155,7 @@ class Calls {
     unsigned long thread;
   };
   class Inside;
-  // Whether another thread is in a call, which Python refuses.
+  // Whether another thread is in a call, which Python rejects with an error.
   bool is_busy() const;
   void end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays);
 

@@ -1,5 +1,5 @@
-// A call with everything that it needs to run: here and now, or in a group's queue, where Python
-// keeps it until it is over.
+// A call with everything that is needed to run it. It runs at once, or in a group's queue: Python
+// keeps a queued flight alive until it is over.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,18 +10,18 @@
 #include <vector>
 
 #include "bindings/calls.hpp"
-#include "core/clock.hpp"
 #include "bindings/memory.hpp"
+#include "core/clock.hpp"
 #include "core/queue.hpp"
 
 namespace unisono {
 
 class Flight {
  public:
-  Flight() = default;  // one that Python runs when its turn has come
+  Flight() = default;  // a call that Python runs when it has the turn
 
-  // On what Python gives: an array, a list of arrays, or None. `calls`: where to note the call, so
-  // that it can be repeated; nullptr: nowhere.
+  // Make a call on Python's arguments: an array, a list of arrays, or None. `calls`: where to note
+  // the call for repetition; nullptr: do not note it.
   Flight(Recipe recipe, nanobind::handle input, nanobind::handle output, int64_t timeout_ns,
          Calls* calls)
       : recipe_(std::move(recipe)),
@@ -31,7 +31,7 @@ class Flight {
     prepare(input_->span(), output_->span(), timeout_ns);
   }
 
-  // On the arguments of a call that is repeated.
+  // Make a repetition of a call on new arrays.
   Flight(Recipe recipe, Arrays&& arrays, int64_t timeout_ns)
       : recipe_(std::move(recipe)), arrays_(std::move(arrays)) {
     for (const Argument* each : {&arrays_.input, &arrays_.output}) {
@@ -43,7 +43,7 @@ class Flight {
   Flight(const Flight&) = delete;
   Flight& operator=(const Flight&) = delete;
 
-  // Run it, unlocked; afterwards the memory is the caller's again.
+  // Run the call without the interpreter lock. The caller then has its memory back.
   Status run() {
     Status status;
     {
@@ -56,7 +56,7 @@ class Flight {
     return status;
   }
 
-  // Have the call repeated when the same arguments come.
+  // Note the call, so that the same arguments repeat it.
   void note() {
     Calls* const calls = std::exchange(calls_, nullptr);
     if (calls != nullptr) calls->note(recipe_, input_->span(), output_->span());
@@ -72,7 +72,7 @@ class Flight {
   }
 
   Recipe recipe_;
-  // Who keeps the memory: what Python gave, or the arguments of a call that is repeated.
+  // The owners of the memory: Python's arguments, or the arrays of a repeated call.
   std::optional<Memory> input_, output_;
   Arrays arrays_;
   std::vector<nanobind::object> owners_;

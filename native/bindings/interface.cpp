@@ -1,7 +1,7 @@
-// Tells whether this module was built for the Python sources that load it.
+// Checks that this module was built for the Python sources that load it.
 //
 // The stub, src/unisono/_engine.pyi, is written from the module and lies among the sources. CMake
-// puts its digest into the module, so one that was built before the stub changed gives itself away.
+// puts the stub's digest into the module, so a module that is older than the stub is detected.
 #include <nanobind/nanobind.h>
 
 #include <cstdio>

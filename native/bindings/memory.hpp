@@ -1,4 +1,4 @@
-// The memory of Python's arrays while a call works on it.
+// Holds the memory of Python's arrays during a call.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,12 +9,12 @@
 
 namespace unisono {
 
-// The memory of an array, or of a list of arrays of equal size, for the time of a call; nothing for
-// None.
+// The memory of an array, or of a list of arrays of equal size, held until the destructor. Empty
+// for None.
 class Memory {
  public:
-  explicit Memory(nanobind::handle given)
-      : Memory() {  // so that the destructor runs if this throws
+  // Delegates, so that the destructor runs if this constructor throws.
+  explicit Memory(nanobind::handle given) : Memory() {
     if (given.is_none()) return;
     if (!nanobind::isinstance<nanobind::list>(given)) {
       span_.data = hold(given);

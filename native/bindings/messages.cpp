@@ -1,4 +1,4 @@
-// The part of unisono._engine that sends messages between two ranks.
+// The messages between two ranks, for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
@@ -22,8 +22,8 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
-#include "messages/messages.hpp"
 #include "bindings/waits.hpp"
+#include "messages/messages.hpp"
 
 namespace nb = nanobind;
 using unisono::Code;
@@ -37,7 +37,8 @@ namespace {
 // (number, code, source, nbytes, info)
 using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
 
-// Below this size a message is copied without giving up the interpreter lock, which costs as much.
+// Up to this size a message is copied with the interpreter lock held, because releasing the lock
+// costs as much as the copy.
 constexpr uint64_t kSmallBytes = 16 * 1024;
 
 OutcomeTuple to_tuple(const Outcome& outcome) {
@@ -46,7 +47,7 @@ OutcomeTuple to_tuple(const Outcome& outcome) {
           outcome.info};
 }
 
-// The memory of an array for the time of a call.
+// The memory of an array, held until the destructor.
 class View {
  public:
   View(nb::handle array, int flags) : held_(PyObject_GetBuffer(array.ptr(), &view_, flags) == 0) {}
@@ -56,7 +57,7 @@ class View {
   View(const View&) = delete;
   View& operator=(const View&) = delete;
 
-  // Whether there is contiguous memory, writable if that was asked for.
+  // Whether the memory is contiguous, and writable if the flags ask for it.
   bool is_held() const { return held_; }
   char* data() const { return static_cast<char*>(view_.buf); }
   uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
@@ -67,7 +68,7 @@ class View {
   bool held_;
 };
 
-// `View` for what Python has checked.
+// A `View` of an array that Python has checked.
 class Bytes : public View {
  public:
   Bytes(nb::handle array, int flags) : View(array, flags) {
@@ -120,8 +121,8 @@ OutcomeTuple start_recv(Messages& messages, int from, uint64_t context, int64_t 
                                       std::move(ranks)));
 }
 
-// The outcome of what has ended goes into a list: one that is returned is lost if a signal handler raises
-// just then.
+// Outcomes are appended to a list, because a returned object is lost if a signal handler raises at
+// that moment.
 using Outcomes = nb::typed<nb::list, OutcomeTuple>;
 
 int note(const Outcome& outcome, Outcomes& outcomes) {
@@ -196,12 +197,12 @@ void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
   });
 }
 
-// Plain messages of one group: arrays in, without Python code in between. Whatever is unusual
-// is left to Python (None): memory that is not contiguous, arguments that may be wrong, ...
+// Sends and receives plain messages of one group, without Python code in between. Other messages,
+// for example of memory that is not contiguous, are passed to Python: the result is then None.
 class Port final : public unisono::Messenger {
  public:
-  // `type`: of the arrays that are taken; `words`: buffer format of a dtype -> what goes into a
-  // message's `info`.
+  // `type`: the type of the arrays that are handled here. `words`: from the buffer format of a
+  // dtype to the word in a message's `info`.
   Port(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
        nb::handle type, const std::map<std::string, uint32_t>& words)
       : messages_(std::move(messages)),
@@ -211,7 +212,7 @@ class Port final : public unisono::Messenger {
     for (const auto& [format, word] : words) word_of(format.c_str()) = word;
   }
 
-  // Done: True. Failed: what `Messages.wait` returns.
+  // Returns True if the message was sent, and what `Messages.wait` returns if not.
   nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!understand_send(array, to, tag, &plain)) return nb::none();
@@ -225,7 +226,7 @@ class Port final : public unisono::Messenger {
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(outcome));
   }
 
-  // Done: the source, a number. Failed: what `Messages.wait` returns.
+  // Returns the source if a message was received, and what `Messages.wait` returns if not.
   nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
@@ -238,13 +239,13 @@ class Port final : public unisono::Messenger {
     return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(to_tuple(outcome));
   }
 
-  // Whether it was sent, which it is only if nothing has to be waited for.
+  // Send a message only if that needs no waiting. Returns whether it was sent.
   bool try_send(nb::handle array, nb::handle to, nb::handle tag) {
     Plain plain;
     return understand_send(array, to, tag, &plain) && sends_at_once(plain);
   }
 
-  // What `Messages.start_recv` returns. The caller keeps the memory alive.
+  // Returns what `Messages.start_recv` returns. The caller keeps the memory alive.
   nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
@@ -258,7 +259,7 @@ class Port final : public unisono::Messenger {
   }
 
  private:
-  // A call whose arguments are understood.
+  // A parsed call.
   struct Plain {
     int peer = -1;
     Envelope envelope{};
@@ -310,8 +311,8 @@ class Port final : public unisono::Messenger {
   std::shared_ptr<Messages> messages_;
   uint64_t context_;
   unisono::Ranks ranks_;
-  PyObject* type_;                                    // lives as long as its module, hence longer
-  std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: of complex formats
+  PyObject* type_;                                    // borrowed: its module keeps it alive longer
+  std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: complex formats
 };
 
 }  // namespace
@@ -327,11 +328,11 @@ void bind_p2p(nb::module_& m) {
     .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
     .def("fd", &Messages::fd)
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"),
-         "Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere.")
+         "Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))
     .def("set_stuck", &set_stuck, nb::arg("stuck"))
     .def("set_wire", &set_wire, nb::arg("wire"),
-         "Gets (rank, channel, whether that wire has ended).")
+         "Set a function of (rank, channel, whether the wire has ended).")
     .def("add_wire", &Messages::add_wire, nb::arg("peer"), nb::arg("channel"), nb::arg("fd"),
          "Take over a connected socket.", nb::call_guard<nb::gil_scoped_release>())
     .def("attend", &Messages::attend, nb::call_guard<nb::gil_scoped_release>())
@@ -343,14 +344,14 @@ void bind_p2p(nb::module_& m) {
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("into"), nb::arg("among"))
     .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
-         nb::call_guard<nb::gil_scoped_release>(), "Have serve() look after a receive.")
+         nb::call_guard<nb::gil_scoped_release>(), "Have serve() complete a receive.")
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
          "Return a code; append the outcome of what has ended.")
     .def("cancel", &cancel, nb::arg("number"), nb::arg("outcomes"), "As wait().")
     .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
-         "The last receive into this memory after that number; 0: none.")
-    .def("last_number", &Messages::last_number, "Of all that were started.")
-    .def("serve", &serve, "Return (outcomes, ranks that make no room); nothing after close().")
+         "Return the last receive into this memory after that number; 0: none.")
+    .def("last_number", &Messages::last_number, "Number of the last started operation.")
+    .def("serve", &serve, "Return (outcomes, ranks whose rings are full); nothing after close().")
     .def("deliver", &deliver, nb::arg("source"), nb::arg("context"), nb::arg("tag"),
          nb::arg("info"), nb::arg("data"))
     .def(
@@ -376,7 +377,7 @@ void bind_p2p(nb::module_& m) {
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("type"),
          nb::arg("words"))
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
-         "Whether it was sent; it is if nothing has to be waited for.")
+         "Send if no waiting is needed; return whether it was sent.")
     .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
-         "As Messages.start_recv; None: not for here.");
+         "As Messages.start_recv; None: Python must handle it.");
 }

@@ -1,5 +1,5 @@
-// unisono._engine; only this folder knows Python. Pointers arrive as integers, because taking them
-// apart in Python is cheaper than letting the binding parse arrays.
+// unisono._engine. Only this folder uses Python. Pointers arrive as integers, because Python finds
+// the address of an array faster than the binding would parse the array.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -14,12 +14,12 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "shared/group.hpp"
-#include "kernels/kernels.hpp"
 #include "bindings/owned_program.hpp"
+#include "bindings/waits.hpp"
+#include "kernels/kernels.hpp"
+#include "shared/group.hpp"
 #include "shared/segment.hpp"
 #include "steps/steps.hpp"
-#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -52,7 +52,7 @@ std::vector<std::string> isas() {
   return names;
 }
 
-// Python's name of every element type -> its code.
+// Return the code of each element type by Python's name of the type.
 nb::typed<nb::dict, nb::str, nb::int_> dtype_codes() {
   using unisono::DType;
   const struct {
@@ -77,7 +77,8 @@ constexpr const char* kBuild = "clang " __clang_version__;
 constexpr const char* kBuild = "gcc " __VERSION__;
 #endif
 
-// Shared words laid out otherwise must not meet; bump with shared/layout.hpp and messages/ring.hpp.
+// Processes with different layouts of shared memory must not meet. Increase this with each change
+// of a layout in shared/layout.hpp or messages/ring.hpp.
 constexpr int kAbi = 6;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
@@ -105,7 +106,7 @@ std::unique_ptr<unisono::Group> make_group(std::shared_ptr<unisono::Segment> seg
   return group;
 }
 
-// The callback must not keep alive what keeps the runner alive.
+// The callback must not keep an object alive that keeps the runner alive.
 void set_late(unisono::Runner& runner, const nb::typed<nb::callable, void()>& late,
               int64_t before_ns) {
   auto call = [late] {
@@ -158,12 +159,12 @@ NB_MODULE(_engine, m) {
   nb::class_<unisono::Runner>(m, "Runner")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
          "Call `late` once when a call nears its deadline.")
-    .def("abort", &unisono::Runner::abort, "End whatever waits.");
+    .def("abort", &unisono::Runner::abort, "End every wait.");
 
   nb::class_<unisono::Group, unisono::Runner>(m, "Group")
     .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
          nb::arg("crowded"))
-    .def("leave", &unisono::Group::leave, "Tell the others that this rank is gone.");
+    .def("leave", &unisono::Group::leave, "Mark this rank as gone, for the other ranks.");
 
   bind_interface(m);
   bind_store(m);

@@ -1,4 +1,4 @@
-// A program copied out of Python's arrays once, for all calls that repeat it.
+// A copy of a program in Python's arrays, made once for all calls that repeat the program.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct OwnedProgram {
   Program view() const { return {steps.data(), steps.size(), loops.data(), loops.size()}; }
 };
 
-// What every run needs besides the memory it works on.
+// Everything that a run needs except its memory.
 struct CallSpec {
   Runner* runner;
   const OwnedProgram* program;

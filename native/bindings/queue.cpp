@@ -1,4 +1,4 @@
-// A group's queue, whose jobs run without Python.
+// A group's queue for Python. Its jobs run without the interpreter lock.
 #include "core/queue.hpp"
 
 #include <nanobind/nanobind.h>
@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "bindings/bindings.hpp"
-#include "core/clock.hpp"
 #include "bindings/flight.hpp"
 #include "bindings/waits.hpp"
+#include "core/clock.hpp"
 
 namespace nb = nanobind;
 
@@ -59,7 +59,8 @@ std::tuple<int, uint64_t, int, int> serve(Turn& turn) {
           served.status.peer};
 }
 
-// False: it is not over in time. A signal handler that raises ends the wait; the job goes on.
+// False: the time-out came first. A signal handler that raises ends the wait, and the job
+// continues.
 bool wait(Turn& turn, uint64_t seq, double timeout_s) {
   const int64_t deadline_ns = now_ns() + nanoseconds(timeout_s);
   while (!turn.is_over(seq)) {
@@ -87,7 +88,7 @@ void bind_queue(nb::module_& m) {
   using unisono::Flight;
   using unisono::Turn;
   nb::class_<Flight>(m, "Flight")
-    .def(nb::init<>(), "A call that Python runs when its turn has come.")
+    .def(nb::init<>(), "A call that Python runs when it has the turn.")
     .def("__init__", &unisono::make_flight, nb::arg("runner"), nb::arg("program"),
          nb::arg("input").none(), nb::arg("output").none(), nb::arg("itemsize"), nb::arg("dtype"),
          nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"), nb::arg("timeout_s"),
@@ -99,7 +100,7 @@ void bind_queue(nb::module_& m) {
       "Its number; 0 before it is queued.")
     .def_prop_ro(
       "is_handed", [](const Flight& flight) { return flight.job.handed; },
-      "Once it is over: whether whoever serves tells of its end.");
+      "Once it is over: whether serve() reports its end.");
 
   nb::class_<Turn> turn(m, "Turn");
   turn.attr("CLOSED") = static_cast<int>(Turn::kClosed);
@@ -114,17 +115,18 @@ void bind_queue(nb::module_& m) {
     .def("runs", &Turn::runs, "Whether a call runs.")
     .def("push", &unisono::push, nb::arg("flight"),
          "Queue a call, to be kept until it is over; return its number.")
-    .def("serve", &unisono::serve, "Run what is queued; return (reason, number, code, peer).")
-    .def("finish", &Turn::finish, nb::arg("seq"), "End the call that serve() returned with.")
+    .def("serve", &unisono::serve, "Run queued calls; return (reason, number, code, peer).")
+    .def("finish", &Turn::finish, nb::arg("seq"), "End the call with which serve() returned.")
     .def("is_over", &Turn::is_over, nb::arg("seq"))
     .def(
       "watch", [](Turn& turn, Flight& flight) { return turn.watch(&flight.job); },
-      nb::arg("flight"), "Have serve() tell of its end; False: it has ended well already.")
+      nb::arg("flight"), "Have serve() report its end; False: it has ended well already.")
     .def("wait", &unisono::wait, nb::arg("seq"), nb::arg("timeout_s"),
          "Wait until a call is over; return whether it is.")
     .def("wait_until_still", &unisono::wait_until_still, nb::arg("timeout_s"),
          "Wait until no call runs.")
-    .def("close", &Turn::close, "Drop what has not begun; return the first number of those, or 0.")
+    .def("close", &Turn::close,
+         "Drop the calls that have not begun; return the first number, or 0.")
     .def_prop_ro("last", &Turn::last, "Number of the last call, queued or not.")
     .def_prop_ro("begun", &Turn::begun, "Number of the last queued call that began.");
 }

@@ -45,7 +45,8 @@ nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, P
   }
   CachedCall* const what = known.calls->find(known.key);
   if (what != nullptr && known.is_async) {
-    // An array of its own, in case Python has the call: its lists are moved away.
+    // A copy of the arrays, because start() moves the lists and Python may still need the
+    // arguments.
     nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
     if (arguments.is_valid()) {
       return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
@@ -61,7 +62,7 @@ nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, P
   return result;
 }
 
-// Called by the interpreter, through whose frames no exception of C++ may pass.
+// Called by the interpreter. No C++ exception may pass through the interpreter's frames.
 PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) try {
   return call_known(*reinterpret_cast<Function*>(self), args, nargsf, keywords).release().ptr();
 } catch (nb::python_error& error) {
@@ -99,12 +100,13 @@ void delete_function(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Pickled as functions are: by name.
+// Pickled by name, as functions are.
 PyObject* reduce_function(PyObject* self, PyObject*) {
   return PyObject_GetAttrString(self, "__qualname__");
 }
 
-// As functions do: methods of a class that has one, and a signature in help().
+// Bind to an object as functions do, for classes that have such a method and for signatures in
+// help().
 PyObject* bind_function(PyObject* self, PyObject* object, PyObject*) {
   if (object == nullptr || object == Py_None) return Py_NewRef(self);
   return PyMethod_New(self, object);
@@ -172,7 +174,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   import_numpy();
   nb::object interned = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(names.size())));
   for (size_t i = 0; i < names.size(); ++i) {
-    // Keywords arrive interned, so that comparing addresses will do.
+    // The interpreter interns names of keywords, so comparing addresses is enough.
     PyObject* name = nb::borrow(names[i]).release().ptr();
     PyUnicode_InternInPlace(&name);
     PyTuple_SET_ITEM(interned.ptr(), static_cast<Py_ssize_t>(i), name);
@@ -216,26 +218,26 @@ void bind_quick(nb::module_& m) {
   unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));
   if (unisono::function_type == nullptr) throw nb::python_error();
 
-  // A script may end without destroying its groups; what threads hold then is no news to anybody.
+  // A script may end without destroying its groups, and its threads may then hold objects.
   nb::set_leak_warnings(false);
 
   nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
     .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
          nb::arg("begun"))
-    .def("close", &unisono::Calls::close, "Leave every call to Python from now on.")
+    .def("close", &unisono::Calls::close, "Pass every call to Python from now on.")
     .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
     .def("set_messenger", &unisono::Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
-         "Have plain messages go through a Port.")
+         "Send and receive plain messages through a Port.")
     .def("last", &unisono::Calls::last,
          "Return (seq, call) of the last call that was repeated, or None.");
 
   m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
-        "Return a callable that repeats calls, and leaves others to `function`.");
+        "Return a callable that repeats calls, and passes others to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
         nb::arg("group_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
-  m.def("suspend_quick", [] { ++unisono::suspended; }, "Leave every call to Python.");
+  m.def("suspend_quick", [] { ++unisono::suspended; }, "Pass every call to Python.");
   m.def("resume_quick", [] { --unisono::suspended; }, "Undo one suspend_quick().");
 }

@@ -1,4 +1,4 @@
-// The store's part of unisono._engine.
+// The store's server, for Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

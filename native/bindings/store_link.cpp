@@ -1,4 +1,4 @@
-// The store client's part of unisono._engine: Python values to requests, replies to Python values.
+// The store's client, for Python: requests from Python values, Python values from replies.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/unique_ptr.h>
 
@@ -7,8 +7,8 @@
 #include <string_view>
 
 #include "bindings/bindings.hpp"
-#include "store/link.hpp"
 #include "bindings/waits.hpp"
+#include "store/link.hpp"
 
 namespace nb = nanobind;
 
@@ -19,7 +19,7 @@ using unisono::store::Cursor;
 using unisono::store::Link;
 using unisono::store::Opcode;
 
-// Python's encoder, which is asked next, finds the same and says what it is.
+// Python's encoder, which is called next, detects the same fault and raises the exact error.
 [[noreturn]] void refuse() {
   PyErr_SetString(PyExc_OverflowError, "beyond the limits of a request");
   throw nb::python_error();
@@ -36,7 +36,7 @@ void put_key(Buffer& out, nb::handle key) {
     put_sized(out, {text, static_cast<std::size_t>(size)}, unisono::store::kMaxKeyBytes);
     return;
   }
-  // Bytes that are no UTF-8 come as lone surrogates, and go back to what they were.
+  // Bytes that are not UTF-8 come as lone surrogates and are turned back into the bytes.
   PyErr_Clear();
   PyObject* encoded = PyUnicode_AsEncodedString(key.ptr(), "utf-8", "surrogateescape");
   if (encoded == nullptr) throw nb::python_error();
@@ -77,7 +77,7 @@ void put_request(Link& link, const nb::tuple& request) {
   }
   if (out.size() - before > unisono::store::kMaxRequestBytes) refuse();
   if (*unisono::store::reply_fields(op) == '\0') {
-    // So that a write is done, and visible to every other connection, on return.
+    // So that a write is done, and visible to every other connection, when the call returns.
     out.append_number(static_cast<char>(Opcode::ping));
     out.append_number(uint32_t{0});
     link.expect(Opcode::ping);
@@ -166,7 +166,7 @@ Results exchange(Link& link, double timeout_s, const Requests& requests) {
 bool cancel(Link& link, double timeout_s) {
   link.begin();
   link.out().append_number(static_cast<char>(Opcode::cancel_wait));
-  // The reply still expected is either the late end of the wait or its cancellation.
+  // The reply that is still expected is either the end of the wait or its cancellation.
   run(link, timeout_s);
   const bool has_ended = *link.reply(0) == unisono::store::kStopWaiting;
   link.done();

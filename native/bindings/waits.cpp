@@ -10,7 +10,7 @@ namespace {
 
 thread_local PyObject* kept_exception = nullptr;
 
-// Whether there was one to raise.
+// Raise the kept exception. False: there is none.
 bool raise_kept() {
   PyObject* const kept = std::exchange(kept_exception, nullptr);
   if (kept == nullptr) return false;
@@ -22,7 +22,7 @@ bool raise_kept() {
 }  // namespace
 
 int64_t nanoseconds(double seconds) {
-  // Longer than a century is for ever, and does not fit.
+  // More than a century does not fit and counts as unlimited.
   return seconds < 3e9 ? static_cast<int64_t>(seconds * 1e9) : int64_t{3'000'000'000'000'000'000};
 }
 
@@ -37,8 +37,8 @@ void callback_raised(nanobind::python_error& error, const char* where) {
     return error.discard_as_unraisable(where);
   }
   kept_exception = nanobind::borrow(error.value()).release().ptr();
-  // Where the interpreter looks for signals next, if no wait is long enough before; on the main
-  // thread, the only one whose callbacks signal handlers interrupt.
+  // The interpreter raises the exception at its next check for signals, if no wait raises it
+  // earlier. Signal handlers interrupt callbacks only on the main thread.
   Py_AddPendingCall([](void*) { return raise_kept() ? -1 : 0; }, nullptr);
 }
 

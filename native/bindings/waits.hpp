@@ -1,4 +1,4 @@
-// What waits in C++ have to do with Python.
+// Signals and exceptions of Python during waits in C++.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,10 +9,11 @@ namespace unisono {
 
 int64_t nanoseconds(double seconds);
 
-// Whether a signal handler raised, Ctrl-C above all; it ends a wait with that exception.
+// Whether a signal handler has raised an exception, for example because of Ctrl-C. The exception
+// ends the wait.
 bool signal_raised();
 
-// While it lives, its thread serves others: signals are the business of those who wait.
+// Marks its thread as a server, during its lifetime: signals end waits of other threads only.
 class Serving {
  public:
   Serving();
@@ -21,8 +22,9 @@ class Serving {
   Serving& operator=(const Serving&) = delete;
 };
 
-// Report what a callback raised, and go on; but what ends programs (Ctrl-C came while it ran) ends
-// the wait that it was called from (signal_raised() says so), or is raised soon after it.
+// Report an exception of a callback and continue. An exception that ends programs, such as
+// KeyboardInterrupt, ends the wait that made the call, because signal_raised() returns true.
+// Otherwise it is raised soon after the wait.
 void callback_raised(nanobind::python_error& error, const char* where);
 
 }  // namespace unisono

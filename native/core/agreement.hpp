@@ -1,4 +1,4 @@
-// The words that all ranks of a call compare before any array is written.
+// The words that all ranks of a call compare before any rank writes an array.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 namespace unisono {
 
 struct AgreementWords {
-  uint64_t fingerprint;  // 64 bits over everything that must be equal; 0: agreed already
-  uint64_t even;         // a word of the caller, which reports whether it is equal on all ranks
+  uint64_t fingerprint;  // hash of all that must be equal; 0: the ranks have agreed already
+  uint64_t even;         // may differ; the result reports whether all ranks have the same
   uint64_t direct = 0;   // bits of DirectReading
 };
 

@@ -1,4 +1,4 @@
-// What is done at the end of a scope, however that ends.
+// Calls a function at the end of a scope, also if an exception ends the scope.
 #pragma once
 
 namespace unisono {

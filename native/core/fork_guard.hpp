@@ -1,18 +1,19 @@
-// Who is in the child of a fork. What it shares with its parent's peers is the parent's alone: it
-// must not write there, nor wait for a lock that a thread of its parent holds.
+// Detects the child of a fork. The memory shared with other ranks belongs to the parent: the child
+// must not write to it. Nor may the child wait for a lock that a thread of the parent holds.
 //
-// base/completion.py counts for itself: it has to where this is not built, and to ask here would cost each
-// work 0.2 us. Here is counted what Python does not hear of, the forks of C libraries.
+// base/completion.py has a counter of its own, because it must work without this module, and to ask
+// here would cost each work 0.2 us. This counter also counts the forks of C libraries, which Python
+// does not see.
 #pragma once
 
 #include <atomic>
 
 namespace unisono {
 
-// Between this process and the first one that loaded this.
+// The number of forks between the first process that loaded this module and this process.
 extern std::atomic<int> fork_count;
 
-// Remembers in which process it was made.
+// Remembers in which process it was constructed.
 class ForkGuard {
  public:
   ForkGuard();

@@ -1,4 +1,4 @@
-// Sleeping on a word of shared memory until another process changes it.
+// Lets a thread sleep on a word of shared memory until another process changes the word.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,18 @@
 
 namespace unisono {
 
-// The low half of a 64-bit flag; a futex is 32 bits wide. Every raise of a flag changes this half.
+// The low half of a 64-bit word, because a futex has 32 bits. Every change of a flag changes this
+// half.
 inline uint32_t* low_half(std::atomic<uint64_t>& word) {
   static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the low half comes first");
   return reinterpret_cast<uint32_t*>(&word);
 }
 
-// Not FUTEX_PRIVATE_FLAG: the waker is another process. (libstdc++'s atomic::wait is private.)
-// Returns whether this thread was woken though the word has not changed: it will, in a moment.
+// Sleep while `word` is `seen`, at most until the time-out. Returns true if this thread was woken
+// although the word has not changed: the word will change soon.
+//
+// Not FUTEX_PRIVATE_FLAG, because the waker is another process. (libstdc++'s atomic::wait is
+// private.)
 inline bool futex_wait(std::atomic<uint64_t>& word, uint64_t seen, int64_t timeout_ns) {
   timespec limit{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
   const long woken =
@@ -30,17 +34,18 @@ inline void futex_wake_all(std::atomic<uint64_t>& word) {
   syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-// Between a write and a read of another word, of which one side must see the other's.
+// Separates a write from a read of another word. If two threads do so with the words swapped, at
+// least one of the threads sees the write of its peer.
 inline void full_fence() {
 #pragma GCC diagnostic push
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wtsan"  // no race is ruled out by this fence alone
+#pragma GCC diagnostic ignored "-Wtsan"  // the fence alone rules out no race
 #endif
   std::atomic_thread_fence(std::memory_order_seq_cst);
 #pragma GCC diagnostic pop
 }
 
-// Change a word on which others sleep, and wake them.
+// Change a word and wake the threads that sleep on it.
 inline void change_and_wake(std::atomic<uint64_t>& word) {
   word.fetch_add(1, std::memory_order_seq_cst);
   futex_wake_all(word);

@@ -1,4 +1,5 @@
-// What runs programs: over shared memory (shared/group.hpp) or with messages (steps/steps.hpp).
+// Programs, and the interface of the two classes that run them: in shared memory (shared/group.hpp)
+// and with messages (steps/steps.hpp).
 #pragma once
 
 #include <algorithm>
@@ -8,16 +9,17 @@
 #include <utility>
 
 #include "core/agreement.hpp"
-#include "kernels/kernels.hpp"
 #include "core/status.hpp"
+#include "kernels/kernels.hpp"
 
 namespace unisono {
 
-// The columns of schedules/ir.py.
+// The opcodes of schedules/ir.py.
 enum StepOp : int64_t { kSend, kRecv, kRecvReduce, kCopy, kReduce, kPost, kRead, kReadReduce };
 enum Buf : int64_t { kInput, kOutput, kScratch };
 
-// One step of a program; the columns of a row as Python lowers it, all in elements.
+// One step of a program: the columns of a row as Python lowers it. Counts and offsets are in
+// elements.
 struct Step {
   int64_t op;
   int64_t peer;
@@ -26,12 +28,13 @@ struct Step {
   int64_t dst_buf;
   int64_t dst_off;
   int64_t count;
-  int64_t slot;      // whose slot the post lies in
-  int64_t slot_off;  // where there
-  int64_t stage;     // which publication of the poster
+  int64_t slot;      // rank in whose slot the post lies
+  int64_t slot_off;  // offset in that slot
+  int64_t stage;     // the publication of the poster with which the post becomes readable
 };
 
-// Steps [first, end) executed `repeats` times; afterwards INPUT and OUTPUT move on.
+// Steps [first, end), executed `repeats` times. After each repetition INPUT and OUTPUT move by the
+// shifts.
 struct Loop {
   int64_t first;
   int64_t end;
@@ -49,17 +52,17 @@ struct Program {
 
 // A list of arrays of equal size that stands for their concatenation.
 struct ArrayList {
-  char* const* at = nullptr;  // nullptr: there is no list but one array
-  int64_t count = 0;          // elements of each
+  char* const* at = nullptr;  // the arrays; nullptr: there is no list
+  int64_t count = 0;          // elements of each array
 };
 
-// Memory of one call; counts in elements.
+// The memory of one call. Counts are in elements.
 struct Buffers {
   const char* input;
   int64_t input_count;
   char* output;
   int64_t output_count;
-  bool output_is_readonly;  // as the tensor of a broadcast's root may be
+  bool output_is_readonly;  // for example the array of a broadcast's root
   char* scratch;
   int64_t scratch_count;
   int64_t itemsize;
@@ -69,16 +72,16 @@ struct Buffers {
 
 inline bool sends(int64_t op) { return op == kSend || op == kPost; }
 
-// Whether a step is a copy and the reduction that follows it in one: dst = src (op) what is read.
+// Whether a step is a copy and a reduction in one: dst = src (op) the value that is read.
 inline bool joins(const Step& step) { return step.op == kReadReduce && step.src_buf >= kInput; }
 
-// Whether a step names buffers, ranges and peers that exist, INPUT and OUTPUT having moved on that
-// far: what comes from Python is checked once instead of trusted, because a wrong offset here is a
-// corrupted process somewhere else.
+// Whether a step names existing buffers, ranges and peers, with INPUT and OUTPUT moved by
+// `input_at` and `output_at`. Programs from Python are checked once, because a wrong offset would
+// corrupt the memory of some process.
 bool step_fits(const Step& step, int64_t input_at, int64_t output_at, const Buffers& buffers,
                int rank, int ranks);
 
-// Told once by a run that is going to wait for longer than a moment; may give up a lock, say.
+// A run calls idle() once before it waits for longer than a moment. The callee may release a lock.
 class Idler {
  public:
   virtual void idle() = 0;
@@ -92,20 +95,21 @@ class Runner {
  public:
   virtual ~Runner() = default;
 
-  // Agree on `words` (fingerprint 0: agreed already), then run a program. No buffer is written
-  // before; nor is any if the ranks' `even` differ, which ends with that code.
+  // Agree on `words` (fingerprint 0: the ranks have agreed already), then run a program. Before all
+  // ranks agree, no buffer is written. If the ranks' words `even` differ, the run ends with
+  // Code::uneven and writes nothing.
   virtual Status run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                      AgreementWords words, int64_t timeout_ns, Idler* idler = nullptr) = 0;
 
-  // Wake who sleeps for this rank, which has begun a call: a thread needs long to wake, and can do so
-  // while this one finds out what the call is.
+  // Wake the threads that sleep for this rank, because this rank begins a call. A thread takes long
+  // to wake: the wake-up then overlaps with parsing the arguments here.
   virtual void wake_waiters() {}
 
-  // End whatever waits, from any thread; the group cannot be used afterwards.
+  // End every wait, from any thread. The group cannot be used afterwards.
   virtual void abort() = 0;
   virtual bool is_aborted() const = 0;
 
-  // Called once by a call that still waits `before_ns` before its deadline.
+  // Set a function that a call invokes once if it still waits `before_ns` before its deadline.
   void set_late(std::function<void()> late, int64_t before_ns) {
     late_ = std::move(late);
     late_ns_ = before_ns;
@@ -115,8 +119,9 @@ class Runner {
   std::function<void()> late_;
   int64_t late_ns_ = 0;
 
-  // How long before its deadline a call of this time-out is late: half of a short one, or each call
-  // that waits would ask all others; but an answer takes up to 0.45 s.
+  // How long before its deadline a call with this time-out counts as late. At most half of the
+  // time-out, or each waiting call would ask all other ranks. At least 0.45 s, because an answer
+  // takes up to that.
   int64_t late_ns(int64_t timeout_ns) const {
     const int64_t half_ns = timeout_ns / 2;
     return std::min(late_ns_, std::max(half_ns, int64_t{450'000'000}));

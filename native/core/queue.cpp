@@ -11,8 +11,8 @@ namespace unisono {
 
 namespace {
 
-// The owner of a job that has ended unnoticed is told so late that a loop of calls is not disturbed,
-// and so soon that nobody misses the memory.
+// How long the server waits for further jobs before it reports that jobs have ended. Shorter: a
+// loop of calls is disturbed. Longer: the owner keeps the memory of ended jobs for that time.
 constexpr int64_t kIdleNs = 10'000'000;
 
 }  // namespace
@@ -75,9 +75,9 @@ Turn::Served Turn::serve() {
     const std::lock_guard<std::mutex> lock(lock_);
     const Served served{status.is_ok() ? kEnded : kFailed, job->seq, status};
     if (served.reason == kEnded) {
-      const bool tells = job->handed = job->watched;
-      end(served.seq);  // its owner may free the job now
-      if (!tells) continue;
+      const bool reports = job->handed = job->watched;
+      end(served.seq);  // the owner may free the job from here on
+      if (!reports) continue;
     } else {
       job->handed = true;
     }
@@ -85,7 +85,7 @@ Turn::Served Turn::serve() {
   }
 }
 
-// The job whose turn has come; nullptr: none.
+// Take the next job that may run; nullptr: there is none.
 Job* Turn::next() {
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
@@ -105,7 +105,7 @@ void Turn::finish(uint64_t seq) {
 
 void Turn::end(uint64_t seq) {
   running_ = false;
-  // Before `ended_`: who has waited for this job finds the turn free.
+  // Before `ended_`: a thread that has waited for this job must find the turn free.
   pending_.fetch_sub(1, std::memory_order_release);
   ended_.store(seq, std::memory_order_seq_cst);
   if (waiters_.load(std::memory_order_seq_cst) != 0) futex_wake_all(ended_);

@@ -1,4 +1,4 @@
-// The run-time choice of an instruction set.
+// Chooses an instruction set at run time.
 #include "kernels/kernels.hpp"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ bool always() { return true; }
 
 #if defined(UNISONO_X86_LEVELS)
 bool has_v3() {
-  // Not __builtin_cpu_supports("x86-64-v3"), nor "f16c": compilers of 2021 know neither.
+  // Compilers of 2021 know neither __builtin_cpu_supports("x86-64-v3") nor "f16c".
   constexpr unsigned f16c = 1u << 29, movbe = 1u << 22, lzcnt = 1u << 5;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
@@ -157,7 +157,8 @@ void copy_past_cache(void* to, const void* from, std::size_t nbytes) {
     _mm_stream_si128(out + 3, d);
   }
   copy_chunked(into + at, source + at, nbytes - at);
-  // Such stores are not ordered before the store that says that the data are there.
+  // Without the fence, streaming stores could become visible after the store that publishes the
+  // data.
   _mm_sfence();
 }
 #else

@@ -1,9 +1,10 @@
-// Element-wise reductions, the same as unisono/engines/kernels.py to the bit, with two exceptions
-// where NumPy's answer depends on the processor and this one must not: products of complex numbers
-// are never fused, and MIN and MAX of +0 and -0 give what NumPy gives on x86-64.
+// Element-wise reductions, bit by bit the same as in unisono/engines/kernels.py, with two
+// exceptions. NumPy's result depends on the processor in these, and the result here must not:
+// products of complex numbers are never fused. MIN and MAX of +0 and -0 give what NumPy gives on
+// x86-64.
 //
-// The loops (kernels_isa.cpp) are compiled once per instruction set and chosen at run time.
-// Nothing here depends on alignment.
+// The loops (kernels_isa.cpp) are compiled once per instruction set and chosen at run time. Nothing
+// here depends on alignment.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +30,7 @@ enum class DType : int {
 };
 constexpr int kDTypes = 15;
 
-// Numbered as unisono.base.types.RedOpType, which is torch's numbering.
+// The numbers of unisono.base.types.RedOpType, which are torch's.
 enum class RedOp : int {
   sum = 0,
   avg = 1,
@@ -43,38 +44,41 @@ enum class RedOp : int {
 };
 constexpr int kRedOps = 9;
 
-// into[i] = left[i] (op) right[i] for i < count elements. The three are apart, or begin at one place.
+// into[i] = left[i] (op) right[i] for i < count. The three ranges do not overlap, or begin at the
+// same address.
 using ReduceFn = void (*)(void* into, const void* left, const void* right, std::size_t count);
 
-// The loop for this pair in the chosen instruction set; nullptr if the pair has no meaning (MIN of
-// complex numbers) or a code is out of range. AVG and PREMUL_SUM add; Python applies their factors.
+// Return the loop for this pair in the chosen instruction set. The result is nullptr if the pair
+// has no meaning (MIN of complex numbers) or a code is out of range. AVG and PREMUL_SUM add; Python
+// applies their factors.
 ReduceFn reduce_fn(DType dtype, RedOp op);
 
 std::size_t element_nbytes(DType dtype);
 
-// Name of the chosen instruction set: "plain", "v3" or "v4" (x86-64 levels). The best one that
-// this machine has, until set_isa.
+// Return the name of the chosen instruction set: "plain", "v3" or "v4" (x86-64 levels). Until
+// set_isa() it is the best of this machine.
 const char* isa();
 
-// Choose another; false, and no change, if it is unknown or the machine lacks it. Functions that
-// reduce_fn returned earlier stay valid.
+// Choose an instruction set. False, and no change: it is unknown, or the machine lacks it.
+// Functions from earlier calls of reduce_fn() stay valid.
 bool set_isa(const char* name);
 
-// Name of the i-th instruction set that this machine can run, from slowest; nullptr past the end.
+// Return the name of the i-th instruction set of this machine, from the slowest; nullptr past the
+// end.
 const char* available_isa(int i);
 
-// memcpy in pieces. glibc's memcpy writes around the cache above some size, which is several
-// times slower when another core reads the bytes next. From some KiB on it is `rep movsb`, which
-// fills a slot up to three times as fast as loads and stores: it need not fetch lines that the
-// reader has.
+// memcpy in pieces of 256 KiB. Above some size glibc's memcpy bypasses the cache, which is several
+// times slower if another core reads the bytes next. From some KiB on memcpy is `rep movsb`, which
+// fills a slot up to three times as fast as loads and stores. It need not fetch the cache lines
+// that the reader holds.
 void copy_chunked(void* to, const void* from, std::size_t nbytes);
 
-// memcpy without bringing the lines of `to` into the cache.
+// memcpy that does not bring the cache lines of `to` into the cache.
 void copy_past_cache(void* to, const void* from, std::size_t nbytes);
 
-// From this size on data are received past the cache: they do not fit there anyway, and an ordinary
-// store of a line would first read the line from memory. Measured with messages of 16 to 64 MiB: a
-// sixth faster; with 8 MiB, which the cache of the test machine holds: slower.
+// From this size on, received data bypass the cache. They do not fit into it anyway, and an
+// ordinary store would first read each line from memory. Measured with messages of 16 to 64 MiB: a
+// sixth faster. With 8 MiB, which fit into the cache of the test machine: slower.
 constexpr std::size_t kStreamBytes = 16 * 1024 * 1024;
 
 }  // namespace unisono

@@ -1,13 +1,14 @@
-// The loops, compiled once per instruction set with UNISONO_ISA naming the namespace.
-// No standard library here: an inline function of it, compiled for AVX-512, could be the copy that
-// the linker keeps for everybody. For the same reason everything but reduce_fn is local.
+// The loops, compiled once per instruction set; UNISONO_ISA names the namespace.
+//
+// Without the standard library: the linker could keep an inline function of it that was compiled
+// for AVX-512, and use it for all callers. For the same reason everything but reduce_fn is local.
 #include "kernels/kernels.hpp"
 
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
 
-// The result may lie exactly where an operand lies, so __restrict would be a lie.
+// Not __restrict, because the result may lie exactly where an operand lies.
 #if defined(__clang__)
 #define UNISONO_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -27,7 +28,7 @@ using i32 = int;
 using i64 = long long;
 static_assert(sizeof(u16) == 2 && sizeof(u32) == 4 && sizeof(u64) == 8, "64-bit platforms");
 
-// How an element lies in memory: at any address, whatever else the bytes are used as.
+// An element in memory: at any address, and the bytes may also be used as another type.
 template <class T>
 struct [[gnu::packed, gnu::may_alias]] Stored {
   T value;
@@ -60,8 +61,8 @@ struct Complex {
 
 // --- operations ------------------------------------------------------------------------------
 
-// Unsigned type in which T wraps around instead of overflowing. Not narrower than int: u16 * u16
-// would be promoted to int, and overflow there.
+// An unsigned type in which T wraps around instead of overflowing. Not narrower than int, because
+// u16 * u16 would be promoted to int and overflow there.
 template <class T, bool wide = (sizeof(T) > 4)>
 struct Wrapping {
   using type = u32;
@@ -115,8 +116,8 @@ struct Product {
   }
 };
 
-// `a != a` keeps a NaN; a NaN in b is kept because it compares false. Of +0 and -0 the second
-// wins, as in NumPy on x86-64.
+// `a != a` keeps a NaN in a. A NaN in b is kept because it compares false. Of +0 and -0 the second
+// is the result, as in NumPy on x86-64.
 struct Min {
   template <class T>
   static T apply(T a, T b) {
@@ -131,7 +132,7 @@ struct Max {
   }
 };
 
-// For float16 NumPy lets the first zero win.
+// For float16 NumPy returns the first of two zeros.
 struct MinFirst {
   template <class T>
   static T apply(T a, T b) {
@@ -181,8 +182,8 @@ void loop(void* into, const void* left, const void* right, std::size_t count) {
   }
 }
 
-// The textbook formula, as NumPy's: no rescue of infinities that became NaN. Real and imaginary
-// parts are kept apart until the end of a block. Where they alternate, GCC 12 makes fused
+// The textbook formula, as in NumPy: infinities that became NaN are not repaired. Real and
+// imaginary parts are kept apart until the end of a block. If they alternate, GCC 12 makes fused
 // multiply-adds in spite of -ffp-contract=off, and the result depends on the machine.
 template <class T>
 void complex_product(void* into, const void* left, const void* right, std::size_t count) {
@@ -207,7 +208,7 @@ void complex_product(void* into, const void* left, const void* right, std::size_
 }
 
 #if defined(__F16C__)
-// Compilers of today do not turn Float16::load and ::store into these instructions.
+// Compilers do not turn Float16::load and ::store into these instructions.
 template <class Op>
 void half_loop(void* into, const void* left, const void* right, std::size_t count) {
   constexpr std::size_t lanes = 8;

@@ -1,4 +1,4 @@
-// How operations end from outside: cancelled, their context broken, their rank gone, all closed.
+// How operations end from outside: by a cancel, a failed context, a lost rank, or close().
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -10,9 +10,9 @@ namespace unisono {
 
 namespace {
 
-// How long what a rank sent may be on its way after Python knows that it is gone. Of a rank that
-// has left, everything comes unless the network loses it again and again; of one that was lost,
-// nobody needs to have it all.
+// How long messages of a rank may still arrive after Python knows that the rank is gone. From a
+// rank that has left, all messages arrive unless the network loses them again and again. From a
+// lost rank, no receiver needs all messages.
 constexpr int64_t kLeftNs = 5'000'000'000;
 constexpr int64_t kLostNs = 300'000'000;
 
@@ -20,12 +20,12 @@ constexpr int64_t kLostNs = 300'000'000;
 
 // ---- one operation ------------------------------------------------------------------------
 
-// End an operation that is not done; its memory is not touched any more.
+// End an operation that is not done. Its memory is not used afterwards.
 void Messages::cancel_with(Operation& op, Code code) {
   if (!op.is_send) {
     matching_.unpost(&op);
     for (Peer& from : peers_) {
-      if (from.into == &op) from.into = nullptr;  // the rest of the message is dropped
+      if (from.into == &op) from.into = nullptr;  // the rest of the message is discarded
     }
     return finish(op, code);
   }
@@ -33,15 +33,15 @@ void Messages::cancel_with(Operation& op, Code code) {
   if (op.on_loan && !revoke_loan(op)) code = Code::ok;
   const auto place = std::find(to.sends.begin(), to.sends.end(), &op);
   if (op.started && to.down == Code::ok && continue_from_copy(op, &*place)) return finish(op, code);
-  if (place != to.sends.end()) {  // else it has not begun
+  if (place != to.sends.end()) {  // else the send has not begun
     to.sends.erase(place);
     --queued_sends_;
   }
   finish(op, code);
 }
 
-// The receiver has the head of this send's frame: give it the rest from a copy, in place of the send; false:
-// there is no memory for that.
+// The receiver has the head of this send's frame: send it the rest from a copy, which replaces the
+// send in the queue. False: there is no memory for the copy, and the frame was aborted.
 bool Messages::continue_from_copy(const Operation& op, Operation** place) {
   try {
     leftovers_.push_back(copy_of(op));
@@ -53,14 +53,14 @@ bool Messages::continue_from_copy(const Operation& op, Operation** place) {
       to.outbox->ring.abort_frame();
       ring_bell(*to.outbox, false);
     } else {
-      // In a wire nothing can come behind what there is of the frame.
+      // In a wire no frame can follow an incomplete frame.
       for (const auto& wire : to.wires) wire->abort();
     }
     return false;
   }
 }
 
-// An operation that goes on in place of this one, with a copy of its memory.
+// Return an operation that continues a send, with a copy of its memory.
 std::unique_ptr<Operation> Messages::copy_of(const Operation& op) const {
   auto rest = std::make_unique<Operation>();
   rest->copy.reset(new char[op.envelope.nbytes]);
@@ -96,7 +96,7 @@ void Messages::fail_context(uint64_t context) {
   end_all([&](Operation& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
 }
 
-// What was sent in it goes on: it may be the last words before leaving.
+// Sends of the context go on, because they may be a rank's last messages before it leaves.
 void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
   failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
@@ -107,7 +107,7 @@ void Messages::forget_context(uint64_t context) {
   });
 }
 
-// Drop what has come of the frame that is coming in, if it is kept.
+// Discard the received part of the incoming frame, if the frame is kept.
 void Messages::discard_partial(Peer& from) {
   auto& arrivals = matching_.arrivals();
   const Arrival* const kept = std::exchange(from.kept, nullptr);
@@ -128,7 +128,7 @@ void Messages::discard_messages(const std::function<bool(const Envelope&)>& unwa
 
 // ---- a rank, and everything ---------------------------------------------------------------
 
-// End everything for which `code_of` says how.
+// End every operation for which `code_of` returns another code than ok.
 void Messages::end_all(const std::function<Code(Operation&)>& code_of) {
   std::vector<Operation*> candidates(matching_.posted());
   for (Peer& other : peers_) {
@@ -142,11 +142,12 @@ void Messages::end_all(const std::function<Code(Operation&)>& code_of) {
   notify_ended();
 }
 
-// End what waits for a rank of which nothing comes any more.
+// End the operations that wait for a rank from which no message can come any more.
 void Messages::end_peer(int rank, Code code) {
   Peer& gone = peer(rank);
-  discard_partial(gone);  // what it has sent half of, it never will
-  // One that has half a frame to send, which nobody will, could be written to: no sleep would last.
+  discard_partial(gone);  // the rank will never send the rest
+  // A wire with an incomplete outgoing frame stays writable, so poll() would return at once every
+  // time.
   for (const auto& wire : gone.wires) wire->close_fd();
   gone.down = code;
   Operation* const half_received = gone.into;
@@ -158,7 +159,7 @@ void Messages::end_peer(int rank, Code code) {
     if (&op == half_received) return code;
     return op.started || !op.takes_from(rank) ? Code::ok : down_for(op);
   });
-  // What is left of sends that were given up has nobody to go to.
+  // The rest of cancelled sends has no receiver any more.
   queued_sends_ -= static_cast<int>(gone.sends.size());
   leftovers_.remove_if([&](const auto& left) { return left->peer == rank; });
   gone.sends.clear();
@@ -169,7 +170,7 @@ bool Messages::peer_down(int rank, Code code) {
   Peer& gone = peer(rank);
   look_for_senders();
   const Code known = std::exchange(gone.departure, code);
-  // What it has sent is there to be received.
+  // Receive the messages that the rank has sent.
   while (gone.active && pull(rank)) continue;
   while (pull_wires(rank, true)) continue;
   if (closed_ || is_drained(gone)) {
@@ -185,8 +186,8 @@ bool Messages::peer_down(int rank, Code code) {
   return true;
 }
 
-// Whether nothing can come any more over the wires of a rank. What waits for a frame that the first
-// one would open does so in vain once that has ended.
+// Whether no message can come any more over a rank's wires. A blocked wire waits for a frame that
+// the first wire opens, which cannot happen after the first wire has ended.
 bool Messages::is_drained(const Peer& gone) const {
   const Wire* const first = gone.first_wire();
   const bool opens = first != nullptr && !first->has_ended();
@@ -195,7 +196,7 @@ bool Messages::is_drained(const Peer& gone) const {
   });
 }
 
-// Give up the ranks whose wires have ended, or whose last messages are too late.
+// End the ranks whose wires have ended, or whose last messages took too long.
 void Messages::end_departures() {
   for (int rank : wired_) {
     Peer& gone = peer(rank);

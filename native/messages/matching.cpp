@@ -38,7 +38,7 @@ std::list<Arrival>::iterator Matching::find_arrival(const Operation& op) {
 
 Arrival* Matching::keep(int source, const Envelope& envelope) {
   try {
-    // new[] of plain chars leaves them uninitialised, as it should: they are about to be written.
+    // new[] of char leaves the memory uninitialised, because it is about to be written.
     arrivals_.push_back({source, envelope, std::unique_ptr<char[]>(new char[envelope.nbytes])});
   } catch (const std::bad_alloc&) {
     return nullptr;

@@ -1,6 +1,6 @@
-// Which message goes to which receive, as transports/mailbox.py has it: the k-th message from a
-// rank under a context and tag meets the k-th receive for them; a receive from any source takes the
-// oldest message.
+// Pairs messages with receives, as transports/mailbox.py does. The k-th message from a rank under a
+// context and tag goes to the k-th receive for them. A receive from any source takes the oldest
+// message.
 #pragma once
 
 #include <atomic>
@@ -20,28 +20,28 @@ struct Envelope {
   uint64_t context;
   int64_t tag;
   uint64_t nbytes;
-  uint32_t info;  // a word about the payload that both ends must agree on
+  uint32_t info;  // a word about the payload that must be equal at both ends
 };
 
-// A send or a receive. Its memory belongs to the caller until it is done.
+// A send or a receive. The payload's memory belongs to the caller and must stay valid until `done`.
 struct Operation {
   Envelope envelope{};
   int peer = -1;  // -1: a receive from any source
   char* data = nullptr;
-  Ranks among;  // of a receive from any source: who may send
+  Ranks among;  // of a receive from any source: the possible senders
   bool is_send = false;
-  uint64_t number = 0;    // 0: its caller waits for it, on whose stack it lies
-  bool awaited = false;   // somebody waits for it, who will find out by itself
-  bool quiet = false;     // its caller will ask for it, so that the server thread need not look
-  size_t moved = 0;       // of a send: bytes of the payload that are written, or left to a wire
-  bool started = false;   // its message is in part in the ring, or taken out of it
-  bool in_parts = false;  // of a send: it goes over several wires
-  bool on_loan = false;   // of a send: its receiver may be reading the memory right now
-  uint64_t order = 0;     // of a receive: its place in the order in which they were posted
-  bool more = false;      // of a send: another one to the same rank follows at once
-  std::unique_ptr<char[]> copy;  // of a send that was given up: a copy, to write what is left
+  uint64_t number = 0;    // 0: a blocking call, and this object is on the caller's stack
+  bool awaited = false;   // a thread waits for it and takes the outcome
+  bool quiet = false;     // the caller will wait for it, so the server thread leaves it alone
+  size_t moved = 0;       // of a send: bytes of the payload that were written or passed to a wire
+  bool started = false;   // part of its frame was written or read
+  bool in_parts = false;  // of a send: its payload goes over several wires
+  bool on_loan = false;   // of a send: the receiver may be reading the memory
+  uint64_t order = 0;     // of a receive: its number in the order of posting
+  bool more = false;      // of a send: the next send to the same rank follows at once
+  std::unique_ptr<char[]> copy;  // of a cancelled send: its payload, to complete the frame
 
-  // The outcome; `done` is set last.
+  // The outcome. `done` is set last.
   std::atomic<bool> done{false};
   Code code = Code::ok;
   int source = -1;
@@ -57,41 +57,42 @@ struct Arrival {
   int source;
   Envelope envelope;
   std::unique_ptr<char[]> data;
-  size_t filled = 0;  // nothing has come for what is behind
+  size_t filled = 0;  // bytes from here on have not come
 };
 
 class Matching {
  public:
-  // `sources`: as many receives may be taken out and not be done.
+  // `sources`: how many receives may be taken and not done at a time.
   explicit Matching(size_t sources) : sources_(sources) {}
 
-  // The receive that the next message of this kind goes to, taken out; nullptr: none.
+  // Take the receive for the next message with this envelope out of the list. nullptr: there is
+  // none.
   Operation* take_posted(int source, const Envelope& envelope);
 
-  // The oldest message for this receive; end() if there is none.
+  // Find the oldest message for this receive; end() if there is none.
   std::list<Arrival>::iterator find_arrival(const Operation& op);
 
-  // Room for a message without receive; nullptr if memory is short.
+  // Make an arrival for a message without a receive; nullptr if there is no memory.
   Arrival* keep(int source, const Envelope& envelope);
   void discard(std::list<Arrival>::iterator arrival);
   bool has_room(uint64_t nbytes) const { return kept_bytes_ + nbytes <= kKeptBytes; }
 
-  // Give a receive its place in the order, and have memory for that.
+  // Number a receive, and reserve the memory to post it again later.
   void assign_order(Operation* op);
-  void post(Operation* op);          // what was taken out: where it was
-  bool unpost(const Operation* op);  // whether it was there
+  void post(Operation* op);          // a receive that was taken goes back to its place
+  bool unpost(const Operation* op);  // returns whether it was posted
   bool has_receive_from(int source) const;
 
   std::vector<Operation*>& posted() { return posted_; }
   std::list<Arrival>& arrivals() { return arrivals_; }
 
  private:
-  // Beyond this many bytes of unexpected messages, further ones stay in their rings and their
-  // senders wait, unless a receive waits for something behind them.
+  // Most bytes of arrivals to keep. Further messages stay in their rings and wires and their
+  // senders wait, unless a receive waits for a message behind them.
   static constexpr uint64_t kKeptBytes = uint64_t{256} << 20;
 
   const size_t sources_;
-  std::vector<Operation*> posted_;  // by `order`
+  std::vector<Operation*> posted_;  // sorted by `order`
   uint64_t last_order_ = 0;
   std::list<Arrival> arrivals_;
   uint64_t kept_bytes_ = 0;

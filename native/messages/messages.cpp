@@ -1,4 +1,4 @@
-// The life of a send or a receive: its beginning and its end. Waits are in waiting.cpp.
+// The beginning of a send or a receive. waiting.cpp has the waits, ends.cpp the ends from outside.
 #include "messages/messages.hpp"
 
 #include <algorithm>
@@ -49,9 +49,9 @@ bool Messages::has_left(int rank) {
   return from.active && from.ring.words->left.load(std::memory_order_acquire) != 0;
 }
 
-// ---- the synchronous calls ----------------------------------------------------------------
+// ---- synchronous calls -------------------------------------------------------------------
 
-// Not where ranks share cores: a sleeper might get the one that this rank needs.
+// Not if ranks share cores: a woken thread could get the core that this rank needs.
 void Messages::wake_waiters(int to) {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || is_crowded_ || peer(to).outbox == nullptr) return;
@@ -104,7 +104,7 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
   return outcome_of(op);
 }
 
-// ---- those that go on by themselves -------------------------------------------------------
+// ---- started operations ------------------------------------------------------------------
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
   Lock lock(lock_);
@@ -129,7 +129,7 @@ Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ran
   return start(op);
 }
 
-// Keep an operation that is about to begin: once it has, there must be memory for that.
+// Store an operation that is about to begin, because after its start there must be memory for that.
 Operation& Messages::open_operation(std::unique_ptr<Operation> op) {
   ended_.reserve(open_.size() + 1);
   return *(open_[last_number() + 1] = std::move(op));
@@ -158,7 +158,7 @@ Outcome Messages::start(Operation& op) {
   return outcome;
 }
 
-// See to it that nothing refers to an operation whose caller gets an exception instead of its end.
+// Remove every reference to an operation whose caller gets an exception.
 void Messages::cancel_unfinished(Operation& op) {
   if (!op.done) cancel_with(op, Code::no_memory);
 }
@@ -187,7 +187,7 @@ void Messages::watch(Operation& op) {
   if (op.done && !op.awaited) anything_ended_ = server_is_due_ = true;
 }
 
-// The outcome of an operation that has ended, which is forgotten with this.
+// Return the outcome of an operation that has ended, and forget the operation.
 Outcome Messages::take_outcome(uint64_t number) {
   const auto found = open_.find(number);
   const Outcome outcome = outcome_of(*found->second);
@@ -205,18 +205,18 @@ Outcome Messages::cancel(uint64_t number) {
   Operation& op = *found->second;
   if (!op.done) cancel_with(op, Code::cancelled);
   notify_ended();
-  // Whoever waits for it right now takes it himself.
+  // A thread that waits for the operation takes the outcome itself.
   return op.awaited ? Outcome{number, Code::unknown} : take_outcome(number);
 }
 
-// ---- those of programs, and what comes another way ----------------------------------------
+// ---- programs, and messages from Python's links -------------------------------------------
 
 void Messages::begin(Operation& op) {
   const Lock lock(lock_);
   op.is_send ? begin_send(op) : post_recv(op);
 }
 
-// As begin_recv, without looking for what comes: a program posts several, and then waits.
+// As begin_recv(), without progress: a program posts several receives before it waits.
 void Messages::post_recv(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   const auto arrival = matching_.find_arrival(op);
@@ -298,7 +298,7 @@ void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival)
   op.got_nbytes = got.nbytes;
   op.got_info = got.info;
   if (fits) copy_bytes(op.data, arrival->data.get(), arrival->filled);
-  if (from.kept == &*arrival) {  // the rest of it is still to come
+  if (from.kept == &*arrival) {  // the rest of the message has not come
     from.kept = nullptr;
     from.into = fits ? &op : nullptr;
     op.started = fits;
@@ -314,7 +314,7 @@ void Messages::finish(Operation& op, Code code) {
   op.done.store(true, std::memory_order_release);  // acquire: wait_for
 }
 
-// Remember that an operation that nobody waits for has ended.
+// Record that an operation has ended for which no thread waits.
 void Messages::note_end(const Operation& op) {
   ended_.push_back(op.number);
   server_is_due_ |= !op.quiet;
@@ -324,7 +324,8 @@ bool Messages::is_failed(uint64_t context) const {
   return std::find(failed_.begin(), failed_.end(), context) != failed_.end();
 }
 
-// Why a receive cannot be served any more; its `source` is then the rank to blame.
+// The code with which a receive must end because its sender is gone. `source` becomes the rank to
+// blame.
 Code Messages::down_for(Operation& op) {
   if (op.peer >= 0) {
     op.source = op.peer;

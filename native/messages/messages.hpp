@@ -1,17 +1,17 @@
-// One rank's messages: sending, receiving, waiting, and progress meanwhile. They go through a ring
-// to a rank whose memory can be opened, and over a wire to others.
+// One rank's messages: sends, receives, waits, and progress. Messages go through a ring to a rank
+// whose memory can be opened, and over a wire to other ranks.
 //
-// Progress is made by whoever waits, and by a server thread (of Python's, which calls serve())
-// for what nobody waits for. Everything happens under one lock, which nobody holds while sleeping
-// or while taking the interpreter lock.
+// Waiting threads make progress. A server thread, which Python starts and which calls serve(),
+// makes progress for operations for which no thread waits. One lock guards all state. No thread
+// holds it while it sleeps or acquires the interpreter lock.
 //
-// A rank that waits takes in all that arrives, so that two ranks that both send first come to
-// their receives; loans, and large messages of programs, only once it is about to sleep, or has waited for
-// long: their receives are mostly posted by then. Messages that nobody has asked for are kept up to a limit; beyond it they stay in
-// the ring or wire, and their sender waits.
+// A waiting rank receives all messages that arrive, so that two ranks that both send first reach
+// their receives. Loans, and large messages of programs, are received only shortly before the rank
+// sleeps, or after a long wait. By then their receives are mostly posted. Messages without a
+// receive are kept up to a limit; beyond it they stay in the ring or wire, and their sender waits.
 //
-// Wires are made by Python, when the first message wants one, or the first large one several. Python
-// also finds out who is gone.
+// Python makes the wires: the first when a message needs it, further wires for the first large
+// message. Python also detects ranks that are gone.
 #pragma once
 
 #include <atomic>
@@ -27,28 +27,28 @@
 #include <poll.h>
 
 #include "core/fork_guard.hpp"
-#include "messages/matching.hpp"
-#include "shared/remote_read.hpp"
-#include "messages/ring.hpp"
 #include "core/status.hpp"
+#include "messages/matching.hpp"
+#include "messages/ring.hpp"
 #include "messages/wires.hpp"
+#include "shared/remote_read.hpp"
 
 namespace unisono {
 
-// Messages of programs up to this size are taken in whether or not somebody has asked for them.
+// Messages of programs up to this size are received also before their receive is posted.
 constexpr size_t kEagerBytes = 32 * 1024;
 
-// How an operation ended. For code `mismatch`, `nbytes` and `info` are those of the message.
+// How an operation ended. For Code::mismatch, `nbytes` and `info` are those of the message.
 struct Outcome {
-  uint64_t number = 0;  // 0: it had ended before it got one
+  uint64_t number = 0;  // 0: the operation ended before it got a number
   Code code = Code::ok;
   int source = -1;
   uint64_t nbytes = 0;
   uint32_t info = 0;
 };
 
-// Where another rank's inbox can be found; pid 0: nowhere. `channels`: how many wires to it there may
-// be instead.
+// The address of another rank's inbox. pid 0: there is none. `channels`: the number of wires to use
+// instead.
 struct Address {
   int pid = 0;
   int fd = -1;
@@ -64,121 +64,126 @@ class Messages {
 
   int create(const unsigned char* nonce) { return inbox_.create(ranks_, nonce); }
   int fd() const { return inbox_.fd(); }
-  // Before anything is sent. `is_crowded`: there are more ranks than cores.
+  // Set the addresses, before the first send. `is_crowded`: there are more ranks than cores.
   void introduce(std::vector<Address> addresses, bool is_crowded);
 
-  // Whether messages to this rank go through here.
+  // Whether this object has a route to a rank.
   bool reaches(int peer);
 
-  // Whether this rank has sent something and closed its end since.
+  // Whether a rank has sent messages and has closed its endpoint since.
   bool has_left(int rank);
 
-  // Called by a wait once it has become long: (peers waited for, whether one must make room).
+  // Set a function that a long wait calls: (peers waited for, whether a ring is full).
   void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) {
     stuck_ = std::move(stuck);
   }
-  // For tests: lend large payloads whatever pages they are in.
+  // For tests: lend large payloads also outside huge pages.
   void ignore_pages() { ignores_pages_ = true; }
-  // Called when a wire to a rank is needed, and when one has ended. The lock is not held.
+  // Set a function that is called when a wire to a rank is needed or has ended. The lock is not
+  // held.
   void set_wire(std::function<void(int, int channel, bool ended)> wire) { wire_ = std::move(wire); }
-  // Called by a wait now and then; true ends it. For Ctrl-C.
+  // Set a function that a wait calls at intervals; true ends the wait. It detects Ctrl-C.
   void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
 
-  // Wake who sleeps there for a message, of which all that follows is still to be done.
+  // Wake the threads of a rank that wait for a message, before the work of sending the message.
   void wake_waiters(int to);
-  // Send it if that needs no waiting, not even for the lock; false: nothing has happened.
+  // Send if that needs no waiting, not even for the lock. False: no byte was sent.
   bool try_send(int to, const Envelope& envelope, const char* data);
 
-  // Do it, waiting as long as it takes or until the time-out, after which `data` is not touched.
+  // Send or receive, and wait for the end or the time-out. `data` is not used afterwards.
   Outcome send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns);
   Outcome recv(int from, const Envelope& envelope, char* data, Ranks among, int64_t timeout_ns);
 
-  // Start it; a number that is not 0 stands for what is still to come.
+  // Start a send or a receive. A number that is not 0 names the operation that goes on.
   Outcome start_send(int to, const Envelope& envelope, const char* data);
-  // The server thread does not look after it before `watch`.
+  // The server thread does not complete the receive before `watch`.
   Outcome start_recv(int from, const Envelope& envelope, char* data, Ranks among);
   void watch(uint64_t number);
 
-  // Wait for one that was started. Code `unknown`: it has ended, and serve() tells how; `timeout`:
-  // it goes on.
+  // Wait for a started operation. Code::unknown: it has ended, and serve() returns its outcome.
+  // Code::timeout: it goes on.
   Outcome wait(uint64_t number, int64_t timeout_ns);
-  // End one that was started, with code `cancelled` unless it has ended already.
+  // Cancel a started operation. Returns Code::cancelled, unless the operation has ended already.
   Outcome cancel(uint64_t number);
 
-  // The receive into this memory that was started last, if its number is above `after`; 0: none.
+  // Return the last started receive into this memory, if its number is above `after`. 0: there is
+  // none.
   uint64_t number_of(const char* data, uint64_t after = 0);
-  // Of all that were started.
+  // The number of the last started operation.
   uint64_t last_number() const { return last_number_.load(std::memory_order_relaxed); }
 
-  // Make progress until operations that were started have ended, and return their outcomes; nothing
-  // after `close`. `stuck` gets the ranks that do not make room.
+  // Make progress until started operations have ended, and return their outcomes. Returns no
+  // outcome after close(). `stuck` is set to the ranks whose rings are full.
   std::vector<Outcome> serve(std::vector<int>* stuck);
 
-  // For programs, whose operations are their own until they are done or given up. `begin` starts
-  // one; after `wait` with code `timeout` its operation goes on; `nudge` makes some progress in
-  // between; `rest` says that nothing more is going to be waited for.
+  // For programs, which own their operations until these are done or cancelled. begin() starts an
+  // operation. After wait() with Code::timeout the operation goes on. try_progress() makes some
+  // progress in between. end_waits() reports that the program waits no more.
   void begin(Operation& op);
   Code wait(const Operation& op, int64_t timeout_ns);
   void cancel(Operation& op);
   void try_progress();
   void end_waits();
-  // Drop what has come, and will come, for the negative tags of a context from `oldest` on up.
+  // Discard received and future messages with the negative tags of a context from `oldest` up.
   void forget_tags(uint64_t context, int64_t oldest);
 
-  // Take in a message that came another way.
+  // Accept a message that came over a link of Python.
   void deliver(int source, const Envelope& envelope, const char* data);
 
-  // Use this connected, non-blocking socket for messages with a rank; there is one at most for each
-  // channel. It is this object's from now on.
+  // Use a connected, non-blocking socket for messages with a rank, at most one per channel. This
+  // object then owns the socket.
   void add_wire(int rank, int channel, int fd);
-  // Have the server thread take in what arrives, though nobody here waits: senders do.
+  // Make the server thread receive messages although no thread of this rank waits, because senders
+  // wait.
   void attend();
 
-  // From now on: this rank is gone (`lost` or `left`); this context is broken; it never was. What a
-  // rank has sent over a wire may still be on its way: true if the server has to take that in.
+  // From now on a rank is gone (`lost` or `left`), a context is broken, or a context is not used
+  // any more. A true result of peer_down() means that messages of the rank may still come over
+  // wires, and the server must receive them.
   bool peer_down(int rank, Code code);
   void fail_context(uint64_t context);
   void forget_context(uint64_t context);
 
-  // Give what was sent until `timeout_ns` to get into rings and wires, then end everything. Returns
-  // the sockets, which have said their last. A socket that is closed with something unread in it
-  // takes back what its peer has not read: read them until their peers have closed them.
+  // Wait until queued sends are in rings and wires, or for the time-out, and then end all
+  // operations. Returns the sockets, shut down for writing. The caller must read them until the
+  // peers close them. Closing a socket with unread data would also discard data that the peer has
+  // not read.
   std::vector<int> close(int64_t timeout_ns);
 
-  // Around a fork: hold everything still, and go on. In the child: give up the copies of files.
+  // Around a fork: take the lock, and release it. In the child: close the copies of descriptors.
   void hold() { lock_.lock(); }
   void release() { lock_.unlock(); }
   void close_in_child();
 
-  // Whether this is the child of a fork, in which nothing here may be used.
+  // Whether this process is the child of a fork, in which no other method may be used.
   bool is_forked() const { return fork_guard_.is_forked(); }
   int rank() const { return rank_; }
 
  private:
   struct Peer {
-    std::unique_ptr<Outbox> outbox;  // once attached
+    std::unique_ptr<Outbox> outbox;  // set when attached
     bool unreachable = false;
     bool joined = false;
-    int asked_wires = 0;                       // the first so many have been asked for
-    std::vector<std::unique_ptr<Wire>> wires;  // that of channel 0 first, once it is there
+    int asked_wires = 0;                       // wires of lower channels have been requested
+    std::vector<std::unique_ptr<Wire>> wires;  // channel 0 is first, once it is there
     Code down = Code::ok;
-    // What Python has found out, while what it sent before may still come.
+    // Why the rank is gone, while messages that it sent before may still come.
     Code departure = Code::ok;
     int64_t departure_ends_ns = 0;
-    std::list<Operation*> sends;  // in order; what the ring or wire had no room for, or is on loan
-    uint64_t multipart_out = 0;   // messages that were sent in parts
+    std::list<Operation*> sends;  // in order; not sent yet, or on loan
+    uint64_t multipart_out = 0;   // messages sent in parts
     bool refuses_loans = false;
-    // What comes from it.
+    // The incoming messages of the rank.
     Ring ring;
     bool active = false;
     bool in_frame = false;
-    bool in_parts = false;      // the frame
-    uint64_t multipart_in = 0;  // such frames
-    bool is_proved = false;     // that process is the one it should be
+    bool in_parts = false;      // whether the frame comes in parts
+    uint64_t multipart_in = 0;  // frames that came in parts
+    bool is_proved = false;     // the process has the rank's nonce
     Envelope frame{};
     size_t filled = 0;
-    Operation* into = nullptr;  // the receive it goes to, or
-    Arrival* kept = nullptr;    // where it is kept; neither: it is dropped
+    Operation* into = nullptr;  // the receive of the frame, or
+    Arrival* kept = nullptr;    // the arrival that keeps it; neither: it is discarded
 
     Wire* first_wire() const {
       return wires.empty() || wires[0]->channel != 0 ? nullptr : wires[0].get();
@@ -195,7 +200,7 @@ class Messages {
   Peer& peer(int rank) { return peers_[static_cast<size_t>(rank)]; }
   Bells& bells() const { return inbox_.head().bells; }
 
-  // progress.cpp: moving bytes
+  // progress.cpp: moving bytes through rings
   bool progress(const Operation* awaited = nullptr);
   bool push_all();
   bool attach(int rank);
@@ -214,14 +219,14 @@ class Messages {
   void ask_for_room();
   void accept_message(int source, const Envelope& envelope, const char* data);
 
-  // loans.cpp: large payloads in huge pages, which their receivers read where they lie
+  // loans.cpp: payloads that their receivers read from the sender's memory
   bool should_lend(const Peer& to, const Operation& op);
   bool is_loan_answered(Peer& to, Operation& op) const;
   bool revoke_loan(Operation& op);
   void fetch_loan(Peer& from, int source, const Loan& loan);
   bool read_loan(Peer& from, int source, const Loan& loan, char* into) const;
 
-  // progress_wires.cpp: the same over wires, and sleeping on them
+  // progress_wires.cpp: moving bytes through wires, and sleeping on wires
   bool progress_wires(const Operation* awaited);
   bool pull_wires(int source, bool all);
   bool pull_wire(int source, Wire& wire);
@@ -234,7 +239,7 @@ class Messages {
   void poll_wires(int64_t limit_ns);
   void repoll();
 
-  // messages.cpp: beginning and ending
+  // messages.cpp: how operations begin
   bool find_route(int rank, uint64_t nbytes = 0);
   void begin_send(Operation& op);
   void begin_recv(Operation& op);
@@ -261,7 +266,7 @@ class Messages {
   bool is_drained(const Peer& gone) const;
   void end_departures();
 
-  // waiting.cpp: waiting, and who makes progress meanwhile
+  // waiting.cpp: waiting, and which thread makes progress
   void wait_to_end(Operation& op, int64_t timeout_ns, Lock& lock);
   Code wait_for(const Operation* op, int64_t timeout_ns, Lock& lock);
   bool spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock);
@@ -297,37 +302,38 @@ class Messages {
   HugePages huge_pages_;
   bool ignores_pages_ = false;
   Matching matching_;
-  std::vector<uint64_t> failed_;                     // contexts
-  std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag, see forget_tags
+  std::vector<uint64_t> failed_;                     // contexts that are broken
+  std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag; see forget_tags
   std::unordered_map<uint64_t, std::unique_ptr<Operation>> open_;
-  size_t watched_ = 0;                    // those of open_ that are not quiet
+  size_t watched_ = 0;                    // operations of open_ that are not quiet
   std::atomic<uint64_t> last_number_{0};  // written under the lock
-  std::vector<uint64_t> ended_;           // of open_, to be told by serve()
+  std::vector<uint64_t> ended_;           // of open_; serve() returns them
   int waiters_ = 0;
   bool server_sleeps_ = false;
-  int64_t stuck_reported_ns_ = 0;  // when serve() last named the ranks that make no room
-  bool takes_all_ = false;         // somebody has waited for long: take in everything
-  bool takes_loans_ = false;  // somebody is about to sleep: take in loans that nobody has asked for
+  int64_t stuck_reported_ns_ = 0;  // when serve() last returned the ranks with full rings
+  bool takes_all_ = false;         // after a long wait: receive all messages
+  bool takes_loans_ = false;       // before a sleep: accept loans without a receive
   bool anything_ended_ = false;
-  bool server_is_due_ = false;  // to tell what has ended
+  bool server_is_due_ = false;  // serve() must return outcomes
   bool closed_ = false;
-  // Sends that were given up halfway; their frames must be completed.
+  // Sends that were cancelled halfway; their frames must be completed.
   std::list<std::unique_ptr<Operation>> leftovers_;
 
-  // Wires. One thread at a time sleeps on them; others sleep on the bells, and are woken by it.
+  // Wires. One thread at a time sleeps on them. Other threads sleep on the bells, and that thread
+  // wakes them.
   std::vector<int> wired_;              // ranks that have a wire
-  std::vector<WireEvent> wire_events_;  // what set_wire's function is to be told
+  std::vector<WireEvent> wire_events_;  // arguments for later calls of set_wire's function
   Bell bell_;
   bool polling_ = false;
-  std::vector<pollfd> poll_set_;  // belongs to that thread
-  bool has_unread_ = false;       // nor does it need to sleep
-  bool server_polls_ = false;     // it is the server
-  bool server_idles_ = false;     // nothing is open, as far as the server knows
-  bool attends_ = false;          // senders wait, though nobody here does
-  int departing_ = 0;             // ranks
+  std::vector<pollfd> poll_set_;  // belongs to the polling thread
+  bool has_unread_ = false;       // data is buffered, so that thread need not sleep
+  bool server_polls_ = false;     // the polling thread is the server
+  bool server_idles_ = false;     // the server sleeps without open operations
+  bool attends_ = false;          // senders wait, although no thread here does
+  int departing_ = 0;             // number of ranks with a departure
   uint32_t waits_ = 0;
   int64_t spin_ns_ = 0;       // of the next wait that looks at wires
-  int64_t last_wait_ns_ = 0;  // when somebody last stopped waiting
+  int64_t last_wait_ns_ = 0;  // when a thread last ended a wait
   int64_t server_sleep_ns_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Moving bytes between rings, receives and kept messages. All of this runs under the lock.
+// Moves bytes between rings, receives and arrivals. All functions here need the lock.
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -11,22 +11,24 @@ namespace unisono {
 
 namespace {
 
-// How much one call takes from one ring: others on this rank may be waiting for the lock.
+// Most bytes to take from a ring per call, because other threads of this rank may wait for the
+// lock.
 constexpr size_t kPullBytes = 4 * kRingBytes;
 
-// How much of a message is copied before the other side may see it.
+// How many bytes of a message are copied before the peer may see them.
 size_t step_of(const Envelope& envelope) {
   const bool is_long = envelope.nbytes >= kLongBytes && envelope.nbytes < kStreamBytes;
   return is_long ? kLongStepBytes : kStepBytes;
 }
 
-// Tags of steps/steps.cpp; the reference engine's, further below, post a receive when they wait for it.
+// Whether steps/steps.cpp made this tag. The tags of the reference engine are lower, and that
+// engine posts a receive only when it waits for it.
 bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 
 }  // namespace
 
-// Move whatever can be moved; whether that was anything. Looking at a wire costs a system call: if
-// `awaited` depends on one only, the others are left alone.
+// Move all bytes that can be moved; return whether there were any. A look at a wire costs a system
+// call: if `awaited` depends on one rank, the wires of other ranks are skipped.
 bool Messages::progress(const Operation* awaited) {
   look_for_senders();
   bool moved = push_all();
@@ -35,7 +37,7 @@ bool Messages::progress(const Operation* awaited) {
   return moved;
 }
 
-// Go on with what goes out through rings.
+// Continue the sends that go through rings.
 bool Messages::push_all() {
   bool moved = false;
   if (queued_sends_ == 0) return moved;
@@ -45,7 +47,7 @@ bool Messages::push_all() {
   return moved;
 }
 
-// Open a rank's inbox, once; false: it cannot be opened, or not now for want of memory.
+// Open a rank's inbox, once. False: it cannot be opened, or there is no memory for it now.
 bool Messages::attach(int rank) {
   Peer& to = peer(rank);
   if (to.outbox != nullptr) return true;
@@ -55,7 +57,7 @@ bool Messages::attach(int rank) {
   try {
     outbox = std::make_unique<Outbox>();
   } catch (const std::bad_alloc&) {
-    return false;  // whoever reads on behalf of others cannot leave off halfway
+    return false;  // not an exception: the caller may be in the middle of a frame
   }
   if (outbox->attach(address.pid, address.fd, address.nonce, rank_, ring_bytes_) != 0) {
     to.unreachable = true;
@@ -91,7 +93,7 @@ bool Messages::pull(int source) {
     pulled += nbytes;
   }
   if (pulled == 0) return false;
-  // Either the sender sees the room, or this rank sees that it asked for some.
+  // Either the sender sees the room, or this rank sees the sender's request for room.
   full_fence();
   std::atomic<uint32_t>& wants = from.ring.words->wants_room;
   if (wants.load(std::memory_order_relaxed) != 0 && attach(source)) {
@@ -101,16 +103,16 @@ bool Messages::pull(int source) {
   return true;
 }
 
-// Open the frame that is next in the ring; 0: not now.
+// Open the next frame in the ring. 0: not possible now.
 size_t Messages::open_next(Peer& from, int source) {
   FrameHead head;
   Loan loan{};
   from.ring.read(&head, sizeof(head));
   if (head.kind == kOnLoan) from.ring.read(&loan, sizeof(loan));
-  // Of a frame that is not all there, the rest never comes from a rank that is gone.
+  // The rest of an incomplete frame never comes from a rank that is gone.
   const bool is_cut_off =
     from.down != Code::ok && (head.kind == kOnLoan || head.nbytes > from.ring.available());
-  // What was taken back is passed over.
+  // A revoked loan is skipped.
   if (head.kind != kOnLoan || from.ring.is_lent(loan)) {
     if (is_cut_off || !open_frame(from, source, head)) {
       from.ring.unread(sizeof(head) + (head.kind == kOnLoan ? sizeof(loan) : 0));
@@ -124,7 +126,7 @@ size_t Messages::open_next(Peer& from, int source) {
   return sizeof(head) + static_cast<size_t>(head.nbytes);
 }
 
-// Take some of the frame's payload out of the ring; how much.
+// Take part of the frame's payload out of the ring; return how many bytes.
 size_t Messages::read_some(Peer& from) {
   const size_t left = static_cast<size_t>(from.frame.nbytes) - from.filled;
   if (left != 0 && from.ring.before_abort(1) == 0) {
@@ -148,7 +150,7 @@ size_t Messages::read_some(Peer& from) {
   return nbytes;
 }
 
-// The sender has thought better of the frame that is coming in: there is no such message.
+// The sender has aborted the incoming frame: there is no such message.
 void Messages::abort_frame(Peer& from) {
   discard_partial(from);
   from.in_frame = false;
@@ -159,7 +161,7 @@ void Messages::abort_frame(Peer& from) {
   post_recv(*op);
 }
 
-// Find the place of the frame that begins with this head; false: there is none now.
+// Find the destination of the frame with this head. False: there is none now.
 bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
   Operation* op = matching_.take_posted(source, envelope);
@@ -185,24 +187,24 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   return true;
 }
 
-// Whether to take in a message that nobody has asked for, so that those behind it get here.
+// Whether to keep a message without a receive, so that the messages behind it can be received.
 bool Messages::may_keep(const Peer& from, const FrameHead& head) const {
   if (!matching_.has_room(head.nbytes)) return false;
   if (takes_all_ || from.departure != Code::ok) return true;
-  // A program's receive is posted soon, and a second copy costs more than its sender's wait.
+  // A program posts the receive soon, and a second copy costs more than the wait of the sender.
   if (is_of_program(head.tag) && head.nbytes > kEagerBytes) return false;
-  // The same for a loan that came just now, as long as this rank is awake.
+  // The same holds for a loan that has just come, as long as this rank is awake.
   return head.kind != kOnLoan || takes_loans_ || waiters_ == 0;
 }
 
-// Where the bytes from `at` on of the frame go; nullptr: nowhere.
+// The destination of the frame's bytes from `at` on; nullptr: they are discarded.
 char* Messages::address_of(const Peer& from, size_t at) const {
   if (from.into != nullptr) return from.into->data + at;
   return from.kept != nullptr ? from.kept->data.get() + at : nullptr;
 }
 
-// Note that so much of the frame has come. What was missing last ends the frame; returns the receive
-// that is served with it, which the caller finishes.
+// Record that `nbytes` more bytes of the frame have come. The last bytes end the frame; its receive
+// is then returned, and the caller must finish it.
 Operation* Messages::advance(Peer& from, size_t at, size_t nbytes) {
   from.filled += nbytes;
   if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
@@ -235,7 +237,7 @@ bool Messages::push(Peer& to) {
   return moved;
 }
 
-// Write what the ring takes; whether the frame is complete.
+// Write as much as the ring has room for; return whether the frame is complete.
 bool Messages::push_some(Peer& to, Operation& op) {
   const Envelope& envelope = op.envelope;
   Ring& ring = to.outbox->ring;
@@ -271,11 +273,11 @@ bool Messages::push_some(Peer& to, Operation& op) {
   }
 }
 
-// Wake whoever sleeps at the other end for what was written or read just now. `ring_is_full`: even a
-// server thread that has nothing to look after should come and read.
+// Wake the threads of the peer that sleep for the bytes just written or read. `ring_is_full`: wake
+// also a server thread without open operations, so that it reads.
 void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
   Bells& bells = outbox.head().bells;
-  // Either the sleeper sees what was published, or it is seen here.
+  // Either the sleeper sees the published bytes, or this thread sees the sleeper.
   full_fence();
   if (bells.sleepers.load(std::memory_order_relaxed) != 0) change_and_wake(bells.waiters);
   const uint32_t wants = bells.server_wants.load(std::memory_order_relaxed);
@@ -286,18 +288,18 @@ void Messages::ring_bell(Outbox& outbox, bool ring_is_full) {
   outbox.ring_pipe();
 }
 
-// Have the bell rung when there is room again. Followed by a push, lest room that came just before
-// be overlooked.
+// Request a bell when there is room again. The caller must push afterwards, or it could miss room
+// that was made just before.
 void Messages::ask_for_room() {
   if (queued_sends_ == 0) return;
   for (Peer& to : peers_) {
     if (to.sends.empty() || to.outbox == nullptr) continue;
     to.outbox->ring.words->wants_room.store(1, std::memory_order_relaxed);
-    ring_bell(*to.outbox, true);  // has the fence that the push needs
+    ring_bell(*to.outbox, true);  // contains the fence that the push needs
   }
 }
 
-// Take in a whole message that comes from elsewhere.
+// Accept a whole message that did not come through a ring or wire.
 void Messages::accept_message(int source, const Envelope& envelope, const char* data) {
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {

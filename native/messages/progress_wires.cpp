@@ -1,4 +1,4 @@
-// Messages over wires: moving bytes, the end of a wire, and sleeping until one has something.
+// Messages over wires: moving bytes, and sleeping until a wire is ready.
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -11,17 +11,18 @@ namespace unisono {
 
 namespace {
 
-// How much one call takes from one wire: others on this rank may be waiting for the lock.
+// Most bytes to take from a wire per call, because other threads of this rank may wait for the
+// lock.
 constexpr size_t kPullBytes = 1024 * 1024;
 
-// From this size on a message goes over all wires to its rank. Each takes a part of the message, or
-// of this size if that is more, and then the next one: so a wire that is slow gets less.
+// From this size on a message goes over all wires to its rank. Each wire takes an equal part, but
+// at most kPartBytes, and then the next part. So a slow wire gets fewer parts.
 constexpr uint64_t kMultipartBytes = 512 * 1024;
 constexpr size_t kPartBytes = 512 * 1024;
 
 }  // namespace
 
-// Open a rank's inbox, or ask, once each, for the wires to it that a message of this size can use.
+// Open a rank's inbox, or request, once each, the wires that a message of this size can use.
 bool Messages::find_route(int rank, uint64_t nbytes) {
   Peer& to = peer(rank);
   const Address& address = addresses_[static_cast<size_t>(rank)];
@@ -46,11 +47,11 @@ void Messages::add_wire(int rank, int channel, int fd) {
   if (closed_ || is_there || other.down != Code::ok || bell_.make() != 0) return;
   bells().pipe.store(bell_.fd(), std::memory_order_relaxed);
   if (wires.empty()) wired_.push_back(rank);
-  if (channel == other.asked_wires) ++other.asked_wires;  // there is nothing to ask for
+  if (channel == other.asked_wires) ++other.asked_wires;  // no request is needed
   wires.insert(channel == 0 ? wires.begin() : wires.end(), std::move(wire));
   if (!other.sends.empty()) push(other);
   pull_wires(rank, true);
-  anything_ended_ = true;  // who sleeps has to look at this one, too
+  anything_ended_ = true;  // a polling thread must poll this wire, too
   notify_ended();
   delegate_to_server();
 }
@@ -81,17 +82,18 @@ bool Messages::progress_wires(const Operation* awaited) {
   return moved;
 }
 
-// Take in what has come from a rank. Unless `all`, wires for parts are left alone while there are none.
+// Receive the data of a rank. Unless `all`, the wires for parts are skipped while no parts are
+// expected.
 bool Messages::pull_wires(int source, bool all) {
   Peer& from = peer(source);
-  if (from.down != Code::ok) return false;  // what wires still hold has no end
+  if (from.down != Code::ok) return false;  // the rest of these frames never comes
   bool moved = false;
   bool again = true;
   for (bool is_first = true; again; is_first = false) {
     again = false;
     for (const auto& wire : from.wires) {
       const bool may_have = all || wire->channel == 0 || (from.in_frame && from.in_parts);
-      // What has come on one wire may be what another one was waiting for.
+      // Data of one wire may be what another wire was blocked for.
       if (is_first ? may_have : wire->is_blocked) again |= pull_wire(source, *wire);
     }
     moved |= again;
@@ -117,15 +119,15 @@ bool Messages::pull_wire(int source, Wire& wire) {
     pulled += nbytes;
     wire.in.at += nbytes;
     if (Operation* const done = advance(from, at, nbytes)) finish(*done, Code::ok);
-    // Another system call would find nothing, most likely.
+    // Another system call would most likely find no data.
     more = wire.in.left() != 0 ? nbytes != 0 : wire.has_buffered();
   }
   if (wire.has_ended() && !had_ended) wire_events_.push_back({source, wire.channel, true});
   return pulled != 0;
 }
 
-// Find the place of what this head announces; false: not now. A rank's frames are opened in order,
-// each once the one before it is complete, so their parts wait for their turn.
+// Find the destination of a part. False: not possible now. The frames of a rank are opened in
+// order, each after the previous frame is complete, so parts may have to wait.
 bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& head) {
   if (head.kind != kPart && wire.channel == 0) {
     if (from.in_frame || !open_frame(from, source, head)) return false;
@@ -141,11 +143,12 @@ bool Messages::open_part(Peer& from, int source, Wire& wire, const FrameHead& he
     wire.in = {static_cast<size_t>(at), static_cast<size_t>(at + head.nbytes)};
     return true;
   }
-  wire.close_fd();  // it makes no sense
+  wire.close_fd();  // the head is invalid
   return false;
 }
 
-// Leave to the wires what they take; whether the frame is complete. `moved`: set if they took any.
+// Pass as much to the wires as they take; return whether the frame is complete. `moved`: set if a
+// wire took bytes.
 bool Messages::push_wires(Peer& to, Operation& op, bool* moved) {
   Wire* const first = to.first_wire();
   if (first == nullptr) return false;
@@ -184,7 +187,7 @@ bool Messages::push_wires(Peer& to, Operation& op, bool* moved) {
 
 // ---- sleeping -----------------------------------------------------------------------------
 
-// Tell Python which wires are needed, and which have ended.
+// Report to Python which wires are needed and which have ended.
 void Messages::report_wires(Lock& lock) {
   if (wire_events_.empty() || !wire_) return;
   const auto news = std::move(wire_events_);
@@ -194,7 +197,7 @@ void Messages::report_wires(Lock& lock) {
   lock.lock();
 }
 
-// Become the thread that sleeps on wires; false: there is one, or there are no wires.
+// Become the thread that sleeps on wires. False: there is such a thread, or there are no wires.
 bool Messages::begin_polling() {
   if (polling_ || wired_.empty()) return false;
   polling_ = true;
@@ -205,7 +208,7 @@ void Messages::end_polling() {
   polling_ = false;
   bells().polls.store(0, std::memory_order_relaxed);
   bell_.drain();
-  // One of those who sleep takes over.
+  // One of the sleeping threads takes over.
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
 }
 
@@ -223,7 +226,7 @@ void Messages::watch_wires() {
   }
 }
 
-// Sleep until a wire has something or takes something, or the bell rings.
+// Sleep until a wire is readable or writable, or the bell rings.
 void Messages::poll_wires(int64_t limit_ns) {
   if (has_unread_) limit_ns = 0;
   const timespec limit{limit_ns / 1'000'000'000, limit_ns % 1'000'000'000};
@@ -231,7 +234,7 @@ void Messages::poll_wires(int64_t limit_ns) {
   if (poll_set_[0].revents != 0) bell_.drain();
 }
 
-// See to it that the thread that sleeps on wires sleeps on the right ones.
+// Wake the thread that sleeps on wires if it sleeps on the wrong events.
 void Messages::repoll() {
   if (!polling_) return;
   for (int rank : wired_) {

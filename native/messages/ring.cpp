@@ -40,7 +40,8 @@ size_t Ring::room() {
     other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
   }
   if (other_ < abort_end_) return 0;
-  // The padding of a frame is not written, and may reach beyond what the receiver has released.
+  // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
+  // released.
   const uint64_t used = at_ - other_;
   return used < bytes_ ? bytes_ - used : 0;
 }
@@ -55,7 +56,7 @@ void Ring::write(const void* from, size_t nbytes) {
 
 void Ring::abort_frame() {
   words->aborted_at.store(at_, std::memory_order_relaxed);  // with `tail`
-  // At least a byte, so that there is something to be read.
+  // At least one byte, so that the receiver finds bytes to read.
   ++at_;
   pad();
   abort_end_ = at_;
@@ -109,7 +110,7 @@ LoanState Ring::loan_state() const { return state_of(words->loan.load(std::memor
 LoanState Ring::revoke() {
   uint64_t word = word_of(loans_, LoanState::lent);
   words->loan.compare_exchange_strong(word, word_of(loans_, LoanState::revoked));
-  full_fence();  // before what was lent is changed
+  full_fence();  // before the lent memory is changed
   return state_of(word);
 }
 
@@ -119,7 +120,8 @@ bool Ring::is_lent(const Loan& loan) const {
 
 bool Ring::answer(const Loan& loan, LoanState state) {
   uint64_t word = word_of(loan.number, LoanState::lent);
-  // After all has been read: if it was not taken back by now, it has not been changed either.
+  // After all bytes were read. If the loan was not revoked by now, its memory was not changed
+  // either.
   return words->loan.compare_exchange_strong(word, word_of(loan.number, state));
 }
 
@@ -142,7 +144,7 @@ int Inbox::create(int ranks, const unsigned char* nonce) {
   const size_t nbytes = inbox_bytes(static_cast<uint64_t>(ranks));
   if (ftruncate(fd_, static_cast<off_t>(nbytes)) != 0) return errno;
   if (int error = memory_.map(fd_, 0, nbytes)) return error;
-  // The rings are all zeros, as they must begin; writing that would allocate their pages.
+  // The rings must begin as zeros, as they are. Writing zeros would allocate their pages.
   auto* head = new (memory_.base()) InboxHead{};
   head->magic = kMagic;
   head->ranks = static_cast<uint64_t>(ranks);
@@ -162,9 +164,9 @@ Outbox::~Outbox() {
 void Outbox::ring_pipe() {
   Bells& bells = head().bells;
   if (bells.polls.load(std::memory_order_relaxed) == 0 || bells.polls.exchange(0) == 0) return;
-  // Both ends of it: one without a reader would end this process.
+  // Opened for both directions, because a write to a pipe without a reader would end this process.
   if (pipe_ < 0) pipe_ = open_file_of(pid_, bells.pipe.load(std::memory_order_relaxed));
-  // A full one wakes as well.
+  // A full pipe wakes as well.
   if (pipe_ < 0) return;
   [[maybe_unused]] const ssize_t written = write(pipe_, "!", 1);
 }

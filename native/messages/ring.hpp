@@ -4,10 +4,10 @@
 //
 //     InboxHead | ring from rank 0 | ring from rank 1 | ... | ring from rank p-1
 //
-// A sender maps the head and its own ring. Pages that nobody touches take no memory, so a rank pays
-// for those that write to it. In a ring, frames follow one another: a FrameHead, the payload,
-// and padding up to the next multiple of kFrameAlign. A frame on loan is a FrameHead, a Loan and
-// padding; the payload follows only if its receiver has refused the loan.
+// A sender maps the head and its own ring. Untouched pages take no memory, so a rank pays only for
+// the rings that are used. Frames follow one another in a ring: a FrameHead, the payload, and
+// padding up to the next multiple of kFrameAlign. A frame on loan is a FrameHead, a Loan and
+// padding; its payload follows only if the receiver has refused the loan.
 #pragma once
 
 #include <atomic>
@@ -20,24 +20,24 @@
 
 namespace unisono {
 
-// A ring takes this much of a message before its receiver has to read. Larger: writer and reader use
-// more of their caches, 64 ranks more memory. Smaller: they wait for one another more often, which
-// costs most where more ranks than cores take turns.
+// A ring takes this much of a message before its receiver must read. Larger: writer and reader use
+// more of their caches, and 64 ranks use more memory. Smaller: they wait for each other more often,
+// which costs most if there are more ranks than cores.
 constexpr size_t kRingBytes = 128 * 1024;
 constexpr size_t kWideRingBytes = 512 * 1024;
 
-// So many ranks on a host have wide rings: twelve of them.
+// Up to this many ranks on a host have wide rings: 12 rings for 4 ranks.
 constexpr int kFewRanks = 4;
 
-// How much is copied before the other side may see it: the pipeline's step.
+// How many bytes are copied before the peer may see them: the step of the pipeline.
 constexpr size_t kStepBytes = 16 * 1024;
 
-// The same for messages of this size on: to tell the other side less often counts for more, the less
-// the cores share. 64 MiB, past the cache, were slower.
+// The step for messages from this size on, because publishing less often saves more the less the
+// cores share. For 64 MiB, which bypass the cache, it was slower.
 constexpr uint64_t kLongBytes = 1024 * 1024;
 constexpr size_t kLongStepBytes = 64 * 1024;
 
-// A head never wraps around, and with a payload of 32 bytes it is one cache line.
+// A head never wraps around. With a payload of 32 bytes it is one cache line.
 constexpr size_t kFrameAlign = 64;
 
 struct FrameHead {
@@ -50,23 +50,23 @@ struct FrameHead {
 enum FrameKind : uint32_t {
   kWhole,  // the payload follows
   // On wires:
-  kInParts,  // the payload comes in parts, over all wires to a rank
-  kPart,  // one of them: `context` is the number of its message, `tag` where in it the part begins
+  kInParts,  // the payload comes in parts over all wires to a rank
+  kPart,     // a part: `context` is the number of its message, `tag` its offset there
   // In rings:
   kOnLoan,  // a Loan follows
 };
 
-// A payload that its sender leaves where it lies, and does not touch, until its receiver has read it there.
+// A payload that stays unchanged in the sender's memory until the receiver has read it there.
 struct Loan {
   uint64_t address;
-  uint64_t number;  // one of the ring's, in which there is one loan at a time
+  uint64_t number;  // number in this ring, which has at most one loan at a time
 };
-// What has become of the loan whose number is in RingWords::loan.
+// The state of the loan whose number is in RingWords::loan.
 enum class LoanState : uint64_t {
   lent,
   read,
-  refused,  // its receiver cannot read it: the payload is to follow in the ring
-  revoked,  // what has been read may be something else by now
+  refused,  // the receiver cannot read it: the payload follows in the ring
+  revoked,  // the bytes that were read may have been changed
 };
 constexpr uint64_t kLoanStates = 4;
 static_assert(sizeof(FrameHead) + sizeof(Loan) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
@@ -77,43 +77,45 @@ constexpr uint64_t frame_bytes(uint64_t nbytes) {
   return (sizeof(FrameHead) + nbytes + kFrameAlign - 1) / kFrameAlign * kFrameAlign;
 }
 
-// memcpy, for which memory of no bytes may have no address.
+// memcpy that allows null pointers for 0 bytes.
 inline void copy_bytes(void* into, const void* from, size_t nbytes) {
   if (nbytes != 0) std::memcpy(into, from, nbytes);
 }
 
 struct RingWords {
-  // Bytes ever written. Written by the sender (release), read by the receiver (acquire).
+  // Bytes written since the start. Written by the sender (release), read by the receiver (acquire).
   alignas(kInterferenceBytes) std::atomic<uint64_t> tail;
-  // At this byte the sender has left off a frame before its end. Written by it before `tail`.
+  // The position at which the sender has aborted a frame. Written by the sender before `tail`.
   std::atomic<uint64_t> aborted_at;
-  // Bytes ever read. Written by the receiver (release), read by the sender (acquire).
+  // Bytes read since the start. Written by the receiver (release), read by the sender (acquire).
   alignas(kInterferenceBytes) std::atomic<uint64_t> head;
-  // Set by a sender that waits for room, taken back by the receiver that rings its bell.
+  // Set by a sender that waits for room. Cleared by the receiver, which then rings the sender's
+  // bell.
   alignas(kInterferenceBytes) std::atomic<uint32_t> wants_room;
-  // Set by the sender once, before it writes for the first time: first the ring's size.
+  // The ring's size, and whether the sender has joined. Set by the sender once, in this order,
+  // before its first write.
   std::atomic<uint64_t> bytes;
   std::atomic<uint32_t> joined;
   // Set by the sender when it has written its last byte and leaves.
   std::atomic<uint32_t> left;
-  // Set by the sender before it joins: where in its memory the nonce of its inbox is.
+  // The address of the inbox's nonce in the sender's memory. Set by the sender before it joins.
   std::atomic<uint64_t> nonce_at;
-  // Number * kLoanStates + state. The sender lends; then either end says what has become of that,
-  // whoever is first (compare-and-swap).
+  // Number * kLoanStates + state. The sender lends. Then sender and receiver race by
+  // compare-and-swap to set the next state.
   alignas(kInterferenceBytes) std::atomic<uint64_t> loan;
 };
 
-// Whom a rank that has written or read something must wake.
+// The threads of a rank that its peers must wake after they have written or read bytes.
 struct Bells {
-  // Threads that wait for a message of their own; `sleepers` of them sleep on `waiters`.
+  // Threads that wait for a message of their own. `sleepers` of them sleep on `waiters`.
   alignas(kInterferenceBytes) std::atomic<uint64_t> waiters;
   std::atomic<uint32_t> sleepers;
-  // The thread that serves what nobody waits for. It sleeps on `server`; `server_wants` says what
-  // it is to be woken for.
+  // The server thread, which handles messages for which no thread waits. It sleeps on `server`.
+  // `server_wants` is a Wants: for what to wake it.
   alignas(kInterferenceBytes) std::atomic<uint64_t> server;
   std::atomic<uint32_t> server_wants;
-  // Set by the one thread that sleeps on wires and a pipe instead, taken back by who rings that: it
-  // is file `pipe` of the owner.
+  // Set by the thread that sleeps on wires and on a pipe instead. Cleared by the rank that writes
+  // into the pipe, which is the owner's descriptor `pipe`.
   alignas(kInterferenceBytes) std::atomic<uint32_t> polls;
   std::atomic<int32_t> pipe;
 };
@@ -123,19 +125,19 @@ struct InboxHead {
   uint64_t magic;
   uint64_t ranks;
   unsigned char nonce[kNonceBytes];
-  // How many senders have joined; the owner then looks which.
+  // How many senders have joined. If it changes, the owner looks for the new senders.
   alignas(kInterferenceBytes) std::atomic<uint32_t> joined;
-  // One more than the number of the core on which the owner last waited; 0: not known.
+  // The number of the core on which the owner last waited, plus 1. 0: unknown.
   std::atomic<uint32_t> core;
   Bells bells;
 };
 
 constexpr size_t kPageBytes = 4096;
-// Of memory that nobody touches there is none.
+// Untouched pages take no memory.
 constexpr size_t kRingStride = kPageBytes + kWideRingBytes;
 static_assert(sizeof(InboxHead) <= kPageBytes && sizeof(RingWords) <= kPageBytes, "layout");
 
-// One ring, seen by either end. Each end uses its own half of the methods.
+// One ring as either of its ends. Each end uses its own part of the methods.
 class Ring {
  public:
   Ring() = default;
@@ -145,28 +147,28 @@ class Ring {
   void choose_bytes(size_t bytes);
   size_t room();  // bytes that may be written
   void write(const void* from, size_t nbytes);
-  // Also of the receiver: go on to where the next frame begins.
+  // Move to the beginning of the next frame. Used by both ends.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
   void publish() { words->tail.store(at_, std::memory_order_release); }
-  // Leave off the frame that has begun, without its rest: there is no such message. What follows has room
-  // once the receiver is past it, so that there is one cut at a time.
+  // Abort the current frame, which the receiver then discards. There is no room for a further frame
+  // until the receiver has passed it, so that a ring has at most one aborted frame.
   void abort_frame();
   void lend(const FrameHead& head, const char* data);
   LoanState loan_state() const;
-  // Returns what had become of it.
+  // Revoke the loan. Returns its state before.
   LoanState revoke();
 
   // --- the receiver's ---
   void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
   size_t available();  // bytes that may be read
   void read(void* into, size_t nbytes, bool past_cache = false);
-  // How many of the next bytes are before the cut.
+  // How many of the next `nbytes` bytes come before the position of an abort.
   size_t before_abort(size_t nbytes) const;
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
   bool is_lent(const Loan& loan) const;
-  // Say what has become of a loan; false: it was taken back.
+  // Set the state of a loan. False: the sender has revoked it.
   bool answer(const Loan& loan, LoanState state);
 
   RingWords* words = nullptr;
@@ -175,9 +177,9 @@ class Ring {
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;         // this end's position
-  uint64_t other_ = 0;      // the other end's, as last seen
-  uint64_t abort_end_ = 0;  // where the frame after the last cut begins
-  uint64_t loans_ = 0;      // the number of the last one
+  uint64_t other_ = 0;      // the other end's position, as last seen
+  uint64_t abort_end_ = 0;  // position of the frame after the aborted frame
+  uint64_t loans_ = 0;      // number of the last loan
 };
 
 // A mapping of part of a file.
@@ -200,7 +202,7 @@ class Inbox {
  public:
   ~Inbox() { close_fd(); }
   int create(int ranks, const unsigned char* nonce);  // 0 or an errno
-  // After this nobody can open it any more; who has, goes on.
+  // No process can open the inbox afterwards. Processes that have opened it keep it.
   void close_fd();
   int fd() const { return fd_; }
   InboxHead& head() const { return *reinterpret_cast<InboxHead*>(memory_.base()); }
@@ -213,13 +215,13 @@ class Inbox {
   Mapping memory_;
 };
 
-// Another rank's inbox, as far as this rank writes to it.
+// Another rank's inbox: the part that this rank writes.
 class Outbox {
  public:
-  // Map what process `pid` holds open as `fd`; 0 or an errno. EXDEV: it is not the inbox with this
-  // nonce, so `pid` is not a process of this host's view.
+  // Map the memory that process `pid` holds open as `fd`; return 0 or an errno. EXDEV: the file
+  // does not have this nonce, so `pid` names another process on this host.
   int attach(int pid, int fd, const unsigned char* nonce, int me, size_t ring_bytes);
-  // Wake the thread of its owner that sleeps on wires, if there is one.
+  // Wake the owner's thread that sleeps on wires, if there is one.
   void ring_pipe();
   ~Outbox();
   Outbox() = default;

@@ -1,4 +1,4 @@
-// Waiting for sends and receives, and who makes progress meanwhile.
+// Waits for sends and receives, and which thread makes progress meanwhile.
 #include <algorithm>
 #include <utility>
 
@@ -13,38 +13,40 @@ namespace unisono {
 
 namespace {
 
-// How often a long wait says that it is stuck, after the first time.
+// How often a long wait reports that it is stuck, after the first time.
 constexpr int64_t kStuckNs = 1'000'000'000;
 
-// A look at a wire is a system call, so the spins of a wait are counted in time as well; and at
-// the wires that it does not depend on it spins now and then only.
+// A look at a wire is a system call, so a wait also limits the time of its looks. At wires on which
+// the wait does not depend it looks only now and then.
 constexpr int64_t kSpinNs = 50'000;
 constexpr int kLookAround = 16;
 
-// Where the kernel leaves packets to a thread of its own, which needs a core, a message comes only
-// once its receiver sleeps. So a wait spins half as long as the last one if that was in vain; one of
-// so many spins as long as the first, whether that has changed.
+// Some kernels process packets on a thread that needs a core. A message then arrives only after its
+// receiver sleeps. So a wait spins for half the time of the last wait if that spin was in vain.
+// Every 32nd wait spins for the full time, to detect whether the situation has changed.
 constexpr uint32_t kHopeful = 32;
 
-// A few spins at a wire take as long as a hundred at a ring; then others may want the core.
+// A few looks at a wire take as long as 100 looks at a ring. After them other threads may need the
+// core.
 constexpr SpinPolicy kAtWires{8, 0, 64};
 
-// To sleep and be woken once per ring makes a large message take a multiple of its time, most where others
-// compute on the core that is to be had back: so this is longer than for the pieces of a collective.
+// To sleep and wake once per ring multiplies the time of a large message. It costs most if other
+// processes compute on the core that this thread must get back. So a wait spins longer here than
+// for the pieces of a collective.
 constexpr SpinPolicy kAtRings{100, 32, 64};
 
-// For how long after a wait the server leaves the wires alone: in a loop of synchronous calls each
-// message would wake two threads. It then spins again, less and less often.
+// How long after a wait the server ignores the wires, because in a loop of synchronous calls each
+// message would wake two threads. It then looks again, at growing intervals.
 constexpr int64_t kServerPauseNs = 1'000'000;
 constexpr int64_t kServerSleepNs = 4'000'000;
 
 }  // namespace
 
-// Wait for an operation whose memory is the caller's: it ends here in any case.
+// Wait for an operation in the caller's memory. The operation has ended on return.
 void Messages::wait_to_end(Operation& op, int64_t timeout_ns, Lock& lock) {
   const Code reason = wait_for(&op, timeout_ns, lock);
   if (!op.done) cancel_with(op, reason);
-  // The message may have come just then, but the caller is told of the signal.
+  // The message may have come at that moment, but the caller must see the signal.
   if (reason == Code::interrupted) op.code = reason;
   delegate_to_server();
 }
@@ -54,7 +56,7 @@ bool Messages::is_over(const Operation* op) const {
   return op == nullptr ? queued_sends_ == 0 : op->done.load(std::memory_order_acquire);
 }
 
-// Make progress until `op` is done, or nothing is left to send if it is nullptr.
+// Make progress until `op` is done. nullptr: until no send is queued.
 Code Messages::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
   ++waiters_;
   const Finally ended([&] {
@@ -80,14 +82,14 @@ Code Messages::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
   return reason;
 }
 
-// Look until `op` is done, with the lock held then; false: that may take long.
+// Spin until `op` is done; the lock is then held. False: it may take long.
 bool Messages::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock) {
   const SpinPolicy& patience = ends_ns != INT64_MAX ? kAtWires : is_crowded_ ? kCrowded : kAtRings;
   for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
     for (int i = 0; i < patience.spins; ++i) {
       if (lock.try_lock()) {
-        // A message that goes on keeps its waiter awake: to sleep and be woken for every ring of a
-        // large one takes three times as long.
+        // While a message moves its waiter stays awake. To sleep and wake for every ring of a large
+        // message takes three times as long.
         if (progress(i % kLookAround == 0 ? nullptr : op)) round = 1;
         if (is_over(op)) return true;
         notify_ended();
@@ -97,20 +99,20 @@ bool Messages::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock
     }
     const int64_t now = now_ns();
     if (now > ends_ns) return false;
-    // Deadlines, signals and the dead are looked at elsewhere.
+    // wait_slowly() checks deadlines, signals and lost ranks.
     ends_ns = std::min(ends_ns, now + kSliceNs);
     if (is_on_this_core(core) || round > patience.busy_rounds) sched_yield();
   }
   return false;
 }
 
-// Where the one that this depends on says on which core it runs; nullptr: unknown.
+// The word in which the peer of an operation records its core; nullptr: unknown.
 const Messages::Core* Messages::core_of(const Operation* op) {
   const Peer* other = op == nullptr || op->peer < 0 ? nullptr : &peer(op->peer);
   return other == nullptr || other->outbox == nullptr ? nullptr : &other->outbox->head().core;
 }
 
-// Whether that cannot be running now, because this thread does on the same core; a guess.
+// Whether the peer cannot be running because this thread runs on the same core. This is a guess.
 bool Messages::is_on_this_core(const Core* core) {
   const uint32_t here = record_core(inbox_.head().core);
   return core != nullptr && here != 0 && core->load(std::memory_order_relaxed) == here;
@@ -126,7 +128,7 @@ Code Messages::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* 
   return sleep_until_over(op, timeout_ns, core, &polls);
 }
 
-// `polls` says whether this thread has become the one that sleeps on wires.
+// `polls`: set if this thread becomes the thread that sleeps on wires.
 Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core,
                                 bool* polls) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
@@ -162,7 +164,7 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
       if (*polls) {
         poll_wires(limit_ns);
       } else {
-        // For what comes in a moment, maybe; see wake_waiters().
+        // Perhaps a message comes in a moment; see wake_waiters().
         goes_on = futex_wait(bells().waiters, seen, limit_ns) && !is_crowded_;
       }
     }
@@ -173,10 +175,10 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
     if (now >= deadline_ns) return Code::timeout;
     if (now < look_ns) continue;
     look_ns = now + kSliceNs;
-    // Who closes comes to the end of that, soon, whatever a signal handler says.
+    // close(), which passes nullptr, ends soon, whatever a signal handler raises.
     if (op != nullptr && poll_ && poll_()) return Code::interrupted;
     Lock lock(lock_);
-    takes_all_ = true;  // what it waits for may wait for what is left in a ring or wire
+    takes_all_ = true;  // the message may be behind others in a ring or wire
     if (!stuck_ || now < report_ns) continue;
     report_ns = now + kStuckNs;
     const std::vector<int> ranks = awaited_ranks(op);
@@ -185,7 +187,7 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
   }
 }
 
-// Whom a wait depends on.
+// The ranks on which a wait depends.
 std::vector<int> Messages::awaited_ranks(const Operation* op) {
   if (op != nullptr && op->peer >= 0) return {op->peer};
   if (op != nullptr) return *op->among;
@@ -197,7 +199,7 @@ std::vector<int> Messages::awaited_ranks(const Operation* op) {
 }
 
 Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
-  // Or the child of a fork would take its parent's messages out of the rings.
+  // Otherwise the child of a fork would take its parent's messages out of the rings.
   if (is_forked()) return {number, Code::unknown};
   Lock lock(lock_);
   const auto found = open_.find(number);
@@ -209,7 +211,7 @@ Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
     const Finally ended([&] { op.awaited = false; });
     if (!op.done) reason = wait_for(&op, timeout_ns, lock);
   }
-  // A signal ends the wait, not the message, though that may have come just then.
+  // A signal ends the wait, not the message, even if the message came at that moment.
   const bool is_taken = op.done && reason != Code::interrupted;
   if (op.done && !is_taken) {
     note_end(op);
@@ -226,7 +228,7 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   while (true) {
     progress();
     for (const Peer& from : peers_) {
-      // A long message into a quiet receive: whoever asks for it is busy elsewhere.
+      // A long message comes into a quiet receive, and its caller is busy elsewhere.
       Operation* const into = from.into;
       if (into != nullptr && into->quiet && waiters_ == 0) watch(*into);
     }
@@ -252,7 +254,7 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   }
 }
 
-// Whether there is something that goes on without anybody who waits.
+// Whether operations go on for which no thread waits.
 bool Messages::needs_server() const {
   return watched_ != 0 || queued_sends_ != 0 || departing_ != 0 || attends_;
 }
@@ -288,13 +290,13 @@ void Messages::server_sleep(uint64_t seen, Lock& lock) {
   server_idles_ = false;
 }
 
-// Have the server thread woken for what is still open, now that nobody here spins after it.
+// Wake the server thread for the open operations, because no other thread handles them now.
 void Messages::delegate_to_server() {
   if (!server_sleeps_ || waiters_ != 0 || !needs_server()) return;
   if (server_idles_ && !wired_.empty()) return wake_server();
   if (server_polls_) bells().polls.store(1, std::memory_order_release);  // acquire: ring_pipe
   bells().server_wants.store(server_polls_ ? kNothing : kEverything, std::memory_order_relaxed);
-  // Either a sender sees that, or what it wrote is seen here.
+  // Either a sender sees these words, or this thread sees what the sender wrote.
   full_fence();
   ask_for_room();
   progress();
@@ -307,7 +309,8 @@ void Messages::wake_server() {
   if (server_polls_) bell_.ring();
 }
 
-// Tell the other threads of this rank what has ended. `here_polls`: this is the one on the wires.
+// Wake the threads of this rank whose operations have ended. `here_polls`: this thread sleeps on
+// the wires.
 void Messages::notify_ended(bool here_polls) {
   if (!anything_ended_) return;
   anything_ended_ = false;

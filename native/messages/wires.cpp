@@ -15,18 +15,18 @@ namespace unisono {
 
 namespace {
 
-// How much one system call moves: others on this rank may be waiting for the lock.
+// Most bytes per system call, because other threads of this rank may wait for the lock.
 constexpr size_t kCallBytes = 1024 * 1024;
 
-// What is on its way to a rank nearby shall stay in the processor's cache: with the system's
-// megabytes of buffer, messages of 1 MiB and more took twice as long between two namespaces of one
-// host. The system doubles this. At the round trip's limit it lets 5 GB/s through; beyond, where a
-// wire needs more to be full, the system's own choice stands.
+// Size of the send buffer for a rank nearby, whose data in flight must stay in the processor's
+// cache. With the system's buffers of megabytes, messages of 1 MiB and more took twice as long
+// between two namespaces of one host. The system doubles this size. At a round trip of kNearUs it
+// allows 5 GB/s. Above that time a wire needs more data in flight, and the system's choice stands.
 constexpr int kNearBytes = 128 * 1024;
 constexpr uint32_t kNearUs = 50;
 
-// Who sleeps in the middle of a large message is not woken for less. The system hands on up to
-// 64 KiB at once, and sees to it that its buffer holds twice of this.
+// A thread that sleeps in the middle of a large message is not woken for fewer bytes. The system
+// passes on up to 64 KiB at once, and makes its buffer at least twice this size.
 constexpr size_t kWakeBytes = 64 * 1024;
 
 void keep_in_cache(int fd) {
@@ -81,7 +81,7 @@ bool Wire::write(const char* payload, bool more, bool* moved) {
     message.msg_iovlen = 2;
     const ssize_t sent = sendmsg(fd_, &message, flags);
     if (sent < 0) {
-      // A broken wire may still hold something to read, which also tells of the end.
+      // A broken wire may still hold data to read, and the read then detects the end.
       cannot_send = !would_block();
       break;
     }
@@ -119,14 +119,14 @@ size_t Wire::read(char* into, size_t nbytes) {
   return taken + more;
 }
 
-// Receive into `into` first and the buffer, which holds nothing else then, or to the end of what
-// the buffer holds.
+// Receive into `into` and then into the buffer, which must be empty. Without `into`: append to the
+// buffer.
 size_t Wire::receive(char* into, size_t nbytes) {
   if (has_ended()) return 0;
   if (nbytes != 0) at_ = end_ = 0;
   const size_t direct = std::min(nbytes, kCallBytes);
   iovec parts[2] = {{into, direct}, {buffer_.data() + end_, kBufferBytes - end_}};
-  const bool whole = direct == nbytes;  // what follows in the stream is not payload
+  const bool whole = direct == nbytes;  // the bytes after it are not payload
   const ssize_t received = readv(fd_, parts, whole ? 2 : 1);
   if (received <= 0) {
     if (received == 0 || !would_block()) close_fd();

@@ -1,9 +1,9 @@
-// Messages between hosts: a wire, which is a connection to one rank, and the bell that wakes who
+// Messages between hosts: a wire is a connection to one rank, and a bell wakes the thread that
 // sleeps on wires.
 //
-// A frame on a wire is a FrameHead and the payload, without padding. There may be several wires to a
-// rank. The first, channel 0, carries all heads and small payloads; a large payload is cut into parts,
-// each behind a head of its own, which go over whichever wire takes them.
+// A frame on a wire is a FrameHead and the payload, without padding. There may be several wires to
+// a rank. The first wire, channel 0, carries all heads and small payloads. A large payload is cut
+// into parts, each with a head of its own, and each part goes over the next wire that is free.
 #pragma once
 
 #include <array>
@@ -23,8 +23,8 @@ struct Part {
   size_t left() const { return end - at; }
 };
 
-// One end of a connected, non-blocking socket. Its end (the other rank closed it, or it broke) is
-// noted, not explained.
+// One end of a connected, non-blocking socket. has_ended() reports that the peer closed it or that
+// it broke; the reason is not kept.
 class Wire {
  public:
   Wire(int fd, int channel);
@@ -36,16 +36,17 @@ class Wire {
   int fd() const { return fd_; }
   bool has_ended() const { return fd_ < 0; }
   void close_fd();
-  // Break it, for both ends: what has begun to go out cannot go on.
+  // Break the connection for both ends, because the outgoing frame cannot be completed.
   void abort();
-  // Tell the other end that nothing follows, and leave the socket to the caller unless it has ended.
+  // Shut the socket down for writing and append it to `fds`, unless it has ended. The caller then
+  // owns it.
   void hand_back(std::vector<int>* fds);
 
   // --- out: a head, then a part of a payload ---
   void begin(const FrameHead& head, Part part);
-  // Send what the socket takes, the head first; whether that was all. `payload`: of the message;
-  // `more`: the system may keep it for the next frame, which is there; `moved`: set if the socket
-  // took any.
+  // Send as much as the socket takes, the head first; return whether that was all. `payload`: of
+  // the message. `more`: a further frame follows, so the system may wait for it. `moved`: set if
+  // the socket took bytes.
   bool write(const char* payload, bool more, bool* moved);
   bool is_idle() const { return head_at_ == sizeof(head_) && out_.left() == 0; }
 
@@ -54,47 +55,46 @@ class Wire {
   const FrameHead* next_head();
   void take_head() { at_ += sizeof(FrameHead); }
   bool has_buffered() const { return end_ != at_; }
-  // Whether something can be taken without asking the socket.
+  // Whether data can be taken without a system call.
   bool has_unread() const {
     return !is_blocked && end_ - at_ >= (in.left() != 0 ? 1 : sizeof(FrameHead));
   }
-  // Receive payload; nullptr: throw it away. Returns 0 if there is none now.
+  // Receive payload; nullptr: discard it. Returns 0 if there is none now.
   size_t read(char* into, size_t nbytes);
 
-  // Let who sleeps on it sleep until so many bytes have come, or enough for one look to be worth it.
+  // Let the polling thread sleep until `nbytes` bytes have come, or enough to be worth a look.
   void wake_for(size_t nbytes);
 
-  // The part that is coming in.
+  // The incoming part.
   Part in;
 
-  // Whether a frame waits in here for which there is no room, or whose turn is later; nothing is read
-  // meanwhile.
+  // Whether the next frame has no room yet, or must wait for its turn. Nothing is read meanwhile.
   bool is_blocked = false;
-  // The events to sleep on; 0: there is no use in that.
+  // The events to poll for; 0: there is no reason to poll.
   short wanted_events() const;
-  // Whether nothing can be sent any more, though something may still come.
+  // Whether sending is impossible, although data may still come.
   bool cannot_send = false;
-  // The events that somebody sleeps on.
+  // The events for which the polling thread polls.
   short watched = 0;
 
  private:
   size_t receive(char* into, size_t nbytes);
 
-  // One system call takes in a head and a small payload, or many of them.
+  // One system call receives a head and a small payload, or several of them.
   static constexpr size_t kBufferBytes = 32 * 1024;
 
   int fd_;
-  FrameHead head_{};  // of the frame going out
+  FrameHead head_{};  // of the outgoing frame
   size_t head_at_ = sizeof(FrameHead);
   Part out_;
   FrameHead in_{};
   std::array<char, kBufferBytes> buffer_;
   int wakes_for_ = 1;
-  size_t at_ = 0;  // [at_, end_) of the buffer is received and not yet taken
+  size_t at_ = 0;  // [at_, end_) of the buffer is received and not taken yet
   size_t end_ = 0;
 };
 
-// A pipe, because other processes that may open this one's files can open its end.
+// A pipe, because another process that may open this process's descriptors can open its end.
 class Bell {
  public:
   ~Bell() { close_fds(); }

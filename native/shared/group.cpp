@@ -21,7 +21,7 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       is_crowded_(is_crowded),
       epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
   for (int peer = 0; peer < ranks_; ++peer) {
-    // Without pidfds (kernels before 5.3) the death of a peer shows at the deadline.
+    // Without pidfds (kernels before 5.3) the death of a peer is detected at the deadline.
     long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
     pidfds_.push_back(static_cast<int>(fd));
   }
@@ -69,7 +69,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
   timeout_ns_ = timeout_ns;
-  // A call of one piece learns the time when a wait gets long; see wait_slowly().
+  // A call of one piece reads the clock only if a wait gets long; see wait_slowly().
   const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
   deadline_ns_ = is_short ? 0 : now_ns() + timeout_ns;
   idler_ = idler;
@@ -87,7 +87,7 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   if (status.is_ok() || !direct_ || status.code == Code::mismatch || status.code == Code::uneven) {
     return status;
   }
-  // Others may still read here, and the caller is about to change what they read.
+  // Other ranks may still read here, and the caller will now change the memory that they read.
   segment_->words(rank_).abandoned_posts.store(1, std::memory_order_relaxed);
   full_fence();
   return status;
@@ -117,7 +117,7 @@ void Group::advance(const Loop& loop, int64_t times) {
   output_.moved += loop.output_shift * times;
 }
 
-// Whether no step leaves its buffers or its slot, in any repetition.
+// Whether each step stays inside its buffers and its slot, in every repetition.
 bool Group::fits(const Program& program, const Buffers& buffers) const {
   int64_t input_at = 0;
   int64_t output_at = 0;
@@ -152,8 +152,8 @@ bool Group::fits_slot(const Step& step, int64_t itemsize) const {
 Status Group::begin_epoch() {
   const uint64_t previous = (epoch_ - 1) * kStages;
   for (int i = 1; i < ranks_; ++i) {
-    // Whoever has entered the previous epoch has read words and slots of the one before, which
-    // this epoch writes again.
+    // A rank that has entered the previous epoch has read the words and slots of the epoch before.
+    // This epoch writes these again.
     if (has_reached(other(i), previous)) continue;
     Status status = wait_for(other(i), previous, -1);
     if (!status.is_ok()) return status;
@@ -161,15 +161,16 @@ Status Group::begin_epoch() {
   return {};
 }
 
-// Enter the epoch, and come to a stage of it. Nothing may lie between the two stores: others look at
-// this line all the time, and each time it is taken back from them costs a tenth of a microsecond.
+// Enter the epoch and publish a stage of it. Nothing may stand between the two stores. Other ranks
+// poll this cache line, and to take it back from them costs 0.1 us each time.
 void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
   segment_->words(rank_).agreements[epoch_ & 1] = words;
   publish(stage);
 }
 
-// On return `even` is 0 unless all ranks' are equal, and `direct` has kWilling if all ranks' have, and
-// kPostsAddresses if anybody's has.
+// Compare this rank's words with those of all ranks. Afterwards `even` is 0 unless all ranks have
+// the same word. `direct` has kWilling if all ranks have it, and kPostsAddresses if any rank has
+// it.
 Status Group::compare(AgreementWords* common) {
   const uint64_t entered = epoch_ * kStages;
   const AgreementWords mine = *common;
@@ -179,7 +180,7 @@ Status Group::compare(AgreementWords* common) {
     Status status = wait_for(peer, entered, -1);
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);
-    // It came here and gave up: its other calls, and errors, are those of a broken group.
+    // The rank entered this epoch and then aborted: report the errors of a broken group.
     if (theirs.membership.load(std::memory_order_relaxed) == kAborted) {
       return {Code::aborted, peer, -1};
     }
@@ -199,7 +200,7 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
   Status status = begin_epoch();
   const Step* step = first;
   if (status.is_ok()) {
-    // Posts touch no buffer of the user, so they need not wait for the agreement.
+    // A post writes no buffer of the user, so posts need not wait for the agreement.
     for (; step != end && sends(step->op); ++step) post(*step);
     enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
   }
@@ -207,7 +208,7 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
     status = compare(&words);
     if (status.is_ok() && words.even == 0) status = {Code::uneven, rank_, -1};
     direct_ = (words.direct & kWilling) != 0;
-    // What some have posted are addresses, which others do not want.
+    // Some ranks have posted addresses, which other ranks do not want.
     if (status.is_ok() && words.direct == kPostsAddresses) status = {Code::divided, rank_, -1};
   }
   for (; status.is_ok() && step != end; ++step) {
@@ -246,7 +247,8 @@ Status Group::run_step(const Step& step, int index) {
   return {};
 }
 
-// Copy or reduce a step's elements: into `slot`, from there, or between buffers if it is nullptr.
+// Copy or reduce a step's elements: into `slot`, out of `slot`, or between buffers if `slot` is
+// nullptr.
 void Group::apply(const Step& step, char* slot) {
   const bool reduces = step.op == kReduce || step.op == kRecvReduce || step.op == kReadReduce;
   const int64_t whole = direct_ ? step.count * repeats_ : step.count;
@@ -262,8 +264,8 @@ void Group::apply(const Step& step, char* slot) {
     const char* left = into;
     if (joins(step)) left = address_of(step.src_buf, step.src_off + done, &count);
     if (step.op == kRecvReduce && step.peer < rank_) {
-      // Two ranks that swap their vectors put the lower rank's first, so that both compute the same
-      // expression; see Run.execute in engines/reference.py for where that matters.
+      // If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks
+      // compute the same expression. Run.execute in engines/reference.py shows where that matters.
       reduce_(into, from, into, static_cast<size_t>(count));
     } else if (reduces) {
       reduce_(into, left, from, static_cast<size_t>(count));
@@ -274,7 +276,8 @@ void Group::apply(const Step& step, char* slot) {
   }
 }
 
-// Where an element of a buffer lies; `together` is cut to how many lie there without a gap.
+// The address of an element of a buffer. `together` is reduced to the number of elements that are
+// contiguous from there.
 char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
   if (buf == kScratch) return scratch_ + off * itemsize_;
   const Operand& whole = buf == kInput ? input_ : output_;
@@ -290,21 +293,23 @@ char* Group::slot_of(const Step& step) const {
   return segment_->slot(static_cast<int>(step.slot), epoch_) + step.slot_off * itemsize_;
 }
 
-// Say that this rank has come to `stage` of the epoch, and wake whoever sleeps for that.
+// Publish that this rank has reached `stage` of the epoch, and wake the threads that sleep on its
+// flag.
 void Group::publish(uint64_t stage) {
   RankWords& mine = segment_->words(rank_);
-  // seq_cst, as is the sleeper's increment: either it is seen here, or the sleeper sees the flag.
+  // seq_cst, as the sleeper's increment: either this load sees the sleeper, or the sleeper sees the
+  // flag.
   mine.flag.store(epoch_ * kStages + stage, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.flag);
 }
 
-// Not where ranks share cores: a sleeper might get the one that this rank needs.
+// Not if ranks share cores: a woken thread could get the core that this rank needs.
 void Group::wake_waiters() {
   RankWords& mine = segment_->words(rank_);
   if (mine.sleepers.load(std::memory_order_relaxed) != 0 && !is_crowded_) futex_wake_all(mine.flag);
 }
 
-// Whether a peer cannot be running now, because this rank does on the same core; a guess.
+// Whether a peer cannot be running because this rank runs on the same core. This is a guess.
 bool Group::is_on_this_core(int peer) {
   const uint32_t core = record_core(segment_->words(rank_).core);
   return core != 0 && segment_->words(peer).core.load(std::memory_order_relaxed) == core;
@@ -314,7 +319,7 @@ Status Group::wait_for(int peer, uint64_t value, int step) {
   return spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
 }
 
-// Look for a while whether a peer has raised its flag that far.
+// Poll for a limited time whether a peer's flag has reached `value`.
 bool Group::spin(int peer, uint64_t value) {
   const SpinPolicy& patience = is_crowded_ ? kCrowded : is_server ? kServing : kOwnCore;
   for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
@@ -333,7 +338,7 @@ bool Group::spin(int peer, uint64_t value) {
 
 Status Group::wait_slowly(int peer, uint64_t value, int step) {
   RankWords& theirs = segment_->words(peer);
-  // Not before: asking for the time would be a tenth of a small call.
+  // Not earlier, because reading the clock takes a tenth of the time of a small call.
   if (deadline_ns_ == 0) deadline_ns_ = now_ns() + timeout_ns_;
   while (true) {
     theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -353,12 +358,12 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     }
     if (poll_ && poll_()) return {Code::interrupted, peer, step};
     for (int other = 0; other < ranks_; ++other) {
-      // A rank that ended inside this epoch may be what the awaited one waits for.
+      // A rank that ended inside this epoch may be the cause of the peer's delay.
       const uint64_t needed = other == peer ? value : epoch_ * kStages;
       const std::atomic<uint64_t>& flag = segment_->words(other).flag;
       if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
       const Code end = exit_of(other);
-      // Once more, since it may have raised its flag just before it went.
+      // A second look, because the rank may have raised its flag just before it ended.
       if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) {
         return {end, other, step};
       }
@@ -367,7 +372,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
   }
 }
 
-// How a peer ended; ok if it has not.
+// How a peer has ended; Code::ok if it has not.
 Code Group::exit_of(int peer) const {
   // acquire: pairs with the stores in leave() and abort()
   const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);

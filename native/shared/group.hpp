@@ -1,4 +1,4 @@
-// One rank's part of a group over shared memory: publishing, waiting, and running programs.
+// One rank's part of a group in shared memory: it publishes, waits and runs programs.
 #pragma once
 
 #include <atomic>
@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/fork_guard.hpp"
-#include "shared/remote_read.hpp"
 #include "core/program.hpp"
+#include "shared/remote_read.hpp"
 #include "shared/segment.hpp"
 
 namespace unisono {
@@ -25,23 +25,24 @@ struct Range {
 
 class Group final : public Runner {
  public:
-  // `pids` has one process id per rank, in this host's numbering. `is_crowded`: there are
+  // `pids` has one process id per rank, as this host numbers processes. `is_crowded`: there are
   // more ranks than cores.
   Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>& pids, bool is_crowded);
   ~Group() override;
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // Take part in an agreement. `even` comes back as 0 unless all ranks gave the same word.
+  // Take part in an agreement. `even` becomes 0 unless all ranks passed the same word.
   Status agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns);
-  // Every rank's program must have the same loops, as far as repeats go.
+  // The programs of all ranks must have the same number of loops with the same repeats.
   Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
 
-  // Called by a wait every kSliceNs; true ends the wait. For Ctrl-C, of which only Python knows.
+  // Set a function that a wait calls every kSliceNs; true ends the wait. It detects Ctrl-C, of
+  // which only Python knows.
   void set_poll(std::function<bool()> poll) { poll_ = std::move(poll); }
 
-  // For tests: read large posts where they lie, whatever pages these are in.
+  // For tests: use direct reading also for posts outside huge pages.
   void ignore_pages() { ignores_pages_ = true; }
   bool was_direct() const { return direct_; }
 
@@ -49,11 +50,13 @@ class Group final : public Runner {
   void abort() override;
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
-  // Tell the others that this rank takes part in nothing any more; in the child of a fork: nothing.
+  // Mark this rank as gone, so that the other ranks do not wait for it. In the child of a fork: do
+  // nothing.
   void leave();
 
  private:
-  // The i-th rank after this one. Without a division, of which a small call would notice two.
+  // The i-th rank after this rank. Without a division, because a small call would notice two of
+  // them.
   int other(int i) const { return rank_ + i < ranks_ ? rank_ + i : rank_ + i - ranks_; }
   bool fits(const Program& program, const Buffers& buffers) const;
   bool fits_slot(const Step& step, int64_t itemsize) const;
@@ -69,8 +72,10 @@ class Group final : public Runner {
   char* address_of(int64_t buf, int64_t off, int64_t* together) const;
   void apply(const Step& step, char* slot);
 
-  // group_direct.cpp: reading posts where they lie
-  // After a call in which only some ranks wished it: to begin anew costs a third.
+  // group_direct.cpp: direct reading
+  //
+  // For how many large calls a rank uses slots after a call in which only some ranks wanted direct
+  // reading. To begin a call a second time costs a third.
   static constexpr int kDirectPause = 256;
 
   uint64_t direct_bits(const Program& program, const Buffers& buffers);
@@ -97,34 +102,33 @@ class Group final : public Runner {
   RemoteReader remote_reader_;
   HugePages huge_pages_;
   bool ignores_pages_ = false;
-  int direct_pause_ =
-    0;  // for how many large calls this rank does not direct_bits to read directly
+  int direct_pause_ = 0;  // large calls left for which this rank uses slots
   int rank_;
   int ranks_;
   bool is_crowded_;
   uint64_t epoch_;  // 1 at first, unless a test has raised this rank's flag before
   int64_t timeout_ns_ = 0;
-  int64_t deadline_ns_ = 0;  // 0: not worked out yet, because no wait was long
+  int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;
   std::atomic<bool> aborted_{false};
   std::vector<int> pidfds_;
   std::function<bool()> poll_;
-  int64_t late_called_ns_ = 0;  // the deadline of the call that late_ was called for
-  // Of the run in progress.
+  int64_t late_called_ns_ = 0;  // the deadline of the call for which late_ was called
+  // State of the current run.
   struct Operand {
     char* data = nullptr;
     ArrayList parts;
-    int64_t moved = 0;  // elements, by the loops' shifts
+    int64_t moved = 0;  // elements that the loops have moved on
   };
   Operand input_;
   Operand output_;
   char* scratch_ = nullptr;
   int64_t itemsize_ = 1;
   ReduceFn reduce_ = nullptr;
-  bool direct_ = false;      // posts are addresses
-  bool has_failed_ = false;  // to read what lies there
-  int64_t repeats_ = 1;      // of the loop, which are one if posts are
-  bool past_cache_ = false;  // what is moved does not fit there
+  bool direct_ = false;      // whether posts are addresses
+  bool has_failed_ = false;  // whether a direct read has failed
+  int64_t repeats_ = 1;      // of the current loop; with direct reading they are done as one
+  bool past_cache_ = false;  // whether the moved data do not fit into the cache
 };
 
 }  // namespace unisono

@@ -1,10 +1,13 @@
-// Reading posts where they lie: one copy instead of two, of large data in huge pages.
+// Direct reading: readers copy large data in huge pages from the poster's own memory. One copy
+// instead of two.
 //
-// A post is then the address of what it posts, and a loop runs once, for all of its repetitions. The
-// ranks decide together, with the agreement: what each posts must be worth it. No rank goes before
-// all others have read, or have said that they cannot; then all use slots. One that has to go,
-// because of a time-out say, marks its line; whoever may have read what it changed since finds
-// the mark afterwards, and does not take that for a result.
+// A post is then the address of a value, and a loop runs once for all its repetitions. The ranks
+// decide in the agreement, and each rank's posts must be worth it. No rank ends the call before all
+// ranks have read or have reported that they cannot; in the second case all use slots.
+//
+// A rank that must leave earlier, for example because of a time-out, sets its word
+// `abandoned_posts`. A rank that may have read changed data finds the word afterwards and discards
+// its result.
 #include <cstring>
 #include <new>
 
@@ -16,19 +19,19 @@ namespace unisono {
 
 namespace {
 
-// From this size of a post on. Below, a call is over sooner than the kernel finds the other process.
+// Smallest post to read directly. Below it, process_vm_readv costs more than the copy.
 constexpr int64_t kDirectBytes = 128 * 1024;
 
-// Up to this size of what one rank posts and another reads both find it in their caches.
+// Largest post that both the poster and its reader find in their caches.
 constexpr int64_t kCachedBytes = 8 * 1024 * 1024;
 
-// How long a rank with a core of its own busy_rounds awake for others that are known to be reading. To be woken
+// How long a rank with a core of its own stays awake while other ranks read. To sleep and wake
 // would add a fifth to a broadcast of 4 MiB, which is read in 75 us.
 constexpr int64_t kReadingNs = 300'000;
 
 }  // namespace
 
-// What this rank says about direct reading in the call it begins: bits of DirectReading.
+// This rank's word about direct reading in the call that it begins: bits of DirectReading.
 uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   const int64_t most = std::max(buffers.input_count, buffers.output_count) * itemsize_;
   if (most < kDirectBytes || !fits_direct(program) || remote_reader_.is_disabled()) return 0;
@@ -46,7 +49,8 @@ uint64_t Group::direct_bits(const Program& program, const Buffers& buffers) {
   return posts ? kWilling | kPostsAddresses : kWilling;
 }
 
-// Whether this rank's posts may be read, and should be; says whether it has any.
+// Whether this rank's posts may and should be read directly. `has_posts`: set to whether there are
+// any.
 bool Group::is_worth_reading(const Program& program, bool* has_posts) {
   std::vector<Range> posts, writes;
   bool in_one_piece = true;
@@ -77,16 +81,17 @@ bool Group::is_worth_reading(const Program& program, bool* has_posts) {
     for (const Range& write : writes) {
       if (post.meets(write)) return false;
     }
-    // Of the loops the first one has nearly everything.
+    // The first loop moves nearly all elements.
     if (post.nbytes >= kDirectBytes && !pays_off(post, !writes.empty())) return false;
   }
   *has_posts = !posts.empty();
   return in_one_piece;
 }
 
-// Small pages take the kernel three times as long: a quarter of them is what a rank loses that saves the
-// time of filling its slot. One that does nothing but post saves none, and gains something only while
-// the kernel's copy is faster than one out of a slot.
+// Whether direct reading of this post saves time. The kernel copies small pages in three times the
+// time. With a quarter in small pages a rank loses what it saves by not filling its slot. A rank
+// that only posts saves nothing there: it gains only if the kernel's copy is faster than a copy out
+// of a slot.
 bool Group::pays_off(const Range& post, bool has_more_to_do) {
   if (ignores_pages_) return true;
   const bool is_faster = post.nbytes >= 2 * kDirectBytes && post.nbytes <= kCachedBytes;
@@ -94,8 +99,8 @@ bool Group::pays_off(const Range& post, bool has_more_to_do) {
   return huge_pages_.covers(post.at, static_cast<size_t>(post.nbytes));
 }
 
-// Whether this is large data that is only moved, by steps that go on where they ended when a loop
-// repeats them.
+// Whether this program only moves large data, by steps whose next repetition continues at the end
+// of the last.
 bool Group::fits_direct(const Program& program) const {
   bool is_large = false;
   for (const Loop* loop = program.loops; loop != program.loops + program.loop_count; ++loop) {
@@ -127,7 +132,7 @@ void Group::post_address(const Step& step, char* slot) const {
   std::memcpy(slot, &address, sizeof(address));
 }
 
-// Read a step's elements from where their rank says that they are.
+// Read a step's elements from the address that their rank has posted.
 void Group::read_posted(const Step& step, const char* slot) {
   uint64_t from = 0;
   std::memcpy(&from, slot, sizeof(from));
@@ -136,11 +141,12 @@ void Group::read_posted(const Step& step, const char* slot) {
   const auto nbytes = static_cast<size_t>(count * itemsize_);
   const bool is_read = remote_reader_.can_read_all() &&
                        remote_reader_.read(static_cast<int>(step.peer), into, from, nbytes);
-  // That rank is gone, or the kernel forbids it. No post is changed before all know.
+  // That rank has ended, or the kernel forbids the read. No rank changes its posts before all know.
   if (!is_read) has_failed_ = true;
 }
 
-// Wait until all have read what they read here, and make sure that nobody has changed what was read.
+// Wait until all ranks have read this rank's posts. Then check that no rank changed a post while it
+// was read.
 Status Group::finish_direct() {
   Status status = begin_epoch();
   if (!status.is_ok()) return status;
@@ -155,7 +161,8 @@ Status Group::finish_direct() {
     status = wait_for(peer, epoch_ * kStages, -1);
     if (!status.is_ok()) return status;
   }
-  // What was read is older than the mark that is looked at now; pairs with the fence in run().
+  // The reads are older than the following loads of `abandoned_posts`. Pairs with the fence in
+  // run().
   full_fence();
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {

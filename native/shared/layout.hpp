@@ -1,14 +1,14 @@
-// The words that ranks share, and who may write each.
+// The words that ranks share, and which rank may write each.
 //
 // One segment per process group and host:
 //
-//     Header | RankWords of rank 0 | ... | RankWords of rank p-1 | slots of rank 0 | ... | slots of rank p-1
+//     Header | RankWords of rank 0 | ... | of rank p-1 | slots of rank 0 | ... | slots of rank p-1
 //
-// Every rank executes the same sequence of epochs (one per piece of a call, or per loop and one
-// more where posts are read where they lie). In epoch e it may
-// write its slot e % 2, tell the others by raising its flag to e * kStages + stage, and read
-// theirs. What only it reads there it may overwrite with what it posts next. Entering epoch e+1
-// says that it is done with the others' slots of epoch e.
+// Every rank executes the same sequence of epochs: one per piece of a call. With direct reading
+// there is one per loop and one more. In epoch e a rank may write its slot e % 2. It then raises
+// its flag to e * kStages + stage, and reads the slots of other ranks. A rank may overwrite a post
+// that only it reads with its own next post. A rank that enters epoch e+1 no longer needs the slots
+// of epoch e.
 #pragma once
 
 #include <atomic>
@@ -24,18 +24,18 @@ namespace unisono {
 // Stages per epoch: a stage is one publication. A ring of 1,000 ranks needs 1,998.
 constexpr uint64_t kStages = 4096;
 
-// Two adjacent cache lines: the prefetcher of x86 fetches them in pairs, so that words nearer than
-// this disturb each other even when they lie in different lines.
+// Two adjacent cache lines, because the prefetcher of x86 fetches lines in pairs. Words that lie
+// closer disturb each other even if they lie in different lines.
 constexpr size_t kInterferenceBytes = 128;
 
-// Of the random numbers by which a process, or its memory, is known.
+// Size of the random numbers that identify a process or its memory.
 constexpr size_t kNonceBytes = 16;
 
-// Whether a rank's posts may be read where they lie, instead of from its slot; see Group::run.
+// A rank's word about direct reading; see group_direct.cpp.
 enum DirectReading : uint64_t {
-  kWilling = 1,         // it has no post that should go into the slot
-  kPostsAddresses = 2,  // its slot holds the addresses of what it posts
-  kFailed = 4,          // it could not read what was posted, afterwards
+  kWilling = 1,         // no post of the rank must go into the slot
+  kPostsAddresses = 2,  // the slot of the rank holds addresses of posts
+  kFailed = 4,          // the rank could not read a post
 };
 
 enum Membership : uint32_t { kMember = 0, kLeft = 1, kAborted = 2 };
@@ -44,22 +44,25 @@ struct alignas(kInterferenceBytes) RankWords {
   // Written by the owner only (release); read by every rank (acquire).
   std::atomic<uint64_t> flag;
   // Written by the owner before it raises its flag to the epoch, and after all ranks have left the
-  // epoch before the last; read after seeing that flag.
+  // epoch before the last. Read after that flag was seen. Valid for two epochs, hence one per
+  // parity.
   AgreementWords agreements[2];
-  // Why the owner takes part in nothing any more, a Membership. In the line of the flag, so that
-  // looking at it costs nothing.
+  // A Membership: whether and how the owner has left. In the cache line of the flag, so that a look
+  // at it costs nothing.
   std::atomic<uint32_t> membership;
-  // One more than the number of the core on which the owner last ran for longer; 0: not known.
+  // The number of the core on which the owner last ran for a longer time, plus 1. 0: unknown.
   std::atomic<uint32_t> core;
 
-  // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after raising it.
+  // How many ranks sleep on `flag`. Written by the sleepers, read by the owner after it has raised
+  // the flag.
   alignas(kInterferenceBytes) std::atomic<uint32_t> sleepers;
 
-  // A random number in the owner's memory and where it is there, for RemoteReader. Written before the first epoch.
+  // A random number in the owner's memory and its address there, for RemoteReader. Written before
+  // the first epoch.
   unsigned char nonce[kNonceBytes];
   uint64_t nonce_at;
 
-  // Whether the owner has left a call before all had read its posts where they lie; see Group::run.
+  // Whether the owner has left a call before all ranks had read its posts directly; see Group::run.
   std::atomic<uint32_t> abandoned_posts;
 };
 
@@ -75,10 +78,10 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free, "shared words must not
 static_assert(sizeof(RankWords) == 2 * kInterferenceBytes && sizeof(Header) == kInterferenceBytes,
               "layout");
 
-// Say on which core this thread runs, as one more than its number; 0: not known.
+// Record on which core this thread runs, as its number plus 1. 0: unknown.
 inline uint32_t record_core(std::atomic<uint32_t>& recorded) {
   const auto core = static_cast<uint32_t>(sched_getcpu() + 1);
-  // Others look at this line all the time: each store takes it from them.
+  // Other ranks poll this cache line, and each store takes it from them.
   if (recorded.load(std::memory_order_relaxed) != core) {
     recorded.store(core, std::memory_order_relaxed);
   }

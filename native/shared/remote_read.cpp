@@ -1,7 +1,7 @@
 #include "shared/remote_read.hpp"
 
-#include <cstring>
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 
 #include <fcntl.h>
@@ -14,7 +14,7 @@ namespace unisono {
 
 namespace {
 
-// pm_scan_arg and page_region of <linux/fs.h>, which has them since Linux 6.7 only.
+// pm_scan_arg and page_region of <linux/fs.h>, which has them since Linux 6.7.
 struct PageScan {
   uint64_t size = sizeof(PageScan);
   uint64_t flags = 0;
@@ -35,7 +35,8 @@ struct PageRegion {
   uint64_t categories;
 };
 constexpr uint64_t kIsHuge = uint64_t{1} << 6;
-// Of the machines that have pages to look for; elsewhere the kernel refuses the question.
+// The page size of the machines that have huge pages to find. The kernel rejects the request on
+// others.
 constexpr uint64_t kPageSize = 4096;
 
 bool is_huge_at(int page_map, uint64_t address) {
@@ -55,23 +56,23 @@ bool HugePages::covers(const void* data, size_t nbytes) {
   for (Entry& known : entries_) {
     if (known.data == data && known.nbytes == nbytes && known.uses++ < kUses) return known.is_huge;
   }
-  // One look for each MiB, for memory often begins and ends with small pages.
-  const auto spins = std::clamp<uint64_t>(nbytes >> 20, 2, 16);
+  // One probe per MiB, because memory often begins and ends with small pages.
+  const auto probes = std::clamp<uint64_t>(nbytes >> 20, 2, 16);
   const auto at = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(data));
-  // Opened each time: a descriptor that is kept would be the parent's in the child of a fork.
+  // Opened each time, because a kept descriptor would be the parent's in the child of a fork.
   const int page_map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   uint64_t found = 0;
-  for (uint64_t i = 0; i < spins; ++i) {
-    if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * spins))) ++found;
+  for (uint64_t i = 0; i < probes; ++i) {
+    if (is_huge_at(page_map, at + nbytes * (2 * i + 1) / (2 * probes))) ++found;
   }
   if (page_map >= 0) close(page_map);
-  const bool is_huge = found * 8 >= spins * 7;
+  const bool is_huge = found * 8 >= probes * 7;
   entries_[next_++ % std::size(entries_)] = {data, nbytes, is_huge, 0};
   return is_huge;
 }
 
 bool read_process(int pid, const ProcessProof* proof, void* into, uint64_t from, size_t nbytes) {
-  // One call moves 2 GiB at most.
+  // One call moves at most 2 GiB.
   constexpr size_t kPartBytes = size_t{1} << 30;
   const auto address = [](uint64_t at) {
     return reinterpret_cast<void*>(static_cast<uintptr_t>(at));
@@ -84,7 +85,7 @@ bool read_process(int pid, const ProcessProof* proof, void* into, uint64_t from,
     unsigned char found[kNonceBytes];
     const iovec here[] = {{found, token_bytes}, {into, part}};
     const iovec there[] = {{address(its.at), token_bytes}, {address(from), part}};
-    // In one call, so that there is one process that both are of.
+    // Both ranges in one call, so that they come from one process.
     const ssize_t got = process_vm_readv(pid, here, 2, there, 2, 0);
     if (got != static_cast<ssize_t>(token_bytes + part)) return false;
     if (token_bytes != 0 && std::memcmp(found, its.bytes, token_bytes) != 0) return false;

@@ -1,4 +1,4 @@
-// Shared memory of one group: made by one rank, attached by the others.
+// The shared memory of one group: one rank creates it, the other ranks attach to it.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace unisono {
 
-// A mapping of an anonymous memory file (memfd). Nothing has a name in any file system, so nothing
-// is left behind whatever kills the processes, and the size of /dev/shm does not matter.
+// A mapping of an anonymous memory file (memfd). The file has no name, so nothing is left behind if
+// the processes are killed, and the size of /dev/shm does not matter.
 class Segment {
  public:
   Segment() = default;
@@ -18,11 +18,11 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
   ~Segment();
 
-  // Make the memory; returns 0 or an errno. `fd()` busy_rounds open until close_fd().
+  // Create the memory; return 0 or an errno. `fd()` stays open until close_fd().
   int create(int ranks, size_t slot_bytes, const unsigned char* nonce);
 
-  // Map the memory that process `pid` holds open as `fd`; returns 0 or an errno. EXDEV: it opened,
-  // but it is not the memory with this nonce, so `pid` is not a process of this host's view.
+  // Map the memory that process `pid` holds open as `fd`; return 0 or an errno. EXDEV: the file was
+  // opened but does not have this nonce, so `pid` names another process on this host.
   int attach(int pid, int fd, const unsigned char* nonce);
 
   void close_fd();

@@ -1,4 +1,4 @@
-// The order of things in a program of messages; see steps_move.cpp for the messages.
+// Runs a program of messages in the order of its steps. steps_move.cpp has the messages.
 #include "steps/steps.hpp"
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace unisono {
 
 namespace {
 
-// What may be sent before all ranks have agreed, to save a latency: it lies at a rank that may be
-// in another call, until that turns out.
+// How many bytes a rank may send before all ranks have agreed, to save a latency. The bytes lie at
+// a rank that may be in another call, until that is detected.
 constexpr size_t kEarlyBytes = 64 * 1024;
 
 }  // namespace
@@ -41,7 +41,7 @@ char* Steps::address_of(int64_t buf, int64_t off) const {
   if (buf == kScratch) return buffers_.scratch + off * itemsize_;
   const ArrayList& parts = buf == kInput ? buffers_.input_list : buffers_.output_list;
   if (parts.at != nullptr) return parts.at[off / parts.count] + off % parts.count * itemsize_;
-  // INPUT is never written: step_fits.
+  // INPUT is never written: step_fits() checks it.
   char* base = buf == kInput ? const_cast<char*>(buffers_.input) : buffers_.output;
   return base + off * itemsize_;
 }
@@ -69,7 +69,7 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   return status;
 }
 
-// Whether each step has to do with one array of the list only, in this buffer.
+// Whether each step uses only one array of the list in this buffer.
 bool Steps::stays_within_arrays(const Program& program, int64_t buf, const ArrayList& parts) {
   const auto inside = [&parts](int64_t off, int64_t count) {
     return count != 0 && off % parts.count + count <= parts.count;
@@ -81,7 +81,7 @@ bool Steps::stays_within_arrays(const Program& program, int64_t buf, const Array
          });
 }
 
-// Make one array of a list if a message holds several of its arrays.
+// Copy a list into one array if a message spans several of its arrays.
 void Steps::gather_lists(const Program& program, const Buffers& given) {
   buffers_ = given;
   const auto gather = [&](int64_t buf, ArrayList* parts, int64_t total, std::vector<char>* into) {
@@ -102,7 +102,7 @@ void Steps::gather_lists(const Program& program, const Buffers& given) {
   }
 }
 
-// Copy what is in one array to the list that it stands for.
+// Copy the array that replaced a list back into the list.
 void Steps::scatter_lists(const Buffers& given) const {
   const ArrayList& parts = given.output_list;
   const bool is_joined = parts.at != buffers_.output_list.at;
@@ -118,7 +118,7 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
   count_ = program.step_count;
   uint64_t even = words.even;
   if (words.fingerprint != 0 && agreement_ != nullptr) {
-    // Ranks that turn out to be uneven may have given it to another runner, so this is no epoch yet.
+    // Not a new epoch yet: ranks with uneven sizes may have given the call to another runner.
     if (idler_ != nullptr) idler_->idle();
     idler_ = nullptr;
     const int64_t left_ns = std::max<int64_t>(deadline_ns_ - now_ns(), 0);
@@ -132,13 +132,13 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
     if (status.is_ok() && even == 0) status = {Code::uneven, rank_};
     if (!status.is_ok()) {
       const bool ended = status.code == Code::mismatch || status.code == Code::uneven;
-      for (size_t i = 0; i < sent_verdicts_.size() && ended;
-           ++i) {  // the others are to learn of it
-        const auto* said = reinterpret_cast<const char*>(&sent_verdicts_[i]);
-        const Status sent = wait_for_sends(said, said + sizeof(Verdict));
+      // The other ranks must receive the verdict before this rank raises.
+      for (size_t i = 0; i < sent_verdicts_.size() && ended; ++i) {
+        const auto* verdict = reinterpret_cast<const char*>(&sent_verdicts_[i]);
+        const Status sent = wait_for_sends(verdict, verdict + sizeof(Verdict));
         if (!sent.is_ok()) status = sent;
       }
-      // What was sent too early is for nobody.
+      // No rank will receive the messages that were sent too early.
       messages_->forget_tags(context_, program_tag());
       return status;
     }
@@ -146,8 +146,9 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
   return execute();
 }
 
-// Every host's first rank hears from the others there, agrees with those of the other hosts, and
-// tells the result: there are as few messages between hosts as can be.
+// The first rank of each host is its leader. A leader collects the words of its host's ranks,
+// agrees with the other leaders and sends the result back. So as few messages as possible go
+// between hosts.
 Status Steps::agree(AgreementWords words, uint64_t* even) {
   Verdict verdict{words.fingerprint, words.even};
   Status status{};
@@ -169,7 +170,8 @@ Status Steps::agree(AgreementWords words, uint64_t* even) {
   return verdict.fingerprint == 0 ? Status{Code::mismatch} : Status{};
 }
 
-// In round k a leader says what it knows to the one 2^k further on, and hears from the one 2^k before.
+// In round k a leader sends its verdict 2^k leaders ahead, and receives a verdict from 2^k leaders
+// before.
 Status Steps::agree_among_hosts(Verdict* mine) {
   const size_t count = leaders_.size();
   const auto me = std::find(leaders_.begin(), leaders_.end(), rank_);
@@ -194,9 +196,9 @@ void Steps::send_verdict(int peer, const Verdict& verdict) {
 }
 
 Status Steps::recv_verdict(int peer, Verdict* into) {
-  Verdict heard{};
-  Operation* op = new_op(peer, agreement_tag(), sizeof(heard));
-  op->data = reinterpret_cast<char*>(&heard);
+  Verdict received{};
+  Operation* op = new_op(peer, agreement_tag(), sizeof(received));
+  op->data = reinterpret_cast<char*>(&received);
   Status status;
   try {
     messages_->begin(*op);
@@ -204,13 +206,13 @@ Status Steps::recv_verdict(int peer, Verdict* into) {
   } catch (const std::bad_alloc&) {
     status = {Code::no_memory, rank_};
   }
-  if (!status.is_ok()) messages_->cancel(*op);  // `heard` ends here
+  if (!status.is_ok()) messages_->cancel(*op);  // the memory of `received` ends here
   free_ops_.push_back(op);
-  into->merge(heard);
+  into->merge(received);
   return status;
 }
 
-// Send what the program sends first; no buffer is written for that.
+// Send the first messages of the program before the agreement is complete. A send writes no buffer.
 void Steps::send_early() {
   size_t sent = 0;
   for (size_t i = 0; i < count_; ++i) {
@@ -218,7 +220,7 @@ void Steps::send_early() {
     if (step.op == kCopy) continue;
     if (!sends(step.op)) return;
     const char* data = address_of(step.src_buf, step.src_off);
-    for (size_t j = 0; j < i; ++j) {  // what a copy is still to write cannot be sent yet
+    for (size_t j = 0; j < i; ++j) {  // the target of a pending copy cannot be sent yet
       const Step& copy = steps_[j];
       if (copy.op != kCopy) continue;
       const char* into = address_of(copy.dst_buf, copy.dst_off);
@@ -226,7 +228,8 @@ void Steps::send_early() {
       if (moves && overlaps(into, into + bytes(copy), data, data + bytes(step))) return;
     }
     sent += bytes(step) * (step.peer < 0 ? ranks_.size() - 1 : 1);
-    // A larger one would stay in its ring or wire, and hold up all behind it, until its receiver comes.
+    // A larger message would stay in its ring or wire until its receiver comes, and block all
+    // messages behind it.
     if (sent > kEarlyBytes || bytes(step) > kEagerBytes) return;
     send(step);
     early_end_ = i + 1;
@@ -234,7 +237,7 @@ void Steps::send_early() {
 }
 
 Status Steps::execute() {
-  // Without elements it is a barrier: whoever has agreed has heard from all.
+  // Without elements it is a barrier: after the agreement every rank has entered the call.
   const auto has_elements = [](const Step& step) { return step.count != 0; };
   if (std::none_of(steps_, steps_ + count_, has_elements)) return wait_for_sends(nullptr, nullptr);
   for (at_ = 0; at_ < count_; ++at_) {
@@ -271,7 +274,7 @@ Status Steps::receive(const Step& step) {
   char* const into_end = into + bytes(step);
   while (into != into_end) {
     if (receives_.empty()) {
-      // Not posted yet, because its memory is still on its way out.
+      // Not posted yet, because a send still reads its memory.
       const Status status = wait_for_sends(into, into_end);
       if (!status.is_ok()) return status;
       post_ahead();
@@ -294,8 +297,8 @@ Status Steps::receive(const Step& step) {
   return {};
 }
 
-// Two ranks that swap their vectors put the lower rank's operand first, so that both compute the
-// same expression; see Run.execute in engines/reference.py for where that matters.
+// If two ranks swap their vectors, the lower rank's operand comes first, so that both ranks compute
+// the same expression. Run.execute in engines/reference.py shows where that matters.
 void Steps::reduce(const Step& step, char* into, char* staging, size_t nbytes) {
   const size_t count = nbytes / static_cast<size_t>(itemsize_);
   if (step.op == kRecvReduce && step.peer < rank_) {
@@ -314,7 +317,7 @@ void Steps::begin_run(int64_t timeout_ns, Idler* idler) {
   at_ = early_end_ = next_ = next_byte_ = expected_bytes_ = 0;
 }
 
-// Leave nothing behind that touches the caller's memory.
+// End all operations that use the caller's memory.
 void Steps::end_run() {
   for (const Sending& sending : sends_) {
     messages_->cancel(*sending.op);

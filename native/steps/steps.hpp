@@ -1,8 +1,9 @@
-// Programs of messages, as engines/reference.py executes them, over rings and wires (messages.hpp).
+// Programs of messages over rings and wires (messages/messages.hpp), with the result of
+// engines/reference.py.
 //
-// Everything happens on the caller's thread. Receives are posted ahead of their turn where nothing
-// in between touches their memory; what is to be reduced comes in chunks, so that one is reduced
-// while the next is on its way.
+// All work is done on the caller's thread. Receives are posted ahead of their turn if no step in
+// between uses their memory. Data to be reduced comes in chunks: a chunk is reduced while the next
+// chunk is on its way.
 #pragma once
 
 #include <atomic>
@@ -11,9 +12,9 @@
 #include <memory>
 #include <vector>
 
-#include "shared/group.hpp"
-#include "messages/messages.hpp"
 #include "core/program.hpp"
+#include "messages/messages.hpp"
+#include "shared/group.hpp"
 
 namespace unisono {
 
@@ -23,15 +24,15 @@ inline bool overlaps(const char* first, const char* end, const char* other, cons
 
 class Steps final : public Runner {
  public:
-  // `ranks`: the members, by rank in the group, as ranks of `messages`. `hosts`: where they are;
-  // numbers that are equal for ranks of one host. `agreement` agrees in place of messages, unless it
-  // is nullptr.
+  // `ranks`: the group's members as ranks of `messages`, by their rank in the group. `hosts`: a
+  // number per member, equal for members on one host. `agreement`: the shared memory in which the
+  // ranks agree; nullptr: they agree by messages.
   Steps(std::shared_ptr<Messages> messages, uint64_t context, std::vector<int> ranks,
         const std::vector<int>& hosts, Group* agreement);
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
-  // Loops are not looked at.
+  // Ignores the program's loops.
   Status run(const Program& program, const Buffers& buffers, ReduceFn reduce, AgreementWords words,
              int64_t timeout_ns, Idler* idler = nullptr) override;
 
@@ -46,10 +47,10 @@ class Steps final : public Runner {
   };
   struct Receiving {
     Operation* op;
-    char* staging;  // where it is received, to be reduced; nullptr: at its place
+    char* staging;  // memory for data to be reduced; nullptr: received in place
     size_t nbytes;
   };
-  // What ranks say to one another in an agreement; fingerprint 0: not all are equal.
+  // The content of a message in an agreement. Fingerprint 0: the ranks' fingerprints differ.
   struct Verdict {
     uint64_t fingerprint;
     uint64_t even;
@@ -60,7 +61,7 @@ class Steps final : public Runner {
     }
   };
 
-  // steps.cpp: the order of things
+  // steps.cpp: the agreement and the order of steps
   Status agree_and_execute(const Program& program, AgreementWords words);
   Status agree(AgreementWords words, uint64_t* even);
   Status agree_among_hosts(Verdict* mine);
@@ -93,7 +94,7 @@ class Steps final : public Runner {
 
   char* address_of(int64_t buf, int64_t off) const;
   size_t bytes(const Step& step) const { return static_cast<size_t>(step.count * itemsize_); }
-  // Two tags per call; those of p2p messages are not negative.
+  // Each call has two tags, which are negative. Tags of point-to-point messages are not.
   int64_t agreement_tag() const { return -2 * epoch_ - 1; }
   int64_t program_tag() const { return -2 * epoch_ - 2; }
 
@@ -103,12 +104,12 @@ class Steps final : public Runner {
   Group* agreement_;
   int rank_ = -1;
   std::vector<int> leaders_;    // the first rank of every host
-  std::vector<int> followers_;  // the other ranks of this one's host, if it is the leader there
-  int leader_ = -1;             // of its host
+  std::vector<int> followers_;  // the other ranks of this host, if this rank is the leader there
+  int leader_ = -1;             // the leader of this rank's host
   int64_t epoch_ = 0;
   std::atomic<bool> aborted_{false};
 
-  // Of the run in progress.
+  // State of the current run.
   const Step* steps_ = nullptr;
   size_t count_ = 0;
   Buffers buffers_{};
@@ -117,20 +118,20 @@ class Steps final : public Runner {
   int64_t deadline_ns_ = 0;
   int64_t late_at_ns_ = 0;
   bool late_called_ = false;
-  Status send_failure_{};  // how a send ended as soon as it began
+  Status send_failure_{};  // the status of a send that failed at its start
   Idler* idler_ = nullptr;
-  size_t at_ = 0;         // the step that is executed
-  size_t early_end_ = 0;  // sends before it have been sent
-  size_t next_ = 0;       // the first step that may be a receive which is not posted
-  size_t next_byte_ = 0;  // of that step
+  size_t at_ = 0;         // the current step
+  size_t early_end_ = 0;  // sends before this step have been sent
+  size_t next_ = 0;       // the first step that may be a receive that is not posted
+  size_t next_byte_ = 0;  // the first byte of that step that is not posted
   size_t expected_bytes_ = 0;
   std::deque<Verdict> sent_verdicts_;
   std::vector<Sending> sends_;
-  bool holds_sends_ = false;  // sends are to begin together
+  bool holds_sends_ = false;  // collect sends, to begin them together
   std::vector<Operation*> held_sends_;
   std::deque<Receiving> receives_;
 
-  // Kept for the next run.
+  // Memory kept for the next run.
   std::vector<char> joined_input_;
   std::vector<char> joined_output_;
   std::deque<Operation> ops_;

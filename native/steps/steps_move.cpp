@@ -1,4 +1,4 @@
-// The messages of a program: posting, waiting, and the memory that they occupy meanwhile.
+// The messages of a program: posting, waiting, and the memory that they use meanwhile.
 #include <algorithm>
 #include <new>
 
@@ -9,13 +9,13 @@ namespace unisono {
 
 namespace {
 
-// A message is sent in pieces of this size, at both ends. Larger: the reduction of a piece waits
-// longer for its end. Smaller: more turns between sending, receiving and reducing; at 64 KiB two
-// hosts took twice as long for 64 MiB as at 512 KiB.
+// Both ends cut messages into pieces of this size. Larger: the reduction of a piece waits longer
+// for its end. Smaller: more switches between sending, receiving and reducing. At 64 KiB two hosts
+// took twice as long for 64 MiB as at 512 KiB.
 constexpr size_t kChunkBytes = 1024 * 1024;
 
-// How far ahead receives are posted: in steps, in bytes, and in chunks that are to be reduced. Of
-// blocks of 16 MiB those of several ranks are, so that whoever sends can.
+// How far ahead receives are posted: in steps, in bytes, and in chunks to be reduced. With blocks
+// of 16 MiB, receives from several ranks are posted, so that the first rank that is ready can send.
 constexpr size_t kAheadSteps = 32;
 constexpr size_t kAheadBytes = 32 * kChunkBytes;
 constexpr size_t kStagingBuffers = 4;
@@ -30,7 +30,7 @@ bool receives(int64_t op) {
 
 Operation* Steps::new_op(int peer, int64_t tag, size_t nbytes) {
   if (free_ops_.empty()) {
-    free_ops_.reserve(ops_.size() + 1);  // end() must not need memory
+    free_ops_.reserve(ops_.size() + 1);  // so that end_run() needs no memory
     ops_.emplace_back();
     free_ops_.push_back(&ops_.back());
   }
@@ -62,12 +62,12 @@ void Steps::send_to(int peer, int64_t tag, const char* data, size_t nbytes) {
 
 void Steps::begin_send(Operation& op) {
   messages_->begin(op);
-  // Who waits for another rank would not hear that this one is gone.
+  // Kept, because a wait for another rank would not detect that this rank is gone.
   if (op.done.load(std::memory_order_acquire) && op.code != Code::ok) send_failure_ = status_of(op);
 }
 
-// Begin what was held. What goes to one rank goes in one packet: to hand that to the network costs as
-// much as all the rest of a small message.
+// Begin the collected sends. Messages to one rank go into one packet. To pass a packet to the
+// network costs as much as all other work on a small message.
 void Steps::begin_held_sends() {
   holds_sends_ = false;
   for (auto at = held_sends_.begin(); at != held_sends_.end(); ++at) {
@@ -91,7 +91,7 @@ void Steps::post_ahead() {
   while (post_next()) continue;
 }
 
-// Post the next piece of the next receive; false: not now.
+// Post the next piece of the next receive. False: not possible now.
 bool Steps::post_next() {
   while (next_ < count_ && (!receives(steps_[next_].op) || steps_[next_].count == 0)) ++next_;
   if (next_ == count_ || next_ > at_ + kAheadSteps) return false;
@@ -112,7 +112,7 @@ bool Steps::post_next() {
   } else if (is_in_use(into, nbytes)) {
     return false;
   }
-  // First of all where end() finds it.
+  // Before the operation begins, so that end_run() finds it.
   receives_.push_back(
     {new_op(static_cast<int>(step.peer), program_tag(), nbytes), staging, nbytes});
   if (staging != nullptr) free_staging_.pop_back();
@@ -127,7 +127,7 @@ bool Steps::post_next() {
   return true;
 }
 
-// Whether a step from now to `next_` still needs what is in this memory, or writes there.
+// Whether a step from now up to `next_` reads or writes this memory.
 bool Steps::is_in_use(const char* first, size_t nbytes) const {
   const char* end = first + nbytes;
   for (const Sending& sending : sends_) {
@@ -146,7 +146,7 @@ bool Steps::is_in_use(const char* first, size_t nbytes) const {
 
 // ---- waiting ------------------------------------------------------------------------------
 
-// Wait for the sends that read [first, end); for all if nullptr.
+// Wait for the sends that read [first, end); nullptr: for all sends.
 Status Steps::wait_for_sends(const char* first, const char* end) {
   size_t kept = 0;
   Status status{};
@@ -192,10 +192,10 @@ Status Steps::wait(Operation& op) {
 }
 
 Status Steps::status_of(const Operation& op) const {
-  // Not its `source`, which another thread may be writing until it is done.
+  // Not `source`, which another thread may write until the operation is done.
   const auto found = std::find(ranks_.begin(), ranks_.end(), op.peer);
   const int peer = found == ranks_.end() ? -1 : static_cast<int>(found - ranks_.begin());
-  // A size that both ends have agreed on differs: not the same program.
+  // Both ends have agreed on the sizes, so a different size means a different program.
   return {op.code == Code::mismatch ? Code::bad_program : op.code, peer};
 }
 

@@ -17,7 +17,7 @@ Address::Address(const sockaddr_storage& from) {
   } else if (from.ss_family == AF_INET6) {
     sockaddr_in6 v6;
     std::memcpy(&v6, &from, sizeof v6);
-    // An IPv4 address in its IPv6 form becomes plain again.
+    // An IPv4 address in its IPv6 form is stored as IPv4.
     const bool is_v4 = IN6_IS_ADDR_V4MAPPED(&v6.sin6_addr) != 0;
     family_ = is_v4 ? AF_INET : AF_INET6;
     std::memcpy(bytes_, v6.sin6_addr.s6_addr + (is_v4 ? 12 : 0), is_v4 ? 4 : 16);
@@ -41,8 +41,8 @@ bool Address::is_loopback() const {
 
 bool Address::is_local(int fd) const {
   if (is_loopback()) return true;
-  // A connection to one of this machine's own addresses comes from that address, too; nobody
-  // else can have it and still get our answers.
+  // A connection to one of this machine's own addresses also comes from that address. No other
+  // machine can have the address and receive the answers.
   sockaddr_storage found{};
   socklen_t size = sizeof found;
   if (getsockname(fd, reinterpret_cast<sockaddr*>(&found), &size) != 0) return false;

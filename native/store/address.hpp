@@ -1,4 +1,4 @@
-// Where a client comes from.
+// The address of a client.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,12 @@ class Address {
  public:
   explicit Address(const sockaddr_storage& from);
 
-  // "10.0.0.1:4242"; an IPv6 address stands in brackets.
+  // Return "10.0.0.1:4242"; an IPv6 address is in brackets.
   std::string text() const;
-  // Whether it is a process of this machine, connected to it by socket `fd`.
+  // Whether the client is a process of this machine that is connected by socket `fd`.
   bool is_local(int fd) const;
-  // Whether such a process belongs to another user, or has gone; false if the system does not tell.
+  // Whether a client on this machine belongs to another user or has ended. False if the kernel
+  // gives no answer.
   bool is_foreign(int fd) const;
 
  private:

@@ -1,5 +1,5 @@
-// Bytes on their way through a connection. An empty one holds no memory worth mentioning, so that
-// thousands of idle clients cost little.
+// A buffer of bytes for a connection. An empty buffer holds at most 1 KiB, so that thousands of
+// idle clients cost little.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,8 @@ class Buffer {
     append(bytes);
   }
 
-  // Where to write at least `nbytes` more; tell with `added` how many there were.
+  // Return where to write at least `nbytes` more bytes. Call added() with the number of bytes
+  // written.
   char* space(std::size_t nbytes) {
     if (capacity_ - end_ < nbytes) make_room(nbytes);
     return memory_ + end_;

@@ -1,4 +1,4 @@
-// One client of the server: what it sent in part, what it has not read yet, what it waits for.
+// One client of the server: its incomplete request, its unsent replies, its wait.
 #pragma once
 
 #include "store/address.hpp"
@@ -14,7 +14,7 @@ struct Server::Connection final : Waiter {
       : owner(server), fd(socket), id(number), peer(from) {}
 
   void wake() override {
-    // STOP_WAITING, the answer to WAIT and to BARRIER alike.
+    // STOP_WAITING is the answer to WAIT and to BARRIER.
     out.append_number(kStopWaiting);
     send_soon();
   }
@@ -36,13 +36,13 @@ struct Server::Connection final : Waiter {
   Phase phase = Phase::greeting;
   bool has_input = false;  // the socket may have more to read
   bool has_ended = false;  // the peer will send no more
-  bool is_held = false;    // requests are not handled until replies were read
+  bool is_held = false;    // requests are not handled until replies were sent
   bool is_dirty = false;
   bool is_later = false;
   bool is_doomed = false;
 };
 
-// Text that is safe in a log line, in quotes and cut.
+// Return text in quotes, shortened and safe for a log line.
 std::string quoted(std::string_view text);
 
 }  // namespace unisono::store

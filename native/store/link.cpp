@@ -17,15 +17,16 @@ namespace {
 constexpr int64_t kSecond = 1'000'000'000;
 constexpr std::size_t kReadBytes = 4096;
 
-// After a look in vain the next one is half as long, so that whoever waits for others sleeps.
+// After a spin in vain the next spin is half as long, so that a client that waits for other ranks
+// sleeps.
 constexpr int64_t kShortLookNs = 3'000;
 constexpr std::size_t kMostReadBytes = 4 << 20;
 
 }  // namespace
 
 Link::Link(int fd) : fd_(fd) {
-  // Blocking calls come back once a second to look at the deadline, so that a wait is one system
-  // call; one that ends sooner costs a second one.
+  // Blocking calls return once a second to check the deadline, so that a wait is one system call. A
+  // shorter time-out costs a second system call.
   const timeval second{1, 0};
   setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &second, sizeof second);
   setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &second, sizeof second);
@@ -58,7 +59,7 @@ Link::Result Link::send_all(int64_t until_ns) {
 }
 
 Link::Result Link::receive(int64_t until_ns) {
-  // More for a reply that turns out to be long.
+  // Read more bytes for a long reply.
   const std::size_t asked = std::clamp(in_.size(), kReadBytes, kMostReadBytes);
   char* into = in_.space(asked);
   ssize_t count = look(into, asked);
@@ -70,19 +71,19 @@ Link::Result Link::receive(int64_t until_ns) {
   }
 }
 
-// As recv(), but comes back with EAGAIN when looking any longer is not worth it.
+// As recv(), but fail with EAGAIN after the spin time.
 ssize_t Link::look(char* into, std::size_t asked) {
   const int64_t ends_ns = now_ns() + look_ns_;
   ssize_t count = recv(fd_, into, asked, MSG_DONTWAIT);
   while (count < 0 && errno == EAGAIN && now_ns() < ends_ns) {
-    sched_yield();  // the server may be waiting for this very core
+    sched_yield();  // the server may need this core
     count = recv(fd_, into, asked, MSG_DONTWAIT);
   }
   look_ns_ = count > 0 ? kLongLookNs : std::max(look_ns_ / 2, kShortLookNs);
   return count;
 }
 
-// Decides whether to try again, and waits until that makes sense.
+// Decide whether to retry, and wait until a retry can succeed.
 Link::Result Link::after_error(int64_t until_ns, short events) {
   if (errno == EINTR) return poll_ != nullptr && poll_() ? Result::interrupted : Result::ok;
   if (errno != EAGAIN) return Result::error;
@@ -95,7 +96,7 @@ Link::Result Link::after_error(int64_t until_ns, short events) {
   return Result::ok;
 }
 
-// Finds the ends of the replies that are there.
+// Find the ends of the received replies.
 Link::Result Link::take() {
   while (!expected_.empty()) {
     if (!is_scanning_) {
@@ -113,7 +114,7 @@ Link::Result Link::take() {
     end_ += scanner_.length();
     expected_.pop_front();
   }
-  // More than was asked for.
+  // Further bytes are an error.
   return end_ == in_.size() ? Result::ok : Result::bad;
 }
 

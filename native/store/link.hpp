@@ -1,5 +1,5 @@
-// The client's end of a connection: sends what was prepared, receives as many replies as that
-// asks for. The socket is blocking, and stays its owner's.
+// The client's end of a connection: sends prepared requests and receives their replies. The socket
+// is blocking, and the caller owns it.
 #pragma once
 
 #include <cstdint>
@@ -18,19 +18,20 @@ class Link {
 
   explicit Link(int fd);
 
-  // Forgets what an exchange before this one left to send.
+  // Forget unsent bytes of an earlier exchange.
   void begin();
-  // Where to write requests, before `expect` and `exchange`.
+  // Where to write requests before expect() and exchange().
   Buffer& out() { return out_; }
-  // Says that a request of this kind is in `out`; `values` is the number of keys of multi_get.
+  // Record that `out` has a request of this kind. `values`: the number of keys of a multi_get.
   void expect(Opcode op, uint64_t values = 0) { expected_.push_back({op, values}); }
-  // Returns once all replies are there: one after another at `reply(i)`. After `error`, errno.
+  // Send the requests and receive all replies: reply(i) has the i-th. Result::error: errno has the
+  // reason.
   Result exchange(int64_t timeout_ns);
   const char* reply(std::size_t index) const { return in_.data() + starts_[index]; }
-  // Forgets the replies.
+  // Forget the replies.
   void done();
 
-  // Asked when a signal came; true ends the wait.
+  // Set a function that is called after a signal; true ends the wait.
   void set_poll(bool (*poll)()) { poll_ = poll; }
 
  private:
@@ -45,8 +46,7 @@ class Link {
   ssize_t look(char* into, std::size_t asked);
   Result after_error(int64_t until_ns, short events);
 
-  // How long a reply is looked for before the thread sleeps: waking up takes longer than most
-  // replies do.
+  // How long the thread spins for a reply before it sleeps. To wake takes longer than most replies.
   static constexpr int64_t kLongLookNs = 50'000;
 
   const int fd_;

@@ -1,4 +1,5 @@
-// Whose a local client is; the twin of src/unisono/stores/tcp/peer_uid.py.
+// Finds the user id of the local peer of a connection; the twin of
+// src/unisono/stores/tcp/peer_uid.py.
 #include <cerrno>
 #include <cstring>
 
@@ -21,16 +22,16 @@ struct Question {
   inet_diag_req_v2 body{};
 };
 
-// Asks the kernel; false if it does not tell.
+// Ask the kernel (sock_diag). False: it gives no answer.
 bool ask(const Question& question, char* answer, std::size_t size) {
   const int fd = socket(AF_NETLINK, SOCK_DGRAM | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
   if (fd < 0) return false;
   const timeval patience{1, 0};
   setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-  const bool is_told = send(fd, &question, sizeof question, 0) == sizeof question &&
-                       recv(fd, answer, size, 0) >= static_cast<ssize_t>(sizeof(nlmsghdr) + 4);
+  const bool is_answered = send(fd, &question, sizeof question, 0) == sizeof question &&
+                           recv(fd, answer, size, 0) >= static_cast<ssize_t>(sizeof(nlmsghdr) + 4);
   close(fd);
-  return is_told;
+  return is_answered;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the server answers to each request, and whom it lets in.
+// Which clients the server accepts, and how it answers each request.
 //
 //     greeting --hello--> proving --right proof--> validating --VALIDATE--> open: any request
 //        |                   `--wrong proof--> refused
@@ -6,7 +6,7 @@
 //        |--VALIDATE of a client without a token, if it may be served--> validating
 //        `--anything else--> refused
 //
-// What is sent when: src/unisono/stores/tcp/token.py.
+// src/unisono/stores/tcp/token.py has the messages of the handshake.
 #include <algorithm>
 #include <cstdio>
 #include <optional>
@@ -45,7 +45,7 @@ std::string quoted(std::string_view text) {
   return shown.append(text.size() > kShownBytes ? "...'" : "'");
 }
 
-// Takes the first bytes of a client; returns how many of them were its greeting.
+// Handle a client's first bytes; return how many of them were its greeting.
 std::size_t Server::greet(Connection& client, std::string_view data) {
   if (client.phase == Connection::Phase::proving) {
     if (data.size() < sizeof(Digest)) return 0;
@@ -66,7 +66,7 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
     if (options_.serves_strangers) {
       client.phase = Connection::Phase::validating;
     } else if (client.peer.is_local(client.fd)) {
-      // Processes of this user could read the token anyway.
+      // Processes of this user can read the token anyway.
       if (!options_.token.empty() && client.peer.is_foreign(client.fd)) {
         refuse(client, kTokenNeeded, "it is another user's and has no token; " + kGiveToken);
       } else {
@@ -89,14 +89,14 @@ std::size_t Server::greet(Connection& client, std::string_view data) {
   return 0;
 }
 
-// Answers a hello with a challenge, and with the proof that this is no false server.
+// Answer a hello with a challenge, and with the proof that this server knows the token.
 void Server::admit(Connection& client, std::string_view client_nonce) {
   if (options_.token.empty()) {
     if (!options_.serves_strangers && !client.peer.is_local(client.fd)) {
       refuse(client, kNoTokenHere, "it has a token, and there is none here");
       return;
     }
-    // It will go on without if it is on this machine.
+    // A client on this machine continues without a token.
     client.out.append_number(static_cast<char>(kNoTokenHere));
     client.phase = Connection::Phase::validating;
     return;
@@ -117,7 +117,7 @@ void Server::admit(Connection& client, std::string_view client_nonce) {
 
 void Server::refuse(Connection& client, Answer answer, const std::string& why) {
   client.out.append_number(static_cast<char>(answer));
-  // Not with flush: if the client has gone, it shall be logged all the same.
+  // Not flush(), because a client that has gone must be logged with this reason.
   const ssize_t sent = send(client.fd, client.out.data(), client.out.size(), MSG_NOSIGNAL);
   static_cast<void>(sent);
   doom(client, why);
@@ -133,7 +133,7 @@ void Server::handle(Connection& client) {
     client.phase = Connection::Phase::open;
     return;
   }
-  // Kept until the request is done: it is the one that may take the promised value.
+  // Kept until the end of the request, which may take the promised value.
   const std::optional<std::string> promised = table_.take_promise(client);
   switch (request.op) {
     case Opcode::validate: break;
@@ -168,7 +168,7 @@ void Server::handle(Connection& client) {
   if (promised) table_.end_promise(*promised);
 }
 
-// The requests that may wait, may be refused, or have a long answer.
+// Answer the requests that may wait, may fail, or have a long reply.
 void Server::answer_more(Connection& client) {
   const Request& request = request_;
   switch (request.op) {
@@ -177,7 +177,7 @@ void Server::answer_more(Connection& client) {
       if (table_.add(request.key, request.number, &total)) {
         client.out.append_number(total);
       } else {
-        // The protocol has no error reply; torch's server closes the connection as well.
+        // The protocol has no error reply. torch's server closes the connection as well.
         doom(client, "add(" + quoted(request.key) + ", " + std::to_string(request.number) +
                        "): what is stored is not an integer, or the sum leaves 64 bits");
       }

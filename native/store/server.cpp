@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <ctime>
 #include <set>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
 
-#include <csignal>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -26,15 +26,15 @@ namespace unisono::store {
 namespace {
 
 constexpr std::size_t kChunk = 256 * 1024;
-// After so many chunks of one client the others get their turn.
+// After this many chunks of a client the server handles the other clients.
 constexpr int kChunksPerTurn = 8;
 constexpr int kAcceptsPerTurn = 64;
-// A client that does not read its replies is not read from either once this much is queued.
+// From this many unsent bytes on, the server reads no requests of the client.
 constexpr std::size_t kUnsent = 1024 * 1024;
-// How long a client may take to say who it is.
+// How long a client may take to identify itself.
 constexpr int64_t kGreetingNs = 30'000'000'000;
-// What is cut off that time when there are no descriptors left: strangers who say nothing must not keep
-// out the job's own clients.
+// By how much that time is shortened if no descriptors are left: silent strangers must not keep the
+// job's own clients out.
 constexpr int64_t kHurryNs = kGreetingNs - 1'000'000'000;
 constexpr int kRetryAcceptMs = 100;
 constexpr int kEvents = 256;
@@ -51,9 +51,9 @@ void set_option(int fd, int level, int name, int value) {
 
 }  // namespace
 
-// Keeps the locks of all servers across a fork: the child must find every socket, to close its
-// copy. Otherwise it would keep the port open with nobody to answer, and the clients of a killed
-// parent would never see their connections end.
+// Holds the locks of all servers across a fork, because the child must find every socket to close
+// its copy. Otherwise the child would keep the port open without a server, and the clients of a
+// killed parent would wait for ever.
 class ForkHandlers {
  public:
   static void add(Server* server) {
@@ -68,7 +68,7 @@ class ForkHandlers {
   }
 
  private:
-  // Never destroyed: a server may outlive the statics of this file.
+  // Never destroyed, because a server may outlive the statics of this file.
   static std::mutex& lock() {
     static auto* lock = new std::mutex;
     return *lock;
@@ -90,7 +90,7 @@ class ForkHandlers {
       server->close_sockets();
       server->connections_lock_.unlock();
     }
-    // For good: by the time this child forks, the numbers may belong to files of its own.
+    // For good: when this child forks, the descriptors may be those of its own files.
     servers().clear();
     lock().unlock();
   }
@@ -103,7 +103,7 @@ Server::Owner Server::start(std::vector<int> listeners, int log_fd, Options opti
     throw std::runtime_error("no descriptors for a store server");
   }
   ForkHandlers::add(server.get());
-  // Signals are for Python's main thread; taken here, they would not interrupt what it waits for.
+  // Signals must reach Python's main thread: taken here, they would not interrupt its wait.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -127,7 +127,7 @@ Server::Server(std::vector<int> listeners, int log_fd, Options options)
       chunk_(new char[kChunk]) {
   for (int listener : listeners_) {
     fcntl(listener, F_SETFL, fcntl(listener, F_GETFL) | O_NONBLOCK);
-    // Accepted sockets inherit these. A client whose machine died is noticed after 90 s.
+    // Accepted sockets inherit these options. A client whose machine died is detected after 90 s.
     set_option(listener, IPPROTO_TCP, TCP_NODELAY, 1);
     set_option(listener, SOL_SOCKET, SO_KEEPALIVE, 1);
     set_option(listener, IPPROTO_TCP, TCP_KEEPIDLE, 60);
@@ -146,16 +146,15 @@ Server::Server(std::vector<int> listeners, int log_fd, Options options)
 void Server::Stopper::operator()(Server* server) const {
   server->stop();
   ForkHandlers::remove(server);
-  // In the child of a fork there is no thread to join, and the table may be half changed: the
-  // copy stays as it is.
+  // The child has no thread to join, and its table may be incomplete: the copy stays as it is.
   if (getpid() == server->pid_) delete server;
 }
 
 void Server::stop() {
   if (getpid() != pid_ || stopping_.exchange(true)) return;
   const uint64_t one = 1;
-  if (write(wake_, &one, sizeof one) < 0) return;  // cannot be: the counter is at 0
-  if (thread_.joinable()) thread_.join();          // it may never have begun
+  if (write(wake_, &one, sizeof one) < 0) return;  // impossible: the counter is at 0
+  if (thread_.joinable()) thread_.join();          // the thread may not have started
   const std::lock_guard<std::mutex> held(connections_lock_);
   close_sockets();
   connections_.clear();
@@ -190,8 +189,8 @@ void Server::run() try {
     tidy();
   }
 } catch (...) {
-  // There was no memory for a few bytes, perhaps in the middle of a change. Every client sees its
-  // connection end: nobody is left waiting, or reads what is half done.
+  // No memory for a few bytes, perhaps in the middle of a change. Every client sees its connection
+  // end, so that no client waits for ever or reads an incomplete change.
   log("the server ends: out of memory");
   const std::lock_guard<std::mutex> held(connections_lock_);
   for (int& fd : listeners_) close(std::exchange(fd, -1));
@@ -227,7 +226,7 @@ bool Server::accept_from(int listener) {
     accept4(listener, reinterpret_cast<sockaddr*>(&from), &size, SOCK_NONBLOCK | SOCK_CLOEXEC);
   if (fd < 0) {
     if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-      // The connection stays queued; some descriptor may have been closed by then.
+      // The connection stays queued, and a descriptor may be free later.
       if (!out_of_descriptors_) log("accept failed: too many open files");
       may_accept_ = out_of_descriptors_ = true;
     }
@@ -254,13 +253,13 @@ bool Server::accept_from(int listener) {
   return true;
 }
 
-// Reads and answers, as far as it goes without waiting. A short answer is sent after all clients
-// had their turn: whoever waits on several connections then finds many answers at once.
+// Read and answer requests as far as possible. Short replies are sent after all clients were
+// handled: a client that waits on several connections then finds many replies at once.
 void Server::serve(Connection& client) try {
   int chunks = 0;
   while (!client.is_doomed) {
     if (chunks > 0 || client.out.size() > kUnsent) flush(client);
-    if (client.out.size() > kUnsent) return;  // goes on when the client has read something
+    if (client.out.size() > kUnsent) return;  // continues when the client has read replies
     if (client.is_held) {
       take_kept(client);
       continue;
@@ -278,10 +277,11 @@ void Server::serve(Connection& client) try {
   doom(client, "out of memory");
 }
 
-// Takes in one chunk.
+// Receive one chunk.
 void Server::receive(Connection& client) {
   const bool in_place = !client.in.is_empty();
-  // As much again as is there: memory follows what was sent, not what was announced.
+  // As many bytes as are there, so that memory grows with the bytes sent, not with an announced
+  // size.
   const std::size_t asked =
     in_place ? std::clamp<std::size_t>(client.in.size(), 4096, 16 * kChunk) : kChunk;
   char* into = in_place ? client.in.space(asked) : chunk_.get();
@@ -303,12 +303,12 @@ void Server::receive(Connection& client) {
   }
 }
 
-// Handles what came in earlier.
+// Handle bytes that came earlier.
 void Server::take_kept(Connection& client) {
   client.in.drop_front(take(client, client.in.data(), client.in.size()));
 }
 
-// Handles the whole requests at the start of `data` and returns their size.
+// Handle the complete requests at the start of `data`; return their size.
 std::size_t Server::take(Connection& client, const char* data, std::size_t size) {
   std::size_t at = 0;
   while (at < size && !client.is_doomed && client.out.size() <= kUnsent) {
@@ -345,18 +345,18 @@ void Server::flush(Connection& client) {
   }
 }
 
-// Marks a client to be closed; it is not served any more.
+// Mark a client to be closed. It is not served afterwards.
 void Server::doom(Connection& client, const std::string& why) {
   if (client.is_doomed) return;
   client.is_doomed = true;
   doomed_.push_back(&client);
   if (!why.empty()) log("closing " + client.peer.text() + ": " + why);
-  // At once: a request that comes next must not find it in a barrier.
+  // At once, because the next request must not find the client in a barrier.
   table_.forget(client);
   if (const auto promised = table_.take_promise(client)) table_.end_promise(*promised);
 }
 
-// Sends to those who were woken, closes what is to be closed; either may cause more of both.
+// Send replies to woken clients and close marked clients. Both can wake or mark further clients.
 void Server::tidy() {
   while (!greetings_.empty()) {
     const Greeting& oldest = greetings_.front();
@@ -393,7 +393,7 @@ void Server::drop(Connection& client) {
 void Server::log(std::string_view line) {
   char end = '\n';
   const iovec parts[] = {{const_cast<char*>(line.data()), line.size()}, {&end, 1}};
-  // A full pipe loses the line: strangers must not be able to stop the server by knocking.
+  // If the pipe is full the line is lost: strangers must not be able to block the server.
   if (writev(log_fd_, parts, 2) < 0) return;
 }
 

@@ -1,6 +1,8 @@
-// The TCPStore server: one thread, one epoll, no interpreter lock. Clients of torch and of unisono
-// are served alike. Rule: only the server's thread touches the table and what clients say; the
-// set of connections changes under a lock, because a fork must find it whole.
+// The TCPStore server: one thread and one epoll, without the interpreter lock. It serves clients of
+// torch and of unisono.
+//
+// Only the server's thread uses the table and the bytes of clients. The set of connections changes
+// under a lock, because a fork must find it complete.
 #pragma once
 
 #include <array>
@@ -17,8 +19,8 @@
 #include <sys/types.h>
 
 #include "store/buffer.hpp"
-#include "store/token.hpp"
 #include "store/table.hpp"
+#include "store/token.hpp"
 #include "store/wire.hpp"
 
 namespace unisono::store {
@@ -26,10 +28,10 @@ namespace unisono::store {
 class Server {
  public:
   struct Options {
-    std::string token;      // clients must prove that they know it; empty: there is none
-    bool serves_strangers;  // clients without a token may be on other machines too
+    std::string token;      // which clients must prove to know; empty: there is none
+    bool serves_strangers;  // serve clients without a token also from other machines
     uint64_t max_reply_bytes = kMaxReplyBytes;
-    // So many may come after a client that has not said yet who it is; then it is dropped.
+    // A client that has not identified itself is closed after this many later clients.
     std::size_t max_greetings = 4096;
   };
   struct Stopper {
@@ -37,18 +39,18 @@ class Server {
   };
   using Owner = std::unique_ptr<Server, Stopper>;
 
-  // Takes over listening sockets, and a pipe for lines of text; starts the thread.
+  // Start the thread. The server then owns the listening sockets, and a pipe for log lines.
   static Owner start(std::vector<int> listeners, int log_fd, Options options);
   Server(const Server&) = delete;
   Server& operator=(const Server&) = delete;
 
-  // Ends the thread and closes every socket; clients that wait see the connection end.
+  // End the thread and close every socket. Waiting clients see the end of the connection.
   void stop();
   std::size_t clients() const { return client_count_.load(std::memory_order_relaxed); }
 
  private:
   struct Connection;
-  struct Greeting {  // how long a client may take to say who it is
+  struct Greeting {  // the time in which a client must identify itself
     int64_t until_ns;
     int fd;
     uint64_t id;
@@ -87,16 +89,16 @@ class Server {
   std::atomic<bool> stopping_{false};
   std::atomic<std::size_t> client_count_{0};
 
-  // Held by whoever makes or ends a connection, and across a fork.
+  // Held to add or remove a connection, and across a fork.
   std::mutex connections_lock_;
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;
 
   Table table_;
   Request request_;
   std::deque<Greeting> greetings_;
-  std::vector<Connection*> dirty_;   // woken by somebody else's request: to be sent to
-  std::vector<Connection*> later_;   // has more to be read, after the others' turn
-  std::vector<Connection*> doomed_;  // to be closed once nothing points at it any more
+  std::vector<Connection*> dirty_;   // have replies to send
+  std::vector<Connection*> later_;   // have more to read, after the other clients
+  std::vector<Connection*> doomed_;  // to be closed when no pointer to them is left
   std::unique_ptr<char[]> chunk_;
   bool may_accept_ = false;
   bool out_of_descriptors_ = false;

@@ -12,12 +12,13 @@ namespace unisono::store {
 
 namespace {
 
-// Digits of an int64 with generous padding; a longer text is none.
+// Enough for the digits of an int64 with padding. A longer text is not a number.
 constexpr std::size_t kMaxDigits = 64;
 
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
-// Returns the sum of what `text` spells and `amount`, if it is a number and the sum has 64 bits.
+// Compute the sum of the number in `text` and `amount`. False: `text` is no number, or the sum
+// leaves 64 bits.
 bool checked_sum(std::string_view text, int64_t amount, int64_t* total) {
   if (text.size() > kMaxDigits) return false;
   while (!text.empty() && is_space(text.front())) text.remove_prefix(1);
@@ -25,7 +26,7 @@ bool checked_sum(std::string_view text, int64_t amount, int64_t* total) {
   const bool negative = !text.empty() && text.front() == '-';
   if (negative || (!text.empty() && text.front() == '+')) text.remove_prefix(1);
   if (text.empty()) return false;
-  // Beyond any sum that could come back into 64 bits, but far from this type's own end.
+  // A number whose sum cannot come back into 64 bits, far below the limit of its own type.
   constexpr auto kHuge = static_cast<__int128>(std::numeric_limits<uint64_t>::max()) * 2;
   __int128 number = 0;
   for (char c : text) {
@@ -48,7 +49,7 @@ const std::string* Table::find(std::string_view key) const {
 }
 
 void Table::set(std::string_view key, std::string_view value) {
-  // Made first: if there is no memory for it, the key stays as it was.
+  // Copied first: without memory for the copy, the key keeps its value.
   std::string copy(value);
   values_[scratch(key)] = std::move(copy);
   changed(key);
@@ -88,7 +89,7 @@ std::string_view Table::compare_set(std::string_view key, std::string_view expec
     set(key, desired);
     return desired;
   }
-  // A missing key answers with what was expected: odd, but torch scripts rely on it.
+  // For a missing key the answer is the expected value: odd, but torch scripts rely on it.
   return present == nullptr ? expected : std::string_view(*present);
 }
 
@@ -210,8 +211,8 @@ void Table::wake_watchers(std::string_view key) {
   const std::vector<Waiter*> waiters = std::move(found->second);
   watches_.erase(found);
   for (Waiter* waiter : waiters) {
-    // Asked again for each: the one before may have been promised what was there. From the key
-    // that came on, so that a wait for many keys looks at each about once, not at all each time.
+    // Checked for each waiter, because a waiter before may have been promised the value. The check
+    // starts at the key that came, so that a wait for many keys looks at each key about once.
     const std::vector<std::string>& keys = waiter->keys_;
     std::size_t looked = 0, at = waiter->missing_;
     for (; looked < keys.size() && is_ready(keys[at]); ++looked) at = (at + 1) % keys.size();

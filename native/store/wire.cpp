@@ -51,7 +51,7 @@ Scanner::State Scanner::take_sized(const char* data, std::size_t size, uint64_t 
   return State::whole;
 }
 
-// Keys (K), keys with values (P), or values alone (V, whose number is known).
+// Take keys (K), keys with values (P), or values alone (V, whose number is known).
 Scanner::State Scanner::take_items(const char* data, std::size_t size) {
   const bool has_keys = *fields_ != 'V', has_values = *fields_ != 'K';
   if (has_keys && !counted_) {

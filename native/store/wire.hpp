@@ -1,5 +1,5 @@
-// torch's TCPStore protocol: where a request ends, and what it says. No socket, no clock. The twin
-// of src/unisono/stores/tcp/wire.py, which has the table of fields; both read the same bytes alike.
+// torch's TCPStore protocol: the end of a request, and its fields. No socket, no clock. The twin of
+// src/unisono/stores/tcp/wire.py, which has the table of fields.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ constexpr uint32_t kMagic = 0x3C85F7CE;
 constexpr uint64_t kMaxKeyBytes = 8 * 1024;
 constexpr uint64_t kMaxKeys = 128 * 1024;
 constexpr uint64_t kMaxValueBytes = 64 * 1024 * 1024;
-// Without a sum, 128 Ki values of 64 MiB each would be a legal multi_set.
+// Without a limit on the sum, a multi_set could have 128 Ki values of 64 MiB each.
 constexpr uint64_t kMaxRequestBytes = 256 * 1024 * 1024;
 // A small multi_get may name one large value many times.
 constexpr uint64_t kMaxReplyBytes = 1024 * 1024 * 1024;
@@ -48,25 +48,25 @@ constexpr int kOpcodes = 19;
 template <typename T>
 T load(const char* at) {
   T value;
-  __builtin_memcpy(&value, at, sizeof value);  // little-endian, as the machines we build for
+  __builtin_memcpy(&value, at, sizeof value);  // little-endian, as all supported machines
   return value;
 }
 
-// One request; the views point into the bytes that it was decoded from.
+// One request. The views point into the decoded bytes.
 struct Request {
   Opcode op{};
   std::string_view key;
-  std::string_view value;  // compare_set: what is expected
-  std::string_view other;  // compare_set: what to store
+  std::string_view value;  // compare_set: the expected value
+  std::string_view other;  // compare_set: the new value
   int64_t number = 0;
   uint32_t word = 0;
   std::vector<std::string_view> keys;
   std::vector<std::string_view> values;
 };
 
-// The fields of a request, and of its reply: k key, v value, i 64 bits, u 32 bits, f 8 bits, K
-// keys, P keys with values, V as many values as the request had keys, q length of a queue and,
-// unless that is 0, a value.
+// The fields of a request and of its reply. k: key, v: value, i: 64 bits, u: 32 bits, f: 8 bits, K:
+// keys, P: keys with values. V: as many values as the request has keys. q: the length of a queue,
+// and a value unless the length is 0.
 const char* request_fields(Opcode op);
 const char* reply_fields(Opcode op);
 
@@ -74,21 +74,21 @@ struct Limits {
   uint64_t key_bytes, keys, value_bytes, total_bytes;
 };
 constexpr Limits kRequestLimits{kMaxKeyBytes, kMaxKeys, kMaxValueBytes, kMaxRequestBytes};
-// The server is trusted with totals (the keys of a large store), not with sizes.
+// The client trusts the server's totals (the keys of a large store), but not its sizes.
 constexpr Limits kReplyLimits{1 << 16, 1 << 24, kMaxReplyBytes, 2 * kMaxReplyBytes};
 
-// Finds the end of a message that may arrive in pieces, without looking at a piece twice, and
-// refuses a size as soon as it is announced.
+// Finds the end of a message that may arrive in pieces. Scans no piece twice, and refuses a size as
+// soon as it is announced.
 class Scanner {
  public:
   enum class State { partial, whole, bad };
 
-  // Both take all of a message that is there.
+  // Both take all available bytes of the message.
   State scan_request(const char* data, std::size_t size);
   State scan(const char* data, std::size_t size);
-  // Begins a message of these fields; `values` is the count of V.
+  // Begin a message with these fields. `values`: the number of values of V.
   void start(const char* fields, const Limits& limits, uint64_t values = 0);
-  // Bytes of the whole message.
+  // The size of the complete message in bytes.
   std::size_t length() const { return at_; }
   const char* error() const { return error_; }
   void reset() { fields_ = nullptr; }
@@ -100,7 +100,7 @@ class Scanner {
   State take_popped(const char* data, std::size_t size);
   State refuse(const char* error);
 
-  const char* fields_ = nullptr;  // those that are still to come
+  const char* fields_ = nullptr;  // the fields still to come
   std::size_t at_ = 0;
   uint64_t announced_ = 0;
   uint64_t items_left_ = 0;
@@ -110,7 +110,7 @@ class Scanner {
   bool key_taken_ = false;
 };
 
-// Reads fields of bytes that are known to be whole.
+// Reads the fields of a complete message.
 class Cursor {
  public:
   explicit Cursor(const char* at) : at_(at) {}
@@ -131,7 +131,7 @@ class Cursor {
   const char* at_;
 };
 
-// Takes apart a request that a Scanner found whole.
+// Decode a request that a Scanner found complete.
 void decode(const char* data, Request& request);
 
 }  // namespace unisono::store

@@ -1,4 +1,4 @@
-// Posts that are read where they lie: results, ranks that do not want that, and who gives up.
+// Direct reading of posts: results, ranks that refuse it, and ranks that end the call early.
 #include "shared/group.hpp"
 
 #include <algorithm>
@@ -20,11 +20,11 @@ namespace {
 constexpr int64_t kMinute = 60'000'000'000;
 const unsigned char kNonce[16] = {1, 2, 3};
 
-// Elements of a block: as many pieces of a slot of 4 KiB, and a rest.
+// Elements of a block: kPieces pieces of a slot of 4 KiB, and a rest.
 constexpr int64_t kPiece = 500, kPieces = 40, kRest = 3;
 constexpr int64_t kBlock = kPiece * kPieces + kRest;
 
-// `wrong_pids`: what rank 0 takes for the others' is not theirs.
+// `wrong_pids`: rank 0 has wrong process ids for the other ranks.
 void on_ranks(int ranks, const std::function<void(Group&, int)>& body, bool wrong_pids = false) {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(ranks, 4096 * static_cast<size_t>(ranks), kNonce) == 0);
@@ -41,7 +41,7 @@ void on_ranks(int ranks, const std::function<void(Group&, int)>& body, bool wron
   for (std::thread& thread : threads) thread.join();
 }
 
-// So that all are there, and time-outs are those of what follows.
+// Wait for all ranks, so that time-outs start with the next call.
 Status meet(Group& group) {
   uint64_t even = 1;
   return group.agree(3, &even, kMinute);
@@ -61,7 +61,7 @@ Status run(Group& group, const std::vector<Step>& steps, const std::vector<Loop>
   return group.run(program, buffers, nullptr, {7, 1}, timeout_ns);
 }
 
-// One piece of an all_to_all, block j of the input being for rank j.
+// One piece of an all_to_all. Block j of the input is for rank j.
 void add_all_to_all(std::vector<Step>& steps, int ranks, int rank, int64_t count) {
   for (int i = 1; i < ranks; ++i) {
     const int to = (rank + i) % ranks;
@@ -74,8 +74,8 @@ void add_all_to_all(std::vector<Step>& steps, int ranks, int rank, int64_t count
   }
 }
 
-// `in_place`: of this rank input and output are one, so that its posts have to go into the slot.
-// `cannot_read`: rank 0, as it finds out in the first call.
+// `in_place`: the rank whose input and output are the same, so that its posts must go into the
+// slot. `cannot_read`: rank 0 cannot read other ranks, and detects it in the first call.
 void test_all_to_all(int ranks, int in_place, bool cannot_read = false) {
   const auto body = [&](Group& group, int rank) {
     std::vector<Step> steps;
@@ -100,9 +100,9 @@ void test_all_to_all(int ranks, int in_place, bool cannot_read = false) {
   on_ranks(ranks, body, cannot_read);
 }
 
-// The root of a broadcast gives up at any time and changes its vector at once: whoever has it by
-// then has the old one, and the others have an error.
-void test_who_gives_up_spoils_nothing(int ranks) {
+// The root of a broadcast times out at any moment and changes its vector at once. Each other rank
+// has the old vector or an error.
+void test_a_root_that_times_out_spoils_nothing(int ranks) {
   std::mt19937 random(1);
   int ended_well = 0;
   for (int round = 0; round < 24; ++round) {
@@ -129,8 +129,9 @@ void test_who_gives_up_spoils_nothing(int ranks) {
   assert(ended_well >= 8);
 }
 
-// The same while a reader is busy with another block: what it reads afterwards has been changed.
-void test_who_gives_up_while_another_reads() {
+// The same while a reader is busy with another block: the block that it reads next has been
+// changed.
+void test_a_time_out_while_a_peer_reads() {
   constexpr int64_t kLong = 8000, kCount = kPiece / 2, kNumbers = kCount * kLong;
   for (int round = 0; round < 24; ++round) {
     on_ranks(2, [&](Group& group, int rank) {
@@ -178,7 +179,7 @@ void test_other_processes() {
     assert(copy == 42);
     RemoteReader right(segment, 0, {parent, child});
     assert(right.can_read_all());
-    // Somebody else's process, as its number in another container may be.
+    // Another process with this number, as in another container.
     segment.words(1).nonce[0] ^= 1;
     RemoteReader wrong(segment, 0, {parent, child});
     assert(!wrong.can_read_all());
@@ -198,7 +199,7 @@ void test_huge_pages() {
   const auto at = reinterpret_cast<uintptr_t>(memory);
   char* small = static_cast<char*>(memory) + (huge - at % huge) % huge;
   madvise(small, nbytes, MADV_NOHUGEPAGE);
-  madvise(small + half, half, MADV_HUGEPAGE);  // as the kernel likes
+  madvise(small + half, half, MADV_HUGEPAGE);  // the kernel may ignore this
   std::fill_n(small, nbytes, 'x');
   HugePages pages;
   for (int i = 0; i < 2; ++i) assert(!pages.covers(small, half) && !pages.covers(small, nbytes));
@@ -212,8 +213,8 @@ int main() {
     for (int in_place : {-1, ranks - 1}) test_all_to_all(ranks, in_place);
   }
   test_all_to_all(3, -1, true);
-  test_who_gives_up_spoils_nothing(3);
-  test_who_gives_up_while_another_reads();
+  test_a_root_that_times_out_spoils_nothing(3);
+  test_a_time_out_while_a_peer_reads();
   test_other_processes();
   test_huge_pages();
   std::puts("ok");

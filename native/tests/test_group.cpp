@@ -34,7 +34,8 @@ void on_ranks(int ranks, bool is_crowded, const std::function<void(Group&, int)>
   for (std::thread& thread : threads) thread.join();
 }
 
-// Post the vector, read everybody else's: one-shot all_reduce for sums of integers.
+// Post the vector and read the vectors of all other ranks: a one-shot all_reduce for sums of
+// integers.
 std::vector<Step> one_shot(int ranks, int rank, int64_t count) {
   std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, rank, 0, 1}};
   for (int i = 1; i < ranks; ++i) {
@@ -72,7 +73,7 @@ void test_all_reduce_in_pieces(int ranks, bool is_crowded) {
   });
 }
 
-// Vectors in lists of three arrays each: steps and pieces that begin and end anywhere in them.
+// Vectors in lists of three arrays each. Steps and pieces begin and end at any position in them.
 void test_lists(int ranks, int64_t piece) {
   on_ranks(ranks, true, [&](Group& group, int rank) {
     const int64_t part = 20;
@@ -104,7 +105,8 @@ void test_lists(int ranks, int64_t piece) {
   });
 }
 
-// Two ranks reduce a half each; a result goes where the other's operand was read, in the other's slot.
+// Two ranks reduce a half each. A result goes into the peer's slot, to the place of the peer's
+// operand.
 void test_results_are_handed_back(bool is_crowded) {
   on_ranks(2, is_crowded, [&](Group& group, int rank) {
     const int64_t half = 50, pieces = 7;
@@ -125,7 +127,7 @@ void test_results_are_handed_back(bool is_crowded) {
   });
 }
 
-// The root never waits for data, so only the flow control keeps it from overwriting its slots.
+// The root never waits for data. Only the flow control keeps it from overwriting its slots.
 void test_broadcast_does_not_overrun(int ranks) {
   on_ranks(ranks, true, [&](Group& group, int rank) {
     std::vector<Step> steps{rank == 0 ? Step{kSend, -1, kOutput, 0, -1, -1, 8, rank, 0, 1}
@@ -162,7 +164,8 @@ void test_agree_reports_uneven(int ranks) {
   });
 }
 
-// One rank is an epoch ahead of the slowest most of the time; its words must not overtake it.
+// A rank is an epoch ahead of the slowest rank most of the time. Its words must stay readable for
+// that rank.
 void test_agreements_in_a_row(int ranks) {
   on_ranks(ranks, false, [&](Group& group, int rank) {
     for (uint64_t round = 1; round < 3000; ++round) {
@@ -183,7 +186,7 @@ void test_absent_rank_times_out() {
   });
 }
 
-void test_a_roused_rank_sleeps_again() {
+void test_a_woken_rank_sleeps_again() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
   Group first(segment, 0, {getpid(), getpid()}, false),
@@ -195,7 +198,7 @@ void test_a_roused_rank_sleeps_again() {
   const RankWords& theirs = segment->words(1);
   for (int round = 0; round < 3; ++round) {
     while (theirs.sleepers.load() == 0) std::this_thread::yield();
-    second.wake_waiters();  // for nothing
+    second.wake_waiters();  // without a new value
   }
   uint64_t even = 3;
   second.wake_waiters();
@@ -222,7 +225,7 @@ void test_abort_and_leave_end_a_wait() {
   });
 }
 
-// What it does to its copy of a group concerns nobody.
+// The child's copy of a group does not affect other ranks.
 void test_the_child_of_a_fork_is_not_this_rank() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
@@ -250,7 +253,7 @@ void test_bad_programs_are_refused() {
       {kCopy, -1, kOutput, 5, kOutput, 0, 6, -1, -1, -1},  // reads past the end
       {kCopy, -1, kOutput, 0, kInput, 0, 1, -1, -1, -1},   // writes the input
       {kPost, -1, kOutput, 0, -1, -1, 10, 0, 510, 1},      // leaves the slot
-      {kPost, -1, kOutput, 0, -1, -1, 1, 1, 0, 1},         // into the slot of nobody
+      {kPost, -1, kOutput, 0, -1, -1, 1, 1, 0, 1},  // into the slot of a rank that does not exist
       {kPost, -1, kOutput, 0, -1, -1, 1, -1, 0, 1},
       {kRead, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},  // reads its own post
       {99, 0, -1, -1, kOutput, 0, 1, 0, 0, 1},
@@ -293,7 +296,7 @@ int main() {
   }
   for (bool is_crowded : {true, false}) test_results_are_handed_back(is_crowded);
   test_absent_rank_times_out();
-  test_a_roused_rank_sleeps_again();
+  test_a_woken_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();
   test_the_child_of_a_fork_is_not_this_rank();
   test_bad_programs_are_refused();

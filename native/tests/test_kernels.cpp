@@ -1,5 +1,6 @@
-// Every instruction set's reduction loops against one-element-at-a-time references that share no
-// code with them. The same against NumPy: tests/engines/test_native_kernels.py.
+// The reduction loops of every instruction set against references. A reference computes one element
+// at a time and shares no code with the loops. tests/engines/test_native_kernels.py compares with
+// NumPy.
 #include "kernels/kernels.hpp"
 
 #include <algorithm>
@@ -34,8 +35,8 @@ std::vector<unsigned char> random_bytes(std::size_t nbytes, bool is_bool) {
   return bytes;
 }
 
-// Applies `op` to `count` elements at an odd address, as a caller's slice of a byte buffer may be; the
-// result has to be the same wherever it is put.
+// Apply `op` to `count` elements at an odd address, as in a slice of a byte buffer. The result must
+// be the same at any address.
 std::vector<unsigned char> reduced(ReduceFn fn, const std::vector<unsigned char>& into,
                                    const std::vector<unsigned char>& other, std::size_t count) {
   std::vector<unsigned char> a(into.size() + 1), b(other.size() + 1);
@@ -103,8 +104,8 @@ double bfloat_value(uint16_t bits) {
   return value;
 }
 
-// Is `bits` the 16-bit value nearest to `exact`, of two equally near ones the even one? Checked by
-// looking at both neighbours, so that no rounding code is shared with what is tested.
+// Whether `bits` is the 16-bit value nearest to `exact`, and the even value if two are equally
+// near. The check compares both neighbours, so that it shares no rounding code with the loops.
 bool is_nearest(uint16_t bits, double exact, double (*value)(uint16_t), double limit) {
   if (std::isnan(exact)) return std::isnan(value(bits));
   if (std::signbit(value(bits)) != std::signbit(exact)) return false;
@@ -141,7 +142,7 @@ void check_16_bits(DType dtype, double (*value)(uint16_t), double limit) {
   }
 }
 
-// Every 16-bit value, added to negative zero, is itself: both conversions are right.
+// Every 16-bit value plus negative zero is the value itself, so both conversions are right.
 void check_round_trip(DType dtype, double (*value)(uint16_t)) {
   std::vector<unsigned char> a(65536 * 2), b(65536 * 2);
   for (unsigned i = 0; i < 65536; i++) {
@@ -188,7 +189,7 @@ void check_float(DType dtype) {
   assert(reduce_fn(dtype, RedOp::band) == nullptr);
 }
 
-// Every product is rounded before it is added: what a fused multiply-add would not do.
+// Every product is rounded before the addition, which a fused multiply-add would not do.
 template <class T>
 void check_unfused(DType dtype) {
   constexpr std::size_t count = 300;

@@ -1,4 +1,4 @@
-// Payloads that are read where they lie: who gives up, who cannot read, and who is gone.
+// Payloads read from the sender's memory: cancelled sends, refused loans, and ranks that are gone.
 #include "tests/world.hpp"
 
 #include <csignal>
@@ -14,19 +14,20 @@ Outcome receive(Messages& messages, int tag, std::vector<char>* in, int64_t time
   return messages.recv(0, envelope(tag, in->size()), in->data(), nullptr, timeout_ns);
 }
 
-void test_it_is_read_where_it_lies() {
+void test_a_payload_is_read_from_the_sender() {
   World world(2);
   std::vector<char> out = pattern(kBytes, 1), in(kBytes);
   const uint64_t number = world[0].start_send(1, envelope(1, kBytes), out.data()).number;
-  // Nobody may do this, except to find out when it is read.
+  // Forbidden in a program. Here it shows when the memory is read.
   std::fill(out.begin(), out.end(), 'x');
   assert(receive(world[1], 1, &in).code == Code::ok && in == out);
   assert(world[0].wait(number, kMinute).code == Code::ok);
-  // What fits into the ring need not wait.
+  // A payload that fits into the ring need not wait.
   assert(world[0].start_send(1, envelope(2, 100'000), out.data()).number == 0);
 }
 
-// A message that nobody asks for is left alone while there is hope, and taken in before all sleep.
+// A loan without a receive is not read while the receive may still come, and is read before all
+// ranks sleep.
 void test_both_send_first() {
   World world(2);
   world.run([](Messages& messages, int rank) {
@@ -35,7 +36,7 @@ void test_both_send_first() {
       std::vector<char> in(kBytes), small(8);
       assert(messages.send(1 - rank, envelope(1, kBytes), out.data(), kMinute).code == Code::ok);
       assert(messages.send(1 - rank, envelope(2, 8), out.data(), kMinute).code == Code::ok);
-      // The later one first.
+      // The second message first.
       assert(messages.recv(-1, envelope(2, 8), small.data(), both(), kMinute).code == Code::ok);
       assert(messages.recv(-1, envelope(1, kBytes), in.data(), both(), kMinute).code == Code::ok);
       assert(in == out);
@@ -43,7 +44,7 @@ void test_both_send_first() {
   });
 }
 
-void test_what_is_taken_back_never_was() {
+void test_a_revoked_loan_is_no_message() {
   World world(2);
   std::vector<char> out = pattern(kBytes, 1), in(kBytes);
   const std::vector<char> untouched(in), next = pattern(kBytes, 2);
@@ -57,9 +58,9 @@ void test_what_is_taken_back_never_was() {
   assert(world[0].wait(later, kMinute).code == Code::ok);
 }
 
-// The sender gives up at any time and changes its memory at once, or gives it back: whoever has received
-// has what was sent. A send that ended well was received.
-void test_who_gives_up_spoils_nothing() {
+// A send times out at any moment, and its memory is changed or unmapped at once. A receive that
+// ends well has the payload. A send that ends well was received.
+void test_a_send_that_times_out_spoils_nothing() {
   std::mt19937 random(1);
   int ended_well = 0;
   for (int round = 0; round < 100; ++round) {
@@ -91,7 +92,7 @@ void test_who_gives_up_spoils_nothing() {
   assert(ended_well != 0);
 }
 
-// A receive that is not served after all is where it was among the others.
+// A receive whose frame was aborted is posted again at its old place.
 void test_receives_keep_their_order() {
   World world(3);
   Matching matching(3);
@@ -107,8 +108,8 @@ void test_receives_keep_their_order() {
   for (Operation& op : ops) assert(matching.take_posted(0, envelope(1, 8)) == &op);
 }
 
-// To rank 1, rank 0 seems to be another process, as in another container.
-void test_who_cannot_read_gets_it_in_the_ring() {
+// For rank 1, the process id of rank 0 is another process, as in another container.
+void test_a_refused_loan_comes_in_the_ring() {
   World world(2);
   std::vector<Address> addresses = world.addresses;
   addresses[0].pid = 1;
@@ -125,8 +126,9 @@ void test_who_cannot_read_gets_it_in_the_ring() {
   sender.join();
 }
 
-// Given up when the receiver has already asked for the rest: it gets that, whatever becomes of the memory.
-void test_who_cannot_read_gets_what_is_given_up() {
+// Cancelled after the receiver has refused the loan: the receiver gets the payload, although the
+// memory changes.
+void test_a_refused_loan_comes_after_a_cancel() {
   World world(2);
   std::vector<Address> addresses = world.addresses;
   addresses[0].pid = 1;
@@ -141,11 +143,11 @@ void test_who_cannot_read_gets_what_is_given_up() {
   helper.join();
 }
 
-// A process that is killed after it has lent something.
-void test_who_is_gone_cannot_be_read() {
+// A process that is killed while its loan is open.
+void test_a_killed_lender() {
   World world(2);
-  int told[2];
-  assert(pipe(told) == 0);
+  int ready[2];
+  assert(pipe(ready) == 0);
   const int child = fork();
   if (child == 0) {
     // Another rank 0, with memory of its own.
@@ -156,12 +158,12 @@ void test_who_is_gone_cannot_be_read() {
     messages.ignore_pages();
     static char out[kBytes];
     is_fine = is_fine && messages.start_send(1, envelope(1, kBytes), out).number != 0;
-    is_fine = is_fine && write(told[1], "!", 1) == 1;
+    is_fine = is_fine && write(ready[1], "!", 1) == 1;
     if (is_fine) pause();
     _exit(1);
   }
   char byte;
-  assert(read(told[0], &byte, 1) == 1);
+  assert(read(ready[0], &byte, 1) == 1);
   kill(child, SIGKILL);
   int status = 0;
   assert(waitpid(child, &status, 0) == child && WIFSIGNALED(status));
@@ -172,11 +174,11 @@ void test_who_is_gone_cannot_be_read() {
   world[1].peer_down(0, Code::lost);
   const Outcome got = receive(world[1], 1, &in);
   assert(got.code == Code::lost && got.source == 0);
-  for (int fd : told) close(fd);
+  for (int fd : ready) close(fd);
 }
 
-// A send whose receiver leaves right after it has received has ended well.
-void test_who_leaves_has_read() {
+// A send whose receiver leaves right after the receive has ended well.
+void test_a_receiver_that_leaves_has_read() {
   World world(2);
   const std::vector<char> out = pattern(kBytes, 1);
   std::vector<char> in(kBytes);
@@ -189,8 +191,8 @@ void test_who_leaves_has_read() {
   assert(world[0].wait(other, kMinute).code == Code::left);
 }
 
-// What others could still read is theirs no more.
-void test_who_closes_takes_back() {
+// close() revokes open loans.
+void test_close_revokes_loans() {
   World world(2);
   std::vector<char> out = pattern(kBytes, 1), in(kBytes);
   assert(world[0].start_send(1, envelope(1, kBytes), out.data()).number != 0);
@@ -204,16 +206,16 @@ void test_who_closes_takes_back() {
 
 int main() {
   lends = true;
-  test_who_is_gone_cannot_be_read();
-  test_it_is_read_where_it_lies();
+  test_a_killed_lender();
+  test_a_payload_is_read_from_the_sender();
   test_both_send_first();
-  test_what_is_taken_back_never_was();
-  test_who_gives_up_spoils_nothing();
+  test_a_revoked_loan_is_no_message();
+  test_a_send_that_times_out_spoils_nothing();
   test_receives_keep_their_order();
-  test_who_cannot_read_gets_it_in_the_ring();
-  test_who_cannot_read_gets_what_is_given_up();
-  test_who_leaves_has_read();
-  test_who_closes_takes_back();
+  test_a_refused_loan_comes_in_the_ring();
+  test_a_refused_loan_comes_after_a_cancel();
+  test_a_receiver_that_leaves_has_read();
+  test_close_revokes_loans();
   std::puts("ok");
   return 0;
 }

@@ -1,5 +1,5 @@
-// Threads as ranks that send one another messages over rings, over wires, or over both: order,
-// tags, sizes, and every way to end.
+// Threads as ranks that exchange messages over rings, over wires, or over both: order, tags, sizes,
+// and every way to end.
 #include "kernels/kernels.hpp"
 #include "tests/world.hpp"
 
@@ -39,7 +39,7 @@ void test_both_send_first(size_t nbytes) {
   });
 }
 
-// Everybody sends to everybody, in orders of their own; receives are posted in yet another one.
+// Every rank sends to every rank in an order of its own. Receives are posted in a further order.
 void test_random(unsigned seed) {
   const int ranks = 3, tags = 3, count = 15;
   const size_t sizes[] = {0, 8, 100, 5000, 200'000, 8, 524'289, 100};
@@ -77,7 +77,7 @@ void test_random(unsigned seed) {
                             pattern(room, static_cast<unsigned>(from * 100 + wanted)));
       char* into = expected.back().first.data();
       numbers.push_back(here.start_recv(from, envelope(wanted, room), into, nullptr).number);
-      // Its message may be sent later only, so this cannot wait for long.
+      // Short, because the message may be sent later.
       if (random() % 2 == 0) here.wait(numbers.back(), 100'000);
     }
     for (uint64_t number : numbers) {
@@ -88,31 +88,31 @@ void test_random(unsigned seed) {
         if (outcome.code != Code::timeout) break;
       }
     }
-    // Those of code `unknown` were told to the server thread, at once.
+    // The server thread has the outcomes of those with Code::unknown, at once.
     for (const auto& [in, out] : expected) assert(in == out);
   });
 }
 
-// A receive that is not watched is told to nobody; a long message into it is moved all the same.
+// serve() does not return a receive that is not watched, but moves a long message into it.
 void test_watch() {
   World world(2);
   Messages &sender = world[0], &receiver = world[1];
-  std::vector<uint64_t> told;
+  std::vector<uint64_t> reported;
   std::atomic<uint64_t> last{0};
   std::thread server([&] {
     while (true) {
       std::vector<int> stuck;
       const std::vector<Outcome> outcomes = receiver.serve(&stuck);
       if (outcomes.empty() && stuck.empty()) return;
-      for (const Outcome& outcome : outcomes) told.push_back(outcome.number);
-      if (!told.empty()) last = told.back();
+      for (const Outcome& outcome : outcomes) reported.push_back(outcome.number);
+      if (!reported.empty()) last = reported.back();
     }
   });
   const std::vector<char> out = pattern(3'000'000, 1);
   std::vector<char> in(out.size()), small(8);
   const uint64_t long_one =
     receiver.start_recv(0, envelope(1, out.size()), in.data(), nullptr).number;
-  // Nobody waits there: on a wire a sender that is stuck has its transport knock.
+  // No thread waits there. On a wire, the transport of a blocked sender causes this call.
   receiver.attend();
   assert(sender.send(1, envelope(1, out.size()), out.data(), kMinute).code == Code::ok);
   const Code code = receiver.wait(long_one, kMinute).code;
@@ -125,11 +125,11 @@ void test_watch() {
   while (last != watched) std::this_thread::yield();
   receiver.close(0);
   server.join();
-  // The server may have been first with the long one, and still awake for the short one; what it ends
-  // it tells, and nothing else.
-  assert(in == out && (code == Code::ok || told.front() == long_one));
-  const bool is_told = std::find(told.begin(), told.end(), asked) != told.end();
-  assert(short_code == (is_told ? Code::unknown : Code::ok));
+  // The server may have completed the long receive first, and then the short receive before it
+  // slept. It returns these outcomes and no other.
+  assert(in == out && (code == Code::ok || reported.front() == long_one));
+  const bool is_reported = std::find(reported.begin(), reported.end(), asked) != reported.end();
+  assert(short_code == (is_reported ? Code::unknown : Code::ok));
   assert(std::memcmp(small.data(), out.data() + 8, 8) == 0);
 }
 
@@ -157,7 +157,7 @@ void test_mismatch() {
                                : world[1].recv(0, envelope(1, 8), room.data(), nullptr, kMinute);
     assert(got.code == Code::mismatch && got.source == 0 && got.nbytes == big.size());
     assert(room == std::vector<char>(8, 'x'));
-    // The receiver drops the rest while it waits for the next message.
+    // The receiver discards the rest while it waits for the next message.
     std::thread sender([&] {
       assert(sent.number == 0 || world[0].wait(sent.number, kMinute).code == Code::ok);
       assert(world[0].send(1, envelope(2, 1), big.data(), kMinute).code == Code::ok);
@@ -173,7 +173,7 @@ void test_time_outs() {
   std::vector<char> big = pattern(1'000'000, 1), in(1'000'000);
   const std::vector<char> untouched(in);
   assert(world[1].recv(0, envelope(1, 8), in.data(), nullptr, kMoment).code == Code::timeout);
-  // Half of it is in the ring when it is given up; the receiver gets all of it nevertheless.
+  // Half of the message is in the ring when the send times out. The receiver gets all of it.
   assert(world[0].send(1, envelope(1, big.size()), big.data(), kMoment).code == Code::timeout);
   std::fill(big.begin(), big.end(), 'x');
   assert(world[1].recv(0, envelope(2, 8), in.data(), nullptr, kMoment).code == Code::timeout);
@@ -187,7 +187,8 @@ void test_time_outs() {
   helper.join();
 }
 
-// What a program has not asked for yet stays where it is, unless others wait for what is behind it.
+// A program's message stays in its ring or wire until its receive, unless a receive waits for a
+// message behind it.
 void test_messages_of_programs() {
   World world(3);
   const std::vector<char> out = pattern(2'000'000, 1);
@@ -231,7 +232,7 @@ void test_ends() {
     const Outcome later = world[0].recv(2, envelope(1, 8), in, nullptr, kMinute);
     assert(later.code == expected[way]);
     if (way == 1 || way == 2) {
-      // What it sent before is there; what waits for another rank goes on.
+      // Messages that the rank sent before are there. Operations with another rank go on.
       assert(world[0].recv(2, envelope(9, 8), in, nullptr, kMinute).code == Code::ok);
       assert(std::memcmp(in, out, 8) == 0);
       assert(world[0].send(2, envelope(1, 8), out, kMinute).code == expected[way]);
@@ -243,7 +244,7 @@ void test_ends() {
   }
 }
 
-void test_any_source_of_ranks_that_go() {
+void test_any_source_of_lost_ranks() {
   World world(3);
   char in[8];
   const auto all = std::make_shared<const std::vector<int>>(std::vector<int>{0, 1, 2});
@@ -258,10 +259,10 @@ void test_any_source_of_ranks_that_go() {
   assert(later.code == Code::lost && later.source == 1);
 }
 
-// What came of its message is dropped, and its sender may still take back the rest.
-void test_a_rank_that_goes_in_the_middle_of_a_message() {
+// The received part is discarded. The sender may still revoke the rest.
+void test_a_rank_is_lost_in_the_middle_of_a_message() {
   World world(2);
-  const std::vector<char> out = pattern(2'000'000, 3);  // more than the way takes at once
+  const std::vector<char> out = pattern(2'000'000, 3);  // more than a ring or wire takes at once
   std::vector<char> in(out.size()), small(8);
   const Outcome begun = world[0].start_send(1, envelope(1, out.size()), out.data());
   assert(begun.number != 0);
@@ -273,8 +274,8 @@ void test_a_rank_that_goes_in_the_middle_of_a_message() {
   assert(world[0].cancel(begun.number).code == Code::unknown);
 }
 
-// A message that is too large to be kept stays where it is. Its sender is gone: the rest never comes, and
-// who asks for it then is told at once, as is who would take it from any rank.
+// A message that is too large to be kept stays in its ring or wire. Its sender is gone, so the rest
+// never comes. A receive from that rank or from any rank then ends at once.
 void test_half_a_message_of_a_rank_that_is_gone() {
   const size_t nbytes = size_t{300} << 20;
   const int protection = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -301,7 +302,7 @@ void test_cancelled_and_forgotten() {
   const uint64_t cancelled = world[1].start_recv(0, envelope(1, 8), in.data(), nullptr).number;
   assert(world[1].cancel(cancelled).code == Code::cancelled);
   assert(world[1].wait(cancelled, kMinute).code == Code::unknown);
-  // A context that ends with a message that nobody took, and a receive that nobody served.
+  // A context that ends with a message without a receive, and a receive without a message.
   assert(world[0].send(1, envelope(2, 8, 9), out.data(), kMinute).code == Code::ok);
   const uint64_t open = world[1].start_recv(0, envelope(3, 8, 9), in.data(), nullptr).number;
   assert(world[0].send(1, envelope(4, 8), out.data(), kMinute).code == Code::ok);
@@ -310,7 +311,7 @@ void test_cancelled_and_forgotten() {
   assert(world[1].wait(open, kMinute).code == Code::closed);
   assert(world[1].recv(0, envelope(2, 8, 9), in.data(), nullptr, kMoment).code == Code::timeout);
   assert(other == out && in == std::vector<char>(8));
-  // Without waiting it goes through a ring with room, and no other way.
+  // Only a ring with room needs no waiting.
   assert(world[0].try_send(1, envelope(5, 8), out.data()) == (ways != kWires));
   assert(!world[0].try_send(0, envelope(5, 8), out.data()) && !world[1].has_left(0));
   if (ways != kWires) {
@@ -331,7 +332,7 @@ void test_unreachable() {
   stranger.introduce(addresses, true);
   assert(!stranger.reaches(1) && stranger.reaches(0));
   assert(stranger.send(1, envelope(1, 0), nullptr, kMinute).code == Code::unreachable);
-  // Its messages come another way.
+  // Its messages come through Python's links.
   char in[8];
   const uint64_t number = world[1].start_recv(-1, envelope(1, 8), in, both()).number;
   world[1].deliver(0, envelope(1, 8), "message");
@@ -339,7 +340,7 @@ void test_unreachable() {
   stranger.close(0);
 }
 
-// A message that comes while a signal is looked at, which then ends the wait for it.
+// A message that comes while a wait checks for signals. The signal then ends the wait.
 void test_a_signal_that_comes_with_the_message() {
   World world(2);
   Messages &sender = world[0], &receiver = world[1];
@@ -352,7 +353,7 @@ void test_a_signal_that_comes_with_the_message() {
     for (const int tag : {1, 2}) {
       assert(sender.send(1, envelope(tag, out.size()), out.data(), kMinute).code == Code::ok);
     }
-    // The later one is here, so the other one is as well.
+    // The later message is here, so the earlier message is here as well.
     return receiver.recv(0, envelope(2, next.size()), next.data(), nullptr, kMinute).code ==
            Code::ok;
   });
@@ -362,8 +363,9 @@ void test_a_signal_that_comes_with_the_message() {
   const uint64_t number = receiver.start_recv(0, envelope(1, in.size()), in.data(), nullptr).number;
   assert(receiver.wait(number, kMinute).code == Code::interrupted && is_pressed);
   std::vector<int> stuck;
-  const std::vector<Outcome> told = receiver.serve(&stuck);
-  assert(told.size() == 1 && told[0].number == number && told[0].code == Code::ok && in == out);
+  const std::vector<Outcome> reported = receiver.serve(&stuck);
+  assert(reported.size() == 1 && reported[0].number == number && reported[0].code == Code::ok &&
+         in == out);
 }
 
 }  // namespace
@@ -383,8 +385,8 @@ int main() {
     if (!lends) test_time_outs();
     test_messages_of_programs();
     test_ends();
-    test_any_source_of_ranks_that_go();
-    if (!lends) test_a_rank_that_goes_in_the_middle_of_a_message();
+    test_any_source_of_lost_ranks();
+    if (!lends) test_a_rank_is_lost_in_the_middle_of_a_message();
     test_half_a_message_of_a_rank_that_is_gone();
     test_cancelled_and_forgotten();
     test_a_signal_that_comes_with_the_message();

@@ -1,4 +1,5 @@
-// Messages of a rank that gets no memory at some point: it is told, nothing else happens, and all goes on.
+// Messages of a rank that runs out of memory at any moment: the rank gets an error, and all
+// messages go on.
 #include "steps/steps.hpp"
 #include "tests/world.hpp"
 
@@ -7,14 +8,14 @@
 
 namespace {
 
-// How many requests of this thread are granted before one is not; negative: all are.
+// How many allocations of this thread succeed before one fails. Negative: all succeed.
 thread_local int granted = -1;
 
 bool is_refused() { return granted >= 0 && granted-- == 0; }
 
 }  // namespace
 
-// Not to be inlined, as the compiler would take new and free for a mismatch.
+// Not inlined, because the compiler would report a mismatch of new and free.
 __attribute__((noinline)) void* operator new(size_t nbytes) {
   void* memory = is_refused() ? nullptr : std::malloc(nbytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -27,7 +28,7 @@ namespace {
 
 constexpr size_t kBytes = 1'000'000;  // more than the ring takes
 
-// Let each request of `call` fail in turn, until it needs no more; how often it was told.
+// Let each allocation of `call` fail in turn, until none fails. Returns the number of errors.
 int with_less_and_less(const std::function<void()>& call) {
   for (int count = 0;; ++count) {
     assert(count < 100);
@@ -63,7 +64,7 @@ void test_beginnings() {
                         ? world[0].start_send(1, envelope(2, kBytes), out.data()).number
                         : world[1].start_recv(0, envelope(2, kBytes), in.data(), nullptr).number);
   };
-  // A receive that could not be started is not there: the next one gets the message.
+  // A receive that could not be started does not exist: the next receive gets the message.
   assert(with_less_and_less([&] { start(false); }) != 0);
   assert(world[1].number_of(in.data()) == numbers[0] && world[1].number_of(out.data()) == 0);
   assert(with_less_and_less([&] { start(true); }) != 0);
@@ -73,7 +74,7 @@ void test_beginnings() {
   exchange(world, 3);
 }
 
-// A message for which there is no memory stays where it is until there is some.
+// A message without memory for it stays in its ring or wire until there is memory.
 void test_a_message_that_cannot_be_kept() {
   World world(2);
   char in[8];
@@ -87,15 +88,15 @@ void test_a_message_that_cannot_be_kept() {
   assert(std::memcmp(in, "message", 8) == 0);
 }
 
-// End a send whose beginning is at its receiver, and of whose rest no copy can be made.
+// Cancel a send without memory for a copy of its rest. The receiver has the beginning.
 void cancel_without_memory(Messages& messages, uint64_t number) {
   granted = 0;
   assert(messages.cancel(number).code == Code::cancelled);
   granted = -1;
 }
 
-// In a ring there was no such message; what its receive got of it is written over by the next one.
-void test_a_rest_that_cannot_be_kept() {
+// A ring has no such message. The next message overwrites the bytes that the receive got.
+void test_a_cancel_without_memory() {
   for (const bool is_asked_for : {false, true}) {
     for (const bool has_come : {false, true}) {
       World world(2);
@@ -118,7 +119,7 @@ void test_a_rest_that_cannot_be_kept() {
       std::thread sender([&] {
         const Code code = world[0].wait(behind, kMinute).code;
         assert(code == Code::ok || code == Code::unknown);
-        // Once more, and the ring is full of it again.
+        // Again, and the ring is full of it.
         const uint64_t other = world[0].start_send(1, envelope(2, kBytes), out.data()).number;
         cancel_without_memory(world[0], other);
         assert(world[0].send(1, envelope(1, kBytes), next.data(), kMinute).code == Code::ok);
@@ -132,8 +133,8 @@ void test_a_rest_that_cannot_be_kept() {
   }
 }
 
-// A receive from any source is served by the message of another rank that came meanwhile.
-void test_a_rest_that_another_rank_replaces() {
+// A receive from any source takes the message of another rank that came meanwhile.
+void test_another_rank_replaces_an_aborted_message() {
   World world(3);
   const auto all = std::make_shared<const std::vector<int>>(std::vector<int>{0, 2});
   const std::vector<char> out = pattern(kBytes, 1), next = pattern(kBytes, 2);
@@ -151,8 +152,8 @@ void test_a_rest_that_another_rank_replaces() {
   assert(got.code == Code::ok && got.source == 2 && in == next);
 }
 
-// A wire is broken with that, which is told at once: nobody waits until a time-out.
-void test_a_rest_that_cannot_be_kept_for_a_wire() {
+// The wire is broken, which both ranks detect at once and not by a time-out.
+void test_a_cancel_without_memory_breaks_a_wire() {
   ways = kWires;
   World world(2);
   ways = kRings;
@@ -172,7 +173,7 @@ void test_a_rest_that_cannot_be_kept_for_a_wire() {
   assert(got.code == Code::lost && got.source == 0);
 }
 
-// A receive that needs memory to wake its sender: the message goes where it should, and nowhere else.
+// A receive that needs memory to wake its sender: the message goes to its place and to no other.
 void test_a_receive_into_memory_that_is_gone() {
   const auto receive = [](World& world, int grant) {
     std::vector<char> in(kBytes);
@@ -189,7 +190,7 @@ void test_a_receive_into_memory_that_is_gone() {
     World world(2);
     const std::vector<char> out = pattern(kBytes, 1);
     const uint64_t number = world[0].start_send(1, envelope(1, kBytes), out.data()).number;
-    world[0].wait(number, 0);  // it wants room
+    world[0].wait(number, 0);  // needs room in the ring
     receive(world, grant);
     std::vector<char> in(8);
     std::thread sender([&] {
@@ -203,7 +204,7 @@ void test_a_receive_into_memory_that_is_gone() {
   }
 }
 
-// A receive that could not begin is not there.
+// A receive that could not begin does not exist.
 void test_a_receive_that_could_not_begin() {
   World world(2);
   const std::vector<char> out = pattern(kBytes, 1);
@@ -224,7 +225,8 @@ void test_a_receive_that_could_not_begin() {
   exchange(world, 2);
 }
 
-// Two ranks swap halves and add; rank 1 gets no memory at some point, and is told. Whether it got all.
+// Two ranks swap halves and add. Rank 1 runs out of memory at some moment and gets an error.
+// Returns whether all allocations succeeded.
 bool swaps_with_memory(int grant) {
   World world(2);
   const int64_t count = 150'000;
@@ -274,9 +276,9 @@ void test_programs() {
 int main() {
   test_beginnings();
   test_a_message_that_cannot_be_kept();
-  test_a_rest_that_cannot_be_kept();
-  test_a_rest_that_another_rank_replaces();
-  test_a_rest_that_cannot_be_kept_for_a_wire();
+  test_a_cancel_without_memory();
+  test_another_rank_replaces_an_aborted_message();
+  test_a_cancel_without_memory_breaks_a_wire();
   test_a_receive_into_memory_that_is_gone();
   test_a_receive_that_could_not_begin();
   test_programs();

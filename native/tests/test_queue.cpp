@@ -1,4 +1,4 @@
-// A queue's order, whoever runs what is in it, and every way in which a job ends.
+// The order of a queue's calls on all threads, and every way in which a job ends.
 #include "core/queue.hpp"
 
 #include <cassert>
@@ -13,12 +13,12 @@ namespace {
 
 constexpr int64_t kMinute = 60'000'000'000;
 
-// Counts its runs; the job's fingerprint says how it is to end.
+// Counts its runs. The fingerprint of a job is the code with which it ends.
 class Counter final : public Runner {
  public:
   Status run(const Program&, const Buffers&, ReduceFn, AgreementWords words, int64_t,
              Idler*) override {
-    // No lock: it is never called by two threads at once, which the thread sanitizer checks.
+    // Without a lock: two threads never run it at the same time, which the thread sanitizer checks.
     ++runs;
     while (words.fingerprint == kStuck && !is_aborted()) std::this_thread::yield();
     if (words.fingerprint == kGood) return {};
@@ -41,13 +41,13 @@ std::unique_ptr<Job> job(Runner* runner, uint64_t ends = Counter::kGood) {
   return made;
 }
 
-// Serve to the end; a server's Python would do what is counted here.
+// Serves until the end, and counts what Python would handle.
 struct Server {
   explicit Server(Turn& turn) : thread([this, &turn] { serve(turn); }) {}
   void serve(Turn& turn) {
     while (true) {
       const Turn::Served served = turn.serve();
-      ++told[served.reason];
+      ++reported[served.reason];
       if (served.reason == Turn::kClosed) return;
       if (served.reason == Turn::kFailed) assert(served.status.peer == 1);
       if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) {
@@ -55,7 +55,7 @@ struct Server {
       }
     }
   }
-  int told[5] = {};
+  int reported[5] = {};
   std::thread thread;
 };
 
@@ -75,7 +75,7 @@ void test_calls_of_both_kinds_take_turns() {
       }
       ++expected;
     }
-    // Freed at once: nobody may touch a job that is over.
+    // Freed at once, because no thread may use a job that is over.
     for (auto& each : jobs) {
       assert(turn.wait(each->seq, kMinute));
       each.reset();
@@ -87,7 +87,7 @@ void test_calls_of_both_kinds_take_turns() {
   }
   assert(turn.close() == 0);
   server.thread.join();
-  assert(server.told[Turn::kClosed] == 1 && server.told[Turn::kEnded] == 0);
+  assert(server.reported[Turn::kClosed] == 1 && server.reported[Turn::kEnded] == 0);
 }
 
 void test_a_job_waits_for_a_caller_that_has_the_turn() {
@@ -109,7 +109,7 @@ void test_a_job_waits_for_a_caller_that_has_the_turn() {
   server.thread.join();
 }
 
-void test_the_server_is_told_what_programs_cannot_do() {
+void test_the_server_returns_for_other_work() {
   Turn turn;
   Counter counter;
   const auto foreign = job(nullptr), bad = job(&counter, Counter::kBad), good = job(&counter);
@@ -131,21 +131,21 @@ void test_the_server_is_told_what_programs_cannot_do() {
   assert(turn.is_over(4) && !last->handed && !turn.watch(last.get()) && turn.is_free());
 }
 
-void test_each_end_is_told_once() {
+void test_each_end_is_reported_once() {
   Turn turn;
   Counter counter;
   Server server(turn);
-  int told = 0;
+  int reported = 0;
   for (int round = 0; round < 2000; ++round) {
     const auto mine = job(&counter);
     turn.push(mine.get());
     if (round % 3 == 0) std::this_thread::yield();
-    told += turn.watch(mine.get());
+    reported += turn.watch(mine.get());
     assert(turn.wait(mine->seq, kMinute));
   }
   turn.close();
   server.thread.join();
-  assert(server.told[Turn::kEnded] == told);
+  assert(server.reported[Turn::kEnded] == reported);
 }
 
 void test_closing_drops_what_has_not_begun() {
@@ -163,7 +163,7 @@ void test_closing_drops_what_has_not_begun() {
   counter.abort();
   assert(turn.wait_until_still(kMinute) && turn.wait(1, kMinute));
   server.thread.join();
-  assert(server.told[Turn::kFailed] == 1 && counter.runs == 1);
+  assert(server.reported[Turn::kFailed] == 1 && counter.runs == 1);
 }
 
 }  // namespace
@@ -171,8 +171,8 @@ void test_closing_drops_what_has_not_begun() {
 int main() {
   test_calls_of_both_kinds_take_turns();
   test_a_job_waits_for_a_caller_that_has_the_turn();
-  test_the_server_is_told_what_programs_cannot_do();
-  test_each_end_is_told_once();
+  test_the_server_returns_for_other_work();
+  test_each_end_is_reported_once();
   test_closing_drops_what_has_not_begun();
   std::puts("queue: ok");
 }

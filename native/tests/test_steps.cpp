@@ -15,12 +15,12 @@ using namespace unisono;
 
 namespace {
 
-// This thread gets no large memory.
+// Large allocations of this thread fail.
 thread_local bool is_short = false;
 
 }  // namespace
 
-// Of arrays; a plain `new` does not get here with the sanitizers.
+// Only arrays: with the sanitizers a plain `new` does not get here.
 void* operator new[](std::size_t nbytes) {
   void* memory = is_short && nbytes > 500'000 ? nullptr : std::malloc(nbytes);
   if (memory == nullptr) throw std::bad_alloc();
@@ -65,7 +65,8 @@ void on_ranks(int ranks, int per_host, const std::function<void(Steps&, Messages
   for (auto& messages : all) messages->close(0);
 }
 
-// Everybody sends the vector to everybody and adds what comes; OUTPUT's second half is a copy.
+// Every rank sends the vector to every rank and adds the received vectors. The second half of
+// OUTPUT is a copy.
 std::vector<Step> all_reduce(int ranks, int rank, int64_t count) {
   std::vector<Step> steps{{kPost, -1, kOutput, 0, -1, -1, count, -1, -1, -1}};
   for (int i = 1; i < ranks; ++i) {
@@ -100,7 +101,7 @@ void test_sums(int ranks) {
   });
 }
 
-// Lists of arrays whose steps reach over several of them.
+// Lists of arrays with steps that span several arrays.
 void test_lists(int ranks) {
   on_ranks(ranks, 1, [&](Steps& steps, Messages&, int rank) {
     const int64_t part = 20, count = 3 * part;
@@ -128,7 +129,7 @@ void test_lists(int ranks) {
   });
 }
 
-// What was sent before the ranks knew that they disagree must not be taken for later messages.
+// Messages sent before the ranks detect their disagreement must not be taken for later messages.
 void test_disagreement(int ranks) {
   on_ranks(ranks, 2, [&](Steps& steps, Messages&, int rank) {
     for (uint64_t round = 0; round < 50; ++round) {
@@ -163,7 +164,7 @@ void test_timeout_and_abort() {
   });
 }
 
-// What has begun by then is given up: nothing is written into memory that the caller may have freed.
+// Open operations are cancelled: no byte is written into memory that the caller may have freed.
 void test_no_memory() {
   std::atomic<bool> is_over{false};
   on_ranks(2, 1, [&](Steps& steps, Messages& messages, int rank) {

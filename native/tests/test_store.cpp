@@ -1,5 +1,5 @@
-// The store server: frames in pieces and out of bounds, the table's waiters, proofs, and clients
-// on real sockets that wait, leave and talk nonsense.
+// The store server: frames in pieces and out of bounds, the table's waiters, proofs, and clients on
+// real sockets that wait, leave and send nonsense.
 #include <atomic>
 #include <cassert>
 #include <cerrno>
@@ -18,16 +18,16 @@
 #include <unistd.h>
 
 #include "store/link.hpp"
-#include "store/token.hpp"
 #include "store/server.hpp"
 #include "store/table.hpp"
+#include "store/token.hpp"
 #include "store/wire.hpp"
 
 using namespace unisono::store;
 
 namespace {
 
-// How many allocations of the server's thread succeed before one fails; none fails below 0.
+// How many allocations of the server's thread succeed before one fails. Below 0 none fails.
 std::atomic<int64_t> allocations_left{-1};
 thread_local bool is_test_thread = false;
 
@@ -97,7 +97,7 @@ void test_frames_out_of_bounds() {
   }
 }
 
-// Whatever comes, the scanner stays within the bytes, and what it passes can be taken apart.
+// The scanner stays inside any bytes, and decode() accepts each request that the scanner accepts.
 void test_random_frames() {
   std::mt19937 random(1);
   Request request;
@@ -110,7 +110,7 @@ void test_random_frames() {
       bytes[random() % bytes.size()] = static_cast<char>(random() % 3 ? random() % 4 : random());
     }
     bytes.resize(random() % (bytes.size() + 1));
-    // A copy of exactly that size, so that a sanitizer sees one byte too many.
+    // A copy of exactly that size, so that a sanitizer detects a read of one more byte.
     const std::vector<char> exact(bytes.begin(), bytes.end());
     Scanner scanner;
     if (scanner.scan_request(exact.data(), exact.size()) == Scanner::State::whole) {
@@ -153,7 +153,7 @@ void test_waiters() {
   table.set("a", "");
   assert(first.woken == 1);
 
-  // One push wakes one waiter, the oldest; if that one does not take it, the next.
+  // One push wakes one waiter, the oldest. If it does not take the value, the push wakes the next.
   assert(!table.wait(first, {"q"}) && !table.wait(second, {"q"}));
   table.queue_push("q", "1");
   assert(first.woken == 2 && second.woken == 0);
@@ -235,14 +235,14 @@ struct Running {
   Server::Owner server;
 };
 
-void say(int fd, const std::string& bytes) {
+void send_bytes(int fd, const std::string& bytes) {
   const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
   assert(sent == static_cast<ssize_t>(bytes.size()));
 }
-std::string hear(int fd, std::size_t nbytes) {
+std::string receive_bytes(int fd, std::size_t nbytes) {
   std::string answer(nbytes, '\0');
   const ssize_t count = recv(fd, answer.data(), nbytes, MSG_WAITALL);
-  assert(count >= 0 || errno != EAGAIN);  // not that the time is over
+  assert(count >= 0 || errno != EAGAIN);  // EAGAIN: the time-out has passed
   answer.resize(count < 0 ? 0 : static_cast<std::size_t>(count));
   return answer;
 }
@@ -253,36 +253,36 @@ void test_clients() {
   for (int i = 0; i < 8; ++i) {
     threads.emplace_back([&] {
       const int fd = running.connect_raw();
-      say(fd, kValidate);
+      send_bytes(fd, kValidate);
       for (int round = 0; round < 200; ++round) {
-        say(fd, frame(Opcode::add, sized("n") + bytes_of(int64_t{1})));
-        assert(hear(fd, 8).size() == 8);
+        send_bytes(fd, frame(Opcode::add, sized("n") + bytes_of(int64_t{1})));
+        assert(receive_bytes(fd, 8).size() == 8);
       }
-      say(fd, frame(Opcode::barrier, sized("b") + bytes_of(int64_t{8})));
-      assert(hear(fd, 1) == std::string(1, kStopWaiting));
-      say(fd, frame(Opcode::get, sized("n")));
-      assert(hear(fd, 12) == sized("1600"));
+      send_bytes(fd, frame(Opcode::barrier, sized("b") + bytes_of(int64_t{8})));
+      assert(receive_bytes(fd, 1) == std::string(1, kStopWaiting));
+      send_bytes(fd, frame(Opcode::get, sized("n")));
+      assert(receive_bytes(fd, 12) == sized("1600"));
       close(fd);
     });
   }
   for (std::thread& thread : threads) thread.join();
 
-  // A large value, a waiter that goes away, and one that is still there when the server ends.
+  // A large value, a waiter that leaves, and a waiter that stays until the server ends.
   const int fd = running.connect_raw();
   const std::string large(3'000'000, 'x');
-  say(fd, kValidate + frame(Opcode::set, sized("large") + sized(large)) +
-            frame(Opcode::get, sized("large")));
-  assert(hear(fd, large.size() + 8) == sized(large));
+  send_bytes(fd, kValidate + frame(Opcode::set, sized("large") + sized(large)) +
+                   frame(Opcode::get, sized("large")));
+  assert(receive_bytes(fd, large.size() + 8) == sized(large));
   const int gone = running.connect_raw();
-  say(gone, kValidate + frame(Opcode::barrier, sized("late") + bytes_of(int64_t{2})));
+  send_bytes(gone, kValidate + frame(Opcode::barrier, sized("late") + bytes_of(int64_t{2})));
   close(gone);
   const int stranger = running.connect_raw();
-  say(stranger, "GET / HTTP/1.1\r\n\r\n");
-  assert(hear(stranger, 1).empty());
+  send_bytes(stranger, "GET / HTTP/1.1\r\n\r\n");
+  assert(receive_bytes(stranger, 1).empty());
   close(stranger);
-  say(fd, frame(Opcode::wait, bytes_of(uint64_t{1}) + sized("never")));
+  send_bytes(fd, frame(Opcode::wait, bytes_of(uint64_t{1}) + sized("never")));
   running.server->stop();
-  assert(hear(fd, 1).empty());
+  assert(receive_bytes(fd, 1).empty());
   close(fd);
   char logged[200] = {};
   assert(read(running.log[0], logged, sizeof logged - 1) > 0);
@@ -293,7 +293,7 @@ void test_clients() {
 void test_link() {
   Running running;
   const int fd = running.connect_raw();
-  say(fd, kValidate);
+  send_bytes(fd, kValidate);
   Link link(fd);
   const std::string large(500'000, 'y');
   link.begin();
@@ -314,7 +314,7 @@ void test_link() {
   link.expect(Opcode::wait);
   assert(link.exchange(1'000'000) == Link::Result::timeout);
   running.server->stop();
-  // A reset if the server had not read the request yet.
+  // A reset, if the server had not read the request.
   const Link::Result end = link.exchange(kMinuteNs);
   assert(end == Link::Result::closed || end == Link::Result::error);
   close(fd);
@@ -325,21 +325,21 @@ void test_tokens() {
   const std::string nonce(kNonceBytes, 'n');
   for (const bool right : {true, false}) {
     const int fd = running.connect_raw();
-    say(fd, std::string(kHello) + nonce);
-    const std::string answer = hear(fd, 1 + 2 * kNonceBytes);
+    send_bytes(fd, std::string(kHello) + nonce);
+    const std::string answer = receive_bytes(fd, 1 + 2 * kNonceBytes);
     assert(answer.size() == 1 + 2 * kNonceBytes && answer[0] == kChallenge);
     const std::string theirs = answer.substr(1, kNonceBytes);
     assert(is_same(proof("secret", "server", nonce, theirs), answer.substr(1 + kNonceBytes)));
     const Digest mine = proof(right ? "secret" : "guess", "client", nonce, theirs);
-    say(fd, std::string(mine.begin(), mine.end()) + kValidate + frame(Opcode::num_keys));
-    assert(hear(fd, 1) == std::string(1, right ? kWelcome : kWrongToken));
-    assert(hear(fd, 8).size() == (right ? 8 : 0));
+    send_bytes(fd, std::string(mine.begin(), mine.end()) + kValidate + frame(Opcode::num_keys));
+    assert(receive_bytes(fd, 1) == std::string(1, right ? kWelcome : kWrongToken));
+    assert(receive_bytes(fd, 8).size() == (right ? 8 : 0));
     close(fd);
   }
 }
 
-// Memory that runs out at any one allocation: each client gets the right answer or loses its
-// connection, nobody is left waiting, and the process lives.
+// Memory runs out at any one allocation. Each client gets the right answer or loses its connection,
+// no client waits for ever, and the process lives.
 void test_no_memory() {
   const std::string key(100, 'k'), other(100, 'o'), value(200, 'v');
   bool has_failed = true;
@@ -348,33 +348,33 @@ void test_no_memory() {
     allocations_left = left;
     const int waiter = running.try_connect(), second = running.try_connect(),
               third = running.try_connect();
-    const auto tell = [](int fd, const std::string& bytes) {
+    const auto try_send = [](int fd, const std::string& bytes) {
       const ssize_t sent = send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
       static_cast<void>(sent);
     };
-    tell(waiter,
-         kValidate + frame(Opcode::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
-    tell(second, kValidate + frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
-    tell(third, kValidate + frame(Opcode::ping, bytes_of(uint32_t{7})));
-    hear(third, 4);
-    tell(third, frame(Opcode::set, sized(key) + sized(value)) + frame(Opcode::get, sized(key)));
-    const std::string got = hear(third, 8 + value.size());
+    try_send(waiter,
+             kValidate + frame(Opcode::wait, bytes_of(uint64_t{2}) + sized(key) + sized(other)));
+    try_send(second, kValidate + frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
+    try_send(third, kValidate + frame(Opcode::ping, bytes_of(uint32_t{7})));
+    receive_bytes(third, 4);
+    try_send(third, frame(Opcode::set, sized(key) + sized(value)) + frame(Opcode::get, sized(key)));
+    const std::string got = receive_bytes(third, 8 + value.size());
     assert(got.empty() || got == sized(value));
-    tell(third, frame(Opcode::append, sized(other) + sized(value)) +
-                  frame(Opcode::add, sized(other + "n") + bytes_of(int64_t{1} << 60)) +
-                  frame(Opcode::queue_push, sized("q") + sized(value)) +
-                  frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})) +
-                  frame(Opcode::ping, bytes_of(uint32_t{7})));
-    hear(third, 8 + 4);
+    try_send(third, frame(Opcode::append, sized(other) + sized(value)) +
+                      frame(Opcode::add, sized(other + "n") + bytes_of(int64_t{1} << 60)) +
+                      frame(Opcode::queue_push, sized("q") + sized(value)) +
+                      frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})) +
+                      frame(Opcode::ping, bytes_of(uint32_t{7})));
+    receive_bytes(third, 8 + 4);
     has_failed = allocations_left.exchange(-1) < 0;
-    // In place of what a lost client did not do.
+    // Makes up for the requests of a lost client.
     const int helper = running.try_connect();
-    tell(helper, kValidate +
-                   frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
-                                              sized(other) + sized("")) +
-                   frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
+    try_send(helper, kValidate +
+                       frame(Opcode::multi_set, bytes_of(uint64_t{2}) + sized(key) + sized("") +
+                                                  sized(other) + sized("")) +
+                       frame(Opcode::barrier, sized(key) + bytes_of(int64_t{2})));
     for (int fd : {waiter, second}) {
-      const std::string answer = hear(fd, 1);
+      const std::string answer = receive_bytes(fd, 1);
       assert(answer == std::string(1, kStopWaiting) || (answer.empty() && has_failed));
     }
     for (int fd : {helper, third, waiter, second}) close(fd);

@@ -1,11 +1,11 @@
 // A store server that cannot start.
 #include <cassert>
+#include <csignal>
 #include <cstdio>
 #include <system_error>
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <csignal>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@ using namespace unisono::store;
 
 namespace {
 
-// It takes nothing with it: neither the sockets nor the caller's signals.
+// A failed start closes no socket of the caller and leaves the caller's signal mask.
 void test_no_thread() {
   int log[2];
   const int piped = pipe(log), listener = socket(AF_INET, SOCK_STREAM, 0);

@@ -1,11 +1,11 @@
-// What wires add to messages: they come late, and end.
+// Messages over wires that come late, or end.
 #include "tests/world.hpp"
 
 #include <ctime>
 
 namespace {
 
-// What is sent before a wire stands, goes over it in order; and who waits is told to make one.
+// Messages sent before a wire is there go over it in order. A waiting thread requests the wire.
 void test_late_wire() {
   World world(2, false);
   std::atomic<int> wanted{-1};
@@ -40,7 +40,8 @@ void test_late_wire() {
   });
 }
 
-// A wire that ends is told of once; what came over it is there, and the rank's end is waited for.
+// The end of a wire is reported once. Messages that came over it are there, and a receive waits for
+// peer_down().
 void test_wire_that_ends() {
   World world(2);
   std::atomic<int> ended{0};
@@ -61,8 +62,8 @@ void test_wire_that_ends() {
   assert(in == out && ended == 1);
 }
 
-// A rank that is gone while its wire still stands (the news came another way, and faster).
-void test_news_before_the_last_message() {
+// A rank is gone while its wire is still open, because the report came faster by another way.
+void test_peer_down_before_the_last_message() {
   World world(2);
   const std::vector<char> out = pattern(30, 1);
   std::vector<char> in(30);
@@ -76,8 +77,8 @@ void test_news_before_the_last_message() {
   late.join();
 }
 
-// Wires are asked for with the first message that can use them; what is sent before they are all there
-// goes over those that are, in order.
+// The first message that can use several wires requests them. Messages sent before all are there go
+// over the existing wires, in order.
 void test_wires_that_come_one_by_one() {
   channels = 4;
   World world(2, false);
@@ -108,8 +109,8 @@ void test_wires_that_come_one_by_one() {
   channels = 1;
 }
 
-// One of several wires ends: whoever waits for a message that it has a part of waits until the rank
-// is given up. What came before is there.
+// One of several wires ends. A receive of a message with a part on that wire waits for peer_down().
+// Messages that came before are there.
 void test_one_of_several_wires_ends() {
   channels = 3;
   World world(2);
@@ -132,14 +133,15 @@ void test_one_of_several_wires_ends() {
   assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMoment).code ==
          Code::timeout);
   assert(ended == 2);
-  assert(world[0].peer_down(1, Code::lost));  // the other wires stand
+  assert(world[0].peer_down(1, Code::lost));  // the other wires are open
   assert(world[0].recv(1, envelope(2, in.size()), in.data(), nullptr, kMinute).code == Code::lost);
   assert(world[0].recv(1, envelope(1, 30), in.data(), nullptr, kMinute).code == Code::ok);
   assert(world[0].send(1, envelope(1, in.size()), in.data(), kMinute).code == Code::lost);
   channels = 1;
 }
 
-// Nothing can be sent over it, and what comes has to wait: its end is no reason to wake up again and again.
+// Sending over it fails, and incoming data must wait: its end must not wake the thread again and
+// again.
 void test_a_wire_that_is_broken_one_way() {
   int fds[2];
   assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
@@ -151,18 +153,18 @@ void test_a_wire_that_is_broken_one_way() {
   assert(!wire.cannot_send && !wire.write(nullptr, false, &moved) && wire.cannot_send && !moved);
   assert(wire.wanted_events() == 0);
   wire.is_blocked = false;
-  assert(wire.wanted_events() == POLLIN);  // which tells of the end
+  assert(wire.wanted_events() == POLLIN);  // detects the end
 }
 
-// What was to go to a rank that is gone is no reason to stay awake.
-void test_who_waits_beside_a_lost_rank_sleeps() {
+// Unsent messages to a lost rank must not keep a thread awake.
+void test_a_wait_beside_a_lost_rank_sleeps() {
   World world(3);
   const std::vector<char> out = pattern(1'000'000, 1);
   std::vector<char> in(out.size());
   const uint64_t number = world[0].start_send(1, envelope(1, out.size()), out.data()).number;
   assert(world[0].peer_down(1, Code::lost));
   char small[8];
-  // Until nothing is expected of it any more.
+  // Until no message of the rank is expected.
   while (world[0].recv(1, envelope(2, 8), small, nullptr, kMoment).code == Code::timeout) continue;
   assert(world[0].wait(number, kMinute).code == Code::lost);
   // Its end has room again.
@@ -184,10 +186,10 @@ int main() {
   test_a_wire_that_is_broken_one_way();
   test_late_wire();
   test_wire_that_ends();
-  test_news_before_the_last_message();
+  test_peer_down_before_the_last_message();
   test_wires_that_come_one_by_one();
   test_one_of_several_wires_ends();
-  test_who_waits_beside_a_lost_rank_sleeps();
+  test_a_wait_beside_a_lost_rank_sleeps();
   std::puts("ok");
   return 0;
 }

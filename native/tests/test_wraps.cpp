@@ -1,5 +1,5 @@
-// Counters that pass 2^32, which the kernel's half of a word does at once: a group after a million calls, a ring
-// after 4 GiB, a bell after four thousand million rings.
+// Counters that pass 2^32, at which the kernel's half of a word wraps around. A group gets there
+// after a million calls, a ring after 4 GiB, a bell after 4 * 10^9 rings.
 #include "shared/group.hpp"
 #include "tests/world.hpp"
 
@@ -23,7 +23,7 @@ void test_ring() {
     std::vector<char> got(frame.size());
     assert(out.room() >= frame.size());
     out.write(frame.data(), frame.size());
-    // Now and then a part of one is left off.
+    // Every third frame is aborted after these bytes.
     if (round % 3 == 0) {
       out.abort_frame();
       assert(out.room() == 0);
@@ -42,7 +42,7 @@ void test_ring() {
   std::free(memory);
 }
 
-// Both ranks sleep in most of these calls, for the other one is late by turns.
+// Both ranks sleep in most of these calls, because the ranks are late by turns.
 void test_group() {
   auto segment = std::make_shared<Segment>();
   const unsigned char nonce[kNonceBytes] = {1};
@@ -69,7 +69,7 @@ void test_group() {
   assert(segment->words(0).flag.load() == (before + 40) * kStages);
 }
 
-// The bells of both ranks are rung past the end of their halves while they sleep.
+// The bells of both ranks pass the end of their halves while the ranks sleep.
 void test_bells() {
   World world(2);
   for (int rank : {0, 1}) {

@@ -1,4 +1,4 @@
-// A world of threads as ranks, for tests of messages.
+// Threads as ranks, for tests of messages.
 #pragma once
 
 #include "messages/messages.hpp"
@@ -25,8 +25,8 @@ constexpr int64_t kMoment = 30'000'000;
 
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
-int channels = 1;    // of wires
-bool lends = false;  // what does not fit into a ring
+int channels = 1;    // wires between two ranks
+bool lends = false;  // lend payloads that do not fit into a ring
 
 struct World {
   explicit World(int ranks, bool connected = true) {
@@ -59,7 +59,7 @@ struct World {
   void connect(int a, int b) {
     for (int channel = 0; channel < channels; ++channel) connect(a, b, channel);
   }
-  // What a socket takes is small, so that frames are cut everywhere.
+  // The socket buffers are small, so that frames are split at every position.
   void connect(int a, int b, int channel) {
     int fds[2];
     assert(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) == 0);
@@ -69,14 +69,14 @@ struct World {
     (*this)[a].add_wire(b, channel, fds[0]);
     (*this)[b].add_wire(a, channel, fds[1]);
   }
-  // End a wire, both ways, as a network may.
+  // Break a wire for both ends, as a network may.
   void cut(int a, int b, size_t wire) { shutdown(sockets[std::minmax(a, b)][wire], SHUT_RDWR); }
   static void end(Messages& messages, int64_t timeout_ns) {
     for (int fd : messages.close(timeout_ns)) ::close(fd);
   }
   Messages& operator[](int rank) { return *all[static_cast<size_t>(rank)]; }
 
-  // Run one body per rank, and a server thread each.
+  // Run a body and a server thread per rank.
   void run(const std::function<void(Messages&, int)>& body) {
     std::vector<std::thread> bodies, servers;
     for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
@@ -99,7 +99,7 @@ struct World {
 
   std::vector<std::unique_ptr<Messages>> all;
   std::vector<Address> addresses;
-  std::map<std::pair<int, int>, std::vector<int>> sockets;  // in the order in which they were made
+  std::map<std::pair<int, int>, std::vector<int>> sockets;  // in the order of creation
 };
 
 inline Envelope envelope(int64_t tag, uint64_t nbytes, uint64_t context = 7) {

@@ -60,12 +60,12 @@ class Runner:
         """Call `late` once when a call nears its deadline."""
 
     def abort(self) -> None:
-        """End whatever waits."""
+        """End every wait."""
 
 class Group(Runner):
     def __init__(self, segment: Segment, rank: int, pids: Sequence[int], crowded: bool) -> None: ...
     def leave(self) -> None:
-        """Tell the others that this rank is gone."""
+        """Mark this rank as gone, for the other ranks."""
 
 def fits(stub: bytes) -> bool:
     """Whether the module was built for this text of its stub."""
@@ -99,7 +99,7 @@ class StoreLink:
 class Flight:
     @overload
     def __init__(self) -> None:
-        """A call that Python runs when its turn has come."""
+        """A call that Python runs when it has the turn."""
 
     @overload
     def __init__(
@@ -128,7 +128,7 @@ class Flight:
 
     @property
     def is_handed(self) -> bool:
-        """Once it is over: whether whoever serves tells of its end."""
+        """Once it is over: whether serve() reports its end."""
 
 class Turn:
     def __init__(self) -> None: ...
@@ -157,14 +157,14 @@ class Turn:
         """Queue a call, to be kept until it is over; return its number."""
 
     def serve(self) -> tuple[int, int, int, int]:
-        """Run what is queued; return (reason, number, code, peer)."""
+        """Run queued calls; return (reason, number, code, peer)."""
 
     def finish(self, seq: int) -> None:
-        """End the call that serve() returned with."""
+        """End the call with which serve() returned."""
 
     def is_over(self, seq: int) -> bool: ...
     def watch(self, flight: Flight) -> bool:
-        """Have serve() tell of its end; False: it has ended well already."""
+        """Have serve() report its end; False: it has ended well already."""
 
     def wait(self, seq: int, timeout_s: float) -> bool:
         """Wait until a call is over; return whether it is."""
@@ -173,7 +173,7 @@ class Turn:
         """Wait until no call runs."""
 
     def close(self) -> int:
-        """Drop what has not begun; return the first number of those, or 0."""
+        """Drop the calls that have not begun; return the first number, or 0."""
 
     @property
     def last(self) -> int:
@@ -186,7 +186,7 @@ class Turn:
 class Calls:
     def __init__(self, turn: object, failed: object, begun: object) -> None: ...
     def close(self) -> None:
-        """Leave every call to Python from now on."""
+        """Pass every call to Python from now on."""
 
     @property
     def caller(self) -> int:
@@ -196,18 +196,18 @@ class Calls:
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
     def set_messenger(self, messenger: Messenger, failed: object) -> None:
-        """Have plain messages go through a Port."""
+        """Send and receive plain messages through a Port."""
 
     def last(self) -> object:
         """Return (seq, call) of the last call that was repeated, or None."""
 
 def quick(function: object, names: Sequence[str], kinds: str) -> object:
-    """Return a callable that repeats calls, and leaves others to `function`."""
+    """Return a callable that repeats calls, and passes others to `function`."""
 
 def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
 def set_default(group: object | None) -> None: ...
 def suspend_quick() -> None:
-    """Leave every call to Python."""
+    """Pass every call to Python."""
 
 def resume_quick() -> None:
     """Undo one suspend_quick()."""
@@ -227,12 +227,12 @@ class Messages:
 
     def fd(self) -> int: ...
     def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool) -> None:
-        """Say where inboxes are: (pid, fd, nonce, channels); pid 0: nowhere."""
+        """Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none."""
 
     def has_left(self, peer: int) -> bool: ...
     def set_stuck(self, stuck: Callable[[Sequence[int], bool], None]) -> None: ...
     def set_wire(self, wire: Callable[[int, int, bool], None]) -> None:
-        """Gets (rank, channel, whether that wire has ended)."""
+        """Set a function of (rank, channel, whether the wire has ended)."""
 
     def add_wire(self, peer: int, channel: int, fd: int) -> None:
         """Take over a connected socket."""
@@ -250,7 +250,7 @@ class Messages:
         self, from_: int, context: int, tag: int, info: int, into: object, among: Sequence[int]
     ) -> tuple[int, int, int, int, int]: ...
     def watch(self, number: int) -> None:
-        """Have serve() look after a receive."""
+        """Have serve() complete a receive."""
 
     def wait(
         self, number: int, timeout_s: float, outcomes: list[tuple[int, int, int, int, int]]
@@ -261,13 +261,13 @@ class Messages:
         """As wait()."""
 
     def number_of(self, into: object, after: int = 0) -> int:
-        """The last receive into this memory after that number; 0: none."""
+        """Return the last receive into this memory after that number; 0: none."""
 
     def last_number(self) -> int:
-        """Of all that were started."""
+        """Number of the last started operation."""
 
     def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
-        """Return (outcomes, ranks that make no room); nothing after close()."""
+        """Return (outcomes, ranks whose rings are full); nothing after close()."""
 
     def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...
     def peer_down(self, peer: int, left: bool) -> bool: ...
@@ -289,10 +289,10 @@ class Port(Messenger):
         words: Mapping[str, int],
     ) -> None: ...
     def try_send(self, array: object, to: object | None, tag: object) -> bool:
-        """Whether it was sent; it is if nothing has to be waited for."""
+        """Send if no waiting is needed; return whether it was sent."""
 
     def start_recv(self, array: object, from_: object | None, tag: object) -> object:
-        """As Messages.start_recv; None: not for here."""
+        """As Messages.start_recv; None: Python must handle it."""
 
 class Steps(Runner):
     def __init__(

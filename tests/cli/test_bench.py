@@ -427,18 +427,18 @@ def test_failing_rank_ends_the_command_and_is_named(peers):
 
 
 class Silent:
-    """Ranks that run for ever and say nothing."""
+    """Ranks that run without end and send no message."""
 
-    killed = False
+    stopped = False
 
     def __init__(self, plan, port):
         pass
 
-    def ended(self, limit_s):
+    def wait(self, limit_s):
         return False
 
-    def kill(self):
-        Silent.killed = True
+    def stop(self):
+        Silent.stopped = True
 
 
 def test_ranks_that_say_nothing_are_ended(monkeypatch):
@@ -446,7 +446,7 @@ def test_ranks_that_say_nothing_are_ended(monkeypatch):
     plan = BenchPlan(ops=("barrier",), nprocs=2, loop=Loop(timeout_s=0.001))
     with pytest.raises(LaunchError, match=r"no rank of 2 sent a message for 0\.002 s"):
         list(run_ranks(plan))
-    assert Silent.killed
+    assert Silent.stopped
 
 
 # ---- the picture ---------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def sub_group_shown(rank):
 
 
 def test_a_sub_group_has_the_engine_that_was_asked_for(engine, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     for shown in run(sub_group_shown, 2, engine=engine):
         assert f"engine={engine}" in shown
     assert "slow" not in caplog.text
@@ -197,7 +197,7 @@ def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
             return getattr(real, name)
 
     monkeypatch.setattr(shared_memory, "_engine", Engine())
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     for first, last, shown in run(sum_and_engine, 3, engine="native"):
         assert (first, last) == (6.0, 6.0)
         assert "engine=native over=messages" in shown

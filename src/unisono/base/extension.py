@@ -1,4 +1,4 @@
-"""The C++ extension module, loaded in one place; None where there is none that can be used."""
+"""Load the C++ extension module; None if there is no usable module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STUB = os.path.join(os.path.dirname(os.path.dirname(__file__)), "_engine.pyi")
 
 
 def _load() -> tuple[Any, str]:
-    """Return the module and "", or None and why it cannot be used."""
+    """Return the module and "", or None and the reason why it cannot be used."""
     try:
         module = import_module(_NAME)
     except ModuleNotFoundError as error:

@@ -34,7 +34,7 @@ __all__ = ["check_installed", "run_ranks"]
 _MODULES = {"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)}
 _EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot"}
 _POLL_S = 0.5
-_END_S = 10.0
+_STOP_S = 10.0
 
 
 def check_installed(feature: str) -> None:
@@ -82,10 +82,10 @@ def run_ranks(plan: BenchPlan) -> Iterator[dict[str, Any]]:
             ranks = _on_hosts(plan, hosts, store.port)
         else:
             ranks = (_under_mpiexec if "mpi" in plan.peers else _Spawned)(plan, store.port)
-        stack.callback(ranks.kill)
+        stack.callback(ranks.stop)
         ended = False
         while not ended:
-            ended = ranks.ended(_POLL_S)
+            ended = ranks.wait(_POLL_S)
             for message in _messages(store):
                 limit = Deadline(2 * plan.loop.timeout_s)
                 if message["kind"] == "failure":
@@ -130,13 +130,13 @@ def _worker_failed(plan: BenchPlan, message: dict[str, Any]) -> WorkerFailedErro
 
 
 class _RankSet(Protocol):
-    def ended(self, limit_s: float) -> bool:
+    def wait(self, limit_s: float) -> bool:
         """Wait at most `limit_s`; return whether all ranks have ended."""
 
     def check(self) -> None:
         """Raise an error if a rank failed."""
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         """Stop all ranks that still run."""
 
 
@@ -153,13 +153,13 @@ class _Spawned:
             use_death_signal=True,
         )
 
-    def ended(self, limit_s: float) -> bool:
+    def wait(self, limit_s: float) -> bool:
         return self._context.join(limit_s)
 
     def check(self) -> None:
-        """Do nothing: `ended` has raised."""
+        """Do nothing: `wait` has raised the error."""
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         self._context.kill()
         for process in self._context.processes:
             with contextlib.suppress(ValueError):
@@ -190,7 +190,7 @@ class _Processes:
             for name, command in commands.items()
         }
 
-    def ended(self, limit_s: float) -> bool:
+    def wait(self, limit_s: float) -> bool:
         deadline = Deadline(limit_s)
         for process in self._processes.values():
             try:
@@ -204,10 +204,10 @@ class _Processes:
             if code := process.returncode:
                 raise LaunchError(f"{name} ended with exit code {code}; see its standard error")
 
-    def kill(self) -> None:
+    def stop(self) -> None:
         for process in self._processes.values():
             process.terminate()
-        if not self.ended(_END_S):
+        if not self.wait(_STOP_S):
             for process in self._processes.values():
                 process.kill()
                 process.wait()

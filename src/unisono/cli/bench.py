@@ -54,7 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=positive,
         default=0,
         metavar="N",
-        help="number of hosts, as network namespaces on this machine; needs root (0: none)",
+        help="number of hosts, as network namespaces on this machine; needs root",
     )
     _add_sizes(parser)
     _add_loop(parser)

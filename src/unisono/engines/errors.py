@@ -25,7 +25,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.transports import Cancelled, LinkDown, MessageMismatch
-from unisono.transports.api import Question
+from unisono.transports.control import Question
 from unisono.transports.messages import CallStatus, Failure, Unreached
 
 __all__ = [

@@ -41,7 +41,7 @@ from unisono.schedules import (
     lower_shared,
     lower_uneven,
 )
-from unisono.transports.api import Question
+from unisono.transports.control import Question
 from unisono.transports.messages import CallStatus, Failure
 
 __all__ = ["NativeEngine", "is_native_built"]
@@ -123,7 +123,7 @@ def _uneven(
 
 
 def _before_exchange(task: Task) -> tuple[Task, int]:
-    """Return the task to run first, and the number that is equal if all ranks' sizes fit."""
+    """Return the task to run first, and the number by which ranks compare their sizes."""
     if task.exchange is None:
         return task, 1
     even = task.exchange.even

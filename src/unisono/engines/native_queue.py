@@ -73,7 +73,7 @@ class _Queued:
         return CallStatus(self.seq, self.call.text)
 
     def is_over(self) -> bool:
-        """Whether the call is over and no other thread is about to finish its completion."""
+        """Whether the call is over and the progress thread does not handle its end."""
         flight = self.flight
         if flight is None or not self.is_put:
             return self.is_put

@@ -34,8 +34,8 @@ _CLOSE_S = 10.0
 class Turn:
     """The right to run a call: one thread has it at a time. It also counts the calls.
 
-    The C++ engine has its own `Turn`, which is its queue as well. All methods of this class are
-    called under the engine's lock. `wanted` is set while tasks are queued.
+    The C++ engine has its own `Turn`, which is its queue as well. All methods but `give` are called
+    under the engine's lock. `wanted` is set while tasks are queued.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from unisono.engines.queue import OrderedEngine
 from unisono.errors import CollectiveMismatchError
 from unisono.schedules import Buf, Op, Program
 from unisono.transports import Key, LinkDown, Transfer
-from unisono.transports.api import Question
+from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Kind
 
 __all__ = ["ReferenceEngine", "Run"]

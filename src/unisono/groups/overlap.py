@@ -34,8 +34,8 @@ def concurrent_call_error(group: GroupView, op: str, other_thread: int) -> Usage
         f"{called} on group '{group.name}' at {here} (thread '{this}') overlaps {other_op} at "
         f"{there} (thread '{other}')",
         context=Context(rank=group.ranks[group.rank()], group=group.name, op=op, usable=True),
-        hint="ranks must see the calls of a group in one order: give each thread a group of its "
-        "own (new_group), or let one stream make the calls",
+        hint="ranks must see the calls of a group in one order. Give each thread a group of its "
+        "own (new_group), or let one stream make the calls.",
     )
 
 

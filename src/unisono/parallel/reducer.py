@@ -142,8 +142,8 @@ class Reducer:
         raise UsageError(
             "the last backward pass of DistributedDataParallel was not finished: "
             + (got_none + listed(missing) if missing else "its reduction failed"),
-            hint="if it raised an error, make a new DistributedDataParallel; if forward does not "
-            "use all parameters every time, pass find_unused_parameters=True; outputs that a loss "
+            hint="if it raised an error, make a new DistributedDataParallel. If forward does not "
+            "use all parameters every time, pass find_unused_parameters=True. Outputs that a loss "
             "does not use count as used",
         )
 

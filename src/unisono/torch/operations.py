@@ -1,8 +1,8 @@
 """Make every operation that torch calls on a process group a call of a unisono process group.
 
 The methods are made from the table in `groups/operations.py`, which has c10d's names, argument
-order and option structs. A synchronous call returns None, which torch allows if it is done.
-Calls from C++ (DDP, functional collectives) are asynchronous and get a work.
+order and option structs. A synchronous call returns None, which torch allows if the operation is
+done. Calls from C++ (DDP, functional collectives) are asynchronous and get a work.
 
 Source: torch.distributed.ProcessGroup (2.13).
 """

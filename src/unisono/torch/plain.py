@@ -1,9 +1,10 @@
-"""Plain calls: the fast path that calls unisono's public functions on NumPy arrays.
+"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ repeats.
 
-`engines/repeat.py` repeats calls of those functions on NumPy arrays in C++. A plain torch tensor is
-handed over as an array at the same address. The arrays are cached by address, shape and dtype: an
-entry stays valid if another tensor gets the memory. A cached array does not keep its memory alive,
-so it serves only calls that end before they return. Asynchronous calls get new arrays.
+C++ repeats calls of those functions on NumPy arrays (`engines/repeat.py`). A plain torch tensor has
+the same memory as a NumPy array at its address. The array describes that memory correctly even
+after the tensor has gone, so it is kept for the next call. A kept array does not keep the memory
+alive. So it serves only calls that end before they return; an asynchronous call gets a new array,
+which does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ __all__ = ["PLAIN", "begin_all_reduce", "recv", "send"]
 
 Array = np.ndarray[Any, Any]
 
-# Types that NumPy has, too. Complex types are left out: a complex tensor may be a conjugate view.
+# Types that NumPy has as well. Complex tensors are left out: they may be conjugate views, and
+# torch passes them as real tensors.
 _DTYPES = {
     getattr(torch, name): dtype_named(name)
     for name in (
@@ -49,14 +51,14 @@ _kept: dict[tuple[Any, ...], Array] = {}
 
 
 class NotPlain(Exception):
-    """The call cannot use the fast path."""
+    """The call is not plain; `torch/operations.py` must make it."""
 
 
 def as_array(tensor: Any, *, keep: bool = False) -> Array:
-    """Return an array over the memory of a tensor; the array keeps it alive if `keep`.
+    """Return an array over the memory of a tensor; `keep`: the array keeps the memory alive.
 
     Raises:
-        NotPlain: The tensor has another type, device, layout or dtype.
+        NotPlain: The tensor is of another kind.
     """
     if type(tensor) not in _KINDS or not tensor.is_cpu or tensor.layout is not torch.strided:
         raise NotPlain
@@ -93,7 +95,7 @@ def _rank(group: ProcessGroup, rank: int) -> int:
     return group.ranks[rank]
 
 
-# Word of `OpSchema.data` or `.settings` -> function that converts c10d's argument to unisono's.
+# Name in `OpSchema.data` or `.settings` -> conversion of c10d's argument to ours.
 _DATA: dict[str, Callable[[Any], Any]] = {
     "[tensor]": lambda values: as_array(_first(values)),
     "[output]": lambda values: as_array(_first(values)),
@@ -166,7 +168,7 @@ def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | N
 
 
 def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
-    """Send if the call need not wait; return None if nothing was sent."""
+    """Send if the message can go at once; return None if nothing was sent."""
     if (port := group.plain_port) is None:
         return None
     try:
@@ -177,7 +179,7 @@ def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
 
 
 def recv(group: ProcessGroup, tensor: Any, peer: int | None, tag: int) -> Work | None:
-    """Begin to receive, from any rank if `peer` is None; return None if the call is not plain."""
+    """Start receiving, from any rank if `peer` is None; return None if the call is not plain."""
     if (port := group.plain_port) is None:
         return None
     try:

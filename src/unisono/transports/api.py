@@ -11,19 +11,16 @@ share one transport. Each has a `context`, a 64-bit number that separates their 
 
 from __future__ import annotations
 
-import itertools
 import json
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
-from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError, InvalidArgumentError
+from unisono.transports.control import CallLog, Failures, Question, Questions
 from unisono.transports.mailbox import Mailbox
 from unisono.transports.messages import (
     LEFT,
@@ -37,11 +34,7 @@ from unisono.transports.messages import (
 )
 from unisono.transports.transfers import Messages, Transfer
 
-__all__ = ["Question", "Transport"]
-
-# How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
-# which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
-_HISTORY = 8
+__all__ = ["Transport"]
 
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
@@ -64,19 +57,15 @@ class Transport(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The host id that each rank published; "" if it shares no memory.
+        # The host id that each rank published; "" without the C++ engine.
         self.hosts: tuple[str, ...] = ("",) * world_size
         self.mailbox = Mailbox()
         # Carries messages in C++; None: this transport carries them.
         self.messages: Messages | None = None
         self._lock = threading.Lock()
-        self._calls: dict[int, deque[CallStatus]] = {}
-        self._last_calls: dict[int, Callable[[], CallStatus | None]] = {}
-        self._failures: dict[int, Failure] = {}
-        self._on_failure: dict[int, Callable[[Failure], None]] = {}
-        self._others = frozenset(range(world_size)) - {rank}
-        self._questions: dict[int, Question] = {}
-        self._numbers = itertools.count(1)
+        self._calls = CallLog()
+        self._failures = Failures()
+        self._questions = Questions()
         self._users = 1
         self._closed = False
 
@@ -142,12 +131,12 @@ class Transport(ABC):
         _require_bytes(into)
         if into.readonly:
             raise InvalidArgumentError("cannot receive into read-only memory")
-        sources = self._others if among is None else frozenset(among) - {self.rank}
+        sources: frozenset[int] = frozenset()
+        if peer is None:
+            sources = frozenset(range(self.world_size) if among is None else among) - {self.rank}
         if self.messages is not None:
             return self.messages.recv(peer, key, into, info, sources)
-        transfer = Transfer(
-            peer, key.context, key[1:], into, info, sources if peer is None else frozenset()
-        )
+        transfer = Transfer(peer, key.context, key[1:], into, info, sources)
         transfer.carrier = self
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
@@ -193,14 +182,11 @@ class Transport(ABC):
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""
-        calls = self._calls.get(context)
-        if calls is None:
-            calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
-        calls.append(CallStatus(seq, text))
+        self._calls.add(context, CallStatus(seq, text))
 
     def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
         """Consult `last()` for the last call of a context, too: for calls that do not `enter`."""
-        self._last_calls[context] = last
+        self._calls.consult(context, last)
 
     def ask(
         self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
@@ -222,9 +208,7 @@ class Transport(ABC):
         With `seq` 0 each answer holds the peer's last call.
         """
         asked = sorted(set(peers) - {self.rank})
-        question = Question(next(self._numbers), set(asked))
-        with self._lock:
-            self._questions[question.number] = question
+        question = self._questions.new(set(asked))
         for peer in asked:
             if self.mailbox.down(peer) is None:
                 self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
@@ -235,8 +219,7 @@ class Transport(ABC):
 
     def close_question(self, question: Question) -> None:
         """Take no more answers."""
-        with self._lock:
-            self._questions.pop(question.number, None)
+        self._questions.close(question)
 
     def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
         """Break a context here and on all peers that can be reached."""
@@ -251,17 +234,12 @@ class Transport(ABC):
 
     def on_failure(self, context: int, callback: Callable[[Failure], None]) -> None:
         """Call `callback` when this context breaks; at once if it is broken already."""
-        with self._lock:
-            self._on_failure[context] = callback
-            failure = self._failures.get(context)
-        if failure is not None:
-            callback(failure)
+        self._failures.watch(context, callback)
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
-        with self._lock:
-            for table in (self._calls, self._last_calls, self._failures, self._on_failure):
-                table.pop(context, None)
+        self._calls.forget(context)
+        self._failures.forget(context)
         self.mailbox.forget_context(context, error)
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
@@ -281,11 +259,9 @@ class Transport(ABC):
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
-            # Under the lock, so that nothing is added to the answers once `ask` returned them.
-            with self._lock:
-                if (question := self._questions.get(words["number"])) is not None:
-                    unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-                    question.answer(peer, CallStatus(words["at"], words["text"], unreached))
+            unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
+            status = CallStatus(words["at"], words["text"], unreached)
+            self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
             self._break(context, Failure(*words["failure"]))
         elif kind is Kind.GOODBYE:
@@ -307,10 +283,7 @@ class Transport(ABC):
         if self._closed or (known is not None and (error.left or not known.left)):
             return False
         self.mailbox.link_down(error)
-        with self._lock:
-            questions = list(self._questions.values())
-        for question in questions:
-            question.drop(error.peer)
+        self._questions.drop(error.peer)
         return True
 
     def end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
@@ -421,13 +394,7 @@ class Transport(ABC):
         self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
-        calls = list(self._calls.get(context, ()))
-        last = self._last_calls.get(context)
-        if last is not None and (call := last()) is not None:
-            calls.append(call)
-        asked = [status for status in calls if status.seq == words["seq"]]
-        last_one = max(calls, key=lambda status: status.seq, default=CallStatus(0, ""))
-        status = asked[-1] if asked else last_one
+        status = self._calls.find(context, words["seq"])
         failure = self._failures.get(context)
         return {
             "failure": None if failure is None else failure.words,
@@ -438,13 +405,8 @@ class Transport(ABC):
         }
 
     def _break(self, context: int, failure: Failure) -> bool:
-        with self._lock:
-            if context in self._failures:
-                return False
-            self._failures[context] = failure
-            callback = self._on_failure.get(context)
-        if callback is not None:
-            callback(failure)
+        if not self._failures.add(context, failure):
+            return False
         self.mailbox.fail_context(context, failure)
         self._cancel(lambda transfer: transfer.context == context, failure)
         return True
@@ -456,32 +418,3 @@ def _require_bytes(data: memoryview) -> None:
             f"a transport moves flat bytes, got format {data.format!r} of {data.ndim} dimensions",
             hint='use memoryview.cast("B")',
         )
-
-
-class Question(Completion):
-    """A question to other ranks for their last calls. Done when all have answered, or cannot.
-
-    Attributes:
-        number: Distinguishes it from other questions.
-        asked_s: When it was sent, on the monotonic clock.
-        open: Ranks that have not answered.
-        answers: By rank.
-    """
-
-    __slots__ = ("answers", "asked_s", "number", "open")
-
-    def __init__(self, number: int, peers: set[int]) -> None:
-        super().__init__()
-        self.number = number
-        self.asked_s = time.monotonic()
-        self.open = peers
-        self.answers: dict[int, CallStatus] = {}
-
-    def answer(self, peer: int, status: CallStatus) -> None:
-        self.answers[peer] = status
-        self.drop(peer)
-
-    def drop(self, peer: int) -> None:
-        self.open.discard(peer)
-        if not self.open:
-            self.finish()

@@ -261,7 +261,7 @@ class Output:
     def _tick(self, std: Std) -> float | None:
         waits = []
         for console in self._consoles_of(std):
-            # The reader of the console has left. The workers and this thread must continue.
+            # If the reader of the console has left, the workers and this thread must continue.
             with contextlib.suppress(OSError, ValueError):
                 waits.append(console.tick())
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)

@@ -77,7 +77,10 @@ class WarmWorkers:
         missing = [rank for rank in self._candidates if rank not in self._waiting]
         for local_rank in missing:
             if folder := _torch_of(running[local_rank].pid):
-                if not _is_safe(self._commands[local_rank]):
+                # Imported late, because it imports the modules of Python's compiler.
+                from unisono.launcher.workers.script_scan import is_untouched
+
+                if not is_untouched(*self._commands[local_rank]):
                     self._candidates.remove(local_rank)
                     continue
                 self._start(local_rank, environment(local_rank), folder, start)
@@ -153,10 +156,3 @@ def _torch_of(pid: int) -> str:
     except OSError:
         return ""
     return found[1] if found else ""
-
-
-def _is_safe(command: Sequence[str]) -> bool:
-    # Imported late, because it imports the modules of Python's compiler.
-    from unisono.launcher.workers.script_scan import is_untouched
-
-    return is_untouched(*command)

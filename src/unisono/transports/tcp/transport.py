@@ -279,7 +279,8 @@ class TCPTransport(Transport):
     def _knows(self, hello: Hello) -> bool:
         return (
             (hello.world_size, hello.peer) == (self.world_size, self.rank)
-            and hello.rank in self._others
+            and hello.rank != self.rank
+            and hello.rank < self.world_size
             and hmac.compare_digest(hello.token, self._token)
         )
 

@@ -1,0 +1,154 @@
+"""The state of the control plane: begun calls, open questions, and failures of contexts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from unisono.base.completion import Completion
+from unisono.transports.messages import CallStatus, Failure
+
+__all__ = ["CallLog", "Failures", "Question", "Questions"]
+
+# How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
+# which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
+_HISTORY = 8
+
+
+class CallLog:
+    """The last calls that this rank has begun, by context."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, deque[CallStatus]] = {}
+        self._last: dict[int, Callable[[], CallStatus | None]] = {}
+
+    def add(self, context: int, call: CallStatus) -> None:
+        """Record a call."""
+        calls = self._calls.get(context)
+        if calls is None:
+            calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
+        calls.append(call)
+
+    def consult(self, context: int, last: Callable[[], CallStatus | None]) -> None:
+        """Include the call that `last()` returns, if any, when the log is read."""
+        self._last[context] = last
+
+    def find(self, context: int, seq: int) -> CallStatus:
+        """Return call `seq` if the log still has it, else the last call."""
+        calls = list(self._calls.get(context, ()))
+        last = self._last.get(context)
+        if last is not None and (call := last()) is not None:
+            calls.append(call)
+        wanted = [call for call in calls if call.seq == seq]
+        last_one = max(calls, key=lambda call: call.seq, default=CallStatus(0, ""))
+        return wanted[-1] if wanted else last_one
+
+    def forget(self, context: int) -> None:
+        """Release the calls of a destroyed context."""
+        self._calls.pop(context, None)
+        self._last.pop(context, None)
+
+
+class Question(Completion):
+    """A question to other ranks for their last calls. Done when all have answered, or cannot.
+
+    Attributes:
+        number: Distinguishes it from other questions.
+        asked_s: When it was sent, on the monotonic clock.
+        open: Ranks that have not answered.
+        answers: By rank.
+    """
+
+    __slots__ = ("answers", "asked_s", "number", "open")
+
+    def __init__(self, number: int, peers: set[int]) -> None:
+        super().__init__()
+        self.number = number
+        self.asked_s = time.monotonic()
+        self.open = peers
+        self.answers: dict[int, CallStatus] = {}
+
+    def answer(self, peer: int, status: CallStatus) -> None:
+        self.answers[peer] = status
+        self.drop(peer)
+
+    def drop(self, peer: int) -> None:
+        self.open.discard(peer)
+        if not self.open:
+            self.finish()
+
+
+class Questions:
+    """The open questions of this rank."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._open: dict[int, Question] = {}
+
+    def new(self, peers: set[int]) -> Question:
+        """Return a new open question to these ranks."""
+        question = Question(next(self._numbers), peers)
+        with self._lock:
+            self._open[question.number] = question
+        return question
+
+    def answer(self, number: int, peer: int, status: CallStatus) -> None:
+        """Add an answer, if the question is still open."""
+        # Under the lock, so that no answer is added after `close`, when the caller reads them.
+        with self._lock:
+            if (question := self._open.get(number)) is not None:
+                question.answer(peer, status)
+
+    def drop(self, peer: int) -> None:
+        """Expect no answer from a rank any more."""
+        with self._lock:
+            questions = list(self._open.values())
+        for question in questions:
+            question.drop(peer)
+
+    def close(self, question: Question) -> None:
+        """Accept no more answers."""
+        with self._lock:
+            self._open.pop(question.number, None)
+
+
+class Failures:
+    """The failures of broken contexts, and the callbacks that wait for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failures: dict[int, Failure] = {}
+        self._callbacks: dict[int, Callable[[Failure], None]] = {}
+
+    def get(self, context: int) -> Failure | None:
+        """Return why a context is broken, or None."""
+        return self._failures.get(context)
+
+    def add(self, context: int, failure: Failure) -> bool:
+        """Break a context and call its callback; return False if it was broken already."""
+        with self._lock:
+            if context in self._failures:
+                return False
+            self._failures[context] = failure
+            callback = self._callbacks.get(context)
+        if callback is not None:
+            callback(failure)
+        return True
+
+    def watch(self, context: int, callback: Callable[[Failure], None]) -> None:
+        """Call `callback` when this context breaks; at once if it is broken already."""
+        with self._lock:
+            self._callbacks[context] = callback
+            failure = self._failures.get(context)
+        if failure is not None:
+            callback(failure)
+
+    def forget(self, context: int) -> None:
+        """Release the failure and the callback of a destroyed context."""
+        with self._lock:
+            self._failures.pop(context, None)
+            self._callbacks.pop(context, None)
