@@ -90,7 +90,8 @@ def root_of(
         raise
 
 
-def _handed(work: Work, async_op: bool) -> Work | None:
+def _if_async(work: Work, async_op: bool) -> Work | None:
+    """Return the work of an asynchronous call, None for a synchronous call."""
     return work if async_op else None
 
 
@@ -122,7 +123,7 @@ def broadcast(
     if (pg := member_group(group, "broadcast")) is None:
         return None
     root = root_of(pg, "broadcast", src, group_src)
-    return _handed(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
+    return _if_async(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -151,7 +152,7 @@ def all_reduce(
     """
     if (pg := member_group(group, "all_reduce")) is None:
         return None
-    return _handed(pg.all_reduce(tensor, op, async_op=async_op, **how), async_op)
+    return _if_async(pg.all_reduce(tensor, op, async_op=async_op, **how), async_op)
 
 
 def all_reduce_coalesced(
@@ -188,7 +189,7 @@ def reduce(
     if (pg := member_group(group, "reduce")) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    return _handed(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
+    return _if_async(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -210,7 +211,7 @@ def all_gather(
     """
     if (pg := member_group(group, "all_gather")) is None:
         return None
-    return _handed(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
+    return _if_async(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -235,7 +236,7 @@ def all_gather_into_tensor(
     if (pg := member_group(group, "all_gather_into_tensor")) is None:
         return None
     work = pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, **how)
-    return _handed(work, async_op)
+    return _if_async(work, async_op)
 
 
 def all_gather_coalesced(
@@ -273,7 +274,7 @@ def gather(
     if (pg := member_group(group, "gather")) is None:
         return None
     root = root_of(pg, "gather", dst, group_dst, default=0)
-    return _handed(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
+    return _if_async(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -293,7 +294,7 @@ def scatter(
     if (pg := member_group(group, "scatter")) is None:
         return None
     root = root_of(pg, "scatter", src, group_src, default=0)
-    return _handed(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
+    return _if_async(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -308,7 +309,7 @@ def reduce_scatter(
     """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
     if (pg := member_group(group, "reduce_scatter")) is None:
         return None
-    return _handed(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
+    return _if_async(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -335,7 +336,7 @@ def reduce_scatter_tensor(
     if (pg := member_group(group, "reduce_scatter_tensor")) is None:
         return None
     work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
-    return _handed(work, async_op)
+    return _if_async(work, async_op)
 
 
 @repeatable
@@ -353,7 +354,7 @@ def all_to_all(
     if (pg := member_group(group, "all_to_all")) is None:
         return None
     work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, **how)
-    return _handed(work, async_op)
+    return _if_async(work, async_op)
 
 
 @repeatable
@@ -387,7 +388,7 @@ def all_to_all_single(
     work = pg.all_to_all_single(
         output, input, output_split_sizes, input_split_sizes, async_op=async_op, **how
     )
-    return _handed(work, async_op)
+    return _if_async(work, async_op)
 
 
 def scan(
@@ -413,7 +414,7 @@ def scan(
     """
     if (pg := member_group(group, "scan")) is None:
         return None
-    return _handed(pg.scan(tensor, op, async_op=async_op, **how), async_op)
+    return _if_async(pg.scan(tensor, op, async_op=async_op, **how), async_op)
 
 
 def exscan(
@@ -430,7 +431,7 @@ def exscan(
     """
     if (pg := member_group(group, "exscan")) is None:
         return None
-    return _handed(pg.exscan(tensor, op, async_op=async_op, **how), async_op)
+    return _if_async(pg.exscan(tensor, op, async_op=async_op, **how), async_op)
 
 
 @repeatable
@@ -447,10 +448,9 @@ def barrier(
     """
     if (pg := member_group(group, "barrier")) is None:
         return None
-    return _handed(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
+    return _if_async(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
 
 
-# torch's other names of two functions.
 all_gather_single = _all_gather_base = all_gather_into_tensor
 """Another name of `all_gather_into_tensor`."""
 reduce_scatter_single = _reduce_scatter_base = reduce_scatter_tensor
