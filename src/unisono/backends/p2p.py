@@ -69,7 +69,7 @@ class _Message(Pending):
     def expire(self) -> None:
         """Cancel the call. The group stays usable, and the memory is not touched any more."""
         if self._transfer is not None:
-            self._transfer.cancel()
+            self._comm.transport.cancel(self._transfer)
 
 
 def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:

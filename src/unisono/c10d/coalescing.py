@@ -11,7 +11,7 @@ Source: torch.distributed.distributed_c10d._coalescing_manager (2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -99,6 +99,7 @@ def coalescing_manager(
 
 
 _KINDS = {name: schema.coalesced for name, schema in OPS.items() if schema.coalesced}
+_NAMES = {name: [*OPS[name].data_names, *OPS[name].settings.split()] for name in _KINDS}
 _SIGNATURES = {name: signature(getattr(ProcessGroup, name)) for name in _KINDS}
 
 
@@ -117,19 +118,22 @@ class _Recorder:
 
     def record(self, kind: str, *arguments: Any, **keywords: Any) -> Work:
         """Record a call of the method `kind` of the group."""
-        bound = _SIGNATURES[kind].bind(self, *arguments, **keywords)
-        bound.apply_defaults()
-        _, *given = bound.args
+        given: Sequence[Any] = arguments
+        names = _NAMES[kind]
+        if len(arguments) != len(names) or not keywords.keys().isdisjoint(names):
+            # Slow, so that only calls with defaults or named operands pay for it.
+            bound = _SIGNATURES[kind].bind(self, *arguments, **keywords)
+            bound.apply_defaults()
+            given = bound.args[1:]
         if self._calls and self._calls[0].kind != kind:
             raise InvalidArgumentError(
                 f"{kind} in a coalescing block that began with {self._calls[0].kind}: a block "
                 "takes one kind of collective"
             )
-        schema = OPS[kind]
-        values = dict(zip([*schema.data_names, *schema.settings.split()], given, strict=False))
+        values = dict(zip(names, given, strict=False))
         how = {name: value for name, value in keywords.items() if name not in values}
         how.pop("async_op", None)
-        tensors = tuple(values[name] for name in schema.data_names)
+        tensors = tuple(values[name] for name in OPS[kind].data_names)
         self._calls.append(_Recorded(kind, tensors, values.get("op"), how))
         return _NotYet()
 

@@ -222,7 +222,7 @@ def _local_world_size() -> int:
     text = config.environ().get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal():
         raise InvalidArgumentError(
-            "group_size is not given, and LOCAL_WORLD_SIZE does not give the ranks of a host",
+            "group_size is not given, and LOCAL_WORLD_SIZE is not the number of ranks per host",
             hint="pass group_size, or start the script with `unisono run`",
         )
     return int(text)

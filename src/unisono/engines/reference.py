@@ -72,7 +72,7 @@ class Run:
             self._comm.transport.close_question(self._asked)
         for transfer in self._open:
             if not transfer.done():
-                transfer.cancel()
+                self._comm.transport.cancel(transfer)
 
     # ---- agreement ------------------------------------------------------------------------
 

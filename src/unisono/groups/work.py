@@ -71,7 +71,8 @@ class Work:
     def cancel(self) -> None:
         """End a message that is not done with CollectiveTimeoutError.
 
-        A cancelled receive takes no later message. A collective goes on.
+        A cancelled receive takes no later message. A collective goes on, and so does a message that
+        waits in a stream.
         """
         self._pending.expire()
 

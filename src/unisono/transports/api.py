@@ -86,7 +86,6 @@ class Transport(ABC):
             if sent is not None:
                 return sent
         transfer = Transfer(peer, key.context, key[1:], data, info)
-        transfer.carrier = self
         failure = self._failures.get(key.context)
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
@@ -137,7 +136,6 @@ class Transport(ABC):
         if self.messages is not None:
             return self.messages.recv(peer, key, into, info, sources)
         transfer = Transfer(peer, key.context, key[1:], into, info, sources)
-        transfer.carrier = self
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
             return transfer
@@ -148,12 +146,13 @@ class Transport(ABC):
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """End a transfer with `Cancelled` if it is not done, as `Transfer.cancel` does.
+        """End a transfer with `Cancelled` if it is not done.
 
         Its memory is not touched any more after the return.
         """
-        if transfer.carrier is not self:
-            transfer.cancel()
+        if transfer.in_messages:
+            if not transfer.done() and self.messages is not None:
+                self.messages.cancel(transfer)
         elif self.mailbox.cancel(transfer):
             transfer.finish(Cancelled())
         elif not transfer.done():

@@ -109,6 +109,7 @@ class NativeTransfer(Transfer):
 
     __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
 
+    in_messages = True
     _messages: NativeMessages
     _quiet: bool
     _cause: BaseException | None
@@ -129,10 +130,6 @@ class NativeTransfer(Transfer):
         if self._quiet and not self.done():
             self._quiet = False
             self._messages.watch(self)
-
-    def cancel(self) -> None:
-        if not self.done():
-            self._messages.cancel(self)
 
 
 class NativeMessages:

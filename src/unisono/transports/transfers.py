@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from unisono.base.completion import Completion
 from unisono.transports.messages import Arrival, Key, Kind, LinkDown
@@ -14,22 +14,18 @@ __all__ = ["Messages", "Tag", "Transfer"]
 Tag = tuple[Kind, int]
 
 
-class Carrier(Protocol):
-    """An object that can cancel the transfers that it has started."""
-
-    def cancel(self, transfer: Transfer) -> None: ...
-
-
 class Transfer(Completion):
     """One send or receive under way.
 
     Attributes:
         peer: The other rank. None for a receive from any source until a message matches.
         among: For a receive from any source: the ranks that may send.
-        carrier: The transport that started the transfer; None if it cannot be cancelled.
+        in_messages: Whether `Messages` started the transfer, and must cancel it.
     """
 
-    __slots__ = ("among", "carrier", "context", "info", "into", "peer", "tag")
+    __slots__ = ("among", "context", "info", "into", "peer", "tag")
+
+    in_messages: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -47,15 +43,6 @@ class Transfer(Completion):
         self.into = into
         self.info = info
         self.among = among
-        self.carrier: Carrier | None = None
-
-    def cancel(self) -> None:
-        """End the transfer with `Cancelled` if it is not done.
-
-        Its memory is not touched any more after the return.
-        """
-        if self.carrier is not None:
-            self.carrier.cancel(self)
 
     def watch(self) -> None:
         """Make sure that the transfer ends without a waiting thread."""
