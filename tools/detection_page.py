@@ -18,8 +18,8 @@ Written by `tools/detection_page.py` from the table in `src/unisono/rendezvous/l
 not edit.
 
 `init_process_group()` without arguments, and `init_method="env://"`, read the environment. The rows
-are tried from top to bottom: a launcher is detected if its rank variable is set. If a cell lists
-several variables, the first set variable is used.
+are tried from top to bottom: a launcher is detected if its rank variable is set. The first row also
+needs WORLD_SIZE. If a cell lists several variables, the first set variable is used.
 
 | started by | rank | world size | local rank | on one host if |
 |---|---|---|---|---|

@@ -99,9 +99,9 @@ class Port:
     """Plain messages of one group, with little Python code on their way.
 
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
-    and a tag. They return None if the call is not plain. That is the case with another kind of
-    array, an invalid argument, this rank itself, or a rank on another host. Calls that wait go from
-    the public functions to C++ without this class; see `engines.repeat`.
+    and a tag. They return None if the call is not plain, for example with another kind of
+    array. A send to this rank itself or to another host is not plain either. Calls that wait go
+    from the public functions to C++ without this class; see `engines.repeat`.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:

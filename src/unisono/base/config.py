@@ -1,6 +1,7 @@
 """Read the environment: the table of all variables of unisono, and the functions that read them.
 
 Other modules call `get("UNISONO_ALGO")`. No other module of the library reads `os.environ`.
+The site hook of warm workers does, because it runs before the library is loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The translator from a status to the error that a user reads.
 
-A status comes from a transport, from the C++ engine or from the C++ messages. Collectives and
-point-to-point calls are worded here and nowhere else, so an event has one text.
+A status comes from a transport, from the C++ engine or from the C++ messages. The
+statuses of collectives, sends and receives are worded only here, so an event has one text.
 """
 
 from __future__ import annotations
