@@ -137,7 +137,6 @@ class _Spawned:
             work,
             (plan, port),
             plan.nprocs,
-            daemon=False,
             start_method="spawn",
             use_death_signal=True,
         )
