@@ -140,7 +140,7 @@ class SpawnContext:
         args: Sequence[object],
         nprocs: int,
         *,
-        daemon: bool,
+        daemon: bool = False,
         start_method: str,
         use_death_signal: bool,
         return_results: bool = False,
