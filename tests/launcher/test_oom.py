@@ -73,9 +73,9 @@ def kernel(monkeypatch, tmp_path):
     for name in ("memory.events", "vmstat"):
         (tmp_path / name).write_text("low 0\noom_kill 3\n")
     (tmp_path / "memory.max").write_text("1048576\n")
-    real = oom._read
+    real = oom.read_text
     monkeypatch.setattr(
-        oom, "_read", lambda path: real(path.replace("/proc/vmstat", str(tmp_path / "vmstat")))
+        oom, "read_text", lambda path: real(path.replace("/proc/vmstat", str(tmp_path / "vmstat")))
     )
     files = str(tmp_path / "memory.events"), str(tmp_path / "memory.max")
     monkeypatch.setattr(oom, "_cgroup_files", lambda: files)
@@ -116,5 +116,5 @@ def test_what_the_log_says(kernel, monkeypatch):
     ],
 )
 def test_files_of_the_cgroup(monkeypatch, text, expected):
-    monkeypatch.setattr(oom, "_read", lambda path: text)
+    monkeypatch.setattr(oom, "read_text", lambda path: text)
     assert oom._cgroup_files() == tuple(f"/sys/fs/cgroup/{name}" for name in expected)

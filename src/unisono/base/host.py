@@ -7,7 +7,14 @@ import os
 import resource
 import sys
 
-__all__ = ["GUARD_HINT", "is_importing_main", "reason_of", "usable_cores"]
+__all__ = [
+    "GUARD_HINT",
+    "is_importing_main",
+    "read_text",
+    "reason_of",
+    "stat_fields",
+    "usable_cores",
+]
 
 GUARD_HINT = (
     "a process that multiprocessing starts runs the parent's script to find the function; put code "
@@ -25,6 +32,24 @@ def is_importing_main() -> bool:
     process = sys.modules.get("multiprocessing.process")
     # multiprocessing reads the same attribute to refuse children of such a child.
     return process is not None and hasattr(process.current_process(), "_inheriting")
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file in /proc or /sys; "" if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of a process in /proc from the third on, its state; empty if it has ended.
+
+    Source: proc_pid_stat(5).
+    """
+    # The name of the program, in parentheses, may contain any character.
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def reason_of(error: BaseException) -> str:

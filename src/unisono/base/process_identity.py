@@ -11,6 +11,8 @@ import os
 import platform
 import uuid
 
+from unisono.base.host import stat_fields
+
 __all__ = ["Life", "describe", "is_dead", "life_of", "new_user"]
 
 _FIELDS = 5
@@ -78,10 +80,8 @@ def _own_start(pid: int) -> str:
 
 def _started(pid: int) -> str:
     """Return the start time of a process, in clock ticks since boot; "?" if unknown."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            # The name of the program, in parentheses, may contain spaces. A zombie has ended.
-            fields = file.read().rpartition(")")[2].split()
-    except (OSError, IndexError):
+    fields = stat_fields(pid)
+    if not fields:
         return "?"
+    # A zombie has ended.
     return "zombie" if fields[0] == "Z" else fields[19]

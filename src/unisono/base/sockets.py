@@ -63,10 +63,9 @@ def is_loopback(host: str) -> bool:
     it to another address.
     """
     host = _bare(host)
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower() in _LOCAL_NAMES or host.lower().endswith(".localhost")
+    if address := _as_ip(host):
+        return address.is_loopback
+    return host.lower() in _LOCAL_NAMES or host.lower().endswith(".localhost")
 
 
 def is_local(sock: socket.socket) -> bool:
@@ -127,7 +126,7 @@ def _listen_once(
     sockets: list[socket.socket] = []
     missing: OSError | None = None
     for family, address in found:
-        exact = is_loopback(host) or _is_numeric(host)
+        exact = is_loopback(host) or _as_ip(host) is not None
         names = [address[0]] if exact else [_WILDCARDS[family]]
         if exact and not is_loopback(host):
             names.append(_WILDCARDS[family])
@@ -146,12 +145,12 @@ def _bare(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def _is_numeric(host: str) -> bool:
+def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a numeric address, without its interface; None for a name."""
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _port_of(sockets: list[socket.socket]) -> int:

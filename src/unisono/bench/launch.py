@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from unisono.base.config import environ
 from unisono.base.deadline import Deadline
@@ -77,7 +77,7 @@ def run_ranks(plan: BenchPlan) -> Iterator[dict[str, Any]]:
         hosts = _hosts(plan, stack)
         address = hosts[0].v4 if hosts else LOOPBACK
         store = stack.enter_context(TCPStore(address, 0, is_master=True, wait_for_workers=False))
-        ranks: _RankSet
+        ranks: _Spawned | _Processes
         if hosts:
             ranks = _on_hosts(plan, hosts, store.port)
         else:
@@ -129,17 +129,6 @@ def _worker_failed(plan: BenchPlan, message: dict[str, Any]) -> WorkerFailedErro
     )
 
 
-class _RankSet(Protocol):
-    def wait(self, limit_s: float) -> bool:
-        """Wait at most `limit_s`; return whether all ranks have ended."""
-
-    def check(self) -> None:
-        """Raise an error if a rank failed."""
-
-    def stop(self) -> None:
-        """Stop all ranks that still run."""
-
-
 class _Spawned:
     """Ranks as children of this process."""
 
@@ -148,18 +137,19 @@ class _Spawned:
             work,
             (plan, port),
             plan.nprocs,
-            daemon=False,
             start_method="spawn",
             use_death_signal=True,
         )
 
     def wait(self, limit_s: float) -> bool:
+        """Wait at most `limit_s`; return whether all ranks have ended."""
         return self._context.join(limit_s)
 
     def check(self) -> None:
         """Do nothing: `wait` has raised the error."""
 
     def stop(self) -> None:
+        """Stop all ranks that still run."""
         self._context.kill()
         for process in self._context.processes:
             with contextlib.suppress(ValueError):
@@ -191,6 +181,7 @@ class _Processes:
         }
 
     def wait(self, limit_s: float) -> bool:
+        """Wait at most `limit_s`; return whether all ranks have ended."""
         deadline = Deadline(limit_s)
         for process in self._processes.values():
             try:
@@ -200,11 +191,13 @@ class _Processes:
         return True
 
     def check(self) -> None:
+        """Raise an error if a rank failed."""
         for name, process in self._processes.items():
             if code := process.returncode:
                 raise LaunchError(f"{name} ended with exit code {code}; see its standard error")
 
     def stop(self) -> None:
+        """Stop all ranks that still run."""
         for process in self._processes.values():
             process.terminate()
         if not self.wait(_STOP_S):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +46,7 @@ class Library(Protocol):
         """Disconnect; call it once."""
 
 
+@dataclass
 class _C10d:
     """Libraries with c10d's functions: unisono, and torch.distributed with Gloo.
 
@@ -53,30 +55,23 @@ class _C10d:
         dist: The module with the functions.
         wrap: Function that turns a NumPy array into an argument of the functions without a copy.
         reduce_ops: The module's `ReduceOp`.
-        versions: See `Library.versions`.
+        packages: See `Library.versions`.
         extra: Further keywords of every collective.
     """
 
-    def __init__(
-        self,
-        name: str,
-        dist: Any,
-        wrap: Callable[[Any], Any],
-        reduce_ops: Any,
-        versions: dict[str, str],
-        extra: dict[str, Any],
-    ) -> None:
-        self.name = name
-        self._dist, self._wrap, self._reduce_ops = dist, wrap, reduce_ops
-        self._versions = versions
-        self._extra = extra
+    name: str
+    dist: Any
+    wrap: Callable[[Any], Any]
+    reduce_ops: Any
+    packages: dict[str, str]
+    extra: dict[str, Any]
 
     def call(self, data: Data) -> TimedCall:
-        case, plan, dist, extra = data.case, data.plan, self._dist, self._extra
+        case, plan, dist, extra = data.case, data.plan, self.dist, self.extra
         if plan.redop == "avg" and self.name != "unisono":
             raise UnsupportedError(f"{self.name} has no reduce op avg")
-        given, result = self._wrap(data.input), self._wrap(data.output)
-        op, root = getattr(self._reduce_ops, REDOPS[plan.redop]), plan.root
+        given, result = self.wrap(data.input), self.wrap(data.output)
+        op, root = getattr(self.reduce_ops, REDOPS[plan.redop]), plan.root
         match case.op:
             case "all_reduce":
                 return partial(dist.all_reduce, result, op, **extra)
@@ -106,19 +101,19 @@ class _C10d:
         """
         new = f"{op}_single"
         old = next(name for name, schema in OPS.items() if new in schema.c10d_methods)
-        return getattr(self._dist, new, None) or getattr(self._dist, old)
+        return getattr(self.dist, new, None) or getattr(self.dist, old)
 
     def _parts(self, whole: Any, data: Data) -> list[Any] | None:
         """Return the list of one array per rank on the root; None on other ranks."""
         if data.rank != data.plan.root:
             return None
-        return [self._wrap(part) for part in whole.reshape(data.plan.nprocs, -1)]
+        return [self.wrap(part) for part in whole.reshape(data.plan.nprocs, -1)]
 
     def versions(self) -> dict[str, str]:
-        return self._versions
+        return self.packages
 
     def close(self) -> None:
-        self._dist.destroy_process_group()
+        self.dist.destroy_process_group()
 
 
 class _MPI:

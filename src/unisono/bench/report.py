@@ -12,6 +12,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from unisono.base.config import environ
+from unisono.base.host import read_text, usable_cores
 from unisono.bench.plan import OPS, BenchPlan
 
 __all__ = ["Table", "bandwidths", "document", "machine", "ratio", "summary"]
@@ -82,13 +83,10 @@ def document(plan: BenchPlan, table: Table, arguments: Sequence[str]) -> dict[st
 
 def machine() -> dict[str, Any]:
     """Return the properties of the machine that figures depend on."""
-    cores = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
-        "cores": len(cores),
+        "cores": usable_cores(),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
@@ -97,11 +95,8 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            lines = [line for line in file if line.startswith("model name")]
-    except OSError:
-        lines = []
+    text = read_text("/proc/cpuinfo")
+    lines = [line for line in text.splitlines() if line.startswith("model name")]
     return lines[0].partition(":")[2].strip() if lines else platform.processor() or "unknown"
 
 

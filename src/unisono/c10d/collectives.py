@@ -12,7 +12,8 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
@@ -42,6 +43,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "reporting_bad_arguments",
     "root_of",
     "scan",
     "scatter",
@@ -75,6 +77,16 @@ def group_rank_of(
         raise
 
 
+@contextlib.contextmanager
+def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
+    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
+    try:
+        yield
+    except UsageError as error:
+        group.refuse(call, error)
+        raise
+
+
 def root_of(
     pg: ProcessGroup,
     call: str,
@@ -83,15 +95,15 @@ def root_of(
     default: int | None = None,
 ) -> int:
     """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
-    try:
+    with reporting_bad_arguments(pg, call):
         return group_rank_of(pg, call, global_rank, group_rank, default)
-    except UsageError as error:
-        pg.refuse(call, error)
-        raise
 
 
-def _if_async(work: Work, async_op: bool) -> Work | None:
-    """Return the work of an asynchronous call, None for a synchronous call."""
+def _call(name: str, group: Any, async_op: bool, *arguments: Any, **how: Any) -> Work | None:
+    """Call a method of the group; return its work if `async_op`."""
+    if (pg := member_group(group, name, stacklevel=4)) is None:
+        return None
+    work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
     return work if async_op else None
 
 
@@ -123,7 +135,7 @@ def broadcast(
     if (pg := member_group(group, "broadcast")) is None:
         return None
     root = root_of(pg, "broadcast", src, group_src)
-    return _if_async(pg.broadcast(tensor, root, async_op=async_op, **how), async_op)
+    return _call("broadcast", pg, async_op, tensor, root, **how)
 
 
 @repeatable
@@ -150,9 +162,7 @@ def all_reduce(
 
     Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
     """
-    if (pg := member_group(group, "all_reduce")) is None:
-        return None
-    return _if_async(pg.all_reduce(tensor, op, async_op=async_op, **how), async_op)
+    return _call("all_reduce", group, async_op, tensor, op, **how)
 
 
 def all_reduce_coalesced(
@@ -166,10 +176,8 @@ def all_reduce_coalesced(
 
     As in torch, an asynchronous call returns a `Future` of the tensors.
     """
-    if (pg := member_group(group, "all_reduce_coalesced")) is None:
-        return None
-    work = pg.all_reduce_coalesced(tensors, op, async_op=async_op, **how)
-    return work.get_future() if async_op else None
+    work = _call("all_reduce_coalesced", group, async_op, tensors, op, **how)
+    return work.get_future() if work else None
 
 
 @repeatable
@@ -189,7 +197,7 @@ def reduce(
     if (pg := member_group(group, "reduce")) is None:
         return None
     root = root_of(pg, "reduce", dst, group_dst)
-    return _if_async(pg.reduce(tensor, root, op, async_op=async_op, **how), async_op)
+    return _call("reduce", pg, async_op, tensor, root, op, **how)
 
 
 @repeatable
@@ -209,9 +217,7 @@ def all_gather(
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
     """
-    if (pg := member_group(group, "all_gather")) is None:
-        return None
-    return _if_async(pg.all_gather(tensor_list, tensor, async_op=async_op, **how), async_op)
+    return _call("all_gather", group, async_op, tensor_list, tensor, **how)
 
 
 @repeatable
@@ -233,10 +239,7 @@ def all_gather_into_tensor(
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
     """
-    if (pg := member_group(group, "all_gather_into_tensor")) is None:
-        return None
-    work = pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, **how)
-    return _if_async(work, async_op)
+    return _call("all_gather_into_tensor", group, async_op, output_tensor, input_tensor, **how)
 
 
 def all_gather_coalesced(
@@ -251,10 +254,10 @@ def all_gather_coalesced(
     `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
     call returns a `Future`.
     """
-    if (pg := member_group(group, "all_gather_coalesced")) is None:
-        return None
-    work = pg.all_gather_coalesced(output_tensor_lists, input_tensor_list, async_op=async_op, **how)
-    return work.get_future() if async_op else None
+    work = _call(
+        "all_gather_coalesced", group, async_op, output_tensor_lists, input_tensor_list, **how
+    )
+    return work.get_future() if work else None
 
 
 @repeatable
@@ -274,7 +277,7 @@ def gather(
     if (pg := member_group(group, "gather")) is None:
         return None
     root = root_of(pg, "gather", dst, group_dst, default=0)
-    return _if_async(pg.gather(tensor, gather_list, root, async_op=async_op, **how), async_op)
+    return _call("gather", pg, async_op, tensor, gather_list, root, **how)
 
 
 @repeatable
@@ -294,7 +297,7 @@ def scatter(
     if (pg := member_group(group, "scatter")) is None:
         return None
     root = root_of(pg, "scatter", src, group_src, default=0)
-    return _if_async(pg.scatter(tensor, scatter_list, root, async_op=async_op, **how), async_op)
+    return _call("scatter", pg, async_op, tensor, scatter_list, root, **how)
 
 
 @repeatable
@@ -307,9 +310,7 @@ def reduce_scatter(
     **how: Any,
 ) -> Work | None:
     """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
-    if (pg := member_group(group, "reduce_scatter")) is None:
-        return None
-    return _if_async(pg.reduce_scatter(output, input_list, op, async_op=async_op, **how), async_op)
+    return _call("reduce_scatter", group, async_op, output, input_list, op, **how)
 
 
 @repeatable
@@ -333,10 +334,7 @@ def reduce_scatter_tensor(
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
     """
-    if (pg := member_group(group, "reduce_scatter_tensor")) is None:
-        return None
-    work = pg.reduce_scatter_tensor(output, input, op, async_op=async_op, **how)
-    return _if_async(work, async_op)
+    return _call("reduce_scatter_tensor", group, async_op, output, input, op, **how)
 
 
 @repeatable
@@ -351,10 +349,7 @@ def all_to_all(
 
     Sizes may differ from pair to pair; both ranks of a pair must give the same size.
     """
-    if (pg := member_group(group, "all_to_all")) is None:
-        return None
-    work = pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, **how)
-    return _if_async(work, async_op)
+    return _call("all_to_all", group, async_op, output_tensor_list, input_tensor_list, **how)
 
 
 @repeatable
@@ -383,12 +378,8 @@ def all_to_all_single(
         CollectiveMismatchError: A rank sends another size than the receiver expects; names the
             pairs.
     """
-    if (pg := member_group(group, "all_to_all_single")) is None:
-        return None
-    work = pg.all_to_all_single(
-        output, input, output_split_sizes, input_split_sizes, async_op=async_op, **how
-    )
-    return _if_async(work, async_op)
+    arguments = output, input, output_split_sizes, input_split_sizes
+    return _call("all_to_all_single", group, async_op, *arguments, **how)
 
 
 def scan(
@@ -412,9 +403,7 @@ def scan(
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.
     """
-    if (pg := member_group(group, "scan")) is None:
-        return None
-    return _if_async(pg.scan(tensor, op, async_op=async_op, **how), async_op)
+    return _call("scan", group, async_op, tensor, op, **how)
 
 
 def exscan(
@@ -429,9 +418,7 @@ def exscan(
     Cost: small: one round more than scan; large: the same as scan.
     Source: MPI_Exscan, which leaves rank 0's result undefined.
     """
-    if (pg := member_group(group, "exscan")) is None:
-        return None
-    return _if_async(pg.exscan(tensor, op, async_op=async_op, **how), async_op)
+    return _call("exscan", group, async_op, tensor, op, **how)
 
 
 @repeatable
@@ -446,9 +433,7 @@ def barrier(
 
     `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
     """
-    if (pg := member_group(group, "barrier")) is None:
-        return None
-    return _if_async(pg.barrier(async_op=async_op, timeout=timeout, **how), async_op)
+    return _call("barrier", group, async_op, timeout=timeout, **how)
 
 
 all_gather_single = _all_gather_base = all_gather_into_tensor

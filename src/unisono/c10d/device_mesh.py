@@ -12,6 +12,7 @@ Source: torch.distributed.device_mesh (2.13).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -116,13 +117,10 @@ class DeviceMesh:
         groups: Sequence[ProcessGroup | None],
     ) -> DeviceMesh:
         """Return a mesh of other dimensions over the same root; makes no group."""
-        mesh: DeviceMesh = object.__new__(DeviceMesh)
-        mesh._device_type = self._device_type
+        mesh = copy.copy(self)
         mesh._names = None if names is None else tuple(names)
         mesh._lines = lines
-        mesh._root = self._root
         mesh._flattened = {}
-        mesh._rank = self._rank
         mesh._groups = list(groups)
         return mesh
 

@@ -2,7 +2,7 @@
 
 Each function makes a group in four steps:
 
-    1. check the arguments; report a failure to the other ranks (`_reporting_bad_arguments`)
+    1. check the arguments; report a failure to the other ranks (`reporting_bad_arguments`)
     2. agree with all ranks that call on the ranks of the new group
     3. count the new group
     4. make it over the links of the old group (`_make_group`)
@@ -17,15 +17,15 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
+from unisono.c10d.collectives import reporting_bad_arguments
 from unisono.c10d.queries import get_process_group_ranks
-from unisono.errors import ArgumentTypeError, InvalidArgumentError, UsageError
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import GroupMember, current, require_group
@@ -85,7 +85,7 @@ def new_group(
     default = require_group(None)
     settings = _Settings(timeout, backend, pg_options, group_desc)
     if not use_local_synchronization:
-        with _reporting_bad_arguments(default, "new_group"):
+        with reporting_bad_arguments(default, "new_group"):
             members = _check_members(ranks, default, sort_ranks)
             kind = "" if backend is None else f", backend={str(BackendConfig(backend))!r}"
         default.agree(f"new_group({list(members)}{kind})", timeout=timeout)
@@ -109,16 +109,6 @@ class _Settings(NamedTuple):
     backend: str | None
     pg_options: Any
     group_desc: str | None
-
-
-@contextlib.contextmanager
-def _reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
-    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
-    try:
-        yield
-    except UsageError as error:
-        group.refuse(call, error)
-        raise
 
 
 def _make_counted_group(
@@ -201,7 +191,7 @@ def new_subgroups(
         InvalidArgumentError: No size is known, or it does not divide the number of ranks.
     """
     pg, ranks = require_group(group), get_process_group_ranks(group)
-    with _reporting_bad_arguments(pg, "new_subgroups"):
+    with reporting_bad_arguments(pg, "new_subgroups"):
         size = as_integer(_local_world_size() if group_size is None else group_size, "group_size")
         if size < 1 or len(ranks) % size:
             raise InvalidArgumentError(
@@ -255,7 +245,7 @@ def new_subgroups_by_enumeration(
     """
     default = require_group(None)
     call = "new_subgroups_by_enumeration"
-    with _reporting_bad_arguments(default, call):
+    with reporting_bad_arguments(default, call):
         lists = _check_lists(ranks_per_subgroup_list, default, "ranks_per_subgroup_list")
     default.agree(f"{call}({[list(part) for part in lists]})", timeout=timeout)
     settings = _Settings(timeout, backend, pg_options, group_desc)
@@ -312,7 +302,7 @@ def split_group(
         CollectiveMismatchError: Ranks gave different lists. No group is made then.
     """
     parent = require_group(parent_pg)
-    with _reporting_bad_arguments(parent, "split_group"):
+    with reporting_bad_arguments(parent, "split_group"):
         lists = _check_lists(split_ranks, parent, "split_ranks")
         if backend is not None:
             _check_kept(BackendConfig(backend), parent)

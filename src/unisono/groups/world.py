@@ -151,13 +151,13 @@ def resolve(group: Any = None) -> ProcessGroup | None:
     raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
 
 
-def member_group(group: Any, call: str) -> ProcessGroup | None:
+def member_group(group: Any, call: str, *, stacklevel: int = 3) -> ProcessGroup | None:
     """Return the group as `resolve` does; warn, as torch does, if this rank is not a member."""
     found = resolve(group)
     if found is None:
         warnings.warn(
             f"running {call} on a rank that does not belong to the given group does nothing",
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
     return found
 

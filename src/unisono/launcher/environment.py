@@ -51,10 +51,7 @@ class Place:
     def alone(cls, nprocs: int, *, master_port: int, run_id: str, token: str = "") -> Place:
         """Return the place of the only node."""
         world = WorkerWorld(
-            epoch=1,
             members=(Node(id="", host="", address=LOOPBACK, nprocs=nprocs),),
-            group_rank=0,
-            restarts=0,
             master_addr=LOOPBACK,
             master_port=master_port,
         )

@@ -49,7 +49,6 @@ def launch(
         _call,
         (payload,),
         nprocs,
-        daemon=False,
         start_method=start_method,
         # The fork server lives as long as its children, so its end is not a usable sign.
         use_death_signal=start_method != "forkserver",

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, overload
 
 from unisono.base.config import environ, get
@@ -73,7 +72,7 @@ def _child(
     os.environ.update(link.recv())
     # The parent shows the traceback, so this hook prints nothing. Hooks that wrap it must run: a
     # process group reports to the other ranks in its hook why this rank failed.
-    sys.excepthook = _print_nothing
+    sys.excepthook = lambda *error: None
     try:
         result = fn(rank, *args)
         if return_results:
@@ -126,12 +125,6 @@ def _importable_main() -> Iterator[None]:
         main.__file__ = path
 
 
-def _print_nothing(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Replace Python's excepthook."""
-
-
 class SpawnContext:
     """The children of one `spawn`.
 
@@ -147,14 +140,13 @@ class SpawnContext:
         args: Sequence[object],
         nprocs: int,
         *,
-        daemon: bool,
+        daemon: bool = False,
         start_method: str,
         use_death_signal: bool,
         return_results: bool = False,
     ) -> None:
         self.processes: list[BaseProcess] = []
         self.results: dict[int, Any] = {}
-        self._return_results = return_results
         self._links: dict[int, Connection] = {}
         self._texts: dict[int, str] = {}
         self._errors: dict[int, bytes] = {}
@@ -164,8 +156,18 @@ class SpawnContext:
         self._store: TCPStore | None = None
         try:
             with _importable_main():
+                context: Any = multiprocessing.get_context(start_method)
                 for rank in range(nprocs):
-                    self._start(fn, rank, args, daemon, start_method, use_death_signal)
+                    self._links[rank], child_link = multiprocessing.Pipe(duplex=True)
+                    with child_link:
+                        process = context.Process(
+                            target=_child,
+                            args=(fn, rank, args, child_link, use_death_signal, return_results),
+                            name=f"unisono-rank-{rank}",
+                            daemon=daemon,
+                        )
+                        process.start()
+                    self.processes.append(process)
             token = get("UNISONO_TOKEN") or new_launch_id()
             self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, token=token)
             self._send_environment(self._store.port, token)
@@ -173,28 +175,6 @@ class SpawnContext:
             self._running &= set(range(len(self.processes)))
             self._stop(grace_s=0.0)
             raise
-
-    def _start(
-        self,
-        fn: Callable[..., object],
-        rank: int,
-        args: Sequence[object],
-        daemon: bool,
-        start_method: str,
-        use_death_signal: bool,
-    ) -> None:
-        context: Any = multiprocessing.get_context(start_method)
-        link, child_link = multiprocessing.Pipe(duplex=True)
-        self._links[rank] = link
-        with child_link:
-            process: BaseProcess = context.Process(
-                target=_child,
-                args=(fn, rank, args, child_link, use_death_signal, self._return_results),
-                name=f"unisono-rank-{rank}",
-                daemon=daemon,
-            )
-            process.start()
-        self.processes.append(process)
 
     def _send_environment(self, port: int, token: str) -> None:
         launch_id = new_launch_id()

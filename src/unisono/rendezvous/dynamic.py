@@ -65,10 +65,10 @@ class WorkerWorld:
         master_port: Port of the workers' store.
     """
 
-    epoch: int
+    epoch: int = 1
     members: tuple[Node, ...]
-    group_rank: int
-    restarts: int
+    group_rank: int = 0
+    restarts: int = 0
     master_addr: str
     master_port: int
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 from urllib.parse import urlsplit
 
 from unisono.base import config
@@ -24,7 +23,7 @@ from unisono.rendezvous.url import (
 )
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["env_handler", "file_handler", "tcp_handler"]
+__all__ = ["env_handler", "file_handler", "once", "tcp_handler"]
 
 _RANKS = {"rank", "world_size"}
 _Met = Iterator[tuple[Store, int, int]]
@@ -52,15 +51,13 @@ def env_handler(url: str, timeout: Timeout) -> _Met:
     environment = config.environ()
     place = None if query else find_place(environment)
     if place is not None and place.launcher is not LAUNCHERS[0]:
-        yield _foreign_store(place, timeout), place.rank, place.world_size
-        _only_once("env://")
+        yield from once("env://", _foreign_store(place, timeout), place.rank, place.world_size)
     rank = _from_query_or_variable(query, "rank", "RANK")
     world_size = _from_query_or_variable(query, "world_size", "WORLD_SIZE")
     rank, world_size = ranks_of(rank, world_size, "env:// rendezvous (RANK, WORLD_SIZE)")
     host = _variable("MASTER_ADDR")
     port = check_port(_integer_variable("MASTER_PORT"), "environment variable MASTER_PORT")
-    yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
-    _only_once("env://")
+    yield from once("env://", _tcp_store(host, port, rank, world_size, timeout), rank, world_size)
 
 
 def tcp_handler(url: str, timeout: Timeout) -> _Met:
@@ -74,8 +71,7 @@ def tcp_handler(url: str, timeout: Timeout) -> _Met:
     host, port = host_and_port(url)
     warn_unknown(url, parse_query(url), _RANKS)
     rank, world_size = rank_and_size(url, "tcp://")
-    yield _tcp_store(host, port, rank, world_size, timeout), rank, world_size
-    _only_once("tcp://")
+    yield from once("tcp://", _tcp_store(host, port, rank, world_size, timeout), rank, world_size)
 
 
 def file_handler(url: str, timeout: Timeout) -> _Met:
@@ -101,8 +97,14 @@ def file_handler(url: str, timeout: Timeout) -> _Met:
     query = parse_query(url)
     warn_unknown(url, query, _RANKS | {"run_id"})
     run_id = query.get("run_id") or job_of(config.environ())
-    yield FileStore(parts.path, world_size, timeout=timeout, run_id=run_id), rank, world_size
-    _only_once("file://")
+    store = FileStore(parts.path, world_size, timeout=timeout, run_id=run_id)
+    yield from once("file://", store, rank, world_size)
+
+
+def once(scheme: str, store: Store, rank: int, world_size: int) -> _Met:
+    """Yield the result of a rendezvous that cannot meet again."""
+    yield store, rank, world_size
+    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")
 
 
 def _foreign_store(place: LauncherPlace, timeout: Timeout) -> Store:
@@ -210,7 +212,3 @@ def _variable(name: str) -> str:
         f"(set: {', '.join(present) or 'none'}; not set: {', '.join(missing)})",
         hint="start the script with `unisono run` or torchrun, or set the variables on every rank",
     )
-
-
-def _only_once(scheme: str) -> NoReturn:
-    raise RendezvousError(f"{scheme} rendezvous yields once; it cannot meet again")

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Mapping
 
 from unisono.base.deadline import Timeout
+from unisono.base.host import stat_fields
 from unisono.errors import RendezvousError
 from unisono.rendezvous.launchers import LauncherPlace
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
@@ -159,13 +160,7 @@ def _initial_environment(pid: int) -> list[bytes]:
 def _parent(pid: int) -> tuple[int, str]:
     """Return the parent of a process and the parent's start time."""
     try:
-        parent = int(_status_fields(pid)[1])
-        return parent, _status_fields(parent)[19]
-    except OSError:
+        parent = int(stat_fields(pid)[1])
+        return parent, stat_fields(parent)[19]
+    except IndexError:
         return os.getppid(), ""
-
-
-def _status_fields(pid: int) -> list[str]:
-    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-        # The name of the program, in parentheses, may contain blanks.
-        return file.read().rpartition(")")[2].split()

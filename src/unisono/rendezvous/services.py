@@ -10,6 +10,7 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.errors import RendezvousError
 from unisono.rendezvous.endpoint import parse_endpoint
+from unisono.rendezvous.handlers import once
 from unisono.rendezvous.launchers import job_of
 from unisono.rendezvous.url import parse_integer, parse_query, rank_and_size
 from unisono.stores import Store
@@ -42,8 +43,8 @@ def service_handler(url: str, timeout: Timeout) -> Iterator[tuple[Store, int, in
     scheme = urlsplit(url).scheme
     rank, world_size = rank_and_size(url, f"{scheme}://")
     run_id = parse_query(url).get("run_id") or job_of(config.environ())
-    yield open_service(url, run_id, world_size=world_size, timeout=timeout), rank, world_size
-    raise RendezvousError(f"{scheme}:// rendezvous yields once; it cannot meet again")
+    store = open_service(url, run_id, world_size=world_size, timeout=timeout)
+    yield from once(f"{scheme}://", store, rank, world_size)
 
 
 def open_service(url: str, run_id: str, *, world_size: int = -1, timeout: Timeout) -> Store:

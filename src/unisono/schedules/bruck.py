@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, send
 
 __all__ = ["all_gather", "all_to_all"]
@@ -43,9 +44,9 @@ def all_gather(p: int) -> Schedule:
         yield copy(r, (SCRATCH, 0), (OUTPUT, r), p - r)
         yield copy(r, (SCRATCH, p - r), (OUTPUT, 0), r, where=r > 0)
 
-    return Schedule(
+    return block_schedule(
         "all_gather", "bruck", p, ceil_log2(p), exchange,
-        input_chunks=1, output_chunks=p, scratch_chunks=p, before=own, after=unrotate,
+        scratch_chunks=p, before=own, after=unrotate,
     )  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def all_to_all(p: int) -> Schedule:
         column = r[:, None]
         yield copy(column, (SCRATCH, hops), (OUTPUT, (column - hops) % p))
 
-    return Schedule(
+    return block_schedule(
         "all_to_all", "bruck", p, ceil_log2(p), exchange,
-        input_chunks=p, output_chunks=p, scratch_chunks=p + p // 2, before=rotate, after=unrotate,
+        scratch_chunks=p + p // 2, before=rotate, after=unrotate,
     )  # fmt: skip

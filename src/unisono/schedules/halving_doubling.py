@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.fold import Fold, with_fold
 from unisono.schedules.ir import (
     Buf,
@@ -27,6 +28,7 @@ from unisono.schedules.ir import (
     recv_reduce,
     send,
 )
+from unisono.schedules.pipeline import binomial_level
 
 __all__ = ["all_reduce", "broadcast", "reduce", "reduce_scatter"]
 
@@ -86,9 +88,9 @@ def reduce_scatter(p: int) -> Schedule:
         yield copy(r, (SCRATCH, r), (OUTPUT, 0), where=~fold.is_guest(r))
 
     rounds = fold.log2 + 2 * folded
-    return Schedule(
+    return block_schedule(
         "reduce_scatter", NAME, p, rounds, exchange,
-        input_chunks=p, scratch_chunks=p, uneven_ok=True, before=load, after=store,
+        scratch_chunks=p, uneven_ok=True, before=load, after=store,
     )  # fmt: skip
 
 
@@ -180,6 +182,6 @@ def _double(r: IntArray, v: IntArray, partner: IntArray, width: int) -> Iterable
 
 def _scatter(p: int, r: IntArray, v: IntArray, d: int) -> Iterable[IntArray]:
     """Send the subtree at rank number v + d its chunks; chunk v is for rank number v."""
-    first = (v % (2 * d) == 0) & (v + d < p)
-    yield send(r, (r + d) % p, OUTPUT, v + d, np.minimum(d, p - v - d), where=first)
-    yield recv(r, (r - d) % p, OUTPUT, v, np.minimum(d, p - v), where=v % (2 * d) == d)
+    upper, lower = binomial_level(v, d, p)
+    yield send(r, (r + d) % p, OUTPUT, v + d, np.minimum(d, p - v - d), where=upper)
+    yield recv(r, (r - d) % p, OUTPUT, v, np.minimum(d, p - v), where=lower)

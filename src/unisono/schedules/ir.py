@@ -41,7 +41,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -55,9 +56,9 @@ __all__ = [
     "Buf",
     "Exchange",
     "IntArray",
+    "Local",
     "Op",
     "Schedule",
-    "Transfer",
     "ceil_log2",
     "copy",
     "is_power_of_two",
@@ -199,44 +200,26 @@ def _rows(
     return rows.reshape(-1, 8) if where is True else rows[np.broadcast_to(where, shape)]
 
 
-class Transfer(Protocol):
-    """A function that returns the rows of one kind of step between ranks and peers."""
+def _transfer(
+    op: Op,
+    ranks: IntArray,
+    peer: IntArray | int,
+    buf: Buf,
+    chunk: IntArray | int,
+    n: IntArray | int = 1,
+    where: BoolArray | bool = True,
+) -> IntArray:
+    """Return rows in which each rank moves `n` chunks of its `buf`, beginning at `chunk`.
 
-    def __call__(
-        self,
-        ranks: IntArray,
-        peer: IntArray | int,
-        buf: Buf,
-        chunk: IntArray | int,
-        n: IntArray | int = 1,
-        where: BoolArray | bool = True,
-    ) -> IntArray:
-        """Return rows in which each rank moves `n` chunks of its `buf`, beginning at `chunk`.
-
-        A rank for which `where` is false gets no row.
-        """
-
-
-def _transfer(op: Op) -> Transfer:
-    gives = op in (Op.SEND, Op.POST)
-
-    def rows(
-        ranks: IntArray,
-        peer: IntArray | int,
-        buf: Buf,
-        chunk: IntArray | int,
-        n: IntArray | int = 1,
-        where: BoolArray | bool = True,
-    ) -> IntArray:
-        place, none = (buf, chunk), (-1, -1)
-        src, dst = (place, none) if gives else (none, place)
-        return _rows(op, ranks, peer, src, dst, n, where)
-
-    return rows
+    A rank for which `where` is false gets no row.
+    """
+    place, none = (buf, chunk), (-1, -1)
+    src, dst = (place, none) if op in (Op.SEND, Op.POST) else (none, place)
+    return _rows(op, ranks, peer, src, dst, n, where)
 
 
-send, recv, recv_reduce = map(_transfer, (Op.SEND, Op.RECV, Op.RECV_REDUCE))
-post, read, read_reduce = map(_transfer, (Op.POST, Op.READ, Op.READ_REDUCE))
+send, recv, recv_reduce = (partial(_transfer, op) for op in (Op.SEND, Op.RECV, Op.RECV_REDUCE))
+post, read, read_reduce = (partial(_transfer, op) for op in (Op.POST, Op.READ, Op.READ_REDUCE))
 
 
 def copy(

@@ -12,10 +12,12 @@ Source: Open MPI's coll/base "linear" algorithms; the rotation is MPICH's for al
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
-from unisono.schedules.ir import Buf, IntArray, Schedule, copy, recv, recv_reduce, send
+from unisono.schedules.blocks import block_schedule
+from unisono.schedules.ir import Buf, IntArray, Schedule, recv, recv_reduce, send
 
 __all__ = [
     "all_gather",
@@ -83,18 +85,12 @@ def gather(p: int, root: int) -> Schedule:
     Source: Open MPI's gather "linear".
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r), where=r == root)
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         peer = (root + 1 + k) % p
         yield send(r, root, INPUT, 0, where=r == peer)
         yield recv(r, peer, OUTPUT, peer, where=r == root)
 
-    return Schedule(
-        "gather", "linear", p, p - 1, exchange, root,
-        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("gather", "linear", p, p - 1, exchange, root, uneven_ok=True)
 
 
 def scatter(p: int, root: int) -> Schedule:
@@ -104,18 +100,12 @@ def scatter(p: int, root: int) -> Schedule:
     Source: Open MPI's scatter "linear".
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, 0), where=r == root)
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         peer = (root + 1 + k) % p
         yield send(r, peer, INPUT, peer, where=r == root)
         yield recv(r, root, OUTPUT, 0, where=r == peer)
 
-    return Schedule(
-        "scatter", "linear", p, p - 1, exchange, root,
-        input_chunks=p, output_chunks=1, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("scatter", "linear", p, p - 1, exchange, root, uneven_ok=True)
 
 
 def all_gather(p: int) -> Schedule:
@@ -125,18 +115,12 @@ def all_gather(p: int) -> Schedule:
     Source: Open MPI's allgather "direct".
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         right, left = (r + 1 + k) % p, (r - 1 - k) % p
         yield send(r, right, INPUT, 0)
         yield recv(r, left, OUTPUT, left)
 
-    return Schedule(
-        "all_gather", "linear", p, p - 1, exchange,
-        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("all_gather", "linear", p, p - 1, exchange, uneven_ok=True)
 
 
 def reduce_scatter(p: int) -> Schedule:
@@ -146,18 +130,12 @@ def reduce_scatter(p: int) -> Schedule:
     Source: MPICH's reduce_scatter "pairwise" with its rotation.
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, 0))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         right, left = (r + 1 + k) % p, (r - 1 - k) % p
         yield send(r, right, INPUT, right)
         yield recv_reduce(r, left, OUTPUT, 0)
 
-    return Schedule(
-        "reduce_scatter", "linear", p, p - 1, exchange,
-        input_chunks=p, output_chunks=1, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("reduce_scatter", "linear", p, p - 1, exchange, uneven_ok=True)
 
 
 def all_to_all(p: int) -> Schedule:
@@ -171,19 +149,13 @@ def all_to_all(p: int) -> Schedule:
     """
     distances = 1 + np.roll(np.arange(p - 1), 1 - p // 2)
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         column = r[:, None]
         right, left = (column + distances) % p, (column - distances) % p
         yield send(column, right, INPUT, right)
         yield recv(column, left, OUTPUT, left)
 
-    return Schedule(
-        "all_to_all", "linear", p, min(p - 1, 1), exchange,
-        input_chunks=p, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("all_to_all", "linear", p, min(p - 1, 1), exchange, uneven_ok=True)
 
 
 def barrier(p: int) -> Schedule:
@@ -192,9 +164,4 @@ def barrier(p: int) -> Schedule:
     Cost: 2(p-1) rounds of empty messages at rank 0.
     Source: Open MPI's barrier "linear".
     """
-    up, down = reduce(p, 0), broadcast(p, 0)
-
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        return up.exchange(k, r) if k < up.rounds else down.exchange(k - up.rounds, r)
-
-    return Schedule("barrier", "linear", p, 2 * (p - 1), exchange)
+    return replace(all_reduce(p), collective="barrier")

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from unisono.schedules import linear
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy, post, read, read_reduce, reduce
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather",
+    "others",
     "reduce_in_rank_order",
     "reduce_scatter",
     "reduce_to_root",
@@ -82,18 +84,12 @@ def all_gather(p: int) -> Schedule:
     Source: MSCCL++'s fullmesh all-gather.
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        peers = _others(r[:, None], p)
+        peers = others(r[:, None], p)
         yield post(r, -1, INPUT, 0)
         yield read(r[:, None], peers, OUTPUT, peers)
 
-    return Schedule(
-        "all_gather", NAME, p, _rounds(p), exchange,
-        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("all_gather", NAME, p, _rounds(p), exchange, uneven_ok=True)
 
 
 def gather(p: int, root: int) -> Schedule:
@@ -141,7 +137,7 @@ def barrier(p: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         yield post(r, -1, OUTPUT, 0)
-        yield read(r[:, None], _others(r[:, None], p), OUTPUT, 0)
+        yield read(r[:, None], others(r[:, None], p), OUTPUT, 0)
 
     return Schedule("barrier", NAME, p, _rounds(p), exchange)
 
@@ -180,7 +176,7 @@ def _at_once(schedule: Schedule) -> Schedule:
     return replace(schedule, algorithm=NAME, rounds=_rounds(schedule.world_size), exchange=exchange)
 
 
-def _others(ranks: IntArray, p: int) -> IntArray:
+def others(ranks: IntArray, p: int) -> IntArray:
     """Return all other ranks [ranks, p-1], beginning with the right neighbour.
 
     If the order were the same on all ranks, all would read the memory of one rank at the same time.

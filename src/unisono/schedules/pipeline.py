@@ -1,4 +1,4 @@
-"""Pipelines over rooted trees, for chain, binary tree and double tree.
+"""Pipelines over rooted trees, for chain, binary tree and double tree; levels of binomial trees.
 
 A tree of height H moves a vector of m chunks in H + m - 1 rounds. While an edge carries chunk c,
 the edges below it carry chunk c-1. On the way up the chunks are reduced.
@@ -6,14 +6,14 @@ the edges below it carry chunk c-1. On the way up the chunks are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from unisono.schedules.ir import Buf, IntArray, Schedule, Transfer, recv, recv_reduce, send
+from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule, recv, recv_reduce, send
 
-__all__ = ["Tree", "tree_schedule"]
+__all__ = ["Tree", "binomial_level", "tree_schedule"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +87,13 @@ def tree_schedule(
     )
 
 
+def binomial_level(v: IntArray, d: int, p: int) -> tuple[BoolArray, BoolArray]:
+    """Return which ranks v are the parents, and which the children, of a round with distance d."""
+    return (v % (2 * d) == 0) & (v + d < p), v % (2 * d) == d
+
+
 def _edges(
-    step: Transfer, r: IntArray, peer: IntArray, tree: Tree, c: IntArray, m: int
+    step: Callable[..., IntArray], r: IntArray, peer: IntArray, tree: Tree, c: IntArray, m: int
 ) -> IntArray:
     """Return the rows of the edges to `peer` that carry a chunk, `c`, in this round."""
     return step(r, peer, Buf.OUTPUT, tree.chunk + c, where=(peer >= 0) & (c >= 0) & (c < m))

@@ -20,8 +20,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from unisono.schedules import ir
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
-from unisono.schedules.one_shot import reduce_in_rank_order
+from unisono.schedules.one_shot import others, reduce_in_rank_order
+from unisono.schedules.two_shot import in_two_shots
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
@@ -37,26 +39,11 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: as the module.
     """
-    m = pipeline
 
-    def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        column = r[:, None]
-        peers = _others(column, p)
-        reduces, gathers = k < m, k > 0
-        if reduces:
-            yield post(column, peers, OUTPUT, peers * m + k)
-        if gathers:
-            yield post(r, -1, OUTPUT, r * m + k - 1)
-        if reduces:
-            yield from reduce_in_rank_order(r, np.zeros_like(r), p, r * m + k)
-        if gathers:
-            yield read(column, peers, OUTPUT, peers * m + k - 1)
+    def reduce_part(r: IntArray, chunk: IntArray) -> Iterable[IntArray]:
+        return reduce_in_rank_order(r, np.zeros_like(r), p, chunk)
 
-    rounds = 1 + m if p > 1 else 0
-    chunks = p * m
-    return Schedule(
-        "all_reduce", NAME, p, rounds, exchange, output_chunks=chunks, scratch_chunks=chunks
-    )
+    return in_two_shots(NAME, p, pipeline, reduce_part, scratch_chunks=p * pipeline)
 
 
 def reduce(p: int, root: int) -> Schedule:
@@ -68,11 +55,11 @@ def reduce(p: int, root: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         if k == 0:
-            yield post(r[:, None], _others(r[:, None], p), OUTPUT, _others(r[:, None], p))
+            yield post(r[:, None], others(r[:, None], p), OUTPUT, others(r[:, None], p))
             yield from reduce_in_rank_order(r, np.zeros_like(r), p, r)
         else:
             at_root = r[r == root][:, None]
-            peers = _others(at_root, p)
+            peers = others(at_root, p)
             yield post(r, root, OUTPUT, r, where=r != root)
             yield read(at_root, peers, OUTPUT, peers)
 
@@ -95,19 +82,13 @@ def reduce_scatter(p: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         column = r[:, None]
-        yield post(column, _others(column, p), INPUT, _others(column, p))
+        yield post(column, others(column, p), INPUT, others(column, p))
         yield read(r, 0, OUTPUT, 0, where=r > 0)
         for turn in range(1, p):
             yield read_reduce(r, turn, OUTPUT, 0, where=r != turn)
             yield ir.reduce(r, (SCRATCH, r), (OUTPUT, 0), where=r == turn)
 
     rounds = 1 if p > 1 else 0
-    return Schedule(
-        "reduce_scatter", NAME, p, rounds, exchange,
-        input_chunks=p, output_chunks=1, scratch_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
-
-
-def _others(ranks: IntArray, p: int) -> IntArray:
-    """Return all other ranks [ranks, p-1], beginning with the right neighbour."""
-    return (ranks + np.arange(1, p)) % p
+    return block_schedule(
+        "reduce_scatter", NAME, p, rounds, exchange, scratch_chunks=p, uneven_ok=True, before=own
+    )

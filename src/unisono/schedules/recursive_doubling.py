@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.fold import Fold, with_fold
-from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
+from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, recv, recv_reduce, send
 
 __all__ = ["all_gather", "all_reduce", "barrier"]
 
-INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
+OUTPUT = Buf.OUTPUT
 
 
 def all_reduce(p: int) -> Schedule:
@@ -51,19 +52,15 @@ def all_gather(p: int) -> Schedule:
     Source: MPICH's allgather "recursive doubling".
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         width = 1 << k
         mine = r // width * width
         yield send(r, r ^ width, OUTPUT, mine, width)
         yield recv(r, r ^ width, OUTPUT, mine ^ width, width)
 
-    return Schedule(
-        "all_gather", "recursive_doubling", p, ceil_log2(p), exchange,
-        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule(
+        "all_gather", "recursive_doubling", p, ceil_log2(p), exchange, uneven_ok=True
+    )
 
 
 def barrier(p: int) -> Schedule:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, tree_schedule
 
@@ -50,9 +51,6 @@ def reduce_scatter(p: int) -> Schedule:
     Source: the first half of Patarasuk and Yuan's all-reduce.
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, r), (OUTPUT, 0))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         outgoing, incoming = (r - k - 1) % p, (r - k - 2) % p
         if k == 0:
@@ -65,10 +63,7 @@ def reduce_scatter(p: int) -> Schedule:
         else:
             yield recv_reduce(r, (r - 1) % p, OUTPUT, 0)
 
-    return Schedule(
-        "reduce_scatter", "ring", p, p - 1, exchange,
-        input_chunks=p, output_chunks=1, scratch_chunks=1, before=own,
-    )  # fmt: skip
+    return block_schedule("reduce_scatter", "ring", p, p - 1, exchange, scratch_chunks=1)
 
 
 def all_gather(p: int) -> Schedule:
@@ -78,17 +73,11 @@ def all_gather(p: int) -> Schedule:
     Source: the second half of Patarasuk and Yuan's all-reduce.
     """
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         yield send(r, (r + 1) % p, OUTPUT, (r - k) % p)
         yield recv(r, (r - 1) % p, OUTPUT, (r - k - 1) % p)
 
-    return Schedule(
-        "all_gather", "ring", p, p - 1, exchange,
-        input_chunks=1, output_chunks=p, uneven_ok=True, before=own,
-    )  # fmt: skip
+    return block_schedule("all_gather", "ring", p, p - 1, exchange, uneven_ok=True)
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

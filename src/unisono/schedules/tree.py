@@ -14,8 +14,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
-from unisono.schedules.pipeline import Tree, tree_schedule
+from unisono.schedules.pipeline import Tree, binomial_level, tree_schedule
 
 __all__ = [
     "all_reduce",
@@ -42,8 +43,9 @@ def binomial_broadcast(p: int, root: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         v, d = (r - root) % p, 1 << (log2 - 1 - k)
-        yield send(r, (r + d) % p, OUTPUT, 0, where=(v % (2 * d) == 0) & (v + d < p))
-        yield recv(r, (r - d) % p, OUTPUT, 0, where=v % (2 * d) == d)
+        upper, lower = binomial_level(v, d, p)
+        yield send(r, (r + d) % p, OUTPUT, 0, where=upper)
+        yield recv(r, (r - d) % p, OUTPUT, 0, where=lower)
 
     return Schedule("broadcast", "binomial", p, log2, exchange, root)
 
@@ -59,8 +61,9 @@ def binomial_reduce(p: int, root: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         v, d = (r - root) % p, 1 << k
-        yield send(r, (r - d) % p, OUTPUT, 0, where=v % (2 * d) == d)
-        yield recv_reduce(r, (r + d) % p, OUTPUT, 0, where=(v % (2 * d) == 0) & (v + d < p))
+        upper, lower = binomial_level(v, d, p)
+        yield send(r, (r - d) % p, OUTPUT, 0, where=lower)
+        yield recv_reduce(r, (r + d) % p, OUTPUT, 0, where=upper)
 
     return Schedule("reduce", "binomial", p, ceil_log2(p), exchange, root)
 
@@ -80,24 +83,18 @@ def binomial_gather(p: int, root: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         v, d = (r - root) % p, 1 << k
-        yield send(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=v % (2 * d) == d)
-        yield recv(
-            r,
-            (r + d) % p,
-            SCRATCH,
-            d,
-            np.minimum(d, p - v - d),
-            where=(v % (2 * d) == 0) & (v + d < p),
-        )
+        upper, lower = binomial_level(v, d, p)
+        yield send(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=lower)
+        yield recv(r, (r + d) % p, SCRATCH, d, np.minimum(d, p - v - d), where=upper)
 
     def unrotate(r: IntArray) -> Iterable[IntArray]:
         at_root = r == root
         yield copy(r, (SCRATCH, 0), (OUTPUT, root), p - root, where=at_root)
         yield copy(r, (SCRATCH, p - root), (OUTPUT, 0), root, where=at_root & (root > 0))
 
-    return Schedule(
+    return block_schedule(
         "gather", "binomial", p, ceil_log2(p), exchange, root,
-        input_chunks=1, output_chunks=p, scratch_chunks=p, before=own, after=unrotate,
+        scratch_chunks=p, before=own, after=unrotate,
     )  # fmt: skip
 
 
@@ -118,23 +115,16 @@ def binomial_scatter(p: int, root: int) -> Schedule:
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         v, d = (r - root) % p, 1 << (log2 - 1 - k)
-        yield send(
-            r,
-            (r + d) % p,
-            SCRATCH,
-            d,
-            np.minimum(d, p - v - d),
-            where=(v % (2 * d) == 0) & (v + d < p),
-        )
-        yield recv(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=v % (2 * d) == d)
+        upper, lower = binomial_level(v, d, p)
+        yield send(r, (r + d) % p, SCRATCH, d, np.minimum(d, p - v - d), where=upper)
+        yield recv(r, (r - d) % p, SCRATCH, 0, np.minimum(d, p - v), where=lower)
 
     def own(r: IntArray) -> Iterable[IntArray]:
         yield copy(r, (SCRATCH, 0), (OUTPUT, 0))
 
-    return Schedule(
-        "scatter", "binomial", p, log2, exchange, root,
-        input_chunks=p, output_chunks=1, scratch_chunks=p, before=rotate, after=own,
-    )  # fmt: skip
+    return block_schedule(
+        "scatter", "binomial", p, log2, exchange, root, scratch_chunks=p, before=rotate, after=own
+    )
 
 
 def broadcast(p: int, root: int, pipeline: int) -> Schedule:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from unisono.schedules import ir
+from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import (
     BoolArray,
     Buf,
@@ -159,9 +160,6 @@ def all_gather(p: int, local: int) -> Schedule:
     """
     hosts = p // local
 
-    def own(r: IntArray) -> Iterable[IntArray]:
-        yield copy(r, (INPUT, 0), (OUTPUT, r))
-
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
         column, peers = r[:, None], _neighbours(r, local)
         mine = (r - k * local) % p
@@ -173,9 +171,7 @@ def all_gather(p: int, local: int) -> Schedule:
             yield recv(r, (r - local) % p, OUTPUT, (mine - local) % p)
         yield recv(column, peers, OUTPUT, (peers - k * local) % p)
 
-    return Schedule(
-        "all_gather", NAME, p, hosts, exchange, input_chunks=1, output_chunks=p, before=own
-    )
+    return block_schedule("all_gather", NAME, p, hosts, exchange)
 
 
 def reduce_scatter(p: int, local: int) -> Schedule:
@@ -206,10 +202,7 @@ def reduce_scatter(p: int, local: int) -> Schedule:
             yield recv_reduce(r, (r - k * local) % p, OUTPUT, 0)
         yield recv_reduce(column, peers, buf, chunk[:, None])
 
-    return Schedule(
-        "reduce_scatter", NAME, p, hosts, exchange,
-        input_chunks=p, output_chunks=1, scratch_chunks=p, before=load,
-    )  # fmt: skip
+    return block_schedule("reduce_scatter", NAME, p, hosts, exchange, scratch_chunks=p, before=load)
 
 
 def _neighbours(r: IntArray, local: int) -> IntArray:

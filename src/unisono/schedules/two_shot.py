@@ -10,13 +10,12 @@ Source: PyTorch's symmetric-memory two_shot_all_reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
+from collections.abc import Callable, Iterable
 
 from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
+from unisono.schedules.one_shot import others
 
-__all__ = ["all_reduce", "reduce"]
+__all__ = ["all_reduce", "in_two_shots", "reduce"]
 
 OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
@@ -29,23 +28,44 @@ def all_reduce(p: int, pipeline: int) -> Schedule:
     Cost: 1+m rounds, 2n(p-1)/p read, n(p-1)/p reduced.
     Source: PyTorch's two_shot_all_reduce.
     """
-    m = pipeline
+
+    def reduce_part(r: IntArray, chunk: IntArray) -> Iterable[IntArray]:
+        yield read_reduce(r[:, None], others(r[:, None], p), OUTPUT, chunk[:, None])
+
+    return in_two_shots("two_shot", p, pipeline, reduce_part)
+
+
+def in_two_shots(
+    algorithm: str,
+    p: int,
+    pipeline: int,
+    reduce_part: Callable[[IntArray, IntArray], Iterable[IntArray]],
+    scratch_chunks: int = 0,
+) -> Schedule:
+    """Return the all_reduce of `all_reduce`, with another way to reduce a part.
+
+    `reduce_part(ranks, chunks)` returns the rows in which each rank reduces one chunk of its part
+    from the posts of the other ranks.
+    """
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        column = r[:, None]
-        peers = (column + np.arange(1, p)) % p
+        column, m = r[:, None], pipeline
+        peers = others(column, p)
         reduces, gathers = k < m, k > 0
         if reduces:
             yield post(column, peers, OUTPUT, peers * m + k)
         if gathers:
             yield post(r, -1, OUTPUT, r * m + k - 1)
         if reduces:
-            yield read_reduce(column, peers, OUTPUT, column * m + k)
+            yield from reduce_part(r, r * m + k)
         if gathers:
             yield read(column, peers, OUTPUT, peers * m + k - 1)
 
-    rounds = 1 + m if p > 1 else 0
-    return Schedule("all_reduce", "two_shot", p, rounds, exchange, output_chunks=p * m)
+    rounds = 1 + pipeline if p > 1 else 0
+    return Schedule(
+        "all_reduce", algorithm, p, rounds, exchange,
+        output_chunks=p * pipeline, scratch_chunks=scratch_chunks,
+    )  # fmt: skip
 
 
 def reduce(p: int, root: int) -> Schedule:
@@ -58,17 +78,17 @@ def reduce(p: int, root: int) -> Schedule:
     """
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        others, at_root = r[r != root], r[r == root][:, None]
-        from_root = (at_root + np.arange(1, p)) % p
+        helpers, at_root = r[r != root], r[r == root][:, None]
+        from_root = others(at_root, p)
         if k == 0:
-            peers = (r[:, None] + np.arange(1, p)) % p
+            peers = others(r[:, None], p)
             yield post(r[:, None], peers, OUTPUT, peers)
-            yield copy(others, (OUTPUT, others), (SCRATCH, others))
-            column = others[:, None]
-            yield read_reduce(column, (column + np.arange(1, p)) % p, SCRATCH, column)
+            yield copy(helpers, (OUTPUT, helpers), (SCRATCH, helpers))
+            column = helpers[:, None]
+            yield read_reduce(column, others(column, p), SCRATCH, column)
             yield read_reduce(at_root, from_root, OUTPUT, at_root)
         else:
-            yield post(others, root, SCRATCH, others)
+            yield post(helpers, root, SCRATCH, helpers)
             yield read(at_root, from_root, OUTPUT, from_root)
 
     rounds = 2 if p > 1 else 0

@@ -26,7 +26,7 @@ from unisono.errors import (
 from unisono.schedules import Program, available, build, layout_for, lower
 from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.testing.answers import UFUNCS, case
-from unisono.testing.expect import PATIENCE_S, equal, in_threads, is_a, opened
+from unisono.testing.expect import PATIENCE_S, checks_in, equal, in_threads, is_a, opened
 
 __all__ = ["ENGINE_CHECKS", "check_engine"]
 
@@ -110,7 +110,7 @@ def _everywhere(engines: Sequence[Engine], **options: Any) -> None:
 # ---- results ------------------------------------------------------------------------------
 
 
-def _check_case(
+def _compare(
     engines: Sequence[Engine],
     collective: str,
     algorithm: str,
@@ -159,15 +159,15 @@ def _check_schedules(make: Make) -> None:
             for collective in COLLECTIVES:
                 for algorithm in available(collective, size):
                     count = 0 if collective == "barrier" else 2 * size + 1
-                    _check_case(engines, collective, algorithm, count)
+                    _compare(engines, collective, algorithm, count)
 
 
 def _check_counts(make: Make) -> None:
     with opened(make, 3) as engines:
         for count in (0, 1, 2, 50_000):
             for algorithm in ("ring", "tree", "two_shot"):
-                _check_case(engines, "all_reduce", algorithm, count)
-            _check_case(engines, "all_to_all", "pairwise", count, inline=False)
+                _compare(engines, "all_reduce", algorithm, count)
+            _compare(engines, "all_to_all", "pairwise", count, inline=False)
 
 
 def _check_dtypes(make: Make) -> None:
@@ -179,8 +179,8 @@ def _check_dtypes(make: Make) -> None:
                 order = op.op in (RedOpType.MIN, RedOpType.MAX)
                 if (bits and dtype.kind in "fc") or (order and dtype.kind == "c"):
                     continue
-                _check_case(engines, "all_reduce", "ring", 7, dtype, op)
-        _check_case(engines, "all_gather", "ring", 7, dtype_named("float8_e5m2"))
+                _compare(engines, "all_reduce", "ring", 7, dtype, op)
+        _compare(engines, "all_gather", "ring", 7, dtype_named("float8_e5m2"))
 
 
 # ---- agreement ----------------------------------------------------------------------------
@@ -388,17 +388,4 @@ def _check_close(make: Make) -> None:
         equal("a rank that stayed has an error", _all_reduce(engines[1]) is not None, True)
 
 
-ENGINE_CHECKS: tuple[Callable[[Make], None], ...] = (
-    _check_schedules,
-    _check_counts,
-    _check_dtypes,
-    _check_mismatch,
-    _check_exchange,
-    _check_deadline,
-    _check_abort,
-    _check_own_failure,
-    _check_lost,
-    _check_order,
-    _check_callbacks,
-    _check_close,
-)
+ENGINE_CHECKS = checks_in(globals())

@@ -17,11 +17,10 @@ from unisono.errors import (
     StoreTimeoutError,
 )
 from unisono.stores import DEFAULT_TIMEOUT, Store
+from unisono.testing.expect import PATIENCE_S, checks_in, equal
 
 __all__ = ["STORE_CHECKS", "check_store"]
 
-# Longest wait of a check. Far more than a check needs, far less than a person waits.
-_PATIENCE_S = 20.0
 _SHORT_S = 0.05
 
 
@@ -38,13 +37,8 @@ def check_store(make_store: Callable[[], Store]) -> None:
     for check in STORE_CHECKS:
         with make_store() as store:
             if store.timeout == DEFAULT_TIMEOUT:
-                store.set_timeout(_PATIENCE_S)
+                store.set_timeout(PATIENCE_S)
             check(store)
-
-
-def _equal(what: str, got: object, expected: object) -> None:
-    if got != expected:
-        raise AssertionError(f"{what}: got {got!r}, expected {expected!r}")
 
 
 def _raises(what: str, error: type[Exception], call: Callable[[], object], *names: str) -> None:
@@ -76,7 +70,7 @@ def _thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
     try:
         yield outcome
     finally:
-        thread.join(_PATIENCE_S)
+        thread.join(PATIENCE_S)
         if thread.is_alive():
             raise AssertionError("a call that should have been woken still blocks")
 
@@ -92,12 +86,12 @@ def _check_values(store: Store) -> None:
     for key, value in values.items():
         store.set(key, value)
         expected = value.encode() if isinstance(value, str) else value
-        _equal(f"get({key!r})", store.get(key), expected)
+        equal(f"get({key!r})", store.get(key), expected)
     store.set("text", bytearray(b"again"))
-    _equal("get after a second set", store.get("text"), b"again")
+    equal("get after a second set", store.get("text"), b"again")
     large = bytes(range(256)) * 4096
     store.set("large", large)
-    _equal("get of 1 MiB", store.get("large") == large, True)
+    equal("get of 1 MiB", store.get("large") == large, True)
 
 
 def _check_argument_types(store: Store) -> None:
@@ -110,79 +104,79 @@ def _check_argument_types(store: Store) -> None:
     _raises("wait(str)", TypeError, lambda: store.wait("k"))
     _raises("timeout -1", InvalidArgumentError, lambda: store.wait(["k"], -1))
     _raises("add of 2**63", InvalidArgumentError, lambda: store.add("k", 2**63))
-    _equal("keys after refused calls", store.list_keys(), [])
+    equal("keys after refused calls", store.list_keys(), [])
 
 
 def _check_add(store: Store) -> None:
-    _equal("add to a missing key", store.add("n", 5), 5)
-    _equal("add of a negative number", store.add("n", -7), -2)
-    _equal("get after add", store.get("n"), b"-2")
-    _equal("add of 0 to a missing key", (store.add("zero", 0), store.get("zero")), (0, b"0"))
+    equal("add to a missing key", store.add("n", 5), 5)
+    equal("add of a negative number", store.add("n", -7), -2)
+    equal("get after add", store.get("n"), b"-2")
+    equal("add of 0 to a missing key", (store.add("zero", 0), store.get("zero")), (0, b"0"))
     store.set("ten", "10")
-    _equal("add to a number that was set", store.add("ten", 1), 11)
+    equal("add to a number that was set", store.add("ten", 1), 11)
     for text in ("xyz", "", "12abc"):
         store.set("word", text)
         _raises(f"add to {text!r}", StoreKeyError, lambda: store.add("word", 1), "word")
-        _equal("value after a refused add", store.get("word"), text.encode())
+        equal("value after a refused add", store.get("word"), text.encode())
     store.add("n", 2**63 - 1)
     _raises("add beyond 64 bits", StoreKeyError, lambda: store.add("n", 2**62))
-    _equal("value after an overflow", store.get("n"), str(2**63 - 3).encode())
+    equal("value after an overflow", store.get("n"), str(2**63 - 3).encode())
 
 
 def _check_compare_set(store: Store) -> None:
-    _equal("missing, empty expected", store.compare_set("c", "", "one"), b"one")
-    _equal("match", store.compare_set("c", "one", b"two"), b"two")
-    _equal("mismatch", store.compare_set("c", "one", "three"), b"two")
-    _equal("value after a mismatch", store.get("c"), b"two")
-    _equal("missing, other expected", store.compare_set("m", "exp", "v"), b"exp")
-    _equal("still missing", store.check(["m"]), False)
+    equal("missing, empty expected", store.compare_set("c", "", "one"), b"one")
+    equal("match", store.compare_set("c", "one", b"two"), b"two")
+    equal("mismatch", store.compare_set("c", "one", "three"), b"two")
+    equal("value after a mismatch", store.get("c"), b"two")
+    equal("missing, other expected", store.compare_set("m", "exp", "v"), b"exp")
+    equal("still missing", store.check(["m"]), False)
     store.set("e", "")
-    _equal("empty value matches", store.compare_set("e", "", "new"), b"new")
+    equal("empty value matches", store.compare_set("e", "", "new"), b"new")
 
 
 def _check_keys(store: Store) -> None:
     before = store.num_keys()
-    _equal("check([])", store.check([]), True)
+    equal("check([])", store.check([]), True)
     store.wait([])
     store.set("a", "1")
     store.set("b/c", "2")
-    _equal("check of present keys", store.check(["a", "b/c"]), True)
-    _equal("check with a missing key", store.check(["a", "z"]), False)
+    equal("check of present keys", store.check(["a", "b/c"]), True)
+    equal("check with a missing key", store.check(["a", "z"]), False)
     store.wait(["a", "b/c"])
-    _equal("list_keys", sorted(store.list_keys()), ["a", "b/c"])
-    _equal("num_keys", store.num_keys() - before, 2)
-    _equal("delete_key", store.delete_key("a"), True)
-    _equal("delete_key again", store.delete_key("a"), False)
-    _equal("check after delete_key", store.check(["a"]), False)
-    _equal("num_keys after delete_key", store.num_keys() - before, 1)
+    equal("list_keys", sorted(store.list_keys()), ["a", "b/c"])
+    equal("num_keys", store.num_keys() - before, 2)
+    equal("delete_key", store.delete_key("a"), True)
+    equal("delete_key again", store.delete_key("a"), False)
+    equal("check after delete_key", store.check(["a"]), False)
+    equal("num_keys after delete_key", store.num_keys() - before, 1)
 
 
 def _check_append_and_multi(store: Store) -> None:
     store.append("ap", "a")
     store.append("ap", b"bc")
-    _equal("append", store.get("ap"), b"abc")
+    equal("append", store.get("ap"), b"abc")
     store.multi_set(["m1", "m2"], ["x", b"y"])
-    _equal("multi_get", store.multi_get(["m2", "m1", "m2"]), [b"y", b"x", b"y"])
-    _equal("multi_get([])", store.multi_get([]), [])
+    equal("multi_get", store.multi_get(["m2", "m1", "m2"]), [b"y", b"x", b"y"])
+    equal("multi_get([])", store.multi_get([]), [])
     store.multi_set([], [])
     _raises("multi_set 2:1", InvalidArgumentError, lambda: store.multi_set(["a", "b"], ["x"]))
-    _equal("check after a refused multi_set", store.check(["a"]), False)
+    equal("check after a refused multi_set", store.check(["a"]), False)
 
 
 def _check_queues(store: Store) -> None:
-    _equal("queue_len of nothing", store.queue_len("q"), 0)
+    equal("queue_len of nothing", store.queue_len("q"), 0)
     for value in ("1", b"", "3"):
         store.queue_push("q", value)
-    _equal("queue_len", store.queue_len("q"), 3)
-    _equal("check of a queue", store.check(["q"]), True)
-    _equal("a queue is no key", store.list_keys(), [])
-    _equal("oldest first", [store.queue_pop("q") for _ in range(3)], [b"1", b"", b"3"])
-    _equal("check of an emptied queue", store.check(["q"]), False)
+    equal("queue_len", store.queue_len("q"), 3)
+    equal("check of a queue", store.check(["q"]), True)
+    equal("a queue is no key", store.list_keys(), [])
+    equal("oldest first", [store.queue_pop("q") for _ in range(3)], [b"1", b"", b"3"])
+    equal("check of an emptied queue", store.check(["q"]), False)
     _raises("pop, not blocking", QueueEmptyError, lambda: store.queue_pop("q", block=False), "q")
     _raises("pop", StoreTimeoutError, lambda: store.queue_pop("q", timeout=_SHORT_S), "q")
     store.set("both", "value")
     store.queue_push("both", "queued")
-    _equal("one name twice", (store.get("both"), store.queue_pop("both")), (b"value", b"queued"))
+    equal("one name twice", (store.get("both"), store.queue_pop("both")), (b"value", b"queued"))
 
 
 def _check_timeouts(store: Store) -> None:
@@ -197,7 +191,7 @@ def _check_timeouts(store: Store) -> None:
     _raises("get", StoreTimeoutError, lambda: store.get("lost1", 0), "lost1'")
     _raises("barrier", TimeoutError, lambda: store.barrier("b", 2, _SHORT_S), "b'", "of 2")
     store.set_timeout(_SHORT_S)
-    _equal("timeout", store.timeout, timedelta(seconds=_SHORT_S))
+    equal("timeout", store.timeout, timedelta(seconds=_SHORT_S))
     _raises("get, own timeout", StoreTimeoutError, lambda: store.get("lost1"), "0.05 s")
     _raises("set_timeout(-1)", InvalidArgumentError, lambda: store.set_timeout(-1))
 
@@ -213,16 +207,16 @@ def _check_wake_ups(store: Store) -> None:
     for key, write in writes.items():
         with _thread(lambda key=key: store.get(key)) as outcome:  # type: ignore[misc]
             # The same handle, because a wait must not block other threads.
-            _equal(f"check beside a wait for {key!r}", store.check([key]), False)
+            equal(f"check beside a wait for {key!r}", store.check([key]), False)
             write()
-        _equal(f"get woken by {key}", outcome, [b"1"])
+        equal(f"get woken by {key}", outcome, [b"1"])
     with _thread(lambda: store.queue_pop("queue")) as outcome:
         store.queue_push("queue", "1")
-    _equal("queue_pop woken by queue_push", outcome, [b"1"])
+    equal("queue_pop woken by queue_push", outcome, [b"1"])
     with _thread(lambda: store.get("cas")) as outcome:
-        _equal("compare_set that stores nothing", store.compare_set("cas", "x", "y"), b"x")
+        equal("compare_set that stores nothing", store.compare_set("cas", "x", "y"), b"x")
         store.set("cas", "real")
-    _equal("get beside a failed compare_set", outcome, [b"real"])
+    equal("get beside a failed compare_set", outcome, [b"real"])
 
 
 def _check_threads(store: Store) -> None:
@@ -242,10 +236,10 @@ def _check_threads(store: Store) -> None:
     for number in range(len(handles)):
         store.queue_push("jobs", str(number))
     for thread in threads:
-        thread.join(_PATIENCE_S)
-    _equal("every sum seen once", sorted(seen), list(range(1, 81)))
-    _equal("every job popped once", sorted(popped), [b"0", b"1", b"2", b"3"])
-    _equal("appends", store.get("log"), b"xxxx")
+        thread.join(PATIENCE_S)
+    equal("every sum seen once", sorted(seen), list(range(1, 81)))
+    equal("every job popped once", sorted(popped), [b"0", b"1", b"2", b"3"])
+    equal("appends", store.get("log"), b"xxxx")
     for clone in handles[2:]:
         clone.close()
 
@@ -266,7 +260,7 @@ def _check_barrier(store: Store) -> None:
 
     with _thread(lambda: work(store)), _thread(lambda: work(clones[0])):
         work(clones[1])
-    _equal("rounds that a barrier let through early", torn, [])
+    equal("rounds that a barrier let through early", torn, [])
     _raises("one of two", StoreTimeoutError, lambda: store.barrier("late", 2, _SHORT_S))
     # A caller whose barrier timed out must not complete the barrier of later callers.
     _raises("again", StoreTimeoutError, lambda: clones[0].barrier("late", 2, _SHORT_S))
@@ -276,26 +270,13 @@ def _check_barrier(store: Store) -> None:
 
 def _check_handles(store: Store) -> None:
     clone = store.clone()
-    _equal("timeout of a clone", clone.timeout, store.timeout)
+    equal("timeout of a clone", clone.timeout, store.timeout)
     clone.set("k", "v")
-    _equal("get of what a clone set", store.get("k"), b"v")
+    equal("get of what a clone set", store.get("k"), b"v")
     clone.close()
-    _equal("get after a clone was closed", store.get("k"), b"v")
+    equal("get after a clone was closed", store.get("k"), b"v")
     _raises("a closed clone", ClosedError, lambda: clone.get("k"))
     _raises("pickle", TypeError, lambda: pickle.dumps(store), "cannot be pickled")
 
 
-STORE_CHECKS: tuple[Callable[[Store], None], ...] = (
-    _check_values,
-    _check_argument_types,
-    _check_add,
-    _check_compare_set,
-    _check_keys,
-    _check_append_and_multi,
-    _check_queues,
-    _check_timeouts,
-    _check_wake_ups,
-    _check_threads,
-    _check_barrier,
-    _check_handles,
-)
+STORE_CHECKS = checks_in(globals())

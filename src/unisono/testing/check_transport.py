@@ -7,7 +7,7 @@ from functools import partial
 
 from unisono.errors import InvalidArgumentError
 from unisono.testing.check_transport_life import LIFE_CHECKS, check_vanishing
-from unisono.testing.expect import equal, in_threads, opened
+from unisono.testing.expect import checks_in, equal, in_threads, opened
 from unisono.testing.transport_tools import (
     CONTEXT,
     SIZES,
@@ -249,18 +249,4 @@ def _check_all_to_all(make: Make) -> None:
         in_threads([partial(body, rank) for rank in range(size)])
 
 
-TRANSPORT_CHECKS: tuple[Callable[[Make], None], ...] = (
-    _check_sizes,
-    _check_both_send_first,
-    _check_order,
-    _check_keys,
-    _check_any_source,
-    _check_self,
-    _check_mismatch,
-    _check_arguments,
-    _check_cancel,
-    _check_cancel_on_its_way,
-    _check_many_to_one,
-    _check_all_to_all,
-    *LIFE_CHECKS,
-)
+TRANSPORT_CHECKS = checks_in(globals()) + LIFE_CHECKS

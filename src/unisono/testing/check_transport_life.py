@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from unisono.base.deadline import Deadline
 from unisono.errors import ClosedError
-from unisono.testing.expect import PATIENCE_S, equal, opened
+from unisono.testing.expect import PATIENCE_S, checks_in, equal, opened
 from unisono.testing.transport_tools import (
     CONTEXT,
     SIZES,
@@ -178,12 +178,4 @@ def _check_closed(make: Make) -> None:
         a.close()
 
 
-LIFE_CHECKS: tuple[Callable[[Make], None], ...] = (
-    _check_ask,
-    _check_fail,
-    _check_fail_on_its_way,
-    _check_forget,
-    _check_leaving,
-    _check_strangers_that_left,
-    _check_closed,
-)
+LIFE_CHECKS = checks_in(globals())

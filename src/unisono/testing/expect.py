@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-__all__ = ["PATIENCE_S", "equal", "in_threads", "is_a", "opened"]
+__all__ = ["PATIENCE_S", "checks_in", "equal", "in_threads", "is_a", "opened"]
 
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
@@ -15,6 +15,11 @@ C = TypeVar("C", bound="_Closes")
 
 PATIENCE_S = 20.0
 """Seconds that a check waits for an event that must happen; far more than it takes."""
+
+
+def checks_in(module: dict[str, Any]) -> tuple[Callable[[Any], None], ...]:
+    """Return the checks of a suite: a module's functions `_check_...`, in their order."""
+    return tuple(value for name, value in module.items() if name.startswith("_check_"))
 
 
 def equal(what: str, got: object, expected: object) -> None:

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from unisono.backends import CPUOptions
 from unisono.base.config import VARIABLES, environ
@@ -34,6 +34,15 @@ class _RankResult:
     result: Any = None
     error: BaseException | None = None
     text: str = ""
+
+
+class _Call(NamedTuple):
+    """The call that every rank makes; the function and settings of `run`."""
+
+    fn: Body
+    args: Sequence[Any]
+    timeout: float
+    options: CPUOptions
 
 
 def run(
@@ -69,11 +78,11 @@ def run(
             cause. Errors that report only the failure of another rank do not count.
         LaunchError: A rank did not end, or a rank died. The text names the rank or the cause.
     """
-    options = CPUOptions(transport=transport, engine=engine)
+    call = _Call(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
-        outcomes = _run_threads(fn, world_size, args, timeout, options)
+        outcomes = _run_threads(call, world_size)
     elif ranks == "processes":
-        outcomes = _run_processes(fn, world_size, args, timeout, options, dead)
+        outcomes = _run_processes(call, world_size, dead)
     else:
         raise ValueError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
     failed = [
@@ -93,25 +102,17 @@ def run(
     return [None if outcome is None else outcome.result for outcome in outcomes]
 
 
-def _body(
-    rank: int,
-    fn: Body,
-    args: Sequence[Any],
-    timeout: float,
-    options: CPUOptions,
-    world_size: int = -1,
-    store: Store | None = None,
-) -> _RankResult:
+def _body(rank: int, call: _Call, world_size: int = -1, store: Store | None = None) -> _RankResult:
     """Run one rank in the current world."""
     try:
         init_process_group(
-            timeout=timeout,
-            pg_options=options,
+            timeout=call.timeout,
+            pg_options=call.options,
             rank=rank if store else -1,
             world_size=world_size,
             store=store,
         )
-        result = fn(rank, *args)
+        result = call.fn(rank, *call.args)
     except BaseException as error:
         if (group := current().default) is not None:
             # Without this the other ranks would wait for this rank until their time-out.
@@ -123,15 +124,13 @@ def _body(
         current().close()
 
 
-def _run_threads(
-    fn: Body, world_size: int, args: Sequence[Any], timeout: float, options: CPUOptions
-) -> list[_RankResult | None]:
+def _run_threads(call: _Call, world_size: int) -> list[_RankResult | None]:
     store = HashStore()
     outcomes: list[_RankResult | None] = [None] * world_size
 
     def rank_thread(rank: int) -> None:
         with use(World()):
-            outcomes[rank] = _body(rank, fn, args, timeout, options, world_size, store)
+            outcomes[rank] = _body(rank, call, world_size, store)
 
     # Each thread gets a copy of the caller's context, so that settings (NumPy's errstate) hold.
     threads = [
@@ -144,39 +143,31 @@ def _run_threads(
     ]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 2 * timeout
+    end = time.monotonic() + 2 * call.timeout
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if stuck := [thread.name for thread in threads if thread.is_alive()]:
-        raise LaunchError(f"{', '.join(stuck)} did not end within {2 * timeout:g} s")
+        raise LaunchError(f"{', '.join(stuck)} did not end within {2 * call.timeout:g} s")
     return outcomes
 
 
-def _run_processes(
-    fn: Body,
-    world_size: int,
-    args: Sequence[Any],
-    timeout: float,
-    options: CPUOptions,
-    dead: Collection[int],
-) -> list[_RankResult | None]:
+def _run_processes(call: _Call, world_size: int, dead: Collection[int]) -> list[_RankResult | None]:
     context = SpawnContext(
         _process_rank,
-        (fn, args, timeout, options, _settings()),
+        (call, _settings()),
         world_size,
-        daemon=False,
         start_method="forkserver",
         use_death_signal=False,
         return_results=True,
     )
     failure: WorkerFailedError | None = None
     try:
-        ended = context.join(2 * timeout, stop_on_failure=not dead)
+        ended = context.join(2 * call.timeout, stop_on_failure=not dead)
     except WorkerFailedError as error:
         ended, failure = True, error
     if not ended:
         context.kill()
-        raise LaunchError(f"the ranks did not end within {2 * timeout:g} s")
+        raise LaunchError(f"the ranks did not end within {2 * call.timeout:g} s")
     outcomes = [context.results.get(rank) for rank in range(world_size)]
     missing = [rank for rank, o in enumerate(outcomes) if o is None and rank not in dead]
     failed = any(outcome is not None and outcome.error is not None for outcome in outcomes)
@@ -191,19 +182,12 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in environ().items() if name in names}
 
 
-def _process_rank(
-    rank: int,
-    fn: Body,
-    args: Sequence[Any],
-    timeout: float,
-    options: CPUOptions,
-    settings: dict[str, str],
-) -> _RankResult:
+def _process_rank(rank: int, call: _Call, settings: dict[str, str]) -> _RankResult:
     # The fork server that made this process may have been started with other settings.
     for name in _settings().keys() - settings.keys():
         del os.environ[name]
     os.environ.update(settings)
-    outcome = _body(rank, fn, args, timeout, options)
+    outcome = _body(rank, call)
     try:
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:

@@ -9,6 +9,7 @@ import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.streams import on_host
+from unisono.c10d.collectives import reporting_bad_arguments
 from unisono.c10d.objects.packet import FIRST_BYTES, Packet
 from unisono.c10d.objects.serializer import PickleSerializer, Serializer
 from unisono.errors import (
@@ -16,7 +17,6 @@ from unisono.errors import (
     CollectiveError,
     CollectiveMismatchError,
     Context,
-    UsageError,
 )
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
@@ -60,11 +60,8 @@ class ObjectCall:
 
     def check(self, check: Callable[..., object], *arguments: Any) -> None:
         """Check arguments of a collective before its first message; report a failure."""
-        try:
+        with reporting_bad_arguments(self._group, self._name):
             check(*arguments)
-        except UsageError as error:
-            self._group.refuse(self._name, error)
-            raise
 
     def begin(self) -> ObjectCall:
         """Check the serializer, and start the time of the call."""

@@ -79,7 +79,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_flag(
         parser,
         "--error-json",
-        default=None,
         metavar="PATH",
         help="write the failure report to this file as well, as JSON",
     )

@@ -37,10 +37,8 @@ def _place(spec: LaunchSpec) -> Place:
     each = Node(id="", host="", address="", nprocs=spec.nprocs, role=spec.role)
     return Place(
         world=WorkerWorld(
-            epoch=1,
             members=(each,) * nodes,
             group_rank=node_rank,
-            restarts=0,
             master_addr=host,
             master_port=port,
         ),

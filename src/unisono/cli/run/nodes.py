@@ -60,7 +60,6 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "--master-port",
         type=non_negative,
-        default=None,
         metavar="PORT",
         help="port of the store on node 0 (29500; any free one with a single node)",
     )
@@ -73,7 +72,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         "etcd or redis (like c10d, in a service that outlives every node)",
     )
     add_flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="where they meet")
-    add_flag(group, "--rdzv-id", default=None, metavar="NAME", help="name of the job")
+    add_flag(group, "--rdzv-id", metavar="NAME", help="name of the job")
     add_flag(
         group,
         "--rdzv-conf",
@@ -82,7 +81,7 @@ def add_node_flags(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE,...",
         help="; ".join(f"{key}: {meaning}" for key, meaning in _CONF.items()),
     )
-    add_flag(group, "--local-addr", default=None, metavar="HOST", help="this node's address")
+    add_flag(group, "--local-addr", metavar="HOST", help="this node's address")
     _add_restart_flags(group)
 
 

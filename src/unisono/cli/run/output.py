@@ -39,7 +39,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
             letter,
             name,
             type=checked(StdChoice.parse),
-            default=None,
             metavar="STREAMS",
             help=f"{effect}; {streams}",
         )
@@ -47,7 +46,6 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "--local-ranks-filter",
         type=checked(parse_ranges),
-        default=None,
         metavar="RANKS",
         help="show only these workers of this node on the console, as in 0,4-7",
     )
@@ -68,7 +66,6 @@ def _add_console_flags(group: Any) -> None:
         group,
         "--prefix",
         type=checked(check_prefix),
-        default=None,
         metavar="TEMPLATE",
         help="put before each line on the console; fields {rank} {local_rank} {host} {role} "
         f"('{DEFAULT_PREFIX}' if lines are teed or folded)",

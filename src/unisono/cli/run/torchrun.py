@@ -39,7 +39,6 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "--numa-binding",
         choices=sorted(NUMA_BINDINGS),
-        default=None,
         help="node and socket are --bind numa, the others --bind core",
     )
     add_flag(
@@ -60,7 +59,6 @@ def add_torchrun_flags(parser: argparse.ArgumentParser) -> None:
         group,
         "--logs-specs",
         type=_no_plug_in,
-        default=None,
         metavar="NAME",
         help="a plug-in for logs; always an error, because unisono has no plug-ins for logs",
     )

@@ -12,6 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from unisono.base.host import read_text
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.ranges import format_ranges, parse_ranges
 
@@ -51,7 +52,7 @@ class Machine:
         nodes = []
         placed: set[int] = set()
         for path in sorted(glob.glob("/sys/devices/system/node/node[0-9]*/cpulist")):
-            cpus = [cpu for cpu in parse_ranges(_read(path)) if cpu in allowed]
+            cpus = [cpu for cpu in parse_ranges(read_text(path)) if cpu in allowed]
             placed.update(cpus)
             nodes.append(_cores(cpus))
         nodes.append(_cores([cpu for cpu in allowed if cpu not in placed]))
@@ -64,19 +65,11 @@ def _allowed_cpus() -> Collection[int]:
     return range(os.cpu_count() or 1)
 
 
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read()
-    except OSError:
-        return ""
-
-
 def _cores(cpus: Sequence[int]) -> list[list[int]]:
     """Group hardware threads by core."""
     cores: dict[str, list[int]] = {}
     for cpu in cpus:
-        siblings = _read(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = read_text(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.setdefault(siblings or str(cpu), []).append(cpu)
     return list(cores.values())
 
@@ -84,11 +77,11 @@ def _cores(cpus: Sequence[int]) -> list[list[int]]:
 def _quota_cpus() -> float:
     """Return the strictest time limit of this process's cgroup and of the cgroups above it."""
     path = next(
-        (line[3:] for line in _read("/proc/self/cgroup").splitlines() if line[:3] == "0::"), ""
+        (line[3:] for line in read_text("/proc/self/cgroup").splitlines() if line[:3] == "0::"), ""
     )
     limits = [math.inf]
     while True:
-        quota, _, period = _read(f"/sys/fs/cgroup{path}/cpu.max").strip().partition(" ")
+        quota, _, period = read_text(f"/sys/fs/cgroup{path}/cpu.max").strip().partition(" ")
         if quota.isdecimal() and period.isdecimal():
             limits.append(int(quota) / int(period))
         if path in ("", "/"):

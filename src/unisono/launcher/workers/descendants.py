@@ -20,6 +20,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from unisono.base.deadline import Deadline
+from unisono.base.host import stat_fields
 
 __all__ = ["Descendants"]
 
@@ -133,11 +134,8 @@ def _table() -> dict[int, _Entry]:
 
 
 def _entry(pid: int) -> _Entry | None:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            # The command name before ")" may contain any character; fields 3, 4, ... follow it.
-            fields = stat.read().rpartition(")")[2].split()
-    except OSError:
+    fields = stat_fields(pid)
+    if not fields:
         return None
     # If the main thread ended before other threads, the state is Z but the process runs.
     running = fields[0] not in "ZX" or int(fields[17]) > 1

@@ -6,6 +6,8 @@ import contextlib
 import os
 from typing import Self
 
+from unisono.base.host import read_text
+
 __all__ = ["OomWatch"]
 
 _RECORD_BYTES = 8192
@@ -37,7 +39,7 @@ class OomWatch:
             now - before for now, before in zip(self._counts(), self._before, strict=True)
         )
         if cgroup > 0:
-            limit = _read(self._limit).strip() or "unknown"
+            limit = read_text(self._limit).strip() or "unknown"
             return f"out of memory: its cgroup's limit of {limit} bytes was reached"
         if host > 0:
             return "probably out of memory: the kernel killed a process on this host for that"
@@ -67,7 +69,7 @@ def _open_end_of_kernel_log() -> int | None:
 def _cgroup_files() -> tuple[str, str]:
     """Return the paths of the kill counter and the memory limit of this process's cgroup."""
     unified = "/sys/fs/cgroup"
-    for line in _read("/proc/self/cgroup").splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         path = path.rstrip("/")
         if "memory" in controllers.split(","):
@@ -79,16 +81,8 @@ def _cgroup_files() -> tuple[str, str]:
 
 
 def _field(path: str, name: str) -> int:
-    for line in _read(path).splitlines():
+    for line in read_text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():
             return int(value)
     return 0
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""

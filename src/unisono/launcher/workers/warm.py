@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 
 from unisono.base.deadline import Deadline
+from unisono.base.host import read_text
 from unisono.errors import LaunchError
 from unisono.launcher.workers import warm_site
 from unisono.launcher.workers.worker import Worker
@@ -150,9 +151,5 @@ def _discard(worker: Worker) -> None:
 
 def _torch_of(pid: int) -> str:
     """Return the folder of the torch that a process has loaded, or ""."""
-    try:
-        with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
-            found = _TORCH.search(maps.read())
-    except OSError:
-        return ""
+    found = _TORCH.search(read_text(f"/proc/{pid}/maps"))
     return found[1] if found else ""

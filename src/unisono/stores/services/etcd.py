@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
-from unisono.errors import InvalidArgumentError, StoreError, UnsupportedError
+from unisono.errors import InvalidArgumentError, StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT
-from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable
+from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
 __all__ = ["EtcdStore"]
 
@@ -49,6 +48,7 @@ class EtcdStore(ServiceStore):
 
     # Longer than the election of a new leader takes.
     patience_s = 15.0
+    _most_swaps = _OPERATIONS
 
     def __init__(
         self,
@@ -72,24 +72,13 @@ class EtcdStore(ServiceStore):
             "cert_cert": cert_cert,
             "cert_key": cert_key,
         }
-        try:
-            self._package = importlib.import_module("etcd3gw")
-            self._errors = importlib.import_module("etcd3gw.exceptions")
-            self._requests = importlib.import_module("requests")
-        except ImportError as error:
-            raise UnsupportedError(
-                f"EtcdStore needs the package etcd3gw: {error}",
-                hint="pip install 'unisono[etcd]'",
-            ) from error
+        self._package, self._errors, self._requests = import_client(
+            "EtcdStore", "etcd3gw", "etcd", "etcd3gw", "etcd3gw.exceptions", "requests"
+        )
         self._member = 0
         # Unused clients, with the member that each talks to: one serves one thread at a time.
         self._idle: list[tuple[int, Any]] = []
-        try:
-            self._entries(["u"])
-            self._join()
-        except BaseException:
-            self.close()
-            raise
+        self._open(lambda: self._entries(["u"]))
 
     def clone(self) -> EtcdStore:
         """Return a handle of its own to the same data."""
@@ -161,10 +150,6 @@ class EtcdStore(ServiceStore):
             answer = self._post("kv/txn", {"success": ranges})
             found += [_entry(each["response_range"]) for each in answer["responses"]]
         return found
-
-    @property
-    def _most_swaps(self) -> int:
-        return _OPERATIONS
 
     def _swap(self, swaps: Sequence[Swap]) -> Any:
         same, changes = [], []

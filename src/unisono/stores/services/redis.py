@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from unisono.base.deadline import Timeout
 from unisono.base.sockets import format_address
-from unisono.errors import StoreError, UnsupportedError
+from unisono.errors import StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT
-from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable
+from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
 __all__ = ["RedisStore"]
 
@@ -71,13 +70,7 @@ class RedisStore(ServiceStore):
         super().__init__(prefix, timeout, world_size)
         self.host, self.port = host, port
         self._options = options
-        try:
-            redis = importlib.import_module("redis")
-        except ImportError as error:
-            raise UnsupportedError(
-                f"RedisStore needs the package redis: {error}",
-                hint="pip install 'unisono[redis]'",
-            ) from error
+        (redis,) = import_client("RedisStore", "redis", "redis", "redis")
         self._errors = redis.exceptions
         # Its own repetition waits for seconds; `_request` repeats.
         self._redis = redis.Redis(
@@ -88,12 +81,7 @@ class RedisStore(ServiceStore):
             socket_connect_timeout=_REPLY_S,
             **options,
         )
-        try:
-            self._request(lambda: self._run("PING"))
-            self._join()
-        except BaseException:
-            self.close()
-            raise
+        self._open(lambda: self._request(lambda: self._run("PING")))
 
     def clone(self) -> RedisStore:
         """Return a handle of its own to the same data."""

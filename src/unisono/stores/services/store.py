@@ -7,6 +7,7 @@ client, "u" the users. Waiting calls poll, at least every 50 ms.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import struct
@@ -24,6 +25,7 @@ from unisono.errors import (
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
+    UnsupportedError,
 )
 from unisono.stores.api import (
     Store,
@@ -38,7 +40,7 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 
-__all__ = ["Entry", "ServiceStore", "Swap", "Unreachable"]
+__all__ = ["Entry", "ServiceStore", "Swap", "Unreachable", "import_client"]
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
@@ -58,6 +60,21 @@ class Swap(NamedTuple):
     name: str
     before: Entry | None
     after: bytes | None
+
+
+def import_client(store: str, package: str, extra: str, *modules: str) -> list[Any]:
+    """Return the modules of a service's client.
+
+    Raises:
+        UnsupportedError: The package is not installed.
+    """
+    try:
+        return [importlib.import_module(name) for name in modules]
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{store} needs the package {package}: {error}",
+            hint=f"pip install 'unisono[{extra}]'",
+        ) from error
 
 
 class Unreachable(Exception):
@@ -80,6 +97,9 @@ class ServiceStore(Store):
 
     patience_s = 1.0
     """Seconds for which a request is retried if the service does not answer."""
+
+    _most_swaps = 1 << 30
+    """The largest number of changes in one `_swap`."""
 
     def __init__(self, prefix: str, timeout: Timeout, world_size: int) -> None:
         super().__init__(timeout)
@@ -111,11 +131,6 @@ class ServiceStore(Store):
     @abstractmethod
     def _clear(self) -> None:
         """Delete everything below the prefix."""
-
-    @property
-    def _most_swaps(self) -> int:
-        """The largest number of changes in one `_swap`."""
-        return 1 << 30
 
     @abstractmethod
     def _hang_up(self) -> None:
@@ -312,6 +327,15 @@ class ServiceStore(Store):
                 self._request(self._clear)
             elif self._mark.value is not None:
                 self._request(lambda: self._swap([Swap(self._mark_name, None, None)]))
+
+    def _open(self, probe: Callable[[], object]) -> None:
+        """Make a first request, then join the users; close the store if that fails."""
+        try:
+            probe()
+            self._join()
+        except BaseException:
+            self.close()
+            raise
 
     def _join(self) -> None:
         """Add this process to the `world_size` users, after the previous world has left."""

@@ -312,49 +312,10 @@ class PythonServer:
 
     def _apply(self, request: Request) -> Any:
         """Execute a request that is answered at once, and return its result."""
-        args = request.args
-        table = self._table
-        match request.op:
-            case Op.SET:
-                return table.set(*args)
-            case Op.GET:
-                return table.values.get(args[0], b"")
-            case Op.ADD:
-                return table.add(*args)
-            case Op.CHECK:
-                return NOT_READY if table.missing(args[0]) else READY
-            case Op.COMPARE_SET:
-                return table.compare_set(*args)
-            case Op.APPEND:
-                return self._append(*args)
-            case Op.DELETE_KEY:
-                return int(table.delete_key(*args))
-            case Op.NUM_KEYS:
-                return len(table.values)
-            case Op.LIST_KEYS:
-                return list(table.values)
-            case Op.MULTI_GET:
-                return self._multi_get(args[0])
-            case Op.MULTI_SET:
-                for key, value in args[0]:
-                    table.set(key, value)
-                return None
-            case Op.QUEUE_PUSH:
-                return table.queue_push(*args)
-            case Op.QUEUE_POP:
-                before = table.queue_len(args[0])
-                return before, table.queue_pop(args[0])
-            case Op.QUEUE_LEN:
-                return table.queue_len(args[0])
-            case Op.PING:
-                return args[0]
-            case _:
-                return None
-
-    def _append(self, key: str, value: bytes) -> None:
-        if len(self._table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
-            raise InvalidArgumentError(f"append({key!r}): the value becomes too long")
-        self._table.append(key, value)
+        if request.op is Op.MULTI_GET:
+            return self._multi_get(*request.args)
+        operation = _OPERATIONS.get(request.op)
+        return None if operation is None else operation(self._table, *request.args)
 
     def _multi_get(self, keys: list[str]) -> list[bytes]:
         values = [self._table.values.get(key, b"") for key in keys]
@@ -441,6 +402,36 @@ class PythonServer:
         self._forget_wait(connection)
         if connection.promised is not None:
             self._end_promise(connection.promised)
+
+
+def _append(table: Table, key: str, value: bytes) -> None:
+    if len(table.values.get(key, b"")) + len(value) > MAX_VALUE_BYTES:
+        raise InvalidArgumentError(f"append({key!r}): the value becomes too long")
+    table.append(key, value)
+
+
+def _multi_set(table: Table, pairs: list[tuple[str, bytes]]) -> None:
+    for key, value in pairs:
+        table.set(key, value)
+
+
+# The requests that are answered at once, except MULTI_GET, which the options limit.
+_OPERATIONS: dict[Op, Callable[..., Any]] = {
+    Op.SET: Table.set,
+    Op.GET: lambda table, key: table.values.get(key, b""),
+    Op.ADD: Table.add,
+    Op.CHECK: lambda table, keys: NOT_READY if table.missing(keys) else READY,
+    Op.COMPARE_SET: Table.compare_set,
+    Op.APPEND: _append,
+    Op.DELETE_KEY: Table.delete_key,
+    Op.NUM_KEYS: lambda table: len(table.values),
+    Op.LIST_KEYS: lambda table: list(table.values),
+    Op.MULTI_SET: _multi_set,
+    Op.QUEUE_PUSH: Table.queue_push,
+    Op.QUEUE_POP: lambda table, key: (table.queue_len(key), table.queue_pop(key)),
+    Op.QUEUE_LEN: Table.queue_len,
+    Op.PING: lambda table, nonce: nonce,
+}
 
 
 def _forget_servers_in_child() -> None:
