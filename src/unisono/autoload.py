@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
-__all__ = ["torch_backend"]
-
 
 def torch_backend() -> None:
     """Register the backend "unisono" with torch.distributed; log an error, but never raise it.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from unisono.errors import RefusedNameError
 
-__all__ = ["INCIDENTAL", "REFUSED", "refuse"]
-
 _REDUCER = "a part of torch's C++ DistributedDataParallel, which runs on unisono as it is"
 _PLUG_IN = 'use torch.distributed with init_process_group("unisono")'
 

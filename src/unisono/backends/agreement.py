@@ -10,8 +10,6 @@ from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Engine, Task
 from unisono.schedules import Program
 
-__all__ = ["agree", "refuse"]
-
 # A rank that refuses a call often ends with that error. It stays this long, so that slower ranks
 # still receive the reason. Otherwise they would report a lost rank.
 _STAY_S = 1.0

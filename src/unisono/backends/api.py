@@ -12,8 +12,6 @@ from unisono.base.deadline import Deadline
 from unisono.errors import UsageError
 from unisono.stores import Store
 
-__all__ = ["CPUOptions", "CallOptions", "DeviceBackend", "GroupSpec", "Pending"]
-
 
 @dataclass(frozen=True)
 class CPUOptions:

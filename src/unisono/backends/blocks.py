@@ -12,19 +12,6 @@ from unisono.backends.flat import Flat
 from unisono.engines import Call, Communicator
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
-__all__ = [
-    "Blocks",
-    "Splits",
-    "check_blocks",
-    "check_splits",
-    "require_blocks",
-    "require_stripes",
-    "require_total",
-    "sent_blocks",
-    "sent_splits",
-    "split_sizes",
-]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -41,8 +41,6 @@ from unisono.transports import connect
 from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
-__all__ = ["CPUBackend"]
-
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
     """Copy the values of the caller's arrays into the private copies of a call."""

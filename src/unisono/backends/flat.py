@@ -21,8 +21,6 @@ from unisono.base.types import DType
 from unisono.engines.array_lists import adjacent, copy_back
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["Flat", "apart", "listed", "many", "one", "striped"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -22,8 +22,6 @@ from unisono.transports import Key, Transfer
 from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages, Outcome
 
-__all__ = ["Port", "recv", "send"]
-
 
 class _Message(Pending):
     """A send or receive under way."""

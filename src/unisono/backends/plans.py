@@ -38,8 +38,6 @@ from unisono.schedules import Buf, Program, Topology, build, layout_for, select
 
 Array = np.ndarray[Any, Any]
 
-__all__ = ["NO_DTYPE", "CallSpec", "Plan", "Planner"]
-
 # Collectives whose count is that of one block; there is one block per rank.
 _BLOCKS = {"all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"}
 

@@ -13,16 +13,6 @@ from unisono.backends.api import DeviceBackend, GroupSpec
 from unisono.backends.cpu import CPUBackend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = [
-    "DEFAULT",
-    "BackendConfig",
-    "devices_of",
-    "known_backends",
-    "make_backend",
-    "register_backend",
-    "registered",
-]
-
 Factory = Callable[[GroupSpec, str], DeviceBackend]
 
 

@@ -20,8 +20,6 @@ import numpy as np
 from unisono.base.types import DType, dtype_named, dtype_of_numpy
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["BufferView", "alias_torch", "as_bytes", "device_of", "device_type", "view"]
-
 Array = np.ndarray[Any, Any]
 
 _OBJECTS = "make it an array first; objects have calls of their own, such as all_reduce_object"

@@ -11,8 +11,6 @@ from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 from unisono.errors import ClosedError
 
-__all__ = ["Completion", "Source"]
-
 _log = get_logger("base.completion")
 
 _forks = 0

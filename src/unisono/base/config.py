@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["VARIABLES", "Variable", "environ", "get", "get_flag", "get_float", "get_int"]
-
 
 class Variable(NamedTuple):
     """One environment variable: its default and what it does."""

@@ -8,8 +8,6 @@ from datetime import timedelta
 
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 
-__all__ = ["Deadline", "Timeout", "to_seconds"]
-
 Timeout = float | int | timedelta
 """A duration given by a user: seconds, or a timedelta."""
 

@@ -6,8 +6,6 @@ import os
 from importlib import import_module
 from typing import Any
 
-__all__ = ["extension", "why_absent"]
-
 _NAME = "unisono._engine"
 _STALE = (
     "the extension module was built from other sources than these: rebuild it with `make native`, "

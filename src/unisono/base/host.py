@@ -7,15 +7,6 @@ import os
 import resource
 import sys
 
-__all__ = [
-    "GUARD_HINT",
-    "is_importing_main",
-    "read_text",
-    "reason_of",
-    "stat_fields",
-    "usable_cores",
-]
-
 GUARD_HINT = (
     "a process that multiprocessing starts runs the parent's script to find the function; put code "
     'that it must not run again below `if __name__ == "__main__":`'

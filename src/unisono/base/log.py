@@ -15,8 +15,6 @@ import threading
 from unisono.base import config
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["get_logger", "log_once"]
-
 _logged: set[tuple[object, ...]] = set()
 _logged_lock = threading.Lock()
 

@@ -13,8 +13,6 @@ import uuid
 
 from unisono.base.host import stat_fields
 
-__all__ = ["Life", "describe", "is_dead", "life_of", "new_user"]
-
 _FIELDS = 5
 # Joins the fields of a name. It must be valid in file names, because a name is part of them.
 _JOINT = "~"

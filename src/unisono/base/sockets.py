@@ -17,19 +17,6 @@ from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
 from unisono.errors import InvalidArgumentError, StoreConnectionError
 
-__all__ = [
-    "CONNECT_S",
-    "STAGGER_S",
-    "begin_call",
-    "connect",
-    "format_address",
-    "is_local",
-    "is_loopback",
-    "listen",
-    "listen_on_fd",
-    "why_not",
-]
-
 CONNECT_S = 3.0
 """Seconds to wait for a silent address if there are others. A host behind a firewall that drops
 packets would otherwise take the kernel's 2 minutes."""

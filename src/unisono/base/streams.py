@@ -31,17 +31,6 @@ from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError, CollectiveTimeoutError, UsageError
 
-__all__ = [
-    "Event",
-    "Stream",
-    "current_stream",
-    "default_stream",
-    "explicit_stream",
-    "on_host",
-    "stream",
-    "stream_variable",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,19 +12,6 @@ import numpy as np
 
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
-__all__ = [
-    "DType",
-    "RedOpType",
-    "ReduceOp",
-    "all_dtypes",
-    "code_of",
-    "dtype_named",
-    "dtype_of_code",
-    "dtype_of_numpy",
-    "reduce_ops_of",
-    "require_reducible",
-]
-
 
 class RedOpType(enum.IntEnum):
     """The reduce operations, numbered as in torch.distributed 2.13."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Worker"]
-
 
 class Worker:
     """Runs a function on one thread, which `start` starts.

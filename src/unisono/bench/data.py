@@ -8,8 +8,6 @@ import numpy as np
 
 from unisono.bench.plan import OPS, BenchPlan, Case
 
-__all__ = ["Data"]
-
 Array = np.ndarray[Any, Any]
 
 # A prime, so that no two blocks or chunks of a message start at the same place of the pattern.

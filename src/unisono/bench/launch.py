@@ -29,8 +29,6 @@ from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 from unisono.testing.hosts import Host, Network, why_no_hosts
 
-__all__ = ["check_installed", "run_ranks"]
-
 _MODULES = {"gloo": ("torch",), "mpi": ("mpi4py",), "plot": ("matplotlib",)}
 _EXTRAS = {"gloo": "torch", "mpi": "bench", "plot": "plot"}
 _POLL_S = 0.5

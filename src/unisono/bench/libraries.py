@@ -22,8 +22,6 @@ from unisono.errors import LaunchError, UnsupportedError
 from unisono.groups.operations import OPS
 from unisono.stores import PrefixStore, TCPStore
 
-__all__ = ["Library", "TimedCall", "mpi_rank", "open_library"]
-
 TimedCall = Callable[[], object]
 
 

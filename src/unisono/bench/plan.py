@@ -15,20 +15,6 @@ from typing import Any
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = [
-    "DTYPES",
-    "OPS",
-    "PEERS",
-    "REDOPS",
-    "BenchPlan",
-    "Case",
-    "Loop",
-    "OpTraits",
-    "Sizes",
-    "cases",
-    "parse_nbytes",
-]
-
 PEERS = ("gloo", "mpi")
 
 REDOPS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}

@@ -9,8 +9,6 @@ from typing import Any
 from unisono.bench.report import bandwidths
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["plot"]
-
 # Okabe and Ito's colours, which colour-blind readers can distinguish; the marks differ, too.
 _STYLES = {
     "unisono": {"color": "#0072B2", "marker": "o", "linewidth": 2.2, "zorder": 3},

@@ -15,8 +15,6 @@ from unisono.base.config import environ
 from unisono.base.host import read_text, usable_cores
 from unisono.bench.plan import OPS, BenchPlan
 
-__all__ = ["Table", "bandwidths", "document", "machine", "ratio", "summary"]
-
 Row = dict[str, Any]
 
 

@@ -32,8 +32,6 @@ from unisono.launcher.environment import LOOPBACK
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 
-__all__ = ["MAX_ITERS", "QUEUE", "ROUND_S", "calibrated", "work", "worker_command"]
-
 QUEUE = "bench/messages"
 """Key of the queue in the store into which the ranks push JSON for the command."""
 

@@ -11,8 +11,6 @@ from unisono.backends import registry
 from unisono.backends.api import DeviceBackend, GroupSpec
 from unisono.errors import ArgumentTypeError
 
-__all__ = ["Backend"]
-
 
 class _Names(type):
     """Tables that follow the registry, and torch's constants for what is registered later."""

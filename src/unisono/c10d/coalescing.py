@@ -26,8 +26,6 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
 from unisono.groups.world import require_group
 
-__all__ = ["CoalescingManager", "coalescing_manager"]
-
 
 class CoalescingManager:
     """Holds the works of a block of coalesced calls, to be waited for after the block."""

@@ -23,32 +23,6 @@ from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
 from unisono.groups.world import member_group
 
-__all__ = [
-    "_all_gather_base",
-    "_reduce_scatter_base",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "group_rank_of",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "reporting_bad_arguments",
-    "root_of",
-    "scan",
-    "scatter",
-]
-
 
 def group_rank_of(
     group: ProcessGroup,

@@ -19,15 +19,6 @@ from unisono.c10d.queries import get_rank
 from unisono.errors import InvalidArgumentError, UnisonoError
 from unisono.groups.world import current
 
-__all__ = [
-    "DebugLevel",
-    "breakpoint",
-    "get_debug_level",
-    "record_comm",
-    "set_debug_level",
-    "set_debug_level_from_env",
-]
-
 _log = get_logger("c10d.debug")
 
 

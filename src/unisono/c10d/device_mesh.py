@@ -31,8 +31,6 @@ from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import current
 
-__all__ = ["DeviceMesh", "init_device_mesh"]
-
 Ranks = np.ndarray[Any, np.dtype[np.int64]]
 Override = tuple[str | None, Any]
 

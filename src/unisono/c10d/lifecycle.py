@@ -26,8 +26,6 @@ from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store
 
-__all__ = ["destroy_process_group", "init_process_group"]
-
 
 def init_process_group(
     backend: str | None = None,

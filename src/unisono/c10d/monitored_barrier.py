@@ -20,8 +20,6 @@ from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, Uniso
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import member_group
 
-__all__ = ["monitored_barrier"]
-
 # Tags that users do not have: one per barrier, so that a rank that is late for a barrier is not
 # counted in the next.
 _FIRST_TAG = 2**62

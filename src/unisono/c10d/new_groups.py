@@ -31,16 +31,6 @@ from unisono.groups.process_group import ProcessGroup, group_timeout_s
 from unisono.groups.world import GroupMember, current, require_group
 from unisono.stores import PrefixStore
 
-__all__ = [
-    "SHRINK_ABORT",
-    "SHRINK_DEFAULT",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-]
-
 SHRINK_DEFAULT = 0
 """For `shrink_group`: the old group's calls of this rank end when that group is closed."""
 SHRINK_ABORT = 1

@@ -16,21 +16,6 @@ from unisono.errors import CommunicationError, NetworkError, StoreError, Unisono
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
 
-__all__ = [
-    "DistBackendError",
-    "DistError",
-    "DistNetworkError",
-    "DistStoreError",
-    "GroupName",
-    "RankType",
-    "_coalescing_manager",
-    "_get_process_group_name",
-    "_make_nccl_premul_sum",
-    "_rank_not_in_group",
-    "default_pg_timeout",
-    "reduce_op",
-]
-
 _coalescing_manager = coalescing_manager
 
 reduce_op = ReduceOp

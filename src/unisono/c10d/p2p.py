@@ -15,8 +15,6 @@ from unisono.groups.operations import repeatable
 from unisono.groups.work import Work
 from unisono.groups.world import member_group, resolve
 
-__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
-
 
 def isend(
     tensor: Any,

@@ -19,8 +19,6 @@ from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.groups.world import member_group
 
-__all__ = ["should_stop"]
-
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
 _asked = threading.Event()

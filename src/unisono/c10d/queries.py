@@ -17,29 +17,6 @@ from unisono.groups.operations import as_integer
 from unisono.groups.world import current, require_group, resolve
 from unisono.rendezvous.launchers import find_place
 
-__all__ = [
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-    "supports_complex",
-]
-
 
 def is_initialized() -> bool:
     """Whether there is a default group."""

@@ -13,8 +13,6 @@ from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Size
 from unisono.cli.flags import checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["add_command"]
-
 _DESCRIPTION = """\
 Measure operations over a range of sizes, with nccl-tests' flags, columns and bandwidths.
 

@@ -9,8 +9,6 @@ from typing import Any
 from unisono.base.config import environ
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["PREFIXES", "add_flag", "checked", "non_negative", "positive", "seconds"]
-
 PREFIXES = ("UNISONO_", "PET_")
 """Prefixes of variables that set a flag's default, such as UNISONO_MAX_RESTARTS=3.
 

@@ -13,8 +13,6 @@ from unisono.cli import bench
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code.

@@ -19,16 +19,6 @@ from unisono.errors import ClosedError, Context
 from unisono.schedules import Layout, Program, Schedule, lower
 from unisono.transports import Transport
 
-__all__ = [
-    "Call",
-    "Communicator",
-    "Engine",
-    "Exchange",
-    "Task",
-    "fingerprint_of",
-    "name_ranks",
-]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Memory", "adjacent", "are_even", "concatenated", "copy_back"]
-
 Array = np.ndarray[Any, Any]
 
 Memory = Array | list[Array] | None

@@ -18,8 +18,6 @@ from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.transports.native_messages import NativeMessages
 
-__all__ = ["EngineInfo", "engine_info", "make_engine"]
-
 _log = get_logger("engines")
 
 _SLOW = "collectives run on the reference engine, in Python, which is slow: %s"

@@ -28,20 +28,6 @@ from unisono.transports import Cancelled, LinkDown, MessageMismatch
 from unisono.transports.control import Question
 from unisono.transports.messages import CallStatus, Failure, Unreached
 
-__all__ = [
-    "LATE_S",
-    "Expired",
-    "MessageCall",
-    "already_broken_error",
-    "break_group",
-    "broken_group_error",
-    "message_error",
-    "mismatch_error",
-    "status_of_code",
-    "takes_no_part",
-    "to_failure",
-]
-
 LATE_S = 2.0
 """How long before its deadline a waiting call asks the other ranks for their last call.
 

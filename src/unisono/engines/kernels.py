@@ -12,8 +12,6 @@ import numpy as np
 
 from unisono.base.types import DType, RedOpType, ReduceOp
 
-__all__ = ["divide", "reduce_into", "scale"]
-
 Array = np.ndarray[Any, Any]
 
 _UFUNCS: dict[RedOpType, np.ufunc] = {

@@ -44,8 +44,6 @@ from unisono.schedules import (
 from unisono.transports.control import Question
 from unisono.transports.messages import CallStatus, Failure
 
-__all__ = ["NativeEngine", "is_native_built"]
-
 _log = get_logger("engines.native")
 
 Array = np.ndarray[Any, Any]

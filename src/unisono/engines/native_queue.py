@@ -25,8 +25,6 @@ from unisono.engines.queue import OrderedEngine
 from unisono.errors import ClosedError
 from unisono.transports.messages import CallStatus
 
-__all__ = ["QueueEngine"]
-
 _FOREVER_S = 4e9
 
 

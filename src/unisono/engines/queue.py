@@ -25,8 +25,6 @@ from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
 from unisono.transports import LinkDown
 from unisono.transports.messages import Failure
 
-__all__ = ["OrderedEngine"]
-
 # How long close() waits for a call that it has aborted, and for running callbacks.
 _CLOSE_S = 10.0
 

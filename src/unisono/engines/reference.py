@@ -31,8 +31,6 @@ from unisono.transports import Key, LinkDown, Transfer
 from unisono.transports.control import Question
 from unisono.transports.messages import Failure, Kind
 
-__all__ = ["ReferenceEngine", "Run"]
-
 Array = np.ndarray[Any, Any]
 
 _AGREEMENT = struct.Struct("<QQ")

@@ -21,8 +21,6 @@ from typing import Any, TypeVar, cast
 
 from unisono.base.extension import extension as native
 
-__all__ = ["repeat_in_cpp", "resume", "set_default", "set_world", "suspend"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _KINDS = {

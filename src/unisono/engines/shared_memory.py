@@ -24,8 +24,6 @@ from unisono.base.log import get_logger, log_once
 from unisono.engines.api import Communicator
 from unisono.engines.reference import Run
 
-__all__ = ["SLOT_BYTES", "host_id", "memory_kind", "share_memory"]
-
 _log = get_logger("engines.native")
 
 SLOT_BYTES = 512 * 1024

@@ -34,22 +34,6 @@ from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.work import Work
 from unisono.stores import Store
 
-__all__ = [
-    "AllToAllOptions",
-    "AllgatherOptions",
-    "AllreduceCoalescedOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "C10dNames",
-    "GatherOptions",
-    "ReduceOptions",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "add_c10d_methods",
-    "call_c10d_form",
-]
-
 _GROUP_DEFAULT = timedelta(milliseconds=-1)
 
 

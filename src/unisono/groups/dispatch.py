@@ -16,8 +16,6 @@ from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.groups.protocols import GroupView
 
-__all__ = ["Dispatcher", "Kernel", "backend_of", "dispatcher"]
-
 Kernel = Callable[..., Pending]
 """Called as kernel(group, device, *arguments, options)."""
 

@@ -32,17 +32,6 @@ from unisono.engines.repeat import repeat_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.protocols import GroupView
 
-__all__ = [
-    "CHECKS",
-    "OPS",
-    "OpSchema",
-    "as_integer",
-    "list_on_root",
-    "one_each",
-    "repeatable",
-    "schema_of",
-]
-
 Checked = tuple[Any, tuple[Any, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -15,8 +15,6 @@ from types import FrameType
 from unisono.errors import Context, UsageError
 from unisono.groups.protocols import GroupView
 
-__all__ = ["concurrent_call_error"]
-
 
 def concurrent_call_error(group: GroupView, op: str, other_thread: int) -> UsageError:
     """Return the error of a call that overlaps a call of another thread; names both call sites.

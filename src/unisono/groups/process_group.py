@@ -33,8 +33,6 @@ from unisono.groups.stream_queue import StreamQueue
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
 
-__all__ = ["ProcessGroup", "group_timeout_s"]
-
 # Errors raised before a call is submitted. The other ranks are already waiting in the call.
 _ARGUMENT_ERRORS = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
 

@@ -11,8 +11,6 @@ from typing import Any, Protocol
 
 from unisono.backends import DeviceBackend
 
-__all__ = ["GroupView"]
-
 
 class GroupView(Protocol):
     """A process group, as its helpers see it; see `ProcessGroup` for the meaning."""

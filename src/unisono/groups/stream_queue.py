@@ -20,8 +20,6 @@ from unisono.base.streams import Stream, current_stream
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
 from unisono.groups.protocols import GroupView
 
-__all__ = ["StreamCall", "StreamQueue"]
-
 _P2P = ("send", "recv", "recv_any_source")
 
 

@@ -20,8 +20,6 @@ from unisono.errors import (
     UsageError,
 )
 
-__all__ = ["Future", "Work", "collect_all", "wait_all", "wait_any"]
-
 _log = get_logger("groups.work")
 
 

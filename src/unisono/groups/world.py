@@ -29,19 +29,6 @@ from unisono.errors import (
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
-__all__ = [
-    "GroupMember",
-    "World",
-    "at_exit",
-    "current",
-    "group",
-    "member_group",
-    "process_world",
-    "require_group",
-    "resolve",
-    "use",
-]
-
 
 class World:
     """One default group, and the groups made from it, by key."""

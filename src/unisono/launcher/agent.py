@@ -43,8 +43,6 @@ from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
 from unisono.stores import FileStore, HashStore, Store
 
-__all__ = ["Agent"]
-
 _DRAIN_S = 60.0
 _REPORT_S = 10.0
 _PATIENCE_S = 5.0

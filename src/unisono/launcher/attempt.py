@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from unisono.base.config import environ
 from unisono.launcher.environment import ERROR_FILE_VARIABLE, Place, worker_environment
-from unisono.launcher.output.files import Output, WorkerName
+from unisono.launcher.output.console import WorkerName
+from unisono.launcher.output.files import Output
 from unisono.launcher.output.reader import WorkerStream
 from unisono.launcher.report import ExitLog, WorkerFailure, error_text
 from unisono.launcher.signals import Signals
@@ -26,8 +27,6 @@ from unisono.launcher.workers.oom import OomWatch
 from unisono.launcher.workers.warm import WarmWorkers
 from unisono.launcher.workers.worker import Worker
 from unisono.launcher.workers.worker_group import WorkerGroup
-
-__all__ = ["Attempt", "AttemptResult", "LaunchResources"]
 
 _POLL_S = 0.05
 _TAIL_WAIT_S = 0.2

@@ -10,14 +10,6 @@ from unisono.errors import LaunchError
 from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
 
-__all__ = [
-    "ERROR_FILE_VARIABLE",
-    "LOOPBACK",
-    "Place",
-    "new_launch_id",
-    "worker_environment",
-]
-
 LOOPBACK = "127.0.0.1"
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"

@@ -24,8 +24,6 @@ from unisono.launcher.report import signal_name
 from unisono.launcher.signals import PASSED_ON
 from unisono.launcher.workers.descendants import Descendants
 
-__all__ = ["fork_launcher"]
-
 _KILL_TIMEOUT_S = 10.0
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.spawn import SpawnContext, check_start
 
-__all__ = ["launch"]
-
 
 def launch(
     fn: Callable[..., Any],

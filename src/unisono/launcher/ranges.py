@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from unisono.errors import InvalidArgumentError
 
-__all__ = ["format_ranges", "parse_ranges"]
-
 
 def parse_ranges(text: str) -> list[int]:
     """Return the numbers of a list such as "0-3,8"; an empty list for an empty text.

@@ -18,22 +18,6 @@ from typing import Any
 
 from unisono.base.deadline import Deadline
 
-__all__ = [
-    "SETTLE_S",
-    "ExitLog",
-    "WorkerFailure",
-    "error_document",
-    "error_text",
-    "exception_line",
-    "exit_status",
-    "extract_traceback",
-    "is_consequence",
-    "leavers",
-    "render",
-    "root_cause_first",
-    "signal_name",
-]
-
 SETTLE_S = 1.0
 """How long to wait for the original failure after a failure that only reports a lost peer."""
 

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Collection
 from typing import Self
 
-__all__ = ["ENDING", "PASSED_ON", "Signals"]
-
 ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 """Signals that end the launch, unless the user names others."""
 

@@ -37,8 +37,6 @@ from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 
-__all__ = ["SpawnContext", "check_start", "spawn"]
-
 _START_METHODS = ("spawn", "fork", "forkserver")
 _POLL_S = 0.5
 _KILL_TIMEOUT_S = 10.0

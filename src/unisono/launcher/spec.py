@@ -12,8 +12,6 @@ from unisono.launcher.signals import ENDING
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
-__all__ = ["GRACE_S", "LaunchResult", "LaunchSpec", "Meeting", "as_document"]
-
 GRACE_S = 5.0
 """Default time between SIGTERM and SIGKILL.
 

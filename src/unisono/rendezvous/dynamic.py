@@ -44,8 +44,6 @@ from unisono.rendezvous.state import (
 from unisono.rendezvous.transitions import apply
 from unisono.stores import HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["DynamicRendezvous", "Order", "WorkerStore", "WorkerWorld"]
-
 _LOG = get_logger("rendezvous")
 _PREFIX = "unisono/rendezvous/"
 _STATE = "state"

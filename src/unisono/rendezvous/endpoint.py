@@ -11,8 +11,6 @@ from unisono.errors import RendezvousError, StoreConnectionError, StoreTimeoutEr
 from unisono.rendezvous.url import check_port
 from unisono.stores import Store, TCPStore
 
-__all__ = ["DEFAULT_PORT", "is_local", "open_endpoint", "own_address", "parse_endpoint"]
-
 DEFAULT_PORT = 29400
 """Port of an endpoint without a port, the same as torchrun's."""
 

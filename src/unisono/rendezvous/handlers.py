@@ -23,8 +23,6 @@ from unisono.rendezvous.url import (
 )
 from unisono.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["env_handler", "file_handler", "once", "tcp_handler"]
-
 _RANKS = {"rank", "world_size"}
 _Met = Iterator[tuple[Store, int, int]]
 _WORLD = "unisono/world"

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from unisono.errors import RendezvousError
 from unisono.rendezvous.url import parse_integer, ranks_of
 
-__all__ = ["GIVEN", "LAUNCHERS", "Launcher", "LauncherPlace", "find_place", "is_alone", "job_of"]
-
 Names = tuple[str, ...]
 
 GIVEN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

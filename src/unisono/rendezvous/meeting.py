@@ -22,8 +22,6 @@ from unisono.errors import RendezvousError
 from unisono.rendezvous.launchers import LauncherPlace
 from unisono.stores import FileStore, PrefixStore, Store, TCPStore
 
-__all__ = ["first_host", "job_port", "open_store"]
-
 _KUBERNETES_PORT = 29500
 # Below the ephemeral ports of Linux (32768 and above).
 _FIRST_PORT, _PORTS = 16384, 16384

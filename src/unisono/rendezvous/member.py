@@ -27,8 +27,6 @@ from unisono.rendezvous.state import (
     rival_of,
 )
 
-__all__ = ["Action", "End", "Member", "Start", "Stop", "Timing", "decide", "observe", "stopped"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:

@@ -12,8 +12,6 @@ from unisono.rendezvous import handlers, services
 from unisono.rendezvous.url import parse_query
 from unisono.stores import Store
 
-__all__ = ["Handler", "register_rendezvous_handler", "rendezvous"]
-
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 """handler(url, timeout=..., **options) yields (store, rank, world_size), once per rendezvous."""
 

@@ -15,8 +15,6 @@ from unisono.rendezvous.launchers import job_of
 from unisono.rendezvous.url import parse_integer, parse_query, rank_and_size
 from unisono.stores import Store
 
-__all__ = ["SCHEMES", "open_service", "service_handler", "service_host"]
-
 _PREFIX = "unisono"
 _OURS = {"rank", "world_size", "run_id"}
 _REDIS_PORT, _ETCD_PORT = 6379, 2379

@@ -13,25 +13,6 @@ from typing import Any
 
 from unisono.errors import RendezvousError
 
-__all__ = [
-    "Cause",
-    "Event",
-    "Failed",
-    "Join",
-    "LastCall",
-    "Left",
-    "Limits",
-    "Lost",
-    "Node",
-    "Phase",
-    "State",
-    "Succeeded",
-    "dumps",
-    "loads",
-    "rank_taken",
-    "rival_of",
-]
-
 
 class Phase(StrEnum):
     """The phase of a job."""

@@ -42,8 +42,6 @@ from unisono.rendezvous.state import (
     rival_of,
 )
 
-__all__ = ["apply"]
-
 
 def apply(state: State, event: Event) -> State:
     """Return the state after an event; the same object if the event changes nothing.

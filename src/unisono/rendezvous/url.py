@@ -7,17 +7,6 @@ from urllib.parse import urlsplit
 from unisono.base.log import get_logger
 from unisono.errors import RendezvousError
 
-__all__ = [
-    "check_port",
-    "host_and_port",
-    "parse_integer",
-    "parse_query",
-    "rank_and_size",
-    "ranks_of",
-    "warn_unknown",
-]
-
-
 _LOG = get_logger("rendezvous")
 _MAX_PORT = 65535
 

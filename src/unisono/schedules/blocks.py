@@ -7,8 +7,6 @@ from typing import Any
 
 from unisono.schedules.ir import Buf, Exchange, IntArray, Local, Schedule, copy
 
-__all__ = ["block_schedule"]
-
 
 def block_schedule(
     collective: str,

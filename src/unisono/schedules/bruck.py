@@ -17,8 +17,6 @@ import numpy as np
 from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, send
 
-__all__ = ["all_gather", "all_to_all"]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 
 

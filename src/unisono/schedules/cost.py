@@ -9,8 +9,6 @@ import numpy as np
 
 from unisono.schedules.ir import IntArray, Op, Schedule
 
-__all__ = ["Cost", "cost"]
-
 
 @dataclass(frozen=True)
 class Cost:

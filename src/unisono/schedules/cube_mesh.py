@@ -13,8 +13,6 @@ from collections.abc import Iterable
 from unisono.schedules.ir import Buf, IntArray, Schedule, post, read_reduce
 from unisono.schedules.one_shot import reduce_in_rank_order
 
-__all__ = ["QUAD", "RANKS", "all_reduce"]
-
 OUTPUT = Buf.OUTPUT
 RANKS = 8
 QUAD = 4

@@ -16,8 +16,6 @@ import numpy as np
 from unisono.schedules.ir import IntArray, Schedule
 from unisono.schedules.pipeline import Tree, tree_schedule
 
-__all__ = ["all_reduce", "broadcast", "double_tree", "reduce"]
-
 
 def all_reduce(p: int, pipeline: int) -> Schedule:
     """Reduce up both trees and broadcast down them, with `pipeline` chunks per tree.

@@ -18,8 +18,6 @@ import numpy as np
 
 from unisono.schedules.ir import BoolArray, Buf, Exchange, IntArray, recv, recv_reduce, send
 
-__all__ = ["Fold", "with_fold"]
-
 
 @dataclass(frozen=True)
 class Fold:

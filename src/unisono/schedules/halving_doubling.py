@@ -30,8 +30,6 @@ from unisono.schedules.ir import (
 )
 from unisono.schedules.pipeline import binomial_level
 
-__all__ = ["all_reduce", "broadcast", "reduce", "reduce_scatter"]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "halving_doubling"
 

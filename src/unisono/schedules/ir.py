@@ -46,31 +46,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "BLOCK_COLLECTIVES",
-    "COLLECTIVES",
-    "REDUCING",
-    "ROOTED",
-    "VECTOR_COLLECTIVES",
-    "BoolArray",
-    "Buf",
-    "Exchange",
-    "IntArray",
-    "Local",
-    "Op",
-    "Schedule",
-    "ceil_log2",
-    "copy",
-    "is_power_of_two",
-    "post",
-    "read",
-    "read_reduce",
-    "recv",
-    "recv_reduce",
-    "reduce",
-    "send",
-]
-
 # Written out, because importing numpy.typing costs more than the rest of this package.
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]

@@ -28,8 +28,6 @@ import numpy as np
 from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import VECTOR_COLLECTIVES, Buf, IntArray, Schedule
 
-__all__ = ["Layout", "buffer_bounds", "buffer_ends", "layout_for"]
-
 # The split lists that a collective takes. A list that it does not take follows from the other.
 _SPLITS = {
     "all_gather": ("out_splits",),

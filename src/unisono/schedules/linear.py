@@ -19,18 +19,6 @@ import numpy as np
 from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, recv, recv_reduce, send
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
-
 INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
 
 

@@ -20,20 +20,6 @@ from unisono.schedules import linear
 from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy, post, read, read_reduce, reduce
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "others",
-    "reduce_in_rank_order",
-    "reduce_scatter",
-    "reduce_to_root",
-    "scatter",
-]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "one_shot"
 

@@ -24,8 +24,6 @@ from unisono.errors import InvalidArgumentError
 from unisono.schedules.ir import COLLECTIVES
 from unisono.schedules.registry import ALGORITHMS
 
-__all__ = ["EVERY", "Permission", "parse_override"]
-
 EVERY = "*"  # the key of the entry without a collective
 
 _HINT = "UNISONO_ALGO has NCCL_ALGO's grammar, e.g. 'ring' or 'ring,tree;broadcast:^linear'"

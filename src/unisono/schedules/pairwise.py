@@ -23,8 +23,6 @@ from unisono.schedules.ir import (
     send,
 )
 
-__all__ = ["all_to_all", "reduce_scatter"]
-
 INPUT, OUTPUT = Buf.INPUT, Buf.OUTPUT
 
 

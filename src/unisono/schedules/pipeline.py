@@ -13,8 +13,6 @@ import numpy as np
 
 from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule, recv, recv_reduce, send
 
-__all__ = ["Tree", "binomial_level", "tree_schedule"]
-
 
 @dataclass(frozen=True, eq=False)
 class Tree:

@@ -12,8 +12,6 @@ from unisono.errors import ScheduleError
 from unisono.schedules.ir import BoolArray, Buf, IntArray, Schedule
 from unisono.schedules.layout import Layout, buffer_bounds, buffer_ends, layout_for
 
-__all__ = ["Program", "lower"]
-
 _RANK, _OP, _PEER, _SRC_BUF, _SRC, _DST_BUF, _DST, _N = range(8)
 
 

@@ -25,8 +25,6 @@ from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read
 from unisono.schedules.one_shot import others, reduce_in_rank_order
 from unisono.schedules.two_shot import in_two_shots
 
-__all__ = ["all_reduce", "reduce", "reduce_scatter"]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "rank_order"
 

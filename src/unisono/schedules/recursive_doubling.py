@@ -17,8 +17,6 @@ from unisono.schedules.blocks import block_schedule
 from unisono.schedules.fold import Fold, with_fold
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, recv, recv_reduce, send
 
-__all__ = ["all_gather", "all_reduce", "barrier"]
-
 OUTPUT = Buf.OUTPUT
 
 

@@ -25,8 +25,6 @@ from unisono.schedules import (
 )
 from unisono.schedules.ir import COLLECTIVES, REDUCING, ROOTED, Schedule, is_power_of_two
 
-__all__ = ["ALGORITHMS", "Entry", "available", "build", "entry"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -20,8 +20,6 @@ from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, tree_schedule
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 
 

@@ -16,8 +16,6 @@ from collections.abc import Iterable
 from unisono.schedules import ir
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
 
-__all__ = ["exscan_chain", "exscan_doubling", "scan_chain", "scan_doubling"]
-
 OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
 

@@ -14,8 +14,6 @@ from unisono.schedules.ir import REDUCING, is_power_of_two
 from unisono.schedules.override import EVERY, parse_override
 from unisono.schedules.registry import available, entry
 
-__all__ = ["Choice", "Topology", "select"]
-
 KIB = 1024
 # Bytes per chunk of a pipeline. Smaller: the latency of a message is no longer hidden. Larger: a
 # chunk does not stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.

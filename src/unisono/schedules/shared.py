@@ -22,8 +22,6 @@ from unisono.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.schedules.layout import buffer_bounds, buffer_ends, layout_for
 from unisono.schedules.program import Program, lower
 
-__all__ = ["ALIGN", "PIECE_BYTES", "SharedProgram", "lower_shared"]
-
 # Posts begin at multiples of this number of elements, and so at a cache line for any element type.
 ALIGN = 64
 

@@ -18,16 +18,6 @@ from unisono.schedules.blocks import block_schedule
 from unisono.schedules.ir import Buf, IntArray, Schedule, ceil_log2, copy, recv, recv_reduce, send
 from unisono.schedules.pipeline import Tree, binomial_level, tree_schedule
 
-__all__ = [
-    "all_reduce",
-    "binomial_broadcast",
-    "binomial_gather",
-    "binomial_reduce",
-    "binomial_scatter",
-    "broadcast",
-    "reduce",
-]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 
 

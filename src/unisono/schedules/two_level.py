@@ -29,8 +29,6 @@ from unisono.schedules.ir import (
     send,
 )
 
-__all__ = ["all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"]
-
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "two_level"
 

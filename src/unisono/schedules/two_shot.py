@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable
 from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
 from unisono.schedules.one_shot import others
 
-__all__ = ["all_reduce", "in_two_shots", "reduce"]
-
 OUTPUT, SCRATCH = Buf.OUTPUT, Buf.SCRATCH
 
 

@@ -14,8 +14,6 @@ from unisono.schedules.ir import Buf, IntArray, Op
 from unisono.schedules.program import Program
 from unisono.schedules.shared import ALIGN, PIECE_BYTES, SharedProgram
 
-__all__ = ["lower_uneven"]
-
 
 def lower_uneven(
     messages: Program, counts: IntArray, rank: int, itemsize: int, slot_bytes: int

@@ -22,8 +22,6 @@ import numpy as np
 from unisono.errors import Context, ScheduleError
 from unisono.schedules.ir import REDUCING, VECTOR_COLLECTIVES, Buf, Op, Schedule
 
-__all__ = ["verify"]
-
 _PUTS = (Op.SEND, Op.POST)
 _LOCAL = (Op.COPY, Op.REDUCE)
 _TAKES = (Op.RECV, Op.RECV_REDUCE, Op.READ, Op.READ_REDUCE)

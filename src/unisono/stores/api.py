@@ -16,22 +16,6 @@ from unisono.errors import (
     UnsupportedError,
 )
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "INT64_MAX",
-    "INT64_MIN",
-    "Store",
-    "Value",
-    "barrier_timeout",
-    "check_integer",
-    "check_key",
-    "check_keys",
-    "check_value",
-    "check_world_size",
-    "keys_timeout",
-    "list_names",
-]
-
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 

@@ -12,8 +12,6 @@ from unisono.stores.api import DEFAULT_TIMEOUT
 from unisono.stores.table import Change, Table
 from unisono.stores.table_store import T, TableStore
 
-__all__ = ["HashStore"]
-
 
 class HashStore(TableStore):
     """Keys and values in the memory of this process, shared by its threads.

@@ -9,8 +9,6 @@ from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
 from unisono.stores.api import Store, Value, check_key, check_keys
 
-__all__ = ["PrefixStore"]
-
 
 class PrefixStore(Store):
     """Key "k" is "<prefix>/k" in the store below, which has the time-out and the connection.

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 from unisono.errors import InvalidArgumentError, StoreKeyError
 from unisono.stores.api import INT64_MAX, INT64_MIN
 
-__all__ = ["Change", "ChangeKind", "Table", "Watch", "checked_sum"]
-
 _INTEGER = re.compile(rb"\s*[+-]?[0-9]+\s*")
 # More than an int64 with padding has. Longer text is refused before int(), which is quadratic.
 _MAX_DIGITS = 64

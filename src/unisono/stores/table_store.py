@@ -22,8 +22,6 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import Change, ChangeKind, Table
 
-__all__ = ["T", "TableStore"]
-
 T = TypeVar("T")
 
 

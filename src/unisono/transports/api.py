@@ -34,8 +34,6 @@ from unisono.transports.messages import (
 )
 from unisono.transports.transfers import Messages, Transfer
 
-__all__ = ["Transport"]
-
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
 _COPY_S = 5.0

@@ -24,8 +24,6 @@ from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.address import local_hosts
 from unisono.transports.tcp.transport import TCPTransport
 
-__all__ = ["connect"]
-
 # How long a rank whose wait has timed out stays for ranks that came later and wait longer. This
 # rank may host the store, and without the store they cannot name the missing ranks.
 _STAY_S = 2.0

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from unisono.base.completion import Completion
 from unisono.transports.messages import CallStatus, Failure
 
-__all__ = ["CallLog", "Failures", "Question", "Questions"]
-
 # How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8

@@ -12,8 +12,6 @@ from unisono.transports.api import Transport
 from unisono.transports.messages import LEFT, Key, Kind, LinkDown
 from unisono.transports.transfers import Transfer
 
-__all__ = ["InprocTransport"]
-
 
 class InprocTransport(Transport):
     """Links between threads, found by a name that travels through the store.

@@ -17,8 +17,6 @@ from collections.abc import Callable
 from unisono.transports.messages import Arrival, LinkDown, MessageMismatch
 from unisono.transports.transfers import Messages, Tag, Transfer
 
-__all__ = ["Mailbox"]
-
 
 class _Slot:
     """The receives or the messages that wait under one (context, tag)."""

@@ -9,19 +9,6 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = [
-    "LEFT",
-    "Arrival",
-    "CallStatus",
-    "Cancelled",
-    "Failure",
-    "Key",
-    "Kind",
-    "LinkDown",
-    "MessageMismatch",
-    "Unreached",
-]
-
 LEFT = "it left: its transport was closed"
 """Reason of a `LinkDown` of a rank that sent a good-bye."""
 

@@ -42,8 +42,6 @@ from unisono.transports.messages import (
 )
 from unisono.transports.transfers import Transfer
 
-__all__ = ["NativeMessages", "NativeTransfer", "tag_of"]
-
 _log = get_logger("transports.native")
 
 Outcome = tuple[int, int, int, int, int]

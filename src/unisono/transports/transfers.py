@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Protocol
 from unisono.base.completion import Completion
 from unisono.transports.messages import Arrival, Key, Kind, LinkDown
 
-__all__ = ["Messages", "Tag", "Transfer"]
-
 Tag = tuple[Kind, int]
 
 

@@ -21,8 +21,6 @@ from unisono.errors import (
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
-__all__ = ["ObjectCall"]
-
 
 class ObjectCall:
     """One object call: a name, a deadline, and packets moved between the ranks of a group.

@@ -34,17 +34,6 @@ from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidAr
 from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.world import member_group
 
-__all__ = [
-    "all_gather_object",
-    "all_reduce_object",
-    "broadcast_object_list",
-    "gather_object",
-    "recv_object_list",
-    "reduce_object",
-    "scatter_object_list",
-    "send_object_list",
-]
-
 Function = Callable[[Any, Any], Any]
 
 

@@ -24,8 +24,6 @@ import numpy as np
 
 from unisono.c10d.objects.serializer import Serializer
 
-__all__ = ["FIRST_BYTES", "Packet"]
-
 Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 FIRST_BYTES = 1024

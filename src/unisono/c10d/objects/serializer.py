@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["PickleSerializer", "Serializer"]
-
 
 @runtime_checkable
 class Serializer(Protocol):

@@ -33,8 +33,6 @@ from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
 from unisono.launcher.workers.cpu_binding import MODES
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
-__all__ = ["add_command"]
-
 _PREFIX = "unisono run: "
 
 _DESCRIPTION = """\

@@ -14,8 +14,6 @@ from unisono.launcher.workers.cpu_binding import Binding
 from unisono.rendezvous.dynamic import WorkerWorld
 from unisono.rendezvous.state import Node
 
-__all__ = ["describe"]
-
 _DECIDED_LATER = ("RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK")
 
 

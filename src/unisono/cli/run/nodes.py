@@ -16,8 +16,6 @@ from unisono.rendezvous.endpoint import parse_endpoint
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
-__all__ = ["add_node_flags", "node_options", "workers_per_node"]
-
 _SERVICES = ("etcd", "redis")
 _BACKENDS = ("static", "c10d", *_SERVICES)
 # torchrun's names for the certificates and the key of a secured etcd.

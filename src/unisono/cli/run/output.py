@@ -12,8 +12,6 @@ from unisono.launcher.output.console import check_prefix
 from unisono.launcher.output.files import DEFAULT_PREFIX, LogOptions, Screen, StdChoice
 from unisono.launcher.ranges import parse_ranges
 
-__all__ = ["add_output_flags", "log_options"]
-
 _FOLD = {"auto": None, "always": True, "never": False}
 _TORCH_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _TORCH_FIELDS = {"role_name": "role", "rank": "rank", "local_rank": "local_rank"}

@@ -11,8 +11,6 @@ from unisono.base.config import environ
 from unisono.cli.flags import add_flag
 from unisono.cli.run.nodes import workers_per_node
 
-__all__ = ["add_program_flags", "worker_commands"]
-
 _COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
 _LOCAL_RANK = "${local_rank}"
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from unisono.base.config import environ
 
-__all__ = ["StatusLine", "make_status_line"]
-
 _UPWARD = re.compile(r"\x1b\[\d*[AF]")
 """Control sequence that moves the cursor up, into lines of other ranks."""
 

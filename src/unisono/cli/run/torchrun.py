@@ -9,8 +9,6 @@ from typing import Any
 from unisono.cli.flags import add_flag
 from unisono.launcher.signals import ENDING
 
-__all__ = ["NUMA_BINDINGS", "add_torchrun_flags"]
-
 NUMA_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
 """Value of `--numa-binding` -> value of `--bind`."""
 

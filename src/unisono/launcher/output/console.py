@@ -13,8 +13,6 @@ from unisono.errors import InvalidArgumentError
 from unisono.launcher.output.reader import TRACEBACK, Sink
 from unisono.launcher.ranges import format_ranges
 
-__all__ = ["HOLD_S", "Console", "Fold", "WorkerName", "check_prefix"]
-
 HOLD_S = 0.1
 """How long a line waits for equal lines of other ranks."""
 

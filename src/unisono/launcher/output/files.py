@@ -26,8 +26,6 @@ from unisono.launcher.output.console import Console, WorkerName, check_prefix
 from unisono.launcher.output.reader import OutputReader, Sink, WorkerStream
 from unisono.launcher.workers.worker import Stdout, Worker
 
-__all__ = ["DEFAULT_PREFIX", "LogOptions", "Output", "Screen", "Std", "StdChoice", "WorkerName"]
-
 DEFAULT_PREFIX = "[rank {rank}] "
 
 

@@ -19,8 +19,6 @@ from typing import IO, Protocol
 from unisono.base.deadline import Deadline
 from unisono.base.log import get_logger
 
-__all__ = ["TRACEBACK", "OutputReader", "Sink", "WorkerStream"]
-
 _log = get_logger("launcher.output")
 
 TRACEBACK = b"Traceback (most recent call last):"

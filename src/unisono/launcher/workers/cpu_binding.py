@@ -16,8 +16,6 @@ from unisono.base.host import read_text
 from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.launcher.ranges import format_ranges, parse_ranges
 
-__all__ = ["MODES", "Binding", "Machine"]
-
 MODES = ("none", "core", "numa", "auto")
 """Values of `--bind`.
 

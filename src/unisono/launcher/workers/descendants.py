@@ -22,8 +22,6 @@ from typing import NamedTuple
 from unisono.base.deadline import Deadline
 from unisono.base.host import stat_fields
 
-__all__ = ["Descendants"]
-
 _PR_SET_CHILD_SUBREAPER = 36
 _PAUSE_S = 0.005
 

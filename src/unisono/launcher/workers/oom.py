@@ -8,8 +8,6 @@ from typing import Self
 
 from unisono.base.host import read_text
 
-__all__ = ["OomWatch"]
-
 _RECORD_BYTES = 8192
 
 

@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
-__all__ = ["is_untouched", "own_sources"]
-
 _PYTHON = re.compile(r"python[0-9.]*$")
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _AT_START = ("sitecustomize", "usercustomize")

@@ -24,8 +24,6 @@ from unisono.errors import LaunchError
 from unisono.launcher.workers import warm_site
 from unisono.launcher.workers.worker import Worker
 
-__all__ = ["FIRST_LOOK_S", "WarmWorkers"]
-
 FIRST_LOOK_S = 2.0
 """How long a job runs before the first half-started worker; until then the job needs the CPUs."""
 

@@ -17,8 +17,6 @@ from typing import IO, AnyStr, Literal
 from unisono.base.host import reason_of
 from unisono.errors import LaunchError
 
-__all__ = ["Stdout", "Worker", "opened", "parent_death_hook"]
-
 Stdout = Literal["inherited", "pipe", "terminal"]
 
 _PR_SET_PDEATHSIG = 1

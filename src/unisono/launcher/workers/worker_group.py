@@ -5,8 +5,6 @@ from __future__ import annotations
 from unisono.base.deadline import Deadline
 from unisono.launcher.workers.worker import Worker
 
-__all__ = ["WorkerGroup"]
-
 
 class WorkerGroup:
     """The workers of one attempt.

@@ -17,8 +17,6 @@ from unisono.base.deadline import Deadline
 from unisono.base.process_identity import describe, is_dead, new_user
 from unisono.errors import StoreError, StoreTimeoutError
 
-__all__ = ["FileLock"]
-
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
 # Most holders release the lock before this; listing the directory earlier would cost more.
 _LOOK_AFTER_S = 0.004

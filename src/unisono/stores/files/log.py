@@ -25,8 +25,6 @@ from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from unisono.stores.files.lock import FileLock
 from unisono.stores.table import Change, ChangeKind
 
-__all__ = ["RecordLog"]
-
 _MAGIC = b"unisono store 2\n"
 _FRAME = struct.Struct("<II")
 _CHANGE = struct.Struct("<BIII")

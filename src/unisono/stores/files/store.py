@@ -19,8 +19,6 @@ from unisono.stores.files.log import RecordLog
 from unisono.stores.table import Change, ChangeKind, Table
 from unisono.stores.table_store import T, TableStore
 
-__all__ = ["FileStore"]
-
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.01
 # Added to the time-out for the lock alone: other processes hold it for a moment at a time.
 _LOCK_GRACE_S = 0.1

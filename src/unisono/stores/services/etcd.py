@@ -12,8 +12,6 @@ from unisono.errors import InvalidArgumentError, StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT
 from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
-__all__ = ["EtcdStore"]
-
 DEFAULT_PORT = 2379
 # etcd's default limit for the operations of a transaction.
 _OPERATIONS = 128

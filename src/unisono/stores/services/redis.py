@@ -11,8 +11,6 @@ from unisono.errors import StoreError
 from unisono.stores.api import DEFAULT_TIMEOUT
 from unisono.stores.services.store import Entry, ServiceStore, Swap, Unreachable, import_client
 
-__all__ = ["RedisStore"]
-
 DEFAULT_PORT = 6379
 # Bounds a request whose reply is lost; a server that is alive answers in microseconds.
 _REPLY_S = 5.0

@@ -40,8 +40,6 @@ from unisono.stores.api import (
 )
 from unisono.stores.table import checked_sum
 
-__all__ = ["Entry", "ServiceStore", "Swap", "Unreachable", "import_client"]
-
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05
 _LENGTH = struct.Struct("<I")

@@ -37,8 +37,6 @@ from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.start import StoreServer, start_server
 from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 
-__all__ = ["TCPStore"]
-
 # torch puts these before user keys, so a torch program on the same server finds our keys.
 _KEY_PREFIX = "/"
 _INIT_KEY = "init/"

@@ -22,8 +22,6 @@ from unisono.stores.tcp.handshake import shake_hands
 from unisono.stores.tcp.link import Request, open_link
 from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_request
 
-__all__ = ["Connection", "ConnectionPool"]
-
 _MAX_IDLE = 4
 _RETRY_S = 0.01
 # A live server answers a cancelled wait within this time. Longer, and a stopped server would hold

@@ -14,8 +14,6 @@ from unisono.stores.tcp.peer_uid import is_foreign
 from unisono.stores.tcp.token import HELLO, NONCE_BYTES, PROOF_BYTES, Answer, is_proof, proof
 from unisono.stores.tcp.wire import MAGIC, Op, encode_request
 
-__all__ = ["shake_hands"]
-
 _OPENING = encode_request(Op.VALIDATE, MAGIC) + bytes([Op.PING])
 
 _REASONS = {

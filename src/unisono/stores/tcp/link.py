@@ -16,8 +16,6 @@ from unisono.stores.tcp.wire import (
     encode_request,
 )
 
-__all__ = ["Link", "PythonLink", "Request", "open_link"]
-
 _READ_BYTES = 256 * 1024
 
 Request = tuple[Any, ...]

@@ -17,8 +17,6 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.stores.tcp.python_server import ServerOptions
 
-__all__ = ["NativeServer", "engine"]
-
 # The same logger as the server in Python has.
 _LOG = get_logger("stores.tcp_server")
 

@@ -7,8 +7,6 @@ import socket
 import struct
 import sys
 
-__all__ = ["is_foreign"]
-
 _SOCK_DIAG = 4
 _REQUEST = 1
 _BY_FAMILY = 20

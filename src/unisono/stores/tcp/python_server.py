@@ -40,8 +40,6 @@ from unisono.stores.tcp.wire import (
     encode_reply,
 )
 
-__all__ = ["PythonServer", "ServerOptions"]
-
 _LOG = get_logger("stores.tcp_server")
 _READ_BYTES = 64 * 1024
 # The server stops reading from a client with this many bytes of unread replies.

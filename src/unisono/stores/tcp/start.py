@@ -9,8 +9,6 @@ from unisono.errors import InvalidArgumentError
 from unisono.stores.tcp.native_server import NativeServer, engine
 from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 
-__all__ = ["StoreServer", "start_server"]
-
 
 class StoreServer(Protocol):
     """A running server of torch's TCPStore protocol."""

@@ -24,8 +24,6 @@ import enum
 import os
 from collections.abc import Callable
 
-__all__ = ["HELLO", "NONCE_BYTES", "PROOF_BYTES", "Answer", "Gate", "Refused", "is_proof", "proof"]
-
 HELLO = b"UNISONO\x01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32

@@ -29,28 +29,6 @@ from typing import Any, NamedTuple
 
 from unisono.errors import InvalidArgumentError, TransportError
 
-__all__ = [
-    "MAGIC",
-    "MAX_KEYS",
-    "MAX_KEY_BYTES",
-    "MAX_REPLY_BYTES",
-    "MAX_REQUEST_BYTES",
-    "MAX_VALUE_BYTES",
-    "NOT_READY",
-    "NO_REPLY",
-    "READY",
-    "STOP_WAITING",
-    "WAIT_CANCELED",
-    "Field",
-    "Op",
-    "ReplyDecoder",
-    "Request",
-    "RequestDecoder",
-    "WireError",
-    "encode_reply",
-    "encode_request",
-]
-
 MAGIC = 0x3C85F7CE
 # torch's limits; a longer key would be refused by its server anyway.
 MAX_KEY_BYTES = 8 * 1024

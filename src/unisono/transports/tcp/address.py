@@ -12,9 +12,6 @@ from typing import NamedTuple
 
 from unisono.errors import TransportError
 
-__all__ = ["TCPAddress", "listen", "local_hosts"]
-
-
 # How often another port is tried if a port is free on the first address only.
 _TRIES = 16
 

@@ -17,8 +17,6 @@ from unisono.transports.tcp.address import TCPAddress
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.wire import ACCEPT, HELLO, Hello
 
-__all__ = ["Dial", "Greeting"]
-
 _log = get_logger("transports.tcp")
 
 # Limit of the wait for a hello. Ranks send it at once; other clients may send nothing.

@@ -11,8 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["READ", "WRITE", "Loop"]
-
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 

@@ -20,8 +20,6 @@ from unisono.transports.messages import Arrival, Key, Kind, LinkDown, MessageMis
 from unisono.transports.tcp.wire import FRAME, Frame
 from unisono.transports.transfers import Transfer
 
-__all__ = ["CHUNK_BYTES", "Link"]
-
 # How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
 

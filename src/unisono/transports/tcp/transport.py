@@ -37,8 +37,6 @@ from unisono.transports.tcp.link import CHUNK_BYTES, Link
 from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
 from unisono.transports.transfers import Transfer
 
-__all__ = ["TCPTransport"]
-
 _log = get_logger("transports.tcp")
 
 # How long close() goes on sending queued frames, and waits for its peers to close as well. A

@@ -12,8 +12,6 @@ from typing import NamedTuple
 from unisono.errors import HandshakeError
 from unisono.transports.messages import Key, Kind
 
-__all__ = ["ACCEPT", "FRAME", "HELLO", "REFUSE", "Frame", "Hello"]
-
 _MAGIC = b"unisono\x00"
 _VERSION = 3
 
