@@ -229,6 +229,8 @@ def test_program_that_cannot_be_started(tmp_path):
         (["--grace", "-1", "s.py"], "must be a number of seconds >= 0, got '-1'"),
         (["--unknown", "s.py"], "unrecognized arguments: --unknown"),
         (["--nproc-per-nde", "2", "s.py"], "(is --nproc-per-node meant?)"),
+        (["--nprocs", "4", "s.py"], "--nprocs (is --nproc-per-node meant?)"),
+        (["--epoch", "4", "s.py"], "unrecognized arguments: --epoch"),
         (["-m", "--no-python", "s.py"], "not allowed with argument"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 
@@ -48,9 +47,14 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     """Return an error text for an argument, with the flag that it resembles, if one does."""
     import difflib  # slow to import, and needed for this error only
 
-    flags = re.findall(r"--[a-z][a-z-]+", parser.format_help())
-    like = difflib.get_close_matches(word.partition("=")[0], flags, n=1)
-    return f"unrecognized arguments: {word}" + "".join(f" (is {flag} meant?)" for flag in like)
+    name = word.partition("=")[0]
+    # argparse has no public list of options, and the help also shows flags of example scripts.
+    flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    # Their starts are compared, so that --nprocs resembles --nproc-per-node.
+    starts = {flag[: len(name)]: flag for flag in reversed(flags) if "_" not in flag}
+    like = difflib.get_close_matches(name, starts, n=1, cutoff=0.75)
+    hint = "".join(f" (is {starts[start]} meant?)" for start in like)
+    return f"unrecognized arguments: {word}{hint}"
 
 
 def _open_closed_streams() -> None:
