@@ -150,7 +150,7 @@ class DynamicRendezvous:
         self._pending: State | None = None
         self._store: PrefixStore | None = None
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._outbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._leaving = False
         self._abandoned = False
         self._thread = threading.Thread(
@@ -161,7 +161,7 @@ class DynamicRendezvous:
     def next_order(self) -> Order | None:
         """Remove and return the oldest order of the outbox, or None."""
         try:
-            return self._outbox.get_nowait()
+            return self._orders.get_nowait()
         except queue.Empty:
             return None
 
@@ -423,5 +423,5 @@ class DynamicRendezvous:
                 store.delete_key(key)
 
     def _put_order(self, order: Order) -> None:
-        self._outbox.put(order)
+        self._orders.put(order)
         self._wake()

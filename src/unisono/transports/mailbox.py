@@ -18,7 +18,7 @@ from unisono.transports.messages import Arrival, LinkDown, MessageMismatch
 from unisono.transports.transfers import Messages, Tag, Transfer
 
 
-class _Slot:
+class _Entry:
     """The receives or the messages that wait under one (context, tag)."""
 
     __slots__ = ("arrivals", "posted")
@@ -33,7 +33,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slots: dict[tuple[int, Tag], _Slot] = {}
+        self._entries: dict[tuple[int, Tag], _Entry] = {}
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, BaseException] = {}
         self._closed: BaseException | None = None
@@ -49,8 +49,8 @@ class Mailbox:
                     self._closed or self._failed.get(transfer.context) or self._down_for(transfer)
                 )
                 if error is None:
-                    slot = self._slots.setdefault((transfer.context, transfer.tag), _Slot())
-                    slot.posted.append(transfer)
+                    entry = self._entries.setdefault((transfer.context, transfer.tag), _Entry())
+                    entry.posted.append(transfer)
                     return
         if arrival is None:
             transfer.finish(error)
@@ -82,7 +82,7 @@ class Mailbox:
             transfer = self._claim(arrival.source, context, tag)
             if transfer is None:
                 if self._closed is None and context not in self._failed:
-                    self._slots.setdefault((context, tag), _Slot()).arrivals.append(arrival)
+                    self._entries.setdefault((context, tag), _Entry()).arrivals.append(arrival)
                 return
         _fill(transfer, arrival)
 
@@ -90,11 +90,11 @@ class Mailbox:
         """Remove a posted receive; return False if a message has matched it already."""
         key = (transfer.context, transfer.tag)
         with self._lock:
-            slot = self._slots.get(key)
-            if slot is None or transfer not in slot.posted:
+            entry = self._entries.get(key)
+            if entry is None or transfer not in entry.posted:
                 return False
-            slot.posted.remove(transfer)
-            self._drop_if_empty(key, slot)
+            entry.posted.remove(transfer)
+            self._drop_if_empty(key, entry)
         return True
 
     def link_down(self, error: LinkDown) -> None:
@@ -142,7 +142,7 @@ class Mailbox:
         with self._lock:
             self._closed = error
             failed = self._take_posted(lambda transfer: True)
-            self._slots.clear()
+            self._entries.clear()
         for transfer in failed:
             transfer.finish(error)
         if self.messages is not None:
@@ -162,50 +162,50 @@ class Mailbox:
         return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
 
     def _claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
-        slot = self._slots.get((context, tag))
-        if slot is None:
+        entry = self._entries.get((context, tag))
+        if entry is None:
             return None
-        for transfer in slot.posted:
+        for transfer in entry.posted:
             if transfer.peer is None or transfer.peer == source:
-                slot.posted.remove(transfer)
-                self._drop_if_empty((context, tag), slot)
+                entry.posted.remove(transfer)
+                self._drop_if_empty((context, tag), entry)
                 transfer.peer = source
                 return transfer
         return None
 
     def _take_arrival(self, transfer: Transfer) -> Arrival | None:
         key = (transfer.context, transfer.tag)
-        slot = self._slots.get(key)
-        if slot is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        for at, arrival in enumerate(slot.arrivals):
+        for at, arrival in enumerate(entry.arrivals):
             if transfer.peer is None or transfer.peer == arrival.source:
                 # Not remove(), because it compares values, that is, the bytes of messages.
-                del slot.arrivals[at]
-                self._drop_if_empty(key, slot)
+                del entry.arrivals[at]
+                self._drop_if_empty(key, entry)
                 transfer.peer = arrival.source
                 return arrival
         return None
 
     def _take_posted(self, wanted: Callable[[Transfer], bool]) -> list[Transfer]:
         taken: list[Transfer] = []
-        for key, slot in list(self._slots.items()):
-            hits = [transfer for transfer in slot.posted if wanted(transfer)]
+        for key, entry in list(self._entries.items()):
+            hits = [transfer for transfer in entry.posted if wanted(transfer)]
             if hits:
-                slot.posted = deque(t for t in slot.posted if not wanted(t))
-                self._drop_if_empty(key, slot)
+                entry.posted = deque(t for t in entry.posted if not wanted(t))
+                self._drop_if_empty(key, entry)
                 taken += hits
         return taken
 
     def _clear_context(self, context: int) -> list[Transfer]:
         failed = self._take_posted(lambda transfer: transfer.context == context)
-        for key in [key for key in self._slots if key[0] == context]:
-            del self._slots[key]
+        for key in [key for key in self._entries if key[0] == context]:
+            del self._entries[key]
         return failed
 
-    def _drop_if_empty(self, key: tuple[int, Tag], slot: _Slot) -> None:
-        if not slot.posted and not slot.arrivals:
-            self._slots.pop(key, None)
+    def _drop_if_empty(self, key: tuple[int, Tag], entry: _Entry) -> None:
+        if not entry.posted and not entry.arrivals:
+            self._entries.pop(key, None)
 
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
