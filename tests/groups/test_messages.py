@@ -100,6 +100,16 @@ WORLD_OF_ONE = {
         "all_reduce() got an unexpected keyword argument 'tiemout' "
         "(known besides its own: async_op, timeout, algorithm, deterministic)",
     ),
+    "keyword that a function of ours has": (
+        lambda: dist.all_reduce(x(), name="a"), ArgumentTypeError,
+        "all_reduce() got an unexpected keyword argument 'name' "
+        "(known besides its own: async_op, timeout, algorithm, deterministic)",
+    ),
+    "keyword that the recorder has": (
+        lambda: coalesced(kind="a"), ArgumentTypeError,
+        "all_reduce_coalesced() got an unexpected keyword argument 'kind' "
+        "(known besides its own: async_op, timeout, algorithm, deterministic)",
+    ),
     "timeout": (
         lambda: dist.barrier(timeout="3"), ArgumentTypeError,
         "barrier: timeout must be seconds (float) or datetime.timedelta, got str",
@@ -305,6 +315,11 @@ NO_WORLD = {
 
 def x(count=2):
     return np.ones(count)
+
+
+def coalesced(**how):
+    with dist._coalescing_manager():
+        dist.all_reduce(x(), **how)
 
 
 def frozen():

@@ -114,7 +114,7 @@ class _Recorder:
     def __init__(self) -> None:
         self._calls: list[_Recorded] = []
 
-    def record(self, kind: str, *arguments: Any, **keywords: Any) -> Work:
+    def record(self, kind: str, /, *arguments: Any, **keywords: Any) -> Work:
         """Record a call of the method `kind` of the group."""
         given: Sequence[Any] = arguments
         names = _NAMES[kind]

@@ -73,7 +73,7 @@ def root_of(
         return group_rank_of(pg, call, global_rank, group_rank, default)
 
 
-def _call(name: str, group: Any, async_op: bool, *arguments: Any, **how: Any) -> Work | None:
+def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
     """Call a method of the group; return its work if `async_op`."""
     if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
