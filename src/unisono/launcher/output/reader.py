@@ -335,7 +335,7 @@ class OutputReader:
     def _register(self, stream: WorkerStream) -> None:
         try:
             self._selector.register(stream.source, selectors.EVENT_READ, stream)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             _log.warning("cannot read the output of a worker: %s", error)
             stream.finish()
             return
