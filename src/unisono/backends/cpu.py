@@ -379,10 +379,8 @@ class CPUBackend(DeviceBackend):
     ) -> Pending:
         """Submit a reduction over the first `members` ranks."""
         data = one(tensor, write=True, private=op.op is RedOpType.PREMUL_SUM)
-        spec, operands = (
-            CallSpec(name, name, data.count, op=op),
-            Operands(data, None, data, [tensor]),
-        )
+        spec = CallSpec(name, name, data.count, op=op)
+        operands = Operands(data, None, data, [tensor])
         return self._submit(spec, operands, options, result=members > 0, members=members)
 
     def _blocks(
