@@ -42,7 +42,7 @@ servers:
 
 # The tests that `make test` runs on the native engine, on the reference engine.
 test-reference: $(BUILT)
-	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/groups tests/faults
+	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/worlds tests/faults
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(BUILT)
@@ -131,10 +131,10 @@ FORCE:
 SEED ?= 1
 ROUNDS ?= 300
 fuzz: $(BUILT)
-	@$(BIN)/python tests/fuzz/fuzzer.py $(SEED) $(ROUNDS)
+	@$(BIN)/python -m tests.fuzz.fuzzer $(SEED) $(ROUNDS)
 
 fuzz-stores: $(BUILT)
-	@$(BIN)/python tests/stores/fuzz.py 600
+	@$(BIN)/python tests/unit/stores/fuzz.py 600
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,14 +15,21 @@ from pathlib import Path
 import pytest
 
 from unisono.base.extension import why_absent
+from unisono.testing.plugin import world
+
+__all__ = ["world"]
 
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0
+
+# The server that ranks are forked from imports what nearly all of them need, once for all of them.
+PRELOADED = ["unisono", "unisono.testing", "pytest"]
 
 _FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
+    multiprocessing.set_forkserver_preload(PRELOADED)
     # It would be as if there were no compiler, and tests of the C++ engine would be skipped.
     if why_absent and "not built" not in why_absent:
         raise pytest.UsageError(why_absent)

@@ -49,9 +49,8 @@ Layout, size, number of ranks and engine do not change any cell.
 
 def main() -> None:
     """Run the matrix and write the page."""
-    sys.path.insert(0, "tests/groups")
-    from matrix_bodies import matrix
-
+    sys.path.insert(0, str(Path().resolve()))
+    from tests.worlds.matrix_bodies import matrix
     from unisono.testing import run
 
     found: Counter[Cell] = Counter()

@@ -8,7 +8,7 @@
 
 The pages of PAGES are run from the repository root, each page of the tutorial in an empty folder.
 Called as a program, this runs PAGES without `make test`, which has its own step in CI. The tutorial
-is run by tests/test_docs.py.
+is run by tests/project/test_docs.py.
 """
 
 from __future__ import annotations

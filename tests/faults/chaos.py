@@ -1,6 +1,6 @@
 """Ranks that are killed, stopped or aborted at a random moment: no hang, no wrong number.
 
-`python tests/faults/chaos.py 200` runs so many rounds, and says how long after the end of one rank
+`python -m tests.faults.chaos 200` runs so many rounds, and says how long after the end of one rank
 the last of the others had its error; the tests run a few.
 """
 

@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from fault_calls import COLLECTIVES, attempt, groups_for, pids, store
 
 import unisono as dist
-from tests.lateness import Lateness
+from tests.faults.fault_calls import COLLECTIVES, attempt, groups_for, pids, store
+from tests.support.lateness import Lateness
 from unisono.groups import world
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 

@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from fault_calls import (
+
+import unisono as dist
+from tests.faults.fault_calls import (
     COLLECTIVES,
     attempt,
     attempt_async,
@@ -19,8 +21,6 @@ from fault_calls import (
     pids,
     store,
 )
-
-import unisono as dist
 from unisono.base.completion import Completion
 
 ANY_SOURCE = "recv from any"

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_calls import (
+
+import unisono as dist
+from tests.faults.fault_calls import (
     COLLECTIVES,
     attempt,
     attempt_async,
@@ -18,9 +20,7 @@ from fault_calls import (
     pids,
     store,
 )
-from killed_bodies import wait_for_count
-
-import unisono as dist
+from tests.faults.killed_bodies import wait_for_count
 from unisono.base.deadline import Deadline
 from unisono.engines import native_engine as native
 from unisono.stores import PrefixStore

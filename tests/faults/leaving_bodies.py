@@ -13,10 +13,10 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from fault_calls import attempt, store
-from killed_bodies import wait_for_count
 
 import unisono as dist
+from tests.faults.fault_calls import attempt, store
+from tests.faults.killed_bodies import wait_for_count
 from unisono.launcher import spawn
 from unisono.transports.native_messages import NativeMessages
 from unisono.transports.tcp.transport import TCPTransport

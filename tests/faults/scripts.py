@@ -23,7 +23,7 @@ import json, os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 import numpy as np
 import unisono as dist
-from fault_calls import attempt, store
+from tests.faults.fault_calls import attempt, store
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def tell(caught):
     print(json.dumps(vars(caught)), flush=True)
@@ -50,7 +50,7 @@ def ranks_of(script, world_size, **variables):
 @contextlib.contextmanager
 def started(prefixes, script, variables):
     """Start a script once for each prefix of its command line; end all that is left."""
-    path = os.pathsep.join([SRC, str(Path(__file__).parent)])
+    path = os.pathsep.join([SRC, str(Path(__file__).parents[2])])
     world_size = str(len(prefixes))
     env = dict(os.environ) | {"PYTHONPATH": path, "WORLD_SIZE": world_size} | variables
     processes = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import brink_bodies
 import pytest
 
+from tests.faults import brink_bodies
 from unisono.testing import run
 
 ROUNDS = 6

@@ -1,7 +1,8 @@
 """A few rounds of tests/faults/chaos.py."""
 
-import chaos
 import pytest
+
+from tests.faults import chaos
 
 
 @pytest.mark.parametrize("way", list(chaos.ENDS))

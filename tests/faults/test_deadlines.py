@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import inspect
 
-import deadline_bodies
 import pytest
-from fault_calls import COLLECTIVES
 
 import unisono
+from tests.faults import deadline_bodies
+from tests.faults.fault_calls import COLLECTIVES
 from unisono import Serializer
 from unisono.testing import run
 

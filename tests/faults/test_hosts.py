@@ -8,11 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from fault_calls import BUSY_S, NOTICE_S
-from scripts import outcome, started
 
-from tests import netns
-from tests.lateness import best_s
+from tests.faults.fault_calls import BUSY_S, NOTICE_S
+from tests.faults.scripts import outcome, started
+from tests.support import netns
+from tests.support.lateness import best_s
 from unisono.engines import is_native_built
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import leaving_bodies
 import pytest
-from fault_calls import BUSY_S, LEFT
 
+from tests.faults import leaving_bodies
+from tests.faults.fault_calls import BUSY_S, LEFT
 from unisono.engines import is_native_built
 from unisono.testing import run
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import killed_bodies
 import pytest
-from fault_calls import BUSY_S, COLLECTIVES, NOTICE_S
 
-from tests.lateness import best_s
+from tests.faults import killed_bodies
+from tests.faults.fault_calls import BUSY_S, COLLECTIVES, NOTICE_S
+from tests.support.lateness import best_s
 from unisono.testing import run
 
 

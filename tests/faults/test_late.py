@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-import late_bodies
 import pytest
-from fault_calls import BUSY_S, COLLECTIVES
 
-from tests.lateness import best_s
+from tests.faults import late_bodies
+from tests.faults.fault_calls import BUSY_S, COLLECTIVES
+from tests.support.lateness import best_s
 from unisono.testing import run
 
 # At least; so long that a rank which came is not late as well, only because the machine is busy.

@@ -8,11 +8,11 @@ import os
 import re
 import signal
 
-import leaving_bodies
 import pytest
-from fault_calls import BUSY_S, LEFT
-from scripts import LIMIT_S, outcome, ranks_of
 
+from tests.faults import leaving_bodies
+from tests.faults.fault_calls import BUSY_S, LEFT
+from tests.faults.scripts import LIMIT_S, outcome, ranks_of
 from unisono.errors import WorkerFailedError
 from unisono.testing import run
 

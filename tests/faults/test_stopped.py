@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 
-import killed_bodies
-import late_bodies
 import pytest
-from fault_calls import BUSY_S, COLLECTIVES
 
+from tests.faults import killed_bodies, late_bodies
+from tests.faults.fault_calls import BUSY_S, COLLECTIVES
 from unisono.testing import run
 
 # Much more than a call may take on a busy machine: one that is late before the stop is a failure.

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from kinds import Call
-from steps import Step, World, steps_of, world_of
 
 import unisono as dist
+from tests.fuzz.kinds import Call
+from tests.fuzz.steps import Step, World, steps_of, world_of
 from unisono.engines import is_native_built
 from unisono.errors import LaunchError, PeerError
 from unisono.testing import run
@@ -142,7 +142,7 @@ def told(world: World, count: int, error: BaseException, fixed: dict[str, Any]) 
     return (
         f"seed {world.seed} fails with {count} steps: {type(error).__name__}: {error}\n{notes}\n"
         f"{error.__cause__ or ''}\n{world}\nlast: {steps_of(world, count)[-1]}\n"
-        f"again: {sys.executable} {__file__} {world.seed} 1 --steps {count}{given}"
+        f"again: {sys.executable} -m tests.fuzz.fuzzer {world.seed} 1 --steps {count}{given}"
     )
 
 

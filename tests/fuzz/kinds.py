@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from memory import Array, Memory
-from steps import Step, World
 
 import unisono as dist
+from tests.fuzz.memory import Array, Memory
+from tests.fuzz.steps import Step, World
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError
 from unisono.schedules import available
 from unisono.testing.answers import UFUNCS

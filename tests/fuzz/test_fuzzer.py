@@ -1,10 +1,9 @@
 """A few rounds of tests/fuzz/fuzzer.py, and proof that it finds what is wrong."""
 
-import fuzzer
-import kinds
 import numpy as np
 import pytest
 
+from tests.fuzz import fuzzer, kinds
 from unisono.engines import is_native_built
 
 needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
@@ -36,7 +35,7 @@ def test_a_wrong_answer_is_told_with_its_seed_and_the_fewest_steps(monkeypatch, 
     assert fuzzer.main(["7", "1", "--ranks", "threads", "--size", "2"]) == 1
     text = capsys.readouterr().out
     assert f"seed 7 fails with {first + 1} steps: AssertionError: these numbers" in text
-    assert f"fuzzer.py 7 1 --steps {first + 1} --ranks threads --size 2" in text
+    assert f"tests.fuzz.fuzzer 7 1 --steps {first + 1} --ranks threads --size 2" in text
 
 
 @pytest.mark.parametrize("what", ["an element", "a byte beside the array"])

@@ -8,15 +8,11 @@ import os
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests import netns
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from nodes import CONF, LOSING, PATIENT, WORKER, Job, gone, kill
+from tests.support import netns
+from tests.support.nodes import CONF, LOSING, PATIENT, WORKER, Job, gone, kill
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="agents watch pidfds")
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests import netns
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from nodes import LOSING, PATIENT, Job, gone, kill
+from tests.support import netns
+from tests.support.nodes import LOSING, PATIENT, Job, gone, kill
 
 pytestmark = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 

@@ -4,7 +4,6 @@ import importlib
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,8 @@ LIMIT_S = 200.0
 
 
 @pytest.fixture
-def targets(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("launch_targets")
+def targets():
+    return importlib.import_module("tests.launcher.launch_targets")
 
 
 @pytest.fixture

@@ -25,9 +25,8 @@ METHODS = ["spawn", "fork", "forkserver"]
 
 
 @pytest.fixture
-def targets(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    return importlib.import_module("spawn_targets")
+def targets():
+    return importlib.import_module("tests.launcher.spawn_targets")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -203,7 +202,7 @@ def test_function_that_cannot_be_pickled():
 PARENT = """
 import os, sys, threading
 sys.path.insert(0, {folder!r})
-from spawn_targets import announce_and_wait
+from tests.launcher.spawn_targets import announce_and_wait
 from unisono.launcher import spawn
 if __name__ == "__main__":
     options = dict(nprocs=2, start_method={method!r})
@@ -227,7 +226,7 @@ def start_parent(tmp_path):
 
         def start(method, *, in_thread):
             script = tmp_path / "parent.py"
-            here = str(Path(__file__).parent)
+            here = str(Path(__file__).parents[2])
             script.write_text(PARENT.format(folder=here, method=method, in_thread=in_thread))
             path = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
             parent = subprocess.Popen(

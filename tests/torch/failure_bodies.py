@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import torch_world
 
+from tests.torch.torch_world import torch_world
 from unisono import errors
 
 

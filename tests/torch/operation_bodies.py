@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_world import torch_world
+
+from tests.torch.torch_world import torch_world
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

@@ -38,7 +38,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch_world import torch_world
+
+from tests.torch.torch_world import torch_world
 
 
 class Net(nn.Module):

@@ -4,7 +4,8 @@ import importlib.util
 import re
 
 import pytest
-from entries import run_body
+
+from tests.torch.entries import run_body
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -14,7 +15,7 @@ RANKS = 3
 
 
 def test_a_mistake_is_an_error_on_all_ranks_and_the_group_goes_on(tmp_path):
-    results = run_body("failure_bodies", "mistakes", RANKS, str(tmp_path / "s"))
+    results = run_body("tests.torch.failure_bodies", "mistakes", RANKS, str(tmp_path / "s"))
     for heard in results:
         assert re.search(r"float32\[2\].*float32\[3\]|float32\[3\].*float32\[2\]", heard["shape"])
         assert "int64[2]" in heard["dtype"]
@@ -30,7 +31,7 @@ def test_a_mistake_is_an_error_on_all_ranks_and_the_group_goes_on(tmp_path):
 
 
 def test_waits_end_with_errors_that_say_who_is_late(tmp_path):
-    results = run_body("failure_bodies", "waits", RANKS, str(tmp_path / "s"))
+    results = run_body("tests.torch.failure_bodies", "waits", RANKS, str(tmp_path / "s"))
     assert "was not done after 0.05 s of waiting; it goes on" in results[0]["wait"]
     for rank, heard in enumerate(results):
         assert heard["chain"][0] == heard["chain"][1]
@@ -45,7 +46,7 @@ def test_waits_end_with_errors_that_say_who_is_late(tmp_path):
 
 def test_a_rank_killed_in_training_is_named(tmp_path):
     path = str(tmp_path / "s")
-    results = run_body("failure_bodies", "killed", RANKS, path, dead=[1])
+    results = run_body("tests.torch.failure_bodies", "killed", RANKS, path, dead=[1])
     for text, took_s in (results[0], results[2]):
         assert "PeerLostError: " in text
         assert "rank 1 was lost" in text

@@ -3,7 +3,8 @@
 import importlib.util
 
 import pytest
-from entries import run_body
+
+from tests.torch.entries import run_body
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -17,7 +18,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         path = str(tmp_path_factory.mktemp("store") / "store")
-        return run_body("operation_bodies", "both", RANKS, path)
+        return run_body("tests.torch.operation_bodies", "both", RANKS, path)
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["dtypes", "calls"])
@@ -63,7 +64,7 @@ def test_what_the_plugin_refuses_it_refuses_on_all_ranks(results):
 def test_sub_groups(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     path = str(tmp_path / "store")
-    results = run_body("operation_bodies", "in_groups", RANKS, path)
+    results = run_body("tests.torch.operation_bodies", "in_groups", RANKS, path)
     first, _, last = results
     assert first["some"] == [4.0, 0, 2]
     assert last["some"] == [4.0, 1, 2]

@@ -6,7 +6,8 @@ With two ranks there is only one order in which contributions can be added.
 import importlib.util
 
 import pytest
-from entries import run_body
+
+from tests.torch.entries import run_body
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed"
@@ -27,7 +28,7 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         path = str(tmp_path_factory.mktemp("store") / "store")
-        return run_body("parallel_bodies", "both", 2, path, timeout=100)
+        return run_body("tests.torch.parallel_bodies", "both", 2, path, timeout=100)
 
 
 def test_every_body_is_compared(results):

@@ -1,0 +1,254 @@
+"""The table of launchers, with the environments that they make."""
+
+from functools import partial
+
+import pytest
+
+from tests.support.together import on_threads
+from unisono.base.sockets import listen
+from unisono.errors import RendezvousError
+from unisono.rendezvous import meeting, rendezvous
+from unisono.rendezvous.launchers import GIVEN, LAUNCHERS, find_place, is_alone
+from unisono.rendezvous.meeting import first_host, job_port
+from unisono.stores import FileStore, TCPStore
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+    "PMIX_NAMESPACE": "prterun-host-17@1",
+    "PMIX_RANK": "3",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "4711"}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4"}
+ONE_NODE_SRUN = SRUN | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu007"}
+
+VARIABLES = {
+    name
+    for env in (TORCHRUN, OPEN_MPI, MVAPICH, HYDRA, SRUN, INDEXED_JOB)
+    for name in (*env, *GIVEN)
+}
+
+
+@pytest.fixture
+def environment(monkeypatch, tmp_path):
+    """Return a function that makes the environment say exactly this."""
+
+    def change(variables):
+        for name in VARIABLES | {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"}:
+            monkeypatch.delenv(name, raising=False)
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    change({})
+    return change
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "expected"),
+    [
+        (TORCHRUN, "unisono run, torchrun", (3, 8, 1, False, "")),
+        (OPEN_MPI, "mpiexec (Open MPI)", (3, 8, 3, True, "prterun-host-17@1/")),
+        (MVAPICH, "mpiexec (MVAPICH)", (1, 2, 0, False, "")),
+        (HYDRA, "mpiexec (MPICH, Intel MPI: PMI)", (1, 2, 1, True, "")),
+        (SRUN, "srun (Slurm)", (5, 8, 1, False, "4711/0/")),
+        (ONE_NODE_SRUN, "srun (Slurm)", (5, 8, 1, True, "4711/0/")),
+        (INDEXED_JOB, "Kubernetes Indexed Job", (2, 4, None, False, "")),
+        # unisono run and torchrun inside of the others
+        (SRUN | TORCHRUN, "unisono run, torchrun", (3, 8, 1, False, "")),
+        # Hydra starts its helpers with srun: there, Slurm's numbers are those of the helpers.
+        (SRUN | HYDRA, "mpiexec (MPICH, Intel MPI: PMI)", (1, 2, 1, True, "")),
+        # srun --mpi=pmi2
+        (SRUN | {"PMI_RANK": "5", "PMI_SIZE": "8"}, "srun (Slurm)", (5, 8, 1, False, "4711/0/")),
+    ],
+)
+def test_place(env, name, expected):
+    place = find_place(env)
+    found = (place.rank, place.world_size, place.local_rank, place.one_host, place.job)
+    assert (place.launcher.name, found) == (name, expected)
+    assert not is_alone(env)
+
+
+@pytest.mark.parametrize("env", [{}, {"PATH": "/bin"}, {"SLURM_NTASKS": "1"}, {"RANK": ""}])
+def test_nobody_says_anything(env):
+    assert find_place(env) is None
+    assert is_alone(env)
+
+
+@pytest.mark.parametrize("env", [{"RANK": "0"}, {"WORLD_SIZE": "2"}, {"MASTER_PORT": "1"}])
+def test_incomplete_variables_are_left_to_env(env):
+    assert find_place(env) is None
+    assert not is_alone(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (BATCH_SCRIPT, "SLURM_NTASKS=8 means several processes"),
+        ({"SLURM_NNODES": "2"}, "SLURM_NNODES=2 means several"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "WORLD_SIZE is not set: this would make a world of one"),
+        ({"PMI_RANK": "0"}, "PMI_SIZE is not set: this would make a world of one"),
+        (HYDRA | {"RANK": "0", "WORLD_SIZE": "1"}, "started 2 processes"),
+        (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "started 8 processes"),
+        (HYDRA | {"PMI_RANK": "x"}, "PMI_RANK must be an integer, got 'x'"),
+        (HYDRA | {"PMI_RANK": "2"}, r"\(PMI_RANK, PMI_SIZE\): rank must be 0 to 1, got 2"),
+        (
+            SRUN | {"SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "x"},
+            "SLURM_NTASKS must be an integer, got 'x'",
+        ),
+    ],
+)
+def test_refuses_and_says_why(env, message):
+    with pytest.raises(RendezvousError, match=message):
+        is_alone(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        BATCH_SCRIPT | {"RANK": "0", "WORLD_SIZE": "1"},
+        HYDRA | {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"},
+    ],
+)
+def test_a_world_of_one_that_is_meant(env):
+    assert find_place(env).world_size == 1
+    assert is_alone(BATCH_SCRIPT, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu007", "gpu007"),
+        ("gpu[007-010,12],cpu3", "gpu007"),
+        ("gpu[3,5-6]", "gpu3"),
+        ("a,b", "a"),
+        ("n[1-2]-ib", "n1-ib"),
+        ("login-1,gpu[1-2]", "login-1"),
+    ],
+)
+def test_first_host_of_slurms_list(nodes, first):
+    env = SRUN | {"SLURM_STEP_NODELIST": nodes}
+    assert first_host(find_place(env), env) == first
+
+
+@pytest.mark.parametrize(
+    ("fqdn", "expected"),
+    [
+        ("train-2.svc.ns.svc.cluster.local", "train-0.svc.ns.svc.cluster.local"),
+        ("a-b-2", "a-b-0"),
+    ],
+)
+def test_first_pod_of_an_indexed_job(monkeypatch, fqdn, expected):
+    monkeypatch.setattr("socket.getfqdn", lambda: fqdn)
+    place = find_place(INDEXED_JOB)
+    assert (first_host(place, INDEXED_JOB), job_port(place)) == (expected, 29500)
+
+
+def test_rank_0s_host_is_asked_for_where_nothing_says_it(monkeypatch):
+    with pytest.raises(RendezvousError, match="MASTER_ADDR is not set") as caught:
+        first_host(find_place(MVAPICH), MVAPICH)
+    assert "mpiexec -genv" in caught.value.hint
+    monkeypatch.setattr("socket.getfqdn", lambda: "pod-7.svc")  # not this pod's index
+    with pytest.raises(RendezvousError, match="MASTER_ADDR is not set"):
+        first_host(find_place(INDEXED_JOB), INDEXED_JOB)
+
+
+def test_port_follows_from_the_job():
+    ports = {job_port(find_place(SRUN | {"SLURM_JOB_ID": str(job)})) for job in range(100)}
+    assert len(ports) > 90
+    assert all(16384 <= port < 32768 for port in ports)
+    assert len({job_port(find_place(SRUN | {"SLURM_PROCID": str(r)})) for r in range(8)}) == 1
+    first, second = (job_port(find_place(SRUN), meeting) for meeting in (0, 1))
+    assert second != first
+    with pytest.raises(RendezvousError, match="MASTER_PORT is not set"):
+        job_port(find_place(MVAPICH))
+
+
+def meet_all(environment, env, launcher, world_size):
+    """Let each rank of a launcher meet in turn; the store's client side waits for nobody."""
+    met = []
+    for rank in range(world_size):
+        environment(env | {launcher.rank: str(rank)})
+        store, got_rank, got_size = next(rendezvous("env://", timeout=10))
+        assert (got_rank, got_size) == (rank, world_size)
+        met.append(store)
+    return met
+
+
+def test_ranks_of_one_host_meet_in_a_file(environment, monkeypatch, tmp_path):
+    launcher = next(launcher for launcher in LAUNCHERS if launcher.rank == "SLURM_PROCID")
+    env = ONE_NODE_SRUN | {"SLURM_STEP_NUM_TASKS": "3"}
+    monkeypatch.setattr(meeting, "_meetings", iter([0, 0, 0]))
+    stores = meet_all(environment, env, launcher, 3)
+    assert all(isinstance(store, FileStore) for store in stores)
+    stores[0].set("k", "v")
+    assert stores[2].get("k") == b"v"
+    for store in stores:
+        store.close()
+    [folder] = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.iterdir()) == []
+
+
+def test_ranks_of_several_hosts_meet_at_the_derived_place(environment, monkeypatch):
+    """The first node of the list is this host; its ranks 0 and 1 meet from two threads."""
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(meeting, "job_port", lambda place, meeting: port)
+    monkeypatch.setattr(meeting, "_meetings", iter([0, 0]))
+    env = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "127.0.0.1,other"}
+
+    def meet(rank):
+        place = find_place(env | {"SLURM_PROCID": str(rank)})
+        return meeting.open_store(place, env, 20)
+
+    stores = on_threads(partial(meet, 0), partial(meet, 1))
+    stores[0].set("k", "v")
+    assert stores[1].get("k") == b"v"
+    # Another job that came to the same port by chance does not see it.
+    assert stores[0].prefix == "4711/0//0"
+    stores[1].close()
+    stores[0].close()
+
+
+def test_explicit_address_wins(environment):
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
+        environment(SRUN | {"SLURM_STEP_NODELIST": "nowhere.invalid"} | address)
+        server.set("unisono/world", "1")  # as rank 0 does
+        store, rank, world_size = next(rendezvous("env://", timeout=10))
+        assert (rank, world_size) == (5, 8)
+        server.set("k", "v")
+        assert store.get("k") == b"v"
+        store.close()
+
+
+def test_folder_of_somebody_else_is_not_used(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    environment(ONE_NODE_SRUN)
+    with pytest.raises(RendezvousError, match="is not a folder of this user alone"):
+        next(rendezvous("env://", timeout=10))

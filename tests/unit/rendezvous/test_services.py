@@ -1,0 +1,168 @@
+"""redis:// and etcd://, and a launch whose nodes meet there."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import services
+from tests.support.nodes import CONF, Job, kill
+from unisono.errors import StoreError, StoreTimeoutError
+from unisono.lowlevel import EtcdStore, RedisStore
+from unisono.rendezvous import rendezvous
+
+NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
+KINDS = [
+    pytest.param(
+        kind,
+        marks=pytest.mark.skipif(
+            services.why_not(*need) is not None, reason=str(services.why_not(*need))
+        ),
+    )
+    for kind, need in NEEDS.items()
+]
+
+SCRIPT = """
+import sys
+import numpy as np
+import unisono as dist
+from unisono.rendezvous import rendezvous
+url, rank, how = sys.argv[1:]
+for turn in range(2):
+    if how == "store":
+        store, _, _ = next(rendezvous(url, int(rank), 2, timeout=30))
+        dist.init_process_group(store=store, rank=int(rank), world_size=2, timeout=30)
+    else:
+        dist.init_process_group(init_method=url, rank=int(rank), world_size=2, timeout=30)
+    x = np.full(3, float(rank) + 1 + turn)
+    dist.all_reduce(x)
+    assert (x == 3 + 2 * turn).all(), x
+    dist.destroy_process_group()
+    if how == "store":
+        store.close()
+"""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def place(request, tmp_path_factory):
+    """Return the start of the URL of a server, which all tests share."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "redis":
+        with services.redis(folder) as server:
+            yield f"redis://127.0.0.1:{server.port}"
+    else:
+        with services.etcd(folder) as (server,):
+            # Nobody is at the first place: the second answers.
+            yield f"etcd://127.0.0.1:1,127.0.0.1:{server.port}"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+
+
+def test_ranks_meet(place):
+    url = f"{place}/meet?run_id=one"
+    met = [next(rendezvous(url, rank, 2, timeout=20)) for rank in range(2)]
+    first, second = (store for store, _, _ in met)
+    assert [(rank, world_size) for _, rank, world_size in met] == [(0, 2), (1, 2)]
+    assert isinstance(first, RedisStore | EtcdStore)
+    assert first.prefix == "meet/one"
+    first.set("k", "v")
+    assert second.get("k") == b"v"
+    first.close()
+    second.close()
+
+
+def test_prefix_without_words_is_ours_with_the_name_of_the_job(place, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    store, _, _ = next(rendezvous(place, 0, 1, timeout=20))
+    assert store.prefix == "unisono/job/3"
+    store.close()
+
+
+def test_keys_of_a_dead_run_are_not_trusted(place):
+    dead = [next(rendezvous(f"{place}/dead", rank, 2, timeout=20))[0] for rank in range(2)]
+    dead[0].set("address/0", "stale")
+    with pytest.raises(StoreTimeoutError, match="still belongs to another run of 2 ranks"):
+        next(rendezvous(f"{place}/dead", 0, 2, timeout=0.05))
+    store, _, _ = next(rendezvous(f"{place}/dead?run_id=new", 0, 2, timeout=20))
+    assert not store.check(["address/0"])
+    for each in (store, *dead):
+        each.close()
+
+
+@pytest.mark.parametrize("how", ["store", "init_method"])
+def test_worlds_one_after_another(place, how):
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, f"{place}/{how}", str(rank), how])
+        for rank in range(2)
+    ]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
+@pytest.mark.parametrize("kind", KINDS)
+def test_secured(kind, tmp_path, monkeypatch):
+    # The certificate that is given counts, not the environment's.
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    cert, key = f"{tmp_path}/cert.pem", f"{tmp_path}/key.pem"
+    with contextlib.ExitStack() as stack:
+        if kind == "redis":
+            port = stack.enter_context(services.redis(tmp_path, secured=True)).port
+            good = f"rediss://:p%40ss@localhost:{port}?db=2&ssl_ca_certs={cert}"
+            bad = f"rediss://localhost:{port}?ssl_ca_certs={cert}", f"redis://localhost:{port}"
+        else:
+            (server,) = stack.enter_context(services.etcd(tmp_path, secured=True))
+            good = f"etcds://localhost:{server.port}?ca_cert={cert}&cert_cert={cert}&cert_key={key}"
+            bad = (
+                f"etcds://localhost:{server.port}?ca_cert={cert}",
+                f"etcd://localhost:{server.port}",
+            )
+        store, _, _ = next(rendezvous(good, 0, 1, timeout=20))
+        with store, store.clone() as clone:
+            store.set("k", "v")
+            assert clone.get("k") == b"v"
+        for url in bad:
+            with pytest.raises(
+                StoreError, match=f"localhost:{port}" if kind == "redis" else "local"
+            ):
+                next(rendezvous(url, 0, 1, timeout=0.2))
+
+
+def test_nodes_of_a_launch_meet_and_restart_and_the_name_is_free_again(place, tmp_path):
+    backend, _, places = place.partition("://")
+    job = Job(tmp_path)
+    try:
+        flags = [
+            "--nnodes=2",
+            f"--rdzv-backend={backend}",
+            f"--rdzv-endpoint={places}",
+            f"--rdzv-conf={CONF}",
+            "--max-restarts=1",
+            "--rdzv-id=same",
+        ]
+        for turn in range(2):
+            agents = [job.start(*flags) for _ in range(2)]
+            ups = [up for agent in agents for up in agent.next_ups(1)]
+            assert sorted(up.rank for up in ups) == [0, 1]
+            if turn == 0:
+                kill(ups[0].pid)
+                again = [up for agent in agents for up in agent.next_ups(1)]
+                assert {(up.restart, up.total) for up in again} == {(1, 2)}
+            job.stop()
+            assert [agent.finish() for agent in agents] == [0, 0], agents[0].err
+            (tmp_path / "stop").unlink()
+    finally:
+        job.close()

@@ -1,0 +1,234 @@
+"""Stores on real servers of Redis and etcd."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import threading
+
+import pytest
+
+from tests.support import services
+from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
+from unisono.stores.services.etcd import EtcdStore
+from unisono.stores.services.redis import RedisStore
+from unisono.stores.services.store import Unreachable
+from unisono.testing.check_store import STORE_CHECKS, check_store
+
+NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
+PREFIXES = (f"test{number}" for number in itertools.count())
+
+
+def needs(kind):
+    reason = services.why_not(*NEEDS[kind])
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
+
+
+KINDS = [pytest.param(kind, marks=needs(kind)) for kind in NEEDS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def service(request, tmp_path_factory):
+    """Return a function that opens a store on one server, which all tests share."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "redis":
+        with services.redis(folder) as server:
+            yield lambda prefix, **options: RedisStore("127.0.0.1", server.port, prefix, **options)
+    else:
+        with services.etcd(folder) as (server,):
+            endpoints = [("127.0.0.1", server.port)]
+            yield lambda prefix, **options: EtcdStore(endpoints, prefix, **options)
+
+
+@pytest.fixture
+def open_store(service):
+    """Return a function that opens stores with a new prefix, the same within a test."""
+    prefix = next(PREFIXES)
+    return lambda **options: service(prefix, **options)
+
+
+@pytest.mark.parametrize("check", STORE_CHECKS, ids=lambda check: check.__name__)
+def test_conforms(service, check, monkeypatch):
+    suite = sys.modules["unisono.testing.check_store"]
+    monkeypatch.setattr(suite, "STORE_CHECKS", (check,))
+    check_store(lambda: service(next(PREFIXES)))
+
+
+def test_keys_below_other_prefixes_are_not_seen(service):
+    prefix = next(PREFIXES)
+    with service(prefix) as store, service(f"{prefix}/k") as below, service(f"{prefix}0") as beside:
+        for number, each in enumerate((store, below, beside)):
+            each.set(f"key{number}", "v")
+        assert below.list_keys() == ["key1"]
+        assert beside.list_keys() == ["key2"]
+        assert "key2" not in store.list_keys()
+        assert not store.check(["key1"])
+
+
+def test_many_keys_at_once(open_store):
+    with open_store() as store:
+        keys = [f"k{number}" for number in range(300)]
+        store.multi_set(keys, keys)
+        assert store.multi_get(keys) == [key.encode() for key in keys]
+        assert store.check(keys)
+        assert store.num_keys() == 300
+
+
+def test_last_rank_deletes_the_keys(open_store):
+    first, second = open_store(world_size=2), open_store(world_size=2)
+    clone = first.clone()
+    first.set("k", "v")
+    clone.close()
+    first.close()
+    assert second.get("k") == b"v"
+    second.close()
+    with open_store() as store:
+        assert store.list_keys() == []
+        assert store._request(lambda: store._names("")) == []
+
+
+def test_world_waits_for_the_end_of_the_one_before(open_store):
+    old = [open_store(world_size=2) for _ in range(2)]
+    old[0].set("stale", "1")
+    with pytest.raises(StoreTimeoutError, match=r"still belongs to another run of 2 ranks after"):
+        open_store(world_size=2, timeout=0.05)
+    old[0].close()
+    timer = threading.Timer(0.05, old[1].close)
+    timer.start()
+    with open_store(world_size=2, timeout=20) as store:
+        assert store.list_keys() == []
+    timer.join()
+
+
+@pytest.mark.parametrize("lost", ["request", "reply"])
+def test_repeated_request_is_done_once(open_store, monkeypatch, lost):
+    with open_store() as store:
+        real, broken = store._swap, []
+
+        def swap(swaps):
+            if len(broken) < 2:
+                broken.append(lost)
+                if lost == "reply":
+                    real(swaps)
+                raise Unreachable("cable pulled")
+            return real(swaps)
+
+        calls = [
+            (lambda: store.add("n", 1), lambda: store.get("n"), b"1"),
+            (lambda: store.append("a", "x"), lambda: store.get("a"), b"x"),
+            (lambda: store.queue_push("q", "x"), lambda: store.queue_len("q"), 1),
+            (lambda: store.set("s", "x"), lambda: store.get("s"), b"x"),
+            (lambda: store.compare_set("s", "x", "y"), lambda: store.get("s"), b"y"),
+        ]
+        for change, look, expected in calls:
+            broken.clear()
+            monkeypatch.setattr(store, "_swap", swap)
+            change()
+            monkeypatch.undo()
+            assert len(broken) == 2
+            assert look() == expected
+
+
+def test_request_that_arrives_too_late_does_nothing(open_store):
+    with open_store() as store, open_store() as other:
+        real = store._swap
+        late = []
+
+        def delayed(swaps):
+            late.append(swaps)
+            store._swap = real
+            raise Unreachable("slow network")
+
+        for change, look, last in [
+            (lambda: store.set("k", "first"), lambda: store.get("k"), b"second"),
+            (lambda: store.add("n", 1), lambda: store.get("n"), b"0"),
+        ]:
+            store._swap = delayed
+            change()
+            other.set("k", "second")
+            other.add("n", -1)
+            assert real(late.pop()) is None
+            assert look() == last
+            other.set("n", "0")
+
+
+def test_child_of_a_fork(open_store):
+    with open_store(world_size=1) as store:
+        store.add("n", 1)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                store.add("n", 1)
+                store.close()
+            finally:
+                os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert store.add("n", 1) == 3
+
+
+def test_nobody_there(monkeypatch):
+    pytest.importorskip("redis")
+    pytest.importorskip("etcd3gw")
+    monkeypatch.setattr(EtcdStore, "patience_s", 0.05)
+    monkeypatch.setattr(RedisStore, "patience_s", 0.05)
+    with pytest.raises(StoreConnectionError, match=r"RedisStore 127.0.0.1:1 'unisono'.*refused"):
+        RedisStore("127.0.0.1", 1)
+    with pytest.raises(StoreConnectionError, match=r"EtcdStore .*:1,.*:2 'unisono'.*refused"):
+        EtcdStore([("127.0.0.1", 1), ("127.0.0.1", 2)])
+
+
+@pytest.mark.parametrize(("kind", "package"), [(RedisStore, "redis"), (EtcdStore, "etcd3gw")])
+def test_missing_package_says_what_to_install(kind, package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnsupportedError, match=rf"needs the package {package}(.|\n)*unisono\["):
+        kind()
+
+
+def test_refused_request_is_an_error_that_says_why(open_store):
+    with open_store() as store:
+        if isinstance(store, EtcdStore):
+            with pytest.raises(StoreError, match="request is too large"):
+                store.set("k", bytes(2_000_000))
+        else:
+            store._redis.set(store.prefix, "not a hash")
+            with pytest.raises(StoreError, match="WRONGTYPE"):
+                store.set("k", "v")
+            store._clear()
+
+
+@needs("redis")
+def test_waiting_client_hears_of_the_death_of_the_server(tmp_path):
+    with services.redis(tmp_path) as server:
+        store = RedisStore("127.0.0.1", server.port)
+        threading.Timer(0.05, server.kill).start()
+        with pytest.raises(StoreConnectionError, match=f"127.0.0.1:{server.port}"):
+            store.wait(["never"], 60)
+        store.close()
+
+
+@needs("etcd")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_etcd_store_survives_a_member(tmp_path, how):
+    """Adds from two clients, while one of three members dies: none is lost, none done twice."""
+    with services.etcd(tmp_path, members=3) as members:
+        endpoints = [("127.0.0.1", member.port) for member in members]
+        with EtcdStore(endpoints) as store, EtcdStore(endpoints[::-1]) as other:
+            sums, half = [], threading.Event()
+
+            def work(each):
+                for number in range(40):
+                    if number == 10:
+                        half.set()
+                    sums.append(each.add("n", 1))
+
+            threads = [threading.Thread(target=work, args=(each,)) for each in (store, other)]
+            for thread in threads:
+                thread.start()
+            half.wait(60)
+            os.kill(members[0].pid, how)
+            for thread in threads:
+                thread.join()
+            assert sorted(sums) == list(range(1, 81))
+            assert store.get("n") == other.get("n") == b"80"

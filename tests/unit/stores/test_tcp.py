@@ -1,0 +1,669 @@
+"""TCPStore: what only a store with a server can do, and suffer."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.silent import unacceptable
+from unisono.base import sockets
+from unisono.base.deadline import Deadline
+from unisono.base.sockets import is_loopback, listen
+from unisono.errors import (
+    ClosedError,
+    HandshakeError,
+    InvalidArgumentError,
+    StoreConnectionError,
+    StoreTimeoutError,
+)
+from unisono.stores import TCPStore, start_server
+from unisono.stores.tcp import client as tcp_client
+from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp.python_server import ServerOptions
+from unisono.stores.tcp.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
+
+pytestmark = pytest.mark.usefixtures("server_kind")
+
+SERVER_PROCESS = """
+import sys
+from unisono.stores import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def master():
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as store:
+        yield store
+
+
+@pytest.fixture
+def server_process():
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+
+
+def in_thread(call):
+    """Start a call; returns the thread and the list that will hold its result or exception."""
+    outcome = []
+
+    def body():
+        try:
+            outcome.append(call())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread, outcome
+
+
+def raw_client(port: int) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+    sock.sendall(encode_request(Op.VALIDATE, wire.MAGIC))
+    return sock
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def readable_bytes(sock: socket.socket) -> int:
+    count = array.array("i", [0])
+    fcntl.ioctl(sock, termios.FIONREAD, count)
+    return count[0]
+
+
+def wait_until(condition) -> None:
+    give_up = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up, "the condition never came true"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
+def test_hosts(host):
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with TCPStore(host, 0, is_master=True) as master, TCPStore(host, master.port) as client:
+        client.set("k", "v")
+        assert master.get("k") == b"v"
+        assert str(master.port) in repr(client)
+
+
+def test_loopback_server_is_not_reachable_from_outside():
+    listeners = listen("127.0.0.1", 0) + listen("localhost", 0)
+    try:
+        assert {sock.getsockname()[0] for sock in listeners} <= {"127.0.0.1", "::1"}
+    finally:
+        for sock in listeners:
+            sock.close()
+    assert not is_loopback("node1")
+    assert not is_loopback("10.0.0.1")
+    assert is_loopback("127.0.1.1")
+
+
+@pytest.mark.parametrize(
+    ("host", "known_as", "listening"),
+    [
+        ("0.0.0.0", {}, {"0.0.0.0"}),
+        ("127.0.0.2", {}, {"127.0.0.2"}),
+        ("[::1]", {}, {"::1"}),
+        ("::", {}, {"::"}),
+        # A name is listened for in its families, but what it means here it may not mean elsewhere.
+        ("node1", {"node1": ["127.0.1.1"]}, {"0.0.0.0"}),
+        ("node1", {"node1": ["127.0.1.1", "::1"]}, {"0.0.0.0", "::"}),
+        ("localhost", {"localhost": ["127.0.0.1", "::1"]}, {"127.0.0.1", "::1"}),
+        ("localhost", {"localhost": ["127.0.0.1", "::ffff:127.0.0.1"]}, {"127.0.0.1"}),
+        ("localhost", {"localhost": ["::ffff:127.0.0.1"]}, {"127.0.0.1"}),
+        # Of another machine, as it seems: a router may lead from there to here.
+        ("192.0.2.1", {}, {"0.0.0.0"}),
+    ],
+)
+def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, monkeypatch):
+    if any(":" in name for name in listening) and not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    real = socket.getaddrinfo
+
+    def look_up(name, *args, **options):
+        names = known_as.get(name, [name])
+        return [info for each in names for info in real(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    listeners = listen(host, 0)
+    try:
+        assert {sock.getsockname()[0] for sock in listeners} == listening
+        assert len({sock.getsockname()[1] for sock in listeners}) == 1
+    finally:
+        for sock in listeners:
+            sock.close()
+
+
+def test_port_that_is_free_in_one_family_only_is_not_taken(monkeypatch):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    infos = [info for name in ("127.0.0.1", "::1") for info in socket.getaddrinfo(name, 0)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: infos)
+    real, refused = sockets._bind, []
+
+    def bind(family, name, port, scope):
+        if family == socket.AF_INET6 and len(refused) < 3:
+            refused.append(port)
+            raise OSError(errno.EADDRINUSE, "in use")
+        return real(family, name, port, scope)
+
+    monkeypatch.setattr(sockets, "_bind", bind)
+    listeners = listen("localhost", 0)
+    families = {sock.family for sock in listeners}
+    for sock in listeners:
+        sock.close()
+    assert families == {socket.AF_INET, socket.AF_INET6}
+    assert len(refused) == 3
+
+
+def test_refused_connection_names_the_address_within_the_timeout():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        start = time.monotonic()
+        with pytest.raises(StoreConnectionError, match=rf"127.0.0.1:{port} within 0.2 s.*refused"):
+            TCPStore("127.0.0.1", port, timeout=0.2)
+    assert time.monotonic() - start < 15
+
+
+@pytest.fixture
+def node1(monkeypatch):
+    """A host with two sockets, the first of them silent; returns a socket bound to the second."""
+    with socket.socket() as there:
+        there.bind(("127.0.0.1", 0))
+        port = there.getsockname()[1]
+        real = socket.getaddrinfo
+
+        def look_up(name, *args, **options):
+            names = ["127.0.0.3", "127.0.0.1"] if name == "node1" else [name]
+            return [info for each in names for info in real(each, *args, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        silent, caller = unacceptable("127.0.0.3", port)
+        with silent, caller:
+            yield there
+
+
+def test_a_silent_address_does_not_hold_the_others_up(node1):
+    node1.listen()
+    deadline = Deadline(120.0)
+    with sockets.connect("node1", node1.getsockname()[1], deadline, retry=False) as sock:
+        assert sock.getpeername() == node1.getsockname()
+    assert deadline.remaining() > 60.0
+
+
+def test_an_address_where_nobody_listens_yet_is_called_again(node1, monkeypatch):
+    monkeypatch.setattr(sockets, "CONNECT_S", 0.1)
+    # In the pause before the next round.
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(sleep=lambda _: node1.listen()))
+    deadline = Deadline(120.0)
+    with sockets.connect("node1", node1.getsockname()[1], deadline, retry=True) as sock:
+        assert sock.getpeername() == node1.getsockname()
+    assert deadline.remaining() > 60.0
+
+
+def test_silent_addresses_are_told(node1):
+    port = node1.getsockname()[1]
+    with pytest.raises(StoreConnectionError) as caught:
+        sockets.connect("node1", port, Deadline(0.3), retry=False)
+    table = [line.strip().partition(" -> ")[2] for line in str(caught.value).splitlines()[2:4]]
+    assert table == [f"127.0.0.1:{port}: connection refused", f"127.0.0.3:{port}: timed out"]
+
+
+def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
+    with contextlib.ExitStack() as stack:
+        unused = stack.enter_context(socket.socket())
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+        real = socket.getaddrinfo
+
+        def look_up(name, *args, **options):
+            names = ["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"] if name == "node1" else [name]
+            return [info for each in names for info in real(each, *args, **options)]
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+        with pytest.raises(StoreConnectionError) as caught:
+            TCPStore("node1", port, timeout=0)
+    first, head, *table, _hint = str(caught.value).splitlines()
+    assert first.startswith(f"cannot connect from node2 to the store at node1:{port}")
+    assert first.endswith("(connection refused)")
+    assert head.strip() == "failed connections:"
+    assert [line.strip() for line in table] == [
+        f"node2 -> 127.0.0.2:{port}: connection refused",
+        f"node2 -> 127.0.0.3:{port}: connection refused",
+    ]
+
+
+def test_replies_come_although_the_client_sends_no_more(master):
+    with raw_client(master.port) as sock:
+        sock.sendall(encode_request(Op.ADD, "/n", 5) * 3)
+        sock.shutdown(socket.SHUT_WR)
+        replies = b""
+        while chunk := sock.recv(100):
+            replies += chunk
+    assert replies == b"".join(encode_reply(Op.ADD, total) for total in (5, 10, 15))
+
+
+def test_unknown_host_is_named():
+    with pytest.raises(StoreConnectionError, match=r"no-such-host\.invalid:1234"):
+        TCPStore("no-such-host.invalid", 1234, timeout=0)
+
+
+def test_client_waits_for_a_late_server():
+    (listener,) = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    listener.close()
+    thread, outcome = in_thread(lambda: TCPStore("127.0.0.1", port, timeout=20))
+    with TCPStore("127.0.0.1", port, is_master=True):
+        thread.join()
+        with outcome[0] as client:
+            client.set("k", "v")
+
+
+def test_port_in_use(master):
+    with pytest.raises(StoreConnectionError, match=os.strerror(errno.EADDRINUSE)):
+        TCPStore("127.0.0.1", master.port, is_master=True)
+
+
+def test_something_else_listens():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer():
+            connection, _ = stranger.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n")
+
+        thread, _ = in_thread(answer)
+        with pytest.raises(HandshakeError, match="is not a TCPStore server"):
+            TCPStore("127.0.0.1", stranger.getsockname()[1], timeout=20)
+        thread.join()
+
+
+def test_waits_for_workers():
+    (listener,) = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    thread, outcome = in_thread(
+        lambda: TCPStore("127.0.0.1", port, 2, True, 20, master_listen_fd=listener.detach())
+    )
+    with TCPStore("127.0.0.1", port, 2, timeout=20) as client:
+        thread.join()
+        with outcome[0] as master:
+            assert client.num_keys() == 1
+            assert master.list_keys() == []
+
+
+def test_missing_workers_are_counted():
+    with pytest.raises(StoreTimeoutError, match="1 of 3 joined"):
+        TCPStore("127.0.0.1", 0, 3, True, timeout=0.5)
+
+
+def test_multi_tenant_shares_the_server_until_the_last_store_closes():
+    first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
+    second = TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True)
+    first.set("k", "1")
+    first.close()
+    assert second.get("k") == b"1"
+    second.close()
+    with pytest.raises(StoreConnectionError):
+        TCPStore("127.0.0.1", second.port, timeout=0)
+
+
+def test_listen_fd_of_another_port():
+    (listener,) = listen("127.0.0.1", 0)
+    with listener, pytest.raises(InvalidArgumentError, match="is bound to port"):
+        TCPStore("127.0.0.1", 1, is_master=True, master_listen_fd=listener.fileno())
+
+
+@pytest.mark.parametrize("arguments", [{"port": 65536}, {"port": -1}, {"world_size": 0}])
+def test_bad_arguments(arguments):
+    with pytest.raises(InvalidArgumentError):
+        TCPStore("127.0.0.1", **{"port": 1, **arguments})
+
+
+@pytest.mark.parametrize("operation", ["get", "wait", "barrier", "queue_pop"])
+def test_killed_server_wakes_every_waiter(server_process, operation):
+    process, port = server_process
+    with TCPStore("127.0.0.1", port, timeout=60) as client, client.clone() as probe:
+        calls = {
+            "get": lambda: client.get("never"),
+            "wait": lambda: client.wait(["never"]),
+            "barrier": lambda: client.barrier("never", 9),
+            "queue_pop": lambda: client.queue_pop("never"),
+        }
+        started = [in_thread(calls[operation]) for _ in range(3)]
+        wait_until(lambda: len(client._pool._busy) == 3)
+        probe.set("k", "v")
+        process.kill()
+        for thread, outcome in started:
+            thread.join(10)
+            assert isinstance(outcome[0], StoreConnectionError), outcome
+            assert f"127.0.0.1:{port}" in str(outcome[0])
+        with pytest.raises(StoreConnectionError):
+            client.set("k", "v")
+
+
+def test_stopped_server_is_a_timeout_not_a_hang(server_process):
+    process, port = server_process
+    with TCPStore("127.0.0.1", port, timeout=20) as client:
+        client.set_timeout(0.1)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        with pytest.raises(StoreTimeoutError, match=f"127.0.0.1:{port} is connected but did not"):
+            client.set("k", "v")
+        with pytest.raises(StoreTimeoutError):
+            client.wait(["k"], 0.05)
+        process.send_signal(signal.SIGCONT)
+        client.set_timeout(20)
+        assert client.add("n", 1) == 1
+
+
+def test_close_wakes_a_waiting_thread(master):
+    client = master.clone()
+    thread, outcome = in_thread(lambda: client.get("never"))
+    wait_until(lambda: client._pool._busy)
+    client.close()
+    thread.join(10)
+    assert isinstance(outcome[0], ClosedError), outcome
+
+
+def test_interrupt_ends_a_wait(master):
+    master.set("k", "v")
+
+    def interrupt():
+        wait_until(lambda: master._pool._busy)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread, _ = in_thread(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        master.get("never", 60)
+    thread.join()
+    assert master.get("k") == b"v"
+
+
+def test_many_waiters_need_no_thread_in_the_server(master):
+    clients = [TCPStore("127.0.0.1", master.port, timeout=20) for _ in range(20)]
+    before = threading.active_count()
+    waiters = [in_thread(lambda client=client: client.get("go")) for client in clients]
+    assert threading.active_count() <= before + len(waiters)
+    master.set("go", "1")
+    for thread, outcome in waiters:
+        thread.join(10)
+        assert outcome == [b"1"]
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("how", ["dies", "does something else"])
+def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
+    with raw_client(master.port) as first, master.clone() as popper:
+        first.sendall(encode_request(Op.WAIT, ["/q"]) + encode_request(Op.PING, 7))
+        assert first.recv(4) == (7).to_bytes(4, "little")
+        thread, outcome = in_thread(lambda: popper.queue_pop("q"))
+        wait_until(lambda: popper._pool._busy)
+        master.queue_push("q", "job")
+        assert first.recv(1) == bytes([wire.STOP_WAITING])
+        if how == "dies":
+            first.close()
+        else:
+            first.sendall(encode_request(Op.PING, 1))
+        thread.join(10)
+        assert outcome == [b"job"]
+
+
+def test_dead_client_leaves_the_barrier(master):
+    with raw_client(master.port) as dead:
+        dead.sendall(encode_request(Op.BARRIER, "/b", 2) + encode_request(Op.PING, 7))
+        assert dead.recv(4) == (7).to_bytes(4, "little")
+    with pytest.raises(StoreTimeoutError):
+        master.barrier("b", 2, 0.1)
+
+
+VICTIM = """
+import sys, threading
+from unisono.stores import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=60)
+calls = {
+    "get": lambda: store.get("never"),
+    "barrier": lambda: store.barrier("shared", 3),
+    "queue_pop": lambda: store.queue_pop("shared"),
+    "set": lambda: store.set("large", bytes(60_000_000)),
+    "add": lambda: store.add("victims", 1),
+}
+def again(call):
+    while True: call()
+for name in sys.argv[2:]:
+    threading.Thread(target=again, args=(calls[name],)).start()
+print("ready", flush=True)
+"""
+
+
+def test_killed_clients_do_no_harm(master):
+    """SIGKILL in the middle of whatever they do; the others neither block nor see half a write."""
+    states = [["get"], ["barrier"], ["queue_pop"], ["set"], ["add"], ["set", "add", "barrier"]]
+    with contextlib.ExitStack() as stack:
+        victims = []
+        for state in states:
+            command = [sys.executable, "-c", VICTIM, str(master.port), *state]
+            victim = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            stack.callback(victim.kill)
+            victims.append(victim)
+        for victim in victims:
+            assert victim.stdout.readline() == b"ready\n"
+        for victim in victims:
+            victim.kill()
+            victim.wait()
+            assert master.add("mine", 1) > 0
+    server = master._server._server
+    wait_until(lambda: server.clients == len(master._pool._idle))
+    if master.check(["large"]):
+        assert len(master.get("large")) == 60_000_000
+    with pytest.raises(StoreTimeoutError):
+        master.barrier("shared", 2, 0.05)
+    master.queue_push("shared", "job")
+    assert master.queue_pop("shared", timeout=10) == b"job"
+    assert master.get("mine") == b"6"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        encode_request(Op.VALIDATE, wire.MAGIC) + b"\xff",
+        encode_request(Op.VALIDATE, wire.MAGIC) + b"\x01" + b"\xff" * 8,
+    ],
+)
+def test_server_hangs_up_on_nonsense_and_lives(master, sent):
+    with socket.create_connection(("127.0.0.1", master.port), timeout=10) as stranger:
+        stranger.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert master.add("n", 1) == 1
+
+
+def test_client_that_reads_nothing_does_not_fill_the_server(master):
+    master.set("large", bytes(4 << 20))
+    before = resident_bytes()
+    with raw_client(master.port) as slow:
+        slow.sendall(encode_request(Op.GET, "/large") * 200 + encode_request(Op.ADD, "/late", 1))
+        wait_until(lambda: readable_bytes(slow) > 0)
+        assert not master.check(["late"])
+        assert master.add("n", 1) == 1
+        assert resident_bytes() - before < 64 << 20
+
+
+def test_large_values_and_many_keys(master, server_kind):
+    master.set_timeout(60)
+    large = os.urandom(1 << 20) * 64
+    master.set("large", large)
+    assert master.get("large") == large
+    count = 100_000 if server_kind == "native" else 20_000
+    names = [f"key{number:06d}" for number in range(count)]
+    master.multi_set(names, [b""] * len(names))
+    assert master.check(names)
+    master.delete_key("large")
+    assert master.list_keys() == names
+
+
+def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
+    most = wire.MAX_VALUE_BYTES
+    if server_kind == "python":
+        most = 1000
+        for module in (tcp_client, python_server):
+            monkeypatch.setattr(module, "MAX_VALUE_BYTES", most)
+    master.set_timeout(60)
+    master.set("k", bytes(most - 1))
+    master.append("k", b"x")
+    with pytest.raises(InvalidArgumentError, match=f"append of 2 bytes to the {most} bytes"):
+        master.append("k", b"yz")
+    assert master.get("k") == bytes(most - 1) + b"x"
+
+
+def test_small_multi_get_cannot_ask_for_more_than_the_bound():
+    options = ServerOptions(max_reply_bytes=10_000)
+    with (
+        contextlib.closing(start_server(listen("127.0.0.1", 0), options)) as server,
+        TCPStore("127.0.0.1", server.port) as client,
+    ):
+        client.set("k", bytes(1000))
+        assert len(client.multi_get(["k"] * 10)) == 10
+        with pytest.raises(StoreConnectionError):
+            client.multi_get(["k"] * 11)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_child_of_a_fork_has_connections_of_its_own(master):
+    master.set("from", "parent")
+    script = (
+        "import os, sys; from unisono.stores import TCPStore\n"
+        f"store = TCPStore('127.0.0.1', {master.port}, timeout=20)\n"
+        "store.set('a', '1')\n"
+        "pid = os.fork()\n"
+        "for _ in range(200): store.add('n', 1)\n"
+        "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    assert master.get("n") == b"400"
+
+
+def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
+    script = (
+        "import os, sys, time; from unisono.stores import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0: sys.stdin.read(); os._exit(0)\n"
+        "print(store.port, flush=True); time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        port = int(parent.stdout.readline())
+        with TCPStore("127.0.0.1", port, timeout=30) as client:
+            thread, outcome = in_thread(lambda: client.get("never"))
+            wait_until(lambda: client._pool._busy)
+            parent.kill()
+            thread.join(10)
+            assert isinstance(outcome[0], StoreConnectionError), outcome
+
+
+def test_grandchild_keeps_its_files(server_kind):
+    """The numbers of a server's sockets may belong to other files by then."""
+    script = (
+        "import os, sys; from unisono.stores import TCPStore\n"
+        "master = TCPStore('127.0.0.1', 0, is_master=True)\n"
+        "clients = [TCPStore('127.0.0.1', master.port, timeout=20) for _ in range(8)]\n"
+        "def fork():\n"
+        "    if pid := os.fork(): os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "fork()\n"
+        "files = [os.open('/dev/null', os.O_RDONLY) for _ in range(60)]\n"
+        "fork()\n"
+        "for file in files: os.fstat(file)\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_all_wait_for_the_keys_of_all(master):
+    """Each of n waits for n keys, of which one goes again: nobody wakes before all are there."""
+    count = 100
+    names = [f"/rank{i}" for i in range(count)]
+    hello = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, names)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            address = ("127.0.0.1", master.port)
+            client = stack.enter_context(socket.create_connection(address, timeout=20))
+            client.sendall(hello + encode_request(Op.PING, 7))
+            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
+            clients.append(client)
+        for name in names[:-1]:
+            master.set(name[1:], "here")
+        master.delete_key(names[50][1:])
+        master.set(names[-1][1:], "here")
+        assert select.select(clients, [], [], 0)[0] == []
+        master.set(names[50][1:], "here")
+        for client in clients:
+            assert client.recv(1) == encode_reply(Op.WAIT, STOP_WAITING)
+
+
+@pytest.mark.parametrize("free", range(10))
+def test_too_few_descriptors_are_an_error_not_a_hang(free):
+    script = (
+        "import os, resource; from unisono.stores import TCPStore\n"
+        f"few = max(map(int, os.listdir('/proc/self/fd'))) + {free}\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))\n"
+        "try: TCPStore('127.0.0.1', 0, is_master=True, timeout=0.2)\n"
+        "except OSError: pass\n"
+        "os._exit(0)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+
+
+def test_open_and_close_leave_nothing():
+    """The leak guard counts threads and descriptors, once they have had time to go."""
+    for _ in range(200):
+        with TCPStore("127.0.0.1", 0, is_master=True) as store, store.clone() as clone:
+            clone.set("k", "v")
+
+
+def test_forgotten_store_closes_itself():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    port = store.port
+    store.set("k", "v")
+    del store
+    with pytest.raises(StoreConnectionError):
+        TCPStore("127.0.0.1", port, timeout=0)
+
+
+def test_server_needs_a_socket():
+    with pytest.raises(InvalidArgumentError):
+        start_server([])

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.support.transport_worlds import KINDS, WAYS, use_native
+from unisono.engines import is_native_built
+
+NATIVE = ["inproc:rings", "inproc:rings+links", *(f"tcp:{ways}" for ways in WAYS)]
+NATIVE += ["tcp:wires:2", "tcp:wires:4"]  # so many channels
+
+
+@pytest.fixture(params=[*KINDS, *(NATIVE if is_native_built() else [])])
+def make(request, monkeypatch):
+    kind, ways, channels = [*request.param.split(":"), "", ""][:3]
+    monkeypatch.setenv("UNISONO_CHANNELS", channels)
+
+    def build(size):
+        addresses = {}
+        world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
+        addresses.update(enumerate(transport.address for transport in world))
+        if ways:
+            use_native(world, WAYS[ways])
+        return world
+
+    build.kind, build.messages = kind, bool(ways)
+    return build

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import re
+import threading
+from functools import partial
+from importlib import import_module
+
+import pytest
+
+from tests.support.together import on_threads
+from unisono.base.deadline import Deadline
+from unisono.base.process_identity import new_user
+from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
+from unisono.rendezvous import rendezvous
+from unisono.stores import HashStore, PrefixStore
+from unisono.transports import InprocTransport, Key, connect
+from unisono.transports.messages import Kind
+from unisono.transports.tcp import address
+from unisono.transports.tcp.address import TCPAddress, listen
+
+KEY = Key(1, Kind.P2P, 0)
+
+
+def connected(store, size, kind):
+    joins = [partial(connect, store, rank, size, Deadline(20), kind) for rank in range(size)]
+    return on_threads(*joins)
+
+
+@pytest.mark.parametrize("kind", ["inproc", "tcp"])
+def test_a_store_serves_one_world_after_another(kind):
+    """Each finds its own addresses, not those of the one before, even if it starts unevenly."""
+    with HashStore() as store:
+        for _ in range(3):
+            world = connected(store, 3, kind)
+            assert [transport.name for transport in world] == [kind] * 3
+            into = bytearray(2)
+            received = world[0].recv(2, KEY, memoryview(into))
+            world[2].send(0, KEY, memoryview(b"hi"))
+            assert received.wait_until(Deadline(20))
+            assert into == b"hi"
+            for transport in reversed(world):
+                transport.close()
+            assert not any("address" in key for key in store.list_keys())
+
+
+def test_auto_is_inproc_if_the_store_cannot_leave_the_process(monkeypatch):
+    monkeypatch.delenv("UNISONO_TRANSPORT", raising=False)
+    with HashStore() as store:
+        transport = connect(PrefixStore("a", store), 0, 1, Deadline(5))
+        transport.close()
+        assert transport.name == "inproc"
+
+
+def test_unknown_kind():
+    with HashStore() as store, pytest.raises(InvalidArgumentError) as caught:
+        connect(store, 0, 1, Deadline(5), "rdma")
+    assert caught.value.what == "unknown transport 'rdma' (known: auto, inproc, tcp)"
+
+
+def test_ranks_that_never_come_are_named(monkeypatch):
+    # By name: `unisono.transports.connect` is the function.
+    monkeypatch.setattr(import_module("unisono.transports.connect"), "_STAY_S", 0.01)
+    with HashStore() as store:
+        store.set("1/address/2", "4 x")
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, 0, 4, Deadline(0.05), "tcp")
+    assert caught.value.what == ("rank 0 of 4 waited 0.05 s for ranks that never came: 1, 3")
+    assert caught.value.context.peers == (1, 3)
+
+
+def test_rank_that_hosts_the_store_gives_up_first():
+    """Its store stays until the rank that waits a little longer knows who is missing."""
+
+    def join(rank, store, timeout_s):
+        with store, pytest.raises(RendezvousError) as caught:
+            connect(store, rank, 3, Deadline(timeout_s), "tcp")
+        return caught.value.what
+
+    host, _, _ = next(rendezvous("tcp://127.0.0.1:0", 0, 3))
+    client, _, _ = next(rendezvous(f"tcp://127.0.0.1:{host.port}", 1, 3))
+    assert on_threads(partial(join, 0, host, 0.2), partial(join, 1, client, 0.5)) == [
+        "rank 0 of 3 waited 0.2 s for ranks that never came: 2",
+        "rank 1 of 3 waited 0.5 s for ranks that never came: 2",
+    ]
+
+
+def test_address_survives_the_store():
+    there = TCPAddress(("10.0.0.1", "fe80::1"), 4567, b"0123456789abcdef")
+    assert TCPAddress.unpack(there.pack()) == there
+    with pytest.raises(TransportError) as caught:
+        TCPAddress.unpack("inproc:abc")
+    assert caught.value.what == "a peer published 'inproc', this rank uses tcp"
+
+
+@pytest.mark.parametrize(
+    "hosts", [("127.0.0.1",), ("127.0.0.1", "::1"), ("127.0.0.2", "127.0.0.1"), ("::1",)]
+)
+def test_listens_on_what_is_published_and_on_nothing_else(hosts):
+    sockets, port = listen(hosts)
+    there = [sock.getsockname()[:2] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    assert there == [(host, port) for host in hosts]
+
+
+def test_address_that_this_host_lost_is_left_out_if_there_is_another():
+    sockets, port = listen(("192.0.2.1", "127.0.0.1"))
+    there = [sock.getsockname() for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    assert there == [("127.0.0.1", port)]
+    with pytest.raises(TransportError, match=r"cannot listen on any .*192.0.2.1: Cannot assign"):
+        listen(("192.0.2.1",))
+
+
+def test_port_that_is_free_on_one_address_only_is_not_taken(monkeypatch):
+    real, refused = address._listen_on, []
+
+    def refuse(host, port):
+        if host == "127.0.0.2" and len(refused) < 3:
+            refused.append(port)
+            raise OSError(errno.EADDRINUSE, "in use")
+        return real(host, port)
+
+    monkeypatch.setattr(address, "_listen_on", refuse)
+    sockets, port = listen(("127.0.0.1", "127.0.0.2"))
+    ports = {sock.getsockname()[1] for sock in sockets}
+    for sock in sockets:
+        sock.close()
+    assert ports == {port}
+    assert len(sockets) == 2
+
+
+def test_world_does_not_find_addresses_of_the_one_before_that_are_not_deleted_yet(monkeypatch):
+    """A rank that is slow to clean up; its peer is in the next world already."""
+    with HashStore() as store:
+        slow = store.clone()
+        behind, go_on = threading.Event(), threading.Event()
+        real = slow.delete_key
+
+        def delete_key(key):
+            if key == "1/address/1":
+                behind.set()
+                assert go_on.wait(20)
+            return real(key)
+
+        monkeypatch.setattr(slow, "delete_key", delete_key)
+        worlds = []
+
+        def twice(rank, mine):
+            for _ in range(2):
+                worlds.append((rank, connect(mine, rank, 2, Deadline(20), "tcp")))
+
+        threads = [
+            threading.Thread(target=twice, args=arguments) for arguments in [(0, store), (1, slow)]
+        ]
+        for thread in threads:
+            thread.start()
+        assert behind.wait(20)
+        # The quick one has to wait for the slow one's new address.
+        store.wait(["2/address/0"], 20)
+        assert store.check(["1/address/1"])
+        assert len(worlds) == 1
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert sorted(rank for rank, _ in worlds) == [0, 0, 1, 1]
+        for _, transport in reversed(worlds):
+            transport.close()
+        slow.close()
+
+
+def test_rank_that_another_process_has_is_told_whose_it_is(monkeypatch):
+    with HashStore() as store:
+        first = []
+        thread = threading.Thread(
+            target=lambda: first.append(connect(store, 1, 2, Deadline(20), "tcp"))
+        )
+        thread.start()
+        store.wait(["1/address/1"], 20)
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, 1, 2, Deadline(20), "tcp")
+        assert re.fullmatch(
+            r"rank 1 of 2 is process (\d+) on host (\S+) already, so it cannot be process \1 on "
+            r"host \2",
+            caught.value.what,
+        )
+        assert caught.value.context.peers == (1,)
+        # A child that still runs its parent's script.
+        monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+        with pytest.raises(RendezvousError, match='if __name__ == "__main__":'):
+            connect(store, 1, 2, Deadline(20), "tcp")
+        other = connect(store, 0, 2, Deadline(20), "tcp")
+        thread.join()
+        for transport in (other, *first):
+            transport.close()
+
+
+def test_rank_whose_process_died_while_it_met_is_taken_over():
+    with HashStore() as store:
+        host, machine, name, _, pid = new_user().split("~")
+        dead = f"{host}~{machine}~{name}~0~{pid}"
+        store.set("rank/0", f"1 {dead}")
+        store.set("1/address/0", "old")
+        world = [None, None]
+
+        def join(rank):
+            world[rank] = connect(store, rank, 2, Deadline(20), "tcp")
+
+        # The other one must not look while the dead one's address is there.
+        first = threading.Thread(target=join, args=(0,))
+        first.start()
+        while store.get("1/address/0") == b"old":
+            first.join(0.001)
+        join(1)
+        first.join()
+        assert store.get("rank/0") == b"1"
+        for transport in world:
+            transport.close()
+
+
+def test_failed_meeting_can_be_repeated():
+    with HashStore() as store:
+        with pytest.raises(RendezvousError):
+            connect(store, 0, 2, Deadline(0.01), "tcp")
+        for transport in connected(store, 2, "tcp"):
+            transport.close()
+
+
+def test_ranks_that_disagree_about_the_size_of_the_world():
+    """Both are told, and who was told more does not wait for ranks that do not exist."""
+
+    def join(rank, store, world_size):
+        with pytest.raises(RendezvousError) as caught:
+            connect(store, rank, world_size, Deadline(20), "tcp")
+        return caught.value.what
+
+    with HashStore() as store:
+        told = on_threads(partial(join, 0, store, 2), partial(join, 1, store.clone(), 3))
+    assert told == [
+        "rank 0 has world_size=2, rank 1 has world_size=3",
+        "rank 1 has world_size=3, rank 0 has world_size=2",
+    ]
+
+
+def test_a_thread_is_answered_by_one_that_does_not_know_its_address_yet():
+    known = []
+    first = InprocTransport(0, 2, lambda rank: known[rank])
+    second = InprocTransport(1, 2, [].__getitem__)
+    known += [first.address, second.address]
+    with contextlib.closing(first), contextlib.closing(second):
+        second.enter(7, 3, "all_reduce")
+        answers = first.ask(7, 3, [1], Deadline(5))
+        assert [(rank, status.seq) for rank, status in answers.items()] == [(1, 3)]

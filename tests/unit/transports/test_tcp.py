@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.silent import unacceptable
+from tests.support.transport_worlds import KEY, SOON, tcp_world, works
+from unisono.base.deadline import Deadline
+from unisono.transports import Key, LinkDown, TCPTransport
+from unisono.transports.messages import Kind
+from unisono.transports.tcp import handshake
+from unisono.transports.tcp import transport as tcp_transport
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.wire import ACCEPT, FRAME, HELLO, REFUSE, Frame, Hello
+
+
+def dial(transport):
+    return socket.create_connection(
+        ("127.0.0.1", TCPAddress.unpack(transport.address).port), timeout=SOON
+    )
+
+
+def test_calls_that_cross_end_in_one_link():
+    for _ in range(30):
+        with tcp_world(2) as (a, b):
+            barrier = threading.Barrier(2)
+            intos = [bytearray(4), bytearray(4)]
+
+            def meet(me, other, into, barrier=barrier):
+                barrier.wait()
+                me.send(other.rank, KEY, memoryview(bytes([me.rank] * 4)))
+                received = me.recv(other.rank, KEY, memoryview(into))
+                assert received.wait_until(Deadline(SOON))
+
+            threads = [
+                threading.Thread(target=meet, args=args)
+                for args in [(a, b, intos[0]), (b, a, intos[1])]
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert intos == [b"\1" * 4, b"\0" * 4]
+
+
+def hello_of(world, rank, peer):
+    token = TCPAddress.unpack(world[peer].address).token
+    return Hello(len(world), rank, peer, 0, token).pack()
+
+
+def test_a_parked_call_is_taken_when_the_own_one_fails():
+    """Rank 0 cannot reach rank 1, which calls at the same time."""
+    mute = socket.create_server(("127.0.0.1", 0))
+
+    def edit(addresses):
+        own = TCPAddress.unpack(addresses[1])
+        addresses[1] = own._replace(port=mute.getsockname()[1]).pack()
+
+    with tcp_world(2, edit) as (a, b), mute:
+        # Its call is under way, but this server does not answer.
+        sent = a.send(1, KEY, memoryview(b"over the peer's own call"))
+        mute.settimeout(SOON)
+        caller, _ = mute.accept()
+        caller.settimeout(SOON)
+        assert len(caller.recv(HELLO.size)) == HELLO.size
+        into = bytearray(24)
+        received = b.recv(0, KEY, memoryview(into))  # calls rank 0
+        patience = Deadline(SOON)
+        while a._outgoing[1, 0]._spare is None:
+            assert not patience.expired()
+        assert not received.done()
+        caller.close()
+        assert received.wait_until(Deadline(SOON))
+        assert sent.wait_until(Deadline(SOON))
+        assert into == b"over the peer's own call"
+
+
+def test_the_next_address_is_tried():
+    def edit(addresses):
+        own = TCPAddress.unpack(addresses[1])
+        addresses[1] = own._replace(hosts=("127.0.0.2", "::1", "127.0.0.1")).pack()
+
+    with tcp_world(2, edit) as (a, b):
+        works(a, b)
+
+
+def test_addresses_are_called_while_another_does_not_answer(monkeypatch):
+    """The first says nothing, the second answers and hangs up, the third is the peer's."""
+    monkeypatch.setattr(handshake, "CONNECT_S", 1e6)
+    with contextlib.ExitStack() as stack:
+
+        def edit(addresses):
+            own = TCPAddress.unpack(addresses[1])
+            for sock in unacceptable("127.0.0.3", own.port):
+                stack.enter_context(sock)
+            stranger = stack.enter_context(socket.create_server(("127.0.0.2", own.port)))
+            thread = threading.Thread(target=lambda: stranger.accept()[0].close())
+            thread.start()
+            stack.callback(thread.join, SOON)
+            addresses[1] = own._replace(hosts=("127.0.0.3", "127.0.0.2", "127.0.0.1")).pack()
+
+        with tcp_world(2, edit) as (a, b):
+            # Before rank 1 does anything: it would call rank 0 itself.
+            sent = a.send(1, KEY, memoryview(b"third"))
+            assert sent.wait_until(Deadline(SOON))
+            assert sent.error is None
+            into = bytearray(5)
+            assert b.recv(0, KEY, memoryview(into)).wait_until(Deadline(SOON))
+            assert into == b"third"
+
+
+def test_unreachable_peer_is_named_with_every_address():
+    def edit(addresses):
+        own = TCPAddress.unpack(addresses[1])
+        addresses[1] = own._replace(port=1).pack()
+
+    with tcp_world(2, edit) as (a, _):
+        received = a.recv(1, KEY, memoryview(bytearray(1)))
+        assert received.wait_until(Deadline(SOON))
+        assert isinstance(received.error, LinkDown)
+        assert "127.0.0.1:1: Connection refused" in received.error.reason
+
+
+@pytest.mark.parametrize("address", ["inproc:abc", "tcp|nonsense", "tcp|1|zz|h"])
+def test_address_of_another_kind(address):
+    def edit(addresses):
+        addresses[1] = address
+
+    with tcp_world(2, edit) as (a, _):
+        for transfer in (
+            a.send(1, KEY, memoryview(b"x")),
+            a.recv(1, KEY, memoryview(bytearray(1))),
+        ):
+            assert transfer.wait_until(Deadline(SOON))
+            assert isinstance(transfer.error, LinkDown)
+            assert "its address is of no use" in transfer.error.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"world_size": 3}, {"rank": 0}, {"rank": 7}, {"peer": 1}, {"token": bytes(16)}],
+    ids=lambda change: next(iter(change)),
+)
+def test_wrong_hello_is_refused(change, caplog):
+    with tcp_world(2) as world:
+        right = Hello(2, 1, 0, 0, TCPAddress.unpack(world[0].address).token)
+        with dial(world[0]) as sock:
+            sock.sendall(right._replace(**change).pack())
+            assert sock.recv(10) == REFUSE
+            assert sock.recv(10) == b""
+        works(*world)
+    assert "rank 0 refused a connection" in caplog.text
+
+
+def test_second_connection_of_a_rank_is_refused_quietly(caplog):
+    """It happens whenever two ranks call each other at once."""
+    with tcp_world(2) as world:
+        works(*world)
+        with dial(world[0]) as sock:
+            sock.sendall(hello_of(world, 1, 0))
+            assert sock.recv(10) == REFUSE
+        works(*world)
+    assert not caplog.text
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.one_of(st.binary(max_size=200), st.just(b"GET / HTTP/1.1\r\n\r\n" * 9)))
+def test_strangers_do_no_harm(data):
+    with tcp_world(2) as world:
+        with dial(world[0]) as sock, contextlib.suppress(OSError):
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(100) in (b"", REFUSE)
+        works(*world)
+
+
+def test_garbage_after_the_handshake_ends_that_link_only():
+    source = random.Random(5)
+    frames = [
+        source.randbytes(500),
+        Frame(Key(1, Kind.ASK, 0), 2, 0).pack() + b"{}",
+        Frame(Key(1, Kind.ASK, 0), 2, 0).pack() + b"[]",
+        Frame(Key(1, Kind.FAIL, 0), 4, 0).pack() + b"null",
+        Frame(Key(1, Kind.ANSWER, 0), 3, 0).pack() + b"\xff{{",
+        Frame(Key(1, Kind.P2P, 0), 2**62, 0).pack(),
+    ]
+    for garbage in frames:
+        with tcp_world(3) as world:
+            with dial(world[0]) as sock:
+                sock.sendall(hello_of(world, 2, 0) + garbage)
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(100):
+                        pass
+            lost = world[0].recv(2, KEY, memoryview(bytearray(1)))
+            assert lost.wait_until(Deadline(SOON))
+            assert isinstance(lost.error, LinkDown)
+            works(world[0], world[1])
+
+
+def test_silent_strangers_are_closed_in_time(monkeypatch):
+    monkeypatch.setattr(handshake, "_HELLO_S", 0.05)
+    with tcp_world(2) as world, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(dial(world[0])) for _ in range(20)]
+        works(*world)
+        assert [sock.recv(1) for sock in socks] == [b""] * 20
+
+
+def test_a_peer_that_dies_at_any_point_is_noticed():
+    """A peer that says so many bytes of hello and frame, and ends."""
+    whole = 2 * HELLO.size
+    for nbytes in range(0, whole, 3):
+        with tcp_world(2) as world:
+            frame = Frame(KEY, 1000, 0).pack() + bytes(500)
+            into = memoryview(bytearray(1000))
+            with dial(world[0]) as sock:
+                sock.sendall((hello_of(world, 1, 0) + frame)[:nbytes])
+                if nbytes < HELLO.size:
+                    sock.shutdown(socket.SHUT_WR)
+                    assert sock.recv(10) == b""
+                else:
+                    assert len(sock.recv(1)) == 1
+                    received = world[0].recv(1, KEY, into)
+            if nbytes < HELLO.size:
+                works(*world)  # no rank was lost: it was nobody yet
+            else:
+                assert received.wait_until(Deadline(SOON))
+                assert isinstance(received.error, LinkDown)
+
+
+def test_last_words_survive_a_close_with_unread_data():
+    """A socket closed with unread data resets the connection; that must not eat what was sent."""
+    for _ in range(20):
+        with tcp_world(2) as (a, b):
+            works(a, b)
+            flood = [b.send(0, Key(1, Kind.P2P, 1), memoryview(bytes(50_000))) for _ in range(20)]
+            sent = a.send(1, KEY, memoryview(bytes(300_000)))
+            closer = threading.Thread(target=a.close)
+            closer.start()
+            into = memoryview(bytearray(b"\xee" * 300_000))
+            received = b.recv(0, KEY, into)
+            assert received.wait_until(Deadline(SOON))
+            closer.join()
+            assert (sent.error, received.error) == (None, None)
+            assert into == bytes(300_000)
+            for transfer in flood:
+                assert transfer.wait_until(Deadline(SOON))
+
+
+def test_callback_runs_on_a_thread_that_must_not_wait():
+    with tcp_world(2) as (a, b):
+        seen = []
+        received = b.recv(0, KEY, memoryview(bytearray(4)))
+        received.add_callback(lambda _: seen.append(b.may_wait()))
+        received.add_callback(lambda _: 1 / 0)
+        a.send(1, KEY, memoryview(b"1234"))
+        assert received.wait_until(Deadline(SOON))
+        works(a, b)
+        assert seen == [False]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_forked_child_keeps_no_socket():
+    others = count_sockets()
+    with tcp_world(2) as (a, b):
+        works(a, b)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.write(write, str(count_sockets()).encode())
+            a.close()  # must return although its thread does not exist here
+            os._exit(0)
+        os.close(write)
+        inherited = int(os.read(read, 100))
+        os.close(read)
+        os.waitpid(pid, 0)
+        assert inherited == others
+        # Two listeners, two pairs to wake the threads, both ends of a link; and perhaps a second
+        # connection, which ends because the ranks called each other at the same time.
+        assert count_sockets() >= others + 8
+        works(a, b)
+
+
+def count_sockets():
+    fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(fd).startswith("socket:") for fd in fds if os.path.lexists(fd))
+
+
+def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatch):
+    """Whoever has accepted the call has a link, on which an end without it is a crash."""
+    monkeypatch.setattr(tcp_transport, "_LINGER_S", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        peer = TCPAddress(("127.0.0.1",), listener.getsockname()[1], bytes(16)).pack()
+        transport = TCPTransport(0, 2, lambda rank: peer)
+        transport.recv(1, KEY, memoryview(bytearray(8)))
+        listener.settimeout(SOON)
+        link, _ = listener.accept()
+        with link:
+            link.settimeout(SOON)
+            assert len(link.recv(HELLO.size, socket.MSG_WAITALL)) == HELLO.size
+            closer = threading.Thread(target=transport.close)
+            closer.start()
+            while transport._linger_until is None:
+                time.sleep(0.001)
+            link.sendall(ACCEPT)
+            frame = Frame.parse(link.recv(FRAME.size, socket.MSG_WAITALL))
+            assert frame.key.kind is Kind.GOODBYE
+        closer.join()

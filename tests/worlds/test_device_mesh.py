@@ -1,0 +1,216 @@
+"""DeviceMesh: against torch's, whose fake backend lets one process be any rank; and its groups."""
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.worlds import mesh_bodies
+from unisono.errors import InvalidArgumentError, UnknownNameError
+from unisono.testing import run
+
+
+def of_torch(rank):
+    """Return what torch's meshes say on one rank of eight."""
+    import torch.distributed as theirs
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    theirs.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    try:
+        made = mesh_bodies.meshes(theirs.init_device_mesh, theirs.DeviceMesh)
+        return {how: describe(mesh, rank) for how, mesh in made.items()}
+    finally:
+        theirs.destroy_process_group()
+
+
+def of_unisono(rank):
+    made = mesh_bodies.meshes(dist.init_device_mesh, dist.DeviceMesh)
+    for how, mesh in made.items():
+        if mesh.get_coordinate() is not None:
+            talk(how, mesh)
+    return {how: describe(mesh, rank) for how, mesh in made.items()}
+
+
+def describe(mesh, rank):
+    return mesh_bodies.described(mesh) if mesh.get_coordinate() is not None else None
+
+
+def talk(how, mesh):
+    """Ask the other ranks of each group where they are: the same place but for this dimension."""
+    for dim, group in enumerate(mesh.get_all_groups()):
+        mine = np.array(mesh.get_coordinate())
+        places = np.zeros((group.size(), mesh.ndim), mine.dtype)
+        dist.all_gather_into_tensor(places, mine, group)
+        expected = np.tile(mine, (group.size(), 1))
+        expected[:, dim] = np.arange(group.size())
+        np.testing.assert_array_equal(places, expected, how)
+        line = mesh.mesh[tuple(slice(None) if d == dim else c for d, c in enumerate(mine))]
+        assert dist.get_process_group_ranks(group) == line.tolist(), how
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_rank_sees_the_meshes_that_torch_shows_it():
+    pytest.importorskip("torch")
+    ours = run(of_unisono, 8)
+    for rank in range(8):
+        theirs = of_torch(rank)
+        assert len(theirs) >= 19
+        assert ours[rank].keys() == theirs.keys()
+        for how, expected in theirs.items():
+            assert ours[rank][how] == expected, f"rank {rank}: {how}"
+
+
+def permuted(rank):
+    """The order of a group is the order of the grid, which torch would sort."""
+    mesh = dist.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
+    talk("permuted", mesh)
+    assert mesh.get_coordinate() == {3: (0, 0), 1: (0, 1), 0: (1, 0), 2: (1, 1)}[rank]
+    talk("in another order", mesh["b", "a"])
+    assert mesh["b", "a"].mesh.tolist() == [[3, 0], [1, 2]]
+    line = dist.DeviceMesh("cpu", np.array([1, 0, 2, 3]))
+    assert line.get_group() is not dist.group.WORLD
+    talk("line", line)
+    whole = dist.DeviceMesh("cpu", range(4))
+    assert whole.get_group() is dist.group.WORLD
+
+
+def part_of_the_world(rank):
+    mesh = dist.init_device_mesh("cpu", (3,), mesh_dim_names=("only",))
+    if rank < 3:
+        talk("part", mesh)
+        assert mesh.get_local_rank() == rank
+    else:
+        assert mesh.get_coordinate() is None
+        assert mesh.mesh.tolist() == [0, 1, 2]
+        with pytest.raises(InvalidArgumentError, match="has no group for this rank: rank 3 is not"):
+            mesh.get_group()
+    pair = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("x", "y"))
+    assert pair["y"].size("y") == 2
+    if rank > 1:
+        assert pair.get_coordinate() is None
+        assert pair.mesh.tolist() == [[0, 1]]
+        with pytest.raises(InvalidArgumentError, match="is in none of the grids"):
+            pair["x"].mesh  # noqa: B018  the access is the test
+
+
+def over_groups(rank):
+    rows = dist.new_subgroups(2)[0]
+    columns = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    mesh = dist.DeviceMesh.from_group(
+        [columns, rows], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("out", "in")
+    )
+    talk("over groups", mesh)
+    assert mesh.get_group("in") is rows
+    line = dist.DeviceMesh.from_group(columns, "cpu")
+    assert line.mesh.tolist() == dist.get_process_group_ranks(columns)
+    assert line.get_local_rank() == columns.rank()
+    for bad, text in (
+        (lambda: dist.DeviceMesh.from_group([], "cpu"), "several groups need"),
+        (lambda: dist.DeviceMesh.from_group([rows, columns], "cpu"), "several groups need"),
+        (
+            lambda: dist.DeviceMesh.from_group(
+                [rows, columns], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("a", "b")
+            ),
+            "the mesh has",
+        ),
+        (lambda: dist.DeviceMesh.from_group(rows, "cpu", [3, 2, 1, 0]), "the mesh has"),
+        (
+            lambda: dist.DeviceMesh.from_group(rows, "cpu", [[0, 1]]),
+            "1 groups for a mesh of 2 dimensions",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            bad()
+
+
+def with_other_backends(rank):
+    override = {"a": "gloo", 1: dist_options()}
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names="ab", backend_override=override)
+    assert dist.get_backend(mesh.get_group("a")) == "gloo"
+    assert "engine=reference" in repr(mesh.get_group("b"))
+    assert mesh.get_group("a").name == "mesh_a"
+    flat = mesh._flatten("ab", backend_override=("gloo", None))
+    assert dist.get_backend(flat.get_group()) == "gloo"
+    cut = flat._unflatten("ab", (2, 2), ("c", "d"), {"d": "gloo"})
+    assert [dist.get_backend(group) for group in cut.get_all_groups()] == ["unisono", "gloo"]
+
+
+def dist_options():
+    from unisono.lowlevel import CPUOptions
+
+    return CPUOptions(engine="reference")
+
+
+def mistakes(rank):
+    count = dist.get_pg_count()
+    init, mesh = dist.init_device_mesh, dist.init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    bare = dist.init_device_mesh("cpu", (4,))
+    assert dist.get_pg_count() == count, "a dimension that is the world has the default group"
+    for bad, text in (
+        (lambda: init("cpu", (5,)), r"a mesh of shape \(5,\) takes 5 ranks, but the world has 4"),
+        (lambda: init("cpu", (2, 2), mesh_dim_names=("a",)), "2 different names, one per entry of"),
+        (
+            lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a")),
+            "2 different names, one per entry of",
+        ),
+        (lambda: init("cpu:0", (4,)), "without an index"),
+        (lambda: init("cpu", (4,), backend_override={"b": "gloo"}), "names no dimension"),
+        (lambda: init("cpu", (4,), backend_override={1: "gloo"}), "names no dimension"),
+        (lambda: dist.DeviceMesh("cpu", [0, 0]), "must have ranks of the world"),
+        (lambda: dist.DeviceMesh("cpu", []), "must be an array of ranks"),
+        (lambda: dist.DeviceMesh("cpu"), "must be an array of ranks"),
+        (lambda: dist.DeviceMesh("cpu", [0.5]), "must be an array of ranks"),
+        (
+            lambda: dist.DeviceMesh("cpu", [0], backend_override=()),
+            "backend_override has 0 entries for 1 dim",
+        ),
+        (lambda: bare["a"], "without mesh_dim_names cannot be sliced"),
+        (lambda: bare._flatten(), "without mesh_dim_names cannot be flattened"),
+        (lambda: mesh._unflatten("a", (2, 3), ("b", "c")), "is not 4, the size of dimension"),
+        (lambda: mesh.get_group(1), "has no dimension 1"),
+        (lambda: dist.DeviceMesh._concatenate([mesh, bare]), "slices of one mesh"),
+        (lambda: dist.DeviceMesh._concatenate([mesh, mesh]), "overlap"),
+        (lambda: mesh._unflatten(0, (2, 2), "bc").get_group(), "mesh_dim must be given"),
+        (
+            lambda: mesh._unflatten(0, (2, 2), "bc")["b", "c"]._flatten("a"),
+            "has a dimension 'a' already",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            bad()
+    with pytest.raises(UnknownNameError, match=r"has no dimension 'b' \(it has: a\)") as caught:
+        mesh["b"]
+    assert isinstance(caught.value, KeyError)
+
+
+def same_and_different(rank):
+    a = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    b = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a["x"] == b["x"] != a["y"]
+    assert a != dist.init_device_mesh("cpu", (2, 2))
+    assert a != 3
+    assert a[("x", "y")] is a
+    assert a["x"].get_group() is a.get_group("x") is a.get_group(0) is a.get_group(-2)
+    assert a._flatten("f") is a._flatten("f") is a["f"]
+    assert a.get_group("f") is a["f"].get_group()
+    assert a["f"]._get_root_mesh() is a
+    assert repr(a) == "DeviceMesh('cpu', x=2, y=2)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [permuted, part_of_the_world, over_groups, with_other_backends, mistakes, same_and_different],
+    ids=lambda body: body.__name__,
+)
+def test_on_four_threads(body):
+    run(body, 4)
+
+
+def test_a_mesh_makes_the_default_group():
+    assert not dist.is_initialized()
+    try:
+        assert dist.init_device_mesh("cpu", (1,)).get_local_rank() == 0
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()

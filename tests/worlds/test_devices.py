@@ -1,0 +1,220 @@
+"""Private-use devices: a made-up one with its own buffers and backend has all of c10d's ops."""
+
+import datetime
+import functools
+import re
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.worlds import device_bodies
+from tests.worlds.test_dispatch import in_own_worlds
+from unisono.backends import registry
+from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.lowlevel import OPS, Dispatcher, dispatcher, schema_of
+from unisono.testing import run
+
+# The operators of c10d's dispatcher (torch/csrc/distributed/c10d/Ops.cpp) that move data.
+C10D_OPS = [
+    "send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_",
+    "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_coalesced_",
+    "allgather_into_tensor_coalesced_", "reduce_scatter_", "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_", "gather_", "scatter_", "alltoall_", "alltoall_base_",
+    "barrier",
+]  # fmt: skip
+
+
+@pytest.fixture
+def drums(monkeypatch):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    dist.register_backend("drums", lambda spec, device: device_bodies.DrumBackend(spec), ["drum"])
+
+
+def test_all_operations_on_a_made_up_device(drums):
+    dispatched = []
+
+    def wrap(schema, device, kernel):
+        def wrapped(group, on, *arguments):
+            if on == "drum" and group.rank() == 0:
+                dispatched.append(schema.c10d_op)
+            return kernel(group, on, *arguments)
+
+        return wrapped
+
+    remove = dispatcher.register_wrapper(wrap)
+    try:
+        results = in_own_worlds(device_bodies.on_drums)
+    finally:
+        remove()
+    for rank, (got, asked) in enumerate(results):
+        assert sorted(got) == sorted(C10D_OPS)
+        for op, (values, expected) in got.items():
+            if (rank, op) != (1, "reduce_"):  # only the root's result is defined
+                assert values == expected, (rank, op)
+        assert set(asked) == set(OPS) - {"scan", "exscan", "agree"}
+    assert set(dispatched) - {""} == set(C10D_OPS)
+
+
+def test_the_table_has_exactly_the_operations_of_c10d():
+    assert len(C10D_OPS) == 19
+    assert sorted(s.c10d_op for s in OPS.values() if s.c10d_op) == sorted(C10D_OPS)
+
+
+@pytest.mark.parametrize("op", C10D_OPS)
+def test_every_c10d_name_is_an_alias(op):
+    schema = schema_of(op)
+    assert schema_of(f"c10d::{op}") is schema is OPS[schema.name]
+    own = Dispatcher()
+    own.register_kernel(f"c10d::{op}", "drum", print)
+    assert own.kernel(schema.name, "drum") is print
+    own.unregister_kernel(op, "drum")
+    assert own.kernel(schema.name, "drum") is not print
+
+
+def test_the_names_exist_in_torch():
+    torch = pytest.importorskip("torch")
+    group = torch.distributed.ProcessGroup
+    for schema in OPS.values():
+        assert not schema.c10d_op or hasattr(torch.ops.c10d, schema.c10d_op), schema
+        assert [n for n in schema.c10d_methods if not hasattr(group, n)] == [], schema
+
+
+OPTIONS = [
+    "AllToAllOptions", "AllgatherOptions", "AllreduceCoalescedOptions", "AllreduceOptions",
+    "BarrierOptions", "BroadcastOptions", "GatherOptions", "ReduceOptions",
+    "ReduceScatterOptions", "ScatterOptions",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_have_the_fields_and_defaults_of_torch(name):
+    pytest.importorskip("torch")
+    from torch._C import _distributed_c10d as c10d
+
+    theirs, ours = getattr(c10d, name)(), getattr(dist, name)()
+    fields = {n: getattr(theirs, n) for n in dir(theirs) if not n.startswith("_")}
+    assert set(fields) == set(vars(ours))
+    for field, value in fields.items():
+        if field == "reduceOp":
+            assert ours.reduceOp is dist.ReduceOp.SUM
+        else:
+            assert getattr(ours, field) == value, field
+
+
+@pytest.fixture
+def alone():
+    pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    yield pg
+    pg.close()
+
+
+def test_options_replace_all_settings(alone):
+    x, out = np.ones(2), np.zeros(2)
+    assert alone.allreduce([x], opts=dist.AllreduceOptions(asyncOp=False)).is_completed()
+    assert alone.allreduce(x, dist.ReduceOp.MAX, 5.0).wait()
+    assert alone.reduce([x], 0, dist.ReduceOp.SUM).wait()
+    assert alone.gather([out], x, 0).wait()
+    assert out.tolist() == [1, 1]
+    assert alone.scatter([out], [[x * 3]], dist.ScatterOptions()).wait()
+    assert out.tolist() == [3, 3]
+    assert alone.all_gather_single(out, x).wait()
+    assert out.tolist() == [1, 1]
+    assert alone.reduce_scatter_single(out, x * 2, opts=dist.ReduceScatterOptions()).wait()
+    assert out.tolist() == [2, 2]
+
+
+def test_forms_that_are_wrong(alone):
+    x = np.ones(2)
+    with pytest.raises(ArgumentTypeError, match="tensor must be an array, or in c10d's form a"):
+        alone.allreduce([x, x])
+    with pytest.raises(ArgumentTypeError, match="outputs must be a list of arrays, or in c10d's"):
+        alone.allgather([[x], [x]], [x])
+    with pytest.raises(ArgumentTypeError, match="all_reduce takes 3 arguments in c10d's form"):
+        alone.allreduce(x, dist.ReduceOp.SUM, 1.0, 2)
+    with pytest.raises(ArgumentTypeError, match="op must be a ReduceOp"):
+        alone.allreduce(x, 7)
+    with pytest.raises(InvalidArgumentError, match="outputs has 2 entries and inputs 1"):
+        alone.allgather_into_tensor_coalesced([x, x], [x])
+    with pytest.raises(InvalidArgumentError, match=r"hold \[2\] elements and inputs \[3\]"):
+        alone.allgather_into_tensor_coalesced([x], [np.ones(3)])
+
+
+def overloads(name):
+    """Return torch's parameters of a method, as far as they have names: [{name: type}, ...]."""
+    text = getattr(pytest.importorskip("torch").distributed.ProcessGroup, name).__doc__
+    for line in re.findall(rf"{name}\(self: \S+, (.*)\) -> ", text):
+        yield dict(re.findall(r"(?:^|, )(\w+): (.*?)(?=, \w+: |$)", line))
+
+
+def value_for(name, kind, x, out):
+    """Return what to pass for a parameter; `out` is what the call writes."""
+    data = out if name.startswith("output") else x
+    if "Options" in kind:
+        return getattr(dist, re.search(r"\w+Options", kind)[0])()
+    if "torch.Tensor" in kind:
+        return functools.reduce(lambda v, _: [v], range(kind.count("Sequence[")), data)
+    if "timedelta" in kind:
+        return datetime.timedelta(seconds=5)
+    if "ReduceOp" in kind:
+        return dist.ReduceOp.SUM
+    return [] if "Sequence" in kind else 0
+
+
+@pytest.mark.parametrize(
+    "schema", [s for s in OPS.values() if s.c10d_methods], ids=lambda s: s.name
+)
+def test_methods_take_the_keywords_of_torch(alone, schema):
+    seen = 0
+    for name in schema.c10d_methods:
+        for parameters in overloads(name):
+            seen += 1
+            if "arg0" in parameters:  # has no names in torch
+                continue
+            x, out = np.arange(3.0), np.zeros(3)
+            how = {p: value_for(p, kind, x, out) for p, kind in parameters.items()}
+            other = {"send": alone.recv, "recv": alone.send}.get(name)
+            works = [getattr(alone, name)(**how)]
+            if other is not None:
+                box = out if name == "send" else np.arange(3.0)
+                works.append(other(box, 0, 0, async_op=True))
+                x, out = (x, out) if name == "send" else (box, x)
+            for work in works:
+                assert work.wait(), (name, parameters)
+            written = any(p.startswith("output") for p in parameters) or other is not None
+            assert (out == x).all() or not written, (name, parameters)
+    assert seen
+
+
+def test_a_form_of_c10d_is_not_mistaken_for_ours(alone):
+    x = np.ones(2)
+    with pytest.raises(ArgumentTypeError, match="unexpected keyword argument 'optz'"):
+        alone.broadcast(x, optz=1)
+    assert alone.barrier(dist.BarrierOptions(asyncOp=False)).is_completed()
+    assert alone.broadcast.__name__ == "broadcast"
+    assert alone.all_to_all_single(np.zeros(2), x, [], [], dist.AllToAllOptions()).wait()
+
+
+def our_forms(rank):
+    """A call in our form has ended when it returns, whatever it takes."""
+    pg, p = dist.group.WORLD, dist.get_world_size()
+    x, out = np.arange(2.0 * p), np.zeros(2)
+    lists = {
+        "reduce_scatter_tensor_coalesced": ([out], [x]), "all_reduce_coalesced": ([out],),
+        "all_gather_into_tensor_coalesced": ([np.zeros(2 * p)], [out]),
+        "all_gather": ([np.zeros(2) for _ in range(p)], out),
+        "all_gather_coalesced": ([[np.zeros(2)] for _ in range(p)], [out]),
+        "all_to_all": ([np.zeros(2) for _ in range(p)], [np.zeros(2) for _ in range(p)]),
+    }  # fmt: skip
+    for name, arguments in lists.items():
+        assert getattr(pg, name)(*arguments).is_completed(), name
+    for call in (
+        pg.broadcast(x, 0), pg.reduce(x, 0), pg.barrier(), pg.all_to_all_single(out[:p], x[:p]),
+    ):  # fmt: skip
+        assert call.is_completed()
+    pg.allreduce(x).wait()
+    return True
+
+
+def test_a_call_in_our_form_has_ended():
+    assert all(run(our_forms, 2, ranks="threads"))

@@ -1,0 +1,237 @@
+"""The dispatcher and the registry of backends: arrays of devices that unisono does not know."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from tests.support.together import on_threads
+from unisono.backends import registry
+from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
+from unisono.testing import run
+
+
+class BoxArray:
+    """An array of a made-up device."""
+
+    def __init__(self, values):
+        self.values = np.array(values, float)
+        self.device = "box:0"
+
+
+class BoxBackend(DeviceBackend):
+    """Moves through the CPU backend; has two operations."""
+
+    name = "boxes"
+    device = "box"
+
+    def __init__(self, spec, inner=None):
+        super().__init__(spec)
+        self.inner = inner or registry.make_backend("unisono", "cpu", spec)
+
+    def all_reduce(self, tensor, op, options):
+        pending = self.inner.all_reduce(tensor.values, op, options)
+        pending.outputs = [tensor]
+        return pending
+
+    def barrier(self, options):
+        return self.inner.barrier(options)
+
+    def split(self, spec):
+        return BoxBackend(spec, self.inner.split(spec))
+
+    def abort(self, reason, failed=False):
+        self.inner.abort(reason, failed)
+
+    def close(self):
+        self.inner.close()
+
+
+@pytest.fixture
+def boxes(monkeypatch):
+    monkeypatch.setattr(registry, "_backends", dict(registry._backends))
+    dist.register_backend("boxes", lambda spec, device: BoxBackend(spec), devices=["box"])
+
+
+def on_boxes(rank, store):
+    dist.init_process_group("cpu:unisono,boxes", store=store, rank=rank, world_size=2)
+    try:
+        box, plain = BoxArray([1, 2]), np.ones(2)
+        dist.all_reduce(box)
+        dist.all_reduce(plain)
+        work = dist.all_reduce(box, async_op=True)
+        work.wait()
+        assert work.result() == [box]
+        dist.barrier()
+        group = dist.new_group()
+        dist.all_reduce(box, group=group)
+        with pytest.raises(UnsupportedError) as caught:
+            dist.broadcast(box, 0)
+        unknown = BoxArray([1])
+        unknown.device = "drum"
+        with pytest.raises(UnsupportedError) as second:
+            dist.all_reduce(unknown)
+        names = dist.get_backend_config(), dist.get_backend(), repr(dist.group.WORLD)
+        return box.values.tolist(), plain.tolist(), caught.value.what, second.value.what, names
+    finally:
+        dist.destroy_process_group()
+
+
+def in_own_worlds(body, size=2):
+    """Run a body that makes its default group itself, on threads."""
+    from unisono.groups.world import World, use
+
+    store = dist.HashStore()
+
+    def in_own_world(rank):
+        with use(World()):
+            return body(rank, store)
+
+    return on_threads(*(partial(in_own_world, rank) for rank in range(size)))
+
+
+def test_a_made_up_device(boxes):
+    for values, plain, lacks, unknown, names in in_own_worlds(on_boxes):
+        assert values == [8, 16]
+        assert plain == [2, 2]
+        assert lacks == "backend 'boxes' (box) has no broadcast (it has: all_reduce, barrier)"
+        assert unknown == (
+            "all_reduce: group 'default' has no backend for device 'drum' "
+            "(it has cpu: unisono, box: boxes)"
+        )
+        assert names[:2] == ("cpu:unisono,box:boxes", "unisono")
+        assert "cpu=unisono" in names[2]
+        assert names[2].endswith(" box=boxes>")
+
+
+def test_every_operation_that_a_backend_lacks_is_named():
+    class Empty(DeviceBackend):
+        name, device = "boxes", "box"
+        split = abort = close = None
+
+    group = SimpleNamespace(backends={"box": object.__new__(Empty)})
+    for name in set(OPS) - {"agree"}:  # which every backend has
+        with pytest.raises(UnsupportedError) as caught:
+            dispatcher.kernel(name, "box")(group, "box")
+        assert caught.value.what == f"backend 'boxes' (box) has no {name} (it has: no operation)"
+
+
+def kernel_body(rank):
+    seen = []
+
+    def kernel(group, device, tensor, op, options):
+        seen.append((group.name, device, op.name, options.async_op))
+        tensor.values[:] = 42
+        pending = Pending([tensor])
+        pending.finish()
+        return pending
+
+    box = BoxArray([1])
+    if rank == 0:
+        dispatcher.register_kernel("all_reduce", "box", kernel)
+    dist.barrier()
+    try:
+        if rank == 0:
+            dist.all_reduce(box)
+            with pytest.raises(
+                InvalidArgumentError, match="all_reduce has a kernel for device 'box'"
+            ):
+                dispatcher.register_kernel("all_reduce", "box", kernel)
+    finally:
+        dist.barrier()
+        if rank == 0:
+            dispatcher.unregister_kernel("all_reduce", "box")
+    dist.barrier()
+    with pytest.raises(UnsupportedError, match="no backend for device 'box'"):
+        dist.all_reduce(box)
+    return seen, box.values.tolist()
+
+
+def test_a_registered_kernel():
+    seen, values = run(kernel_body, 2)[0]
+    assert (seen, values) == ([("default", "box", "SUM", False)], [42])
+
+
+def test_wrappers_see_every_operation_and_compose():
+    seen = []
+
+    def wrapper(name):
+        def wrap(schema, device, kernel):
+            def wrapped(group, dev, *arguments):
+                seen.append((name, schema.name, dev))
+                return kernel(group, dev, *arguments)
+
+            return wrapped
+
+        return wrap
+
+    dist.init_process_group()
+    removers = [dispatcher.register_wrapper(wrapper(name)) for name in ("inner", "outer")]
+    try:
+        from tests.worlds.api_bodies import every_call
+
+        calls = every_call(None, 1, 0)
+        for call in calls.values():
+            call()
+        me = np.ones(1)
+        dist.isend(me, 0).wait()
+        dist.irecv(me, 0).wait()
+        dist.isend(me, 0).wait()
+        dist.irecv(me).wait()
+        group = dist.group.WORLD
+        group.all_gather_into_tensor_coalesced([me], [np.ones(1)])
+        group.reduce_scatter_tensor_coalesced([me], [np.ones(1)])
+        group.scan(me)
+        group.exscan(me)
+        expected = [
+            *calls, "send", "recv", "send", "recv_any_source",
+            "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+            "scan", "exscan",
+        ]  # fmt: skip
+        assert expected == [op for name, op, _ in seen if name == "outer"]
+        assert [name for name, _, _ in seen] == ["outer", "inner"] * len(expected)
+        assert set(OPS) == {*expected, "agree"}
+        assert {device for _, _, device in seen} == {"cpu"}
+        removers[0]()
+        seen.clear()
+        dist.barrier()
+        assert [name for name, _, _ in seen] == ["outer"]
+    finally:
+        removers[1]()
+        dist.destroy_process_group()
+
+
+def test_an_unknown_operation():
+    with pytest.raises(InvalidArgumentError, match=r"unknown operation 'sum' \(known: broadcast, "):
+        Dispatcher().register_kernel("sum", "cpu", lambda: None)
+
+
+def test_a_device_that_the_cpu_backend_does_not_serve():
+    with pytest.raises(UnsupportedError) as caught:
+        dist.init_process_group("cpu:unisono,cuda:gloo")
+    assert caught.value.what == "backend 'unisono' serves device 'cpu' only, not 'cuda'"
+    assert not dist.is_initialized()
+
+
+def test_gloo_is_served_by_the_same_engine():
+    dist.init_process_group("gloo")
+    try:
+        assert (dist.get_backend(), dist.get_backend_config()) == ("gloo", "cpu:gloo")
+        x = np.ones(2)
+        dist.all_reduce(x)
+        assert "cpu=unisono" in repr(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_tensor_of_another_device_inside_a_call():
+    dist.init_process_group()
+    try:
+        box = BoxArray([1])
+        with pytest.raises((TypeError, UnsupportedError)):
+            dist.all_gather_into_tensor(box, np.ones(1))
+    finally:
+        dist.destroy_process_group()

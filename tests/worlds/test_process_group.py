@@ -1,0 +1,139 @@
+"""ProcessGroup without a default group, and c10d's names of its methods."""
+
+import re
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+
+from tests.support.together import on_threads
+from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
+from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
+from unisono.lowlevel import OPS
+
+
+def on_ranks(body, size, store):
+    return on_threads(*(partial(body, rank, size, store) for rank in range(size)))
+
+
+def body(rank, size, store):
+    pg = ProcessGroup(PrefixStore("mine", store), rank, size, timeout=30, name="mine")
+    other = ProcessGroup(PrefixStore("other", store), size - 1 - rank, size, "gloo", 30)
+    try:
+        x, y = np.ones(2), np.full(1, rank)
+        assert pg.allreduce(x).wait() is True
+        other.broadcast(y, 0)
+        text = repr(pg)
+        assert (pg.rank(), pg.size(), pg.timeout_s, pg.ranks) == (
+            rank,
+            size,
+            30,
+            tuple(range(size)),
+        )
+        assert not is_initialized()
+        return x.tolist(), int(y[0]), text
+    finally:
+        pg.close()
+        pg.close()
+        other.close()
+        assert repr(pg) == "<ProcessGroup 'mine' closed>"
+        with pytest.raises(ClosedError, match="barrier on group 'mine', which was destroyed"):
+            pg.barrier()
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp"])
+def test_over_a_store(kind):
+    if kind == "hash":
+        store, transport = HashStore(), "inproc"
+    else:
+        store, transport = TCPStore("127.0.0.1", 0, is_master=True), "tcp"
+    with store:
+        results = on_ranks(body, 3, store)
+    for rank, (x, y, text) in enumerate(results):
+        assert x == [3, 3]
+        assert y == 2, "rank 0 of the second group is rank 2 of the first"
+        assert re.fullmatch(
+            f"<ProcessGroup 'mine' rank={rank} size=3 cpu=unisono "
+            f"engine=(native over=shared-memory|reference) transport={transport}>",
+            text,
+        )
+
+
+def test_names_of_c10d():
+    pg = ProcessGroup(HashStore(), 0, 1)
+    try:
+        x, out = np.ones(2), np.zeros(2)
+        for schema in OPS.values():
+            for name in schema.c10d_methods:
+                assert callable(getattr(pg, name)), schema
+        assert pg.allreduce(x).wait()
+        assert pg.allgather([out], x).wait()
+        assert (out == 1).all()
+        assert pg._allgather_base(out, x * 3).wait()
+        assert (out == 3).all()
+        assert pg._reduce_scatter_base(out, x * 4).wait()
+        assert (out == 4).all()
+        assert pg.alltoall([out], [x * 5]).wait()
+        assert pg.alltoall_base(out, x * 6).wait()
+        assert (out == 6).all()
+        assert pg.allreduce_coalesced([x]).wait()
+        assert pg.allgather_coalesced([[out]], [x]).wait()
+        assert ProcessGroup.allreduce.__name__ == "allreduce"
+        assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
+    finally:
+        pg.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((2, 2), InvalidArgumentError, "rank 2 of 2: expected 0 <= rank < size"),
+        ((-1, 2), InvalidArgumentError, "rank -1 of 2: expected 0 <= rank < size"),
+        ((0, 0), InvalidArgumentError, "rank 0 of 0: expected 0 <= rank < size"),
+        ((0, 2, None, 0.05), RendezvousError,
+         "rank 0 of 2 waited 0.05 s for ranks that never came: 1"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(arguments, error, text):
+    with pytest.raises(error) as caught:
+        ProcessGroup(HashStore(), *arguments)
+    assert caught.value.what == text
+
+
+FEW_DESCRIPTORS = """
+import gc, os, resource, sys
+import unisono as dist
+from unisono.errors import UnisonoError
+
+dist.init_process_group()  # imports what it needs
+dist.destroy_process_group()
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+open_now = len(os.listdir("/proc/self/fd"))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+for free in range(30):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + free, most))
+    wanted = f"may have {open_now + free} (ulimit -n)"
+    # One number of descriptors takes the whole time-out; a busy machine needs the long one.
+    for timeout_s in (0.5, 10.0):
+        try:
+            dist.init_process_group(timeout=timeout_s)
+            dist.destroy_process_group()
+            print("joined", free)
+            sys.exit()
+        except UnisonoError as error:
+            first_line = str(error).partition("\\n")[0]
+        gc.collect()
+        if wanted in first_line:
+            break
+        assert "did not answer" in first_line or " within " in first_line, first_line
+    assert wanted in first_line, first_line
+"""
+
+
+def test_a_process_without_descriptors_says_so():
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stdout[:6]) == (0, "joined"), done.stderr
