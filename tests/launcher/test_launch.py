@@ -52,7 +52,7 @@ def test_first_failure_is_raised_as_it_was_with_rank_and_traceback(targets):
     assert cause.context.rank == 1
     last = str(cause).splitlines()
     assert "in fail_on_rank_1" in last[-3]
-    assert last[-1] == "launch_targets.CustomError: (7, 'boom')"
+    assert last[-1] == "tests.launcher.launch_targets.CustomError: (7, 'boom')"
 
 
 def test_rank_that_dies_without_an_exception(targets):
