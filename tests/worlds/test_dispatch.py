@@ -171,7 +171,7 @@ def test_wrappers_see_every_operation_and_compose():
     dist.init_process_group()
     removers = [dispatcher.register_wrapper(wrapper(name)) for name in ("inner", "outer")]
     try:
-        from tests.worlds.api_bodies import every_call
+        from tests.worlds.test_api import every_call
 
         calls = every_call(None, 1, 0)
         for call in calls.values():
