@@ -160,8 +160,8 @@ IN_A_WORLD["InvalidArgument"] = {
         [dist.P2POp(dist.isend, x(), 0, group) for group in (None, dist.new_group())]),
     "all_gather_into_tensor_coalesced: outputs has 2 entries and inputs 1; expected as many":
         lambda: dist.group.WORLD.allgather_into_tensor_coalesced([x(), x()], [x()]),
-    "all_gather_into_tensor_coalesced: outputs hold [3] elements and inputs [2]; expected 1 times as "
-    "many in outputs":
+    "all_gather_into_tensor_coalesced: outputs hold [3] elements and inputs [2]; expected 1 times "
+    "as many in outputs":
         lambda: dist.group.WORLD.all_gather_into_tensor_coalesced([x(3)], [x(2)]),
     "split_group: backend 'cpu:gloo': the parent group 'default' has 'cpu:unisono'":
         lambda: dist.split_group(dist.group.WORLD, [[0]], backend="cpu:gloo"),
