@@ -131,10 +131,11 @@ def suite(files: list[str]) -> tuple[list[str], list[str]]:
         test = path.relative_to(COPY).as_posix()
         near = [i for i, folder in enumerate(folders) if test.startswith(f"tests/{folder}/")]
         alike = any(stem in test or Path(test).stem[5:] in stem for stem in stems)
-        ranks[test] = (near[0] if near else 99, not alike)
-    # The nearest folder's files whose name is like the module's go first, then the folder's others.
+        ranks[test] = (not near, not alike, near[:1])
+    # It fails with each fault, because a fault does not apply twice.
+    ranks.pop("tests/project/test_planted.py", None)
     tests = sorted(ranks, key=lambda test: ranks[test])
-    first = [test for test in tests if ranks[test][0] < 99]
+    first = [test for test in tests if not ranks[test][0]]
     return first, tests[len(first) :]
 
 
