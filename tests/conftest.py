@@ -23,7 +23,7 @@ pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 PATIENCE_S = 15.0
 
 # The server that ranks are forked from imports what nearly all of them need, once for all of them.
-PRELOADED = ["unisono", "unisono.testing", "pytest"]
+PRELOADED = ["unisono", "unisono.testing", "unisono.cli.main", "encodings.idna", "pytest"]
 
 _FAILED = pytest.StashKey[bool]()
 
