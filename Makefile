@@ -9,13 +9,17 @@ STAMP := .venv/.unisono-setup
 STUB := src/unisono/_engine.pyi
 SITE := .venv/.unisono-site
 TORCH := torch==2.13.0
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
+PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs site clean
+.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs site clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train on handwritten digits with four processes"
-	@echo "make test    run every check, then every test"
+	@echo "make test    run every check, then the tests with a sample of the sweeps"
+	@echo "make test-all  run every check and every test, as CI does"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
@@ -31,8 +35,14 @@ help:
 demo: $(DEMO)
 	@$(BIN)/unisono run --fold=never --nproc-per-node 4 examples/train_digits.py
 
+# Tests that bound a time run after the others, with no test beside them.
 test: check
-	@$(BIN)/python -m pytest
+	@$(PYTEST) $(PARALLEL) -m "not alone"
+	@$(PYTEST) -m alone
+
+test-all: check
+	@$(PYTEST) --all $(PARALLEL) -m "not alone"
+	@$(PYTEST) --all -m alone
 
 # Servers that tests of stores start and stop; without them these tests are skipped.
 servers:
@@ -42,9 +52,9 @@ servers:
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
-# The tests that `make test` runs on the native engine, on the reference engine.
+# The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)
-	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/worlds tests/faults
+	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
 test-torch: $(STAMP)

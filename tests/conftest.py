@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from unisono.base.extension import why_absent
-from unisono.testing.plugin import world
 
-__all__ = ["world"]
+pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0

@@ -352,7 +352,6 @@ def test_bad_flags_are_refused_before_anything_runs(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_every_operation_runs_and_is_right(tmp_path):
     path = tmp_path / "out.json"
     code, out, err = bench(
@@ -378,7 +377,6 @@ def test_every_operation_runs_and_is_right(tmp_path):
 
 @needs_gloo
 @needs_mpi
-@pytest.mark.slow
 def test_peers_run_in_the_same_processes_and_are_right(tmp_path):
     path = tmp_path / "out.json"
     code, out, err = bench(
@@ -407,7 +405,6 @@ def test_ranks_on_several_hosts_are_right(tmp_path):
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_what_a_peer_lacks_is_said_and_left_out():
     code, out, err = bench("all_reduce", "-b", 8, "-e", 8, *QUICK, "-o", "avg", "--peer", "gloo")
     assert (code, err) == (0, "")
@@ -415,7 +412,6 @@ def test_what_a_peer_lacks_is_said_and_left_out():
     assert [line.split()[-2:] for line in out.splitlines() if "avg  " in line] == [["-", "-"]]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("peers", [(), pytest.param(("mpi",), marks=needs_mpi)], ids=str)
 def test_failing_rank_ends_the_command_and_is_named(peers):
     flags = [word for peer in peers for word in ("--peer", peer)]
@@ -453,7 +449,6 @@ def test_ranks_that_say_nothing_are_ended(monkeypatch):
 
 
 @needs_matplotlib
-@pytest.mark.slow
 def test_plot_draws_every_library_and_operation(tmp_path):
     code, _, err = bench(
         "all_reduce", "barrier", "-b", 8, "-e", 64, *QUICK, "--plot", tmp_path / "out.png"

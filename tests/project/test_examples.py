@@ -90,7 +90,7 @@ def torch_tensors(size):
         (two_groups, 2),
         (two_groups, 5),
         *[(lines, n) for lines in (ring, softmax_norm, scatter) for n in (1, 2, 4)],
-        pytest.param(torch_tensors, 3, marks=[needs_torch, pytest.mark.slow]),
+        pytest.param(torch_tensors, 3, marks=[needs_torch]),
     ],
 )
 def test_prints_what_the_oracle_says(expected, nprocs):
@@ -126,7 +126,6 @@ def test_two_jobs():
 
 
 @needs_torch
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["unisono", "torch.distributed.run"])
 def test_torch_ddp_under_both_launchers(launcher):
     start = [sys.executable, "-m", *launcher.split(), *(["run"] if launcher == "unisono" else [])]
@@ -145,7 +144,6 @@ def test_torch_ddp_under_both_launchers(launcher):
 
 
 @needs_torch
-@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_torch_handover_survives_a_crash_of_each_job():
     done = subprocess.run(
@@ -194,7 +192,7 @@ def test_torch_tensors_says_so_without_torch(tmp_path):
         ("broadcast_weights.py", "src=source)", "src=source if weight.size < 4096 else rank)"),
         pytest.param(
             *("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"),
-            marks=[needs_torch, pytest.mark.slow],
+            marks=[needs_torch],
         ),
     ],
 )
@@ -213,7 +211,6 @@ def difference_in(lines):
     return float(table_of(lines)["largest difference to rank 0 alone"].split()[0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nprocs", "epochs", "batch", "accuracy"),
     [
@@ -245,7 +242,6 @@ def test_train_digits(nprocs, epochs, batch, accuracy):
     assert 0 < int(table["of it communicating and waiting"].partition("%")[0]) < 100
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "failed"),
     [
@@ -274,7 +270,6 @@ def test_train_digits_fails(old, new, failed, tmp_path):
     assert (difference_in(lines) > 1e-3) == ("difference" in failed)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("rich") is None, reason="rich is not installed")
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
 def test_train_digits_on_a_terminal():

@@ -44,7 +44,6 @@ def five_gib(rank):
         assert (x[marks] == 77).all()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
 def test_five_gib():
     run(five_gib, 2, timeout=600)
