@@ -13,7 +13,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs site clean
+.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site clean
 .DEFAULT_GOAL := help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
+	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
@@ -150,6 +151,10 @@ build/native-asan build/native-tsan: FORCE
 	@ctest --test-dir $@ --output-on-failure >$@.log 2>&1 || { cat $@.log; exit 1; }
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
+
+# In build/planted, which stays for the next time. Some faults: make planted ONLY="NAME NAME".
+planted: $(BUILT)
+	@$(BIN)/python tools/planted.py $(ONLY)
 
 SEED ?= 1
 ROUNDS ?= 300
