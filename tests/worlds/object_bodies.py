@@ -17,7 +17,13 @@ from unisono.errors import (
     UsageError,
 )
 
-SIZES = [0, 1, 4096, 4097, 300_000]  # bytes: nothing, in the head, a message of its own
+SIZES = [
+    0,
+    1,
+    16 * 1024,
+    16 * 1024 + 1,
+    300_000,
+]  # bytes: nothing, in the head, a message of its own
 
 
 def thing(rank, salt=0):
