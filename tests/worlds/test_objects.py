@@ -22,7 +22,7 @@ from unisono.errors import (
 
 pytestmark = pytest.mark.sweep(2)
 
-SIZES = [0, 1, 4096, 4097, 300_000]  # bytes: nothing, in the head, a message of its own
+SIZES = [0, 1, 16 * 1024, 16 * 1024 + 1, 300_000]  # none, in the head, in a message of its own
 
 
 def thing(rank, salt=0):
