@@ -342,14 +342,14 @@ def test_one_world_of_different_programs(run, tmp_path):
     show = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv)"
     (tmp_path / "a.py").write_text(show)
     (tmp_path / "b.py").write_text(show)
-    words = ["-n", 2, "a.py", "--x", ":", "y", ":", "-n", 1, "b.py", "z"]
+    words = ["-n", 2, "a.py", "--x", ":", "y", ":", "-n", 1, "b.py", "${local_rank}"]
     words += [":", "--nproc-per-node=1", "--no-python", "sh", "-c", "echo $RANK $WORLD_SIZE"]
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         "0 4 ['a.py', '--x', ':', 'y']",
         "1 4 ['a.py', '--x', ':', 'y']",
-        "2 4 ['b.py', 'z']",
+        "2 4 ['b.py', '2']",
         "3 4",
     ]
 

@@ -6,7 +6,8 @@ Markers:
     whole(reason): Runs in `make test-all` only.
     alone: Bounds a time, so that no other test must run beside it.
 
-A test that is named with its parameters on the command line always runs.
+The fixture `drawn` does the same for a loop inside a test. A test that is named with its parameters
+on the command line always runs.
 """
 
 from __future__ import annotations
@@ -70,6 +71,21 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
     whole = sum(item.get_closest_marker("whole") is not None for item in left)
     config.stash[LEFT_OUT] = Counter({"whole": whole, "sweep": len(left) - whole})
+
+
+@pytest.fixture
+def drawn(request):
+    """Return a function that draws `keep` of the values, and all of `always`; all with --all."""
+
+    def draw(values, keep, always=()):
+        if request.config.option.all:
+            return list(values)
+        others = [value for value in values if value not in always]
+        source = random.Random(seed(request.config) + request.node.nodeid)
+        chosen = [*always, *source.sample(others, min(keep, len(others)))]
+        return [value for value in values if value in chosen]
+
+    return draw
 
 
 def sample(items, text):
