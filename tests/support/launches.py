@@ -1,4 +1,4 @@
-"""`unisono run` as a process: forked from a server that has unisono loaded, or a new interpreter."""
+"""`unisono run` as a fork of a server that has unisono loaded, or as a new interpreter."""
 
 from __future__ import annotations
 
@@ -297,8 +297,8 @@ def _forked(fds, words, cwd, env, host, terminal, patches):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     warnings.simplefilter("error")
     for name, value in patches.items():
