@@ -245,6 +245,9 @@ def kill_descendants() -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in the background with SIGINT ignored.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:

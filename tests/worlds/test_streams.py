@@ -1,7 +1,11 @@
 """Calls made in streams, on threads and on processes."""
 
+import threading
+
+import numpy as np
 import pytest
 
+import unisono as dist
 from tests.support.several import run_all
 from tests.worlds import stream_bodies
 
@@ -53,3 +57,23 @@ def test_the_time_out_counts_while_a_call_waits_for_its_stream(world):
 def test_destroying_a_group_ends_the_calls_that_wait(world):
     for told in world(stream_bodies.destroyed, 2):
         assert told == "group '1' was destroyed before this all_reduce began"
+
+
+def call_behind_two_streams(rank):
+    x, gate, ready, later = np.full(2, rank + 1.0), threading.Event(), dist.Stream(), dist.Stream()
+    later.submit(gate.wait, 60)
+    works = []
+    for stream in (ready, later):
+        with dist.stream(stream):
+            works.append(dist.all_reduce(x, async_op=True))
+    works[0].wait()
+    works.append(dist.all_reduce(x, dist.ReduceOp.PRODUCT, async_op=True))
+    gate.set()
+    for work in works:
+        work.wait()
+    return x.tolist()
+
+
+def test_a_call_does_not_overtake_the_calls_that_wait_for_their_streams(world):
+    # 1 + 2 = 3, 3 + 3 = 6, 6 * 6 = 36
+    assert world(call_behind_two_streams, 2) == [[36.0, 36.0]] * 2
