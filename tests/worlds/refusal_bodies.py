@@ -97,6 +97,11 @@ CASES = {
         lambda **h: dist.barrier(**h),
         ArgumentTypeError, "unexpected keyword argument 'algoritm'",
     ),
+    "keyword of the method": (
+        lambda **h: dist.gather(f32(), root=0, **h),
+        lambda **h: dist.barrier(**h),
+        ArgumentTypeError, "unexpected keyword argument 'root'",
+    ),
     "timeout": (
         lambda **h: dist.barrier(timeout="soon", **h),
         lambda **h: dist.barrier(**h),
