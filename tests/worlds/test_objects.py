@@ -4,8 +4,10 @@ import importlib.util
 
 import pytest
 
+import unisono as dist
 from tests.support import several
 from tests.worlds import object_bodies
+from unisono.errors import CollectiveError
 from unisono.testing import run
 
 BODIES = [
@@ -40,3 +42,18 @@ def test_other_sizes(body, size):
 
 def test_arrays_are_not_copied():
     object_bodies.copies(0)
+
+
+def object_of_a_group_that_cannot_be_sent(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    with pytest.raises(CollectiveError if rank == 1 else TypeError) as caught:
+        dist.all_gather_object([None] * 2, rank if rank == 1 else memoryview(b""), group)
+    return (caught.value.what, caught.value.context.peers) if rank == 1 else None
+
+
+def test_the_error_of_a_group_names_the_global_rank():
+    what, peers = run(object_of_a_group_that_cannot_be_sent, 3)[1]
+    assert ": rank 2 had nothing to send: TypeError: cannot pickle 'memoryview' object" in what
+    assert peers == (2,)
