@@ -55,5 +55,5 @@ def object_of_a_group_that_cannot_be_sent(rank):
 
 def test_the_error_of_a_group_names_the_global_rank():
     what, peers = run(object_of_a_group_that_cannot_be_sent, 3)[1]
-    assert ": rank 2 had nothing to send: TypeError: cannot pickle 'memoryview' object" in what
+    assert ": rank 2 had nothing to send: TypeError: cannot pickle" in what
     assert peers == (2,)
