@@ -1,7 +1,11 @@
 """Asynchronous calls: order, errors and memory, whether C++ or Python runs them."""
 
+import time
+
+import numpy as np
 import pytest
 
+import unisono as dist
 from tests.worlds import progress_bodies as bodies
 from unisono.engines import is_native_built
 from unisono.testing import run
@@ -77,3 +81,21 @@ def test_one_rank_makes_the_call_in_other_words(world):
 
 def test_an_abort_ends_repeated_calls(world):
     assert world(bodies.aborted, 2) == [None, ["CollectiveAbortedError"] * 3]
+
+
+def poll_a_message_that_has_arrived(rank):
+    if rank == 1:
+        dist.send(np.full(3, 5.0), 0, tag=1)
+        dist.send(np.full(3, 6.0), 0, tag=2)
+        return None
+    first, second = np.zeros(3), np.zeros(3)
+    work = dist.irecv(first, 1, tag=1)
+    dist.recv(second, 1, tag=2)  # the first message has come before it
+    give_up = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    return work.is_completed(), first.tolist(), second.tolist()
+
+
+def test_a_message_that_has_arrived_is_found_by_polling(world):
+    assert world(poll_a_message_that_has_arrived, 2)[0] == (True, [5.0] * 3, [6.0] * 3)
