@@ -43,6 +43,7 @@ def test_processes_and_the_published_page():
     assert page == matrix_page.page(found), "run `make docs`"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("library", ["torch", "mixed"])
 def test_torch_tensors_and_both_kinds_together(rank, library):
