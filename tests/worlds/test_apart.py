@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import unisono as dist
 from tests.support.matrix import matrix
-from tests.worlds import stress_bodies, test_algorithms, test_mismatch, test_quick
+from tests.worlds import test_algorithms, test_mismatch, test_quick, test_stress
 from unisono.testing import run
 
 pytestmark = pytest.mark.native
@@ -21,7 +21,7 @@ def per_host(monkeypatch, request):
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 5))
 def test_as_the_reference_engine_bit_for_bit(seed, size):
-    stress_bodies.check_engines_agree(size, seed)
+    test_stress.check_engines_agree(size, seed)
 
 
 # Bodies of tests that run on one host elsewhere.
