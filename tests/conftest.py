@@ -23,7 +23,7 @@ pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 PATIENCE_S = 15.0
 
 # The server that ranks are forked from imports what nearly all of them need, once for all of them.
-PRELOADED = ["unisono", "unisono.testing", "pytest"]
+PRELOADED = ["unisono", "unisono.testing", "unisono.cli.main", "encodings.idna", "pytest"]
 
 _FAILED = pytest.StashKey[bool]()
 
@@ -86,12 +86,14 @@ def nothing_leaks(request, _helpers_of_multiprocessing) -> Iterator[None]:
 
 def _left_since(before: set[str]) -> list[str]:
     """Return what is new, once it has had time to go away by itself."""
-    if not _resources() - before:
-        return []
-    gc.collect()
     give_up = time.monotonic() + PATIENCE_S
+    # Most of what is left ends by itself at once; a collection takes long in a process with torch.
+    collect_at = time.monotonic() + 0.1
     while (left := _resources() - before) and time.monotonic() < give_up:
-        time.sleep(0.01)
+        if time.monotonic() > collect_at:
+            gc.collect()
+            collect_at = give_up
+        time.sleep(0.005)
     return sorted(map(_described, left))
 
 

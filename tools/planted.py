@@ -147,7 +147,7 @@ def run_tests(tests: list[str]) -> str | None:
     status, output = run([str(PYTHON), "-m", "pytest", *options, *tests])
     if not status:
         return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\](?= - |$))?)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[0] if failed else f"pytest (exit status {status}, see {LOG})"
 
 
@@ -245,6 +245,9 @@ def kill_descendants() -> None:
 
 
 if __name__ == "__main__":
+    # A shell starts what runs in the background with SIGINT ignored.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.default_int_handler)
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
