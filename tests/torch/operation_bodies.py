@@ -253,8 +253,8 @@ def in_groups(rank, path):
             x = torch.tensor([1.0 + rank])
             dist.all_reduce(x, group=some)
             results["some"] = [x.item(), dist.get_rank(some), dist.get_world_size(some)]
-            if rank == 0:
-                dist.send(torch.tensor([7.0]), dst=size - 1, group=some)
+            if rank == size - 1:  # rank 1 of the group
+                dist.send(torch.tensor([7.0]), dst=0, group=some)
             else:
                 y = torch.zeros(1)
                 results["source"] = [dist.recv(y, group=some), y.item()]

@@ -68,7 +68,7 @@ def test_sub_groups(tmp_path, monkeypatch):
     first, _, last = results
     assert first["some"] == [4.0, 0, 2]
     assert last["some"] == [4.0, 1, 2]
-    assert last["source"] == [0, 7.0]
+    assert first["source"] == [2, 7.0]
     for rank, found in enumerate(results):
         assert found["made again"] == [3.0, 3.0, 3.0]
         assert found["gloo beside it"] == [3.0, "gloo"]
