@@ -2,7 +2,7 @@
 
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -25,10 +25,7 @@ def check_names_both(line, refused, under_way):
 def in_a_call(call, *, held_in=None):
     """Make a call in another thread; the block runs once the call has entered its kernel.
 
-    Args:
-        call: The thread calls it.
-        held_in: The operation whose kernel begins when the block has ended; None: no operation
-            is held.
+    The kernel of the operation `held_in` begins when the block has ended.
     """
     group, inside, go_on = dist.group.WORLD, threading.Event(), threading.Event()
 
@@ -41,19 +38,14 @@ def in_a_call(call, *, held_in=None):
 
         return run
 
-    remove = dispatcher.register_wrapper(wrapper)
     first = threading.Thread(target=call, name="first")
-    try:
+    with ExitStack() as stack:
+        stack.callback(dispatcher.register_wrapper(wrapper))
         first.start()
+        stack.callback(first.join)
+        stack.callback(go_on.set)
         assert inside.wait(30)
-        if held_in is None:
-            remove()
         yield
-    finally:
-        go_on.set()
-        first.join()
-        if held_in is not None:
-            remove()
 
 
 @pytest.mark.ranks(2, kind="both")
