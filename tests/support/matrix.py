@@ -68,74 +68,63 @@ class Matrix:
         """Return [from][to] blocks."""
         return [[values(dtype, r, count, 1 + to) for to in range(self.p)] for r in range(self.p)]
 
+    def compare(self, name, make, call, inputs, outputs, op=""):
+        """Call with arrays of `inputs`: outputs must hold `outputs`, and inputs their values.
+
+        An output is an array, or an array with the distance that a result may have from it.
+        """
+        wanted = [out if isinstance(out, tuple) else (out,) for out in outputs]
+        ins = [make.full(data) for data in inputs]
+        outs = [make.empty(want[0].size) for want in wanted]
+        call(arrays(ins), arrays(outs))
+        for got, want in zip(outs, wanted, strict=True):
+            self.see(name, make, got, *want, op=op)
+        self.unchanged(name, ins, inputs)
+
     # ---- operations that move ---------------------------------------------------------------
 
     def move(self, make, count):
         """Run all operations that only move data, with blocks of `count` elements."""
         rank, p, root, dtype = self.rank, self.p, self.p // 2, make.dtype
         mine = [values(dtype, r, count) for r in range(p)]
-
         x = make.full(mine[rank])
         dist.broadcast(x.array, root)
         self.see("broadcast", make, x, mine[root])
-
-        x, outs = make.full(mine[rank]), [make.empty(count) for _ in range(p)]
-        dist.all_gather(arrays(outs), x.array)
-        for r in range(p):
-            self.see("all_gather", make, outs[r], mine[r])
-        outs = [make.empty(count) for _ in range(p)]
-        dist.gather(x.array, arrays(outs) if rank == root else None, root)
-        if rank == root:
-            for r in range(p):
-                self.see("gather", make, outs[r], mine[r])
-        flat = make.empty(p * count)
-        dist.all_gather_into_tensor(flat.array, x.array)
-        self.see("all_gather_into_tensor", make, flat, np.concatenate(mine))
-        self.unchanged("all_gather", [x], [mine[rank]])
-        self.move_several(make, count)
-
+        self.lists("", make, mine, self.blocks(dtype, count), root)
+        self.compare(
+            "all_gather_into_tensor", make, lambda i, o: dist.all_gather_into_tensor(*o, *i),
+            [mine[rank]], [np.concatenate(mine)])  # fmt: skip
+        pairs = [[one, values(dtype, r, count + 1)] for r, one in enumerate(mine)]
+        self.compare(
+            "all_gather_coalesced", make,
+            lambda i, o: dist.all_gather_coalesced([o[2 * r : 2 * r + 2] for r in range(p)], i),
+            pairs[rank], [one for pair in pairs for one in pair])  # fmt: skip
         block = self.blocks(dtype, count)
-        ins, out = [make.full(b) for b in block[rank]], make.empty(count)
-        dist.scatter(out.array, arrays(ins) if rank == root else None, root)
-        self.see("scatter", make, out, block[root][rank])
-        outs = [make.empty(count) for _ in range(p)]
-        dist.all_to_all(arrays(outs), arrays(ins))
-        for r in range(p):
-            self.see("all_to_all", make, outs[r], block[r][rank])
-        self.unchanged("all_to_all", ins, block[rank])
+        self.compare(
+            "all_to_all", make, lambda i, o: dist.all_to_all(o, i),
+            block[rank], [block[r][rank] for r in range(p)])  # fmt: skip
         if make.layout in ("contiguous", "strided") and (p <= 4 or count > p):
-            self.move_uneven(make, count)
+            # Rank r has count + r % 3 elements.
+            sizes = [count + r % 3 for r in range(p)]
+            mine = [values(dtype, r, n) for r, n in enumerate(sizes)]
+            block = [[values(dtype, r, n, 1) for n in sizes] for r in range(p)]
+            self.lists(" (uneven)", make, mine, block, 0)
         self.send(make, count)
 
-    def move_several(self, make, count):
-        """all_gather of a list of tensors."""
-        p, rank = self.p, self.rank
-        sizes = (count, count + 1)
-        inputs = [make.full(values(make.dtype, rank, n)) for n in sizes]
-        rows = [[make.empty(n) for n in sizes] for _ in range(p)]
-        dist.all_gather_coalesced([arrays(row) for row in rows], arrays(inputs))
-        for r in range(p):
-            for got, n in zip(rows[r], sizes, strict=True):
-                self.see("all_gather_coalesced", make, got, values(make.dtype, r, n))
-
-    def move_uneven(self, make, count):
-        """Lists whose arrays differ in size: rank r has count + r % 3 elements."""
-        rank, p, root, dtype = self.rank, self.p, 0, make.dtype
-        sizes = [count + r % 3 for r in range(p)]
-        x = make.full(values(dtype, rank, sizes[rank]))
-        outs = [make.empty(n) for n in sizes]
-        dist.all_gather(arrays(outs), x.array)
-        for r, n in enumerate(sizes):
-            self.see("all_gather (uneven)", make, outs[r], values(dtype, r, n))
-        outs = [make.empty(n) for n in sizes]
-        dist.gather(x.array, arrays(outs) if rank == root else None, root)
-        if rank == root:
-            for r, n in enumerate(sizes):
-                self.see("gather (uneven)", make, outs[r], values(dtype, r, n))
-        ins = [make.full(values(dtype, root, n, 1)) for n in sizes]
-        out = make.empty(sizes[rank])
-        dist.scatter(out.array, arrays(ins) if rank == root else None, root)
-        self.see("scatter (uneven)", make, out, values(dtype, root, sizes[rank], 1))
+    def lists(self, kind, make, mine, block, root):
+        """Run the operations in which ranks may have blocks of different size."""
+        rank = self.rank
+        self.compare(
+            "all_gather" + kind, make, lambda i, o: dist.all_gather(o, *i), [mine[rank]], mine
+        )
+        self.compare(
+            "gather" + kind, make,
+            lambda i, o: dist.gather(*i, o if rank == root else None, root),
+            [mine[rank]], mine if rank == root else [])  # fmt: skip
+        self.compare(
+            "scatter" + kind, make,
+            lambda i, o: dist.scatter(*o, i if rank == root else None, root),
+            block[rank], [block[root][rank]])  # fmt: skip
 
     def send(self, make, count):
         """To the next rank, from the one before, and from any."""
@@ -204,14 +193,12 @@ class Matrix:
             self.digest.update(bits(got.elements()))
 
         block, expected = self.blocks(dtype, count), reduction(dtype, op, p, count, 1 + rank)
-        ins, out = [make.full(b) for b in block[rank]], make.empty(count)
-        dist.reduce_scatter(out.array, arrays(ins), how)
-        self.see("reduce_scatter", make, out, *expected, op)
-        self.unchanged("reduce_scatter", ins, block[rank])
-        whole, out = make.full(np.concatenate(block[rank])), make.empty(count)
-        dist.reduce_scatter_tensor(out.array, whole.array, how)
-        self.see("reduce_scatter_tensor", make, out, *expected, op)
-        self.unchanged("reduce_scatter_tensor", [whole], [np.concatenate(block[rank])])
+        self.compare(
+            "reduce_scatter", make, lambda i, o: dist.reduce_scatter(*o, i, how),
+            block[rank], [expected], op)  # fmt: skip
+        self.compare(
+            "reduce_scatter_tensor", make, lambda i, o: dist.reduce_scatter_tensor(*o, *i, how),
+            [np.concatenate(block[rank])], [expected], op)  # fmt: skip
 
     def reduce_beyond_torch(self, make, count, op):
         """Prefix reductions, and reduce_scatter of blocks of different size."""
@@ -227,11 +214,10 @@ class Matrix:
         else:
             self.see("exscan", make, x, *reduction(dtype, op, rank, count), op)
         sizes = [count + r % 3 for r in range(self.p)]
-        ins = [make.full(values(dtype, rank, n, 1 + to)) for to, n in enumerate(sizes)]
-        out = make.empty(sizes[rank])
-        dist.reduce_scatter(out.array, arrays(ins), how)
-        expected = reduction(dtype, op, self.p, sizes[rank], 1 + rank)
-        self.see("reduce_scatter (uneven)", make, out, *expected, op)
+        self.compare(
+            "reduce_scatter (uneven)", make, lambda i, o: dist.reduce_scatter(*o, i, how),
+            [values(dtype, rank, n, 1 + to) for to, n in enumerate(sizes)],
+            [reduction(dtype, op, self.p, sizes[rank], 1 + rank)], op)  # fmt: skip
 
     # ---- what is refused --------------------------------------------------------------------
 

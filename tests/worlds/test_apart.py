@@ -44,7 +44,7 @@ def name(value):
     return value.__name__.removeprefix("test_") if callable(value) else None
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("body", "size"), HEAVY, ids=name)
 def test_every_call(body, size):
     run(body, size, engine="native")
