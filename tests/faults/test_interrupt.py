@@ -193,3 +193,24 @@ def test_interrupt_in_a_callback_is_not_lost():
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_interrupt_at_the_start_of_a_message_frees_nothing():
     assert run(interrupt_start, 2, ranks="processes")[1] == [True] * 4
+
+
+def interrupt_work(rank):
+    """Press Ctrl-C on rank 1 while it waits for a call that rank 0 has not made."""
+    x, caught = np.full(2, rank + 1.0), None
+    dist.barrier()
+    if rank == 0:
+        store().wait(["interrupted"], 60.0)
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 1:
+        caught = interrupted(work.wait)
+        store().set("interrupted", "yes")
+    work.wait()
+    return caught, x.tolist()
+
+
+def test_interrupt_ends_the_wait_for_a_call_but_not_the_call():
+    (_, other), (caught, x) = run(interrupt_work, 2, ranks="processes", timeout=60.0)
+    assert caught.kind == "KeyboardInterrupt", caught
+    assert caught.took_s < BUSY_S
+    assert x == other == [3.0, 3.0]

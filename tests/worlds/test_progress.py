@@ -437,3 +437,18 @@ def test_a_callback_runs_outside_the_lock(rank):
         work.wait(LIMIT_S)
     assert was_free == [True] * 3
     assert [work.result()[0][0] for work in begun] == [2.0] * 6
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_message_that_has_arrived_is_found_by_polling(rank):
+    if rank == 1:
+        dist.send(np.full(3, 5.0), 0, tag=1)
+        dist.send(np.full(3, 6.0), 0, tag=2)
+        return
+    first, second = np.zeros(3), np.zeros(3)
+    work = dist.irecv(first, 1, tag=1)
+    dist.recv(second, 1, tag=2)  # the first message has come before it
+    give_up = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert (work.is_completed(), first.tolist(), second.tolist()) == (True, [5.0] * 3, [6.0] * 3)

@@ -293,3 +293,20 @@ def test_destroying_a_group_ends_the_calls_that_wait(rank):
     compute.synchronize(60)
     dist.barrier()
     assert caught.value.what == "group '1' was destroyed before this all_reduce began"
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_call_does_not_overtake_the_calls_that_wait_for_their_streams(rank):
+    x, gate, ready, later = np.full(2, rank + 1.0), threading.Event(), dist.Stream(), dist.Stream()
+    later.submit(gate.wait, 60)
+    works = []
+    for stream in (ready, later):
+        with dist.stream(stream):
+            works.append(dist.all_reduce(x, async_op=True))
+    works[0].wait()
+    works.append(dist.all_reduce(x, dist.ReduceOp.PRODUCT, async_op=True))
+    gate.set()
+    for work in works:
+        work.wait()
+    # 1 + 2 = 3, 3 + 3 = 6, 6 * 6 = 36
+    assert x.tolist() == [36.0, 36.0]

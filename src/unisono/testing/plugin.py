@@ -5,13 +5,16 @@ Enable it with `pytest_plugins = ["unisono.testing.plugin"]` in a conftest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 
+from unisono.errors import LaunchError, WorkerFailedError
 from unisono.testing.ranks import run
+from unisono.testing.report import frames_of
 
 __all__ = ["world"]
 
@@ -81,3 +84,33 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     options = {name: value for name, value in mark.kwargs.items() if name not in _BOTH}
     run(pyfuncitem.obj, world.size, ranks=world.kind, engine=world.engine, args=args, **options)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the traceback of each rank that failed, and nothing of how ranks are run."""
+    report = yield
+    if report.failed and call.excinfo is not None and (text := _text(call.excinfo)):
+        shown: Any = call.excinfo.getrepr(style="native", chain=False)
+        shown.reprtraceback.reprentries[0].lines[:] = f"{text}\n".splitlines(keepends=True)
+        if shown.reprcrash is not None:
+            # The short summary shows this line.
+            error = call.excinfo.value
+            shown.reprcrash.message = str(error.__cause__ or error).partition("\n")[0]
+        report.longrepr = shown
+    return report
+
+
+def _text(raised: pytest.ExceptionInfo[BaseException]) -> str | None:
+    """Return the frames above `run` and the text about the ranks; None if `run` is absent."""
+    frames = list(traceback.walk_tb(raised.tb))
+    depth = next((i for i, (f, _) in enumerate(frames) if f.f_code is run.__code__), None)
+    own = str(raised.value) if isinstance(raised.value, LaunchError | WorkerFailedError) else ""
+    ranks = str(raised.value.__cause__ or "")
+    if depth is None or not (own or isinstance(raised.value.__cause__, LaunchError)):
+        return None
+    above = frames_of(traceback.extract_tb(raised.tb)[:depth])
+    parts = [ranks, "" if own in ranks else own]
+    return "".join(traceback.format_list(above)) + "\n\n".join(filter(None, parts))
