@@ -7,13 +7,14 @@ DEMO := .venv/.unisono-demo
 STAMP := .venv/.unisono-setup
 # What Python sees of the C++ engine; written by `make native`.
 STUB := src/unisono/_engine.pyi
-SITE := .venv/.unisono-site
+SITE := .venv/.unisono-extra-docs
+RELEASE := .venv/.unisono-extra-release
 TORCH := torch==2.13.0
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site clean
+.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
 	@echo "make site    build the documents with an API reference into build/site"
+	@echo "make wheels  build dist/ for each installed Python (PYTHONS='...'), and try each wheel"
 	@echo "make clean   remove .venv, caches and build output"
 
 demo: $(DEMO)
@@ -92,12 +94,17 @@ site: $(SITE)
 		|| { cat .venv/site.log; exit 1; }
 	@echo "built build/site/index.html"
 
-# The tools of the site are not needed for anything else, so that only `make site` installs them.
-# Not by `pip install .[docs]`, which would build the C++ engine first.
-$(SITE): pyproject.toml | $(STAMP)
+# Builds dist/ for each installed Python, and tries each wheel without a compiler. Some 40 s for each.
+wheels: $(RELEASE)
+	@$(BIN)/python tools/wheels.py $(PYTHONS)
+
+# The tools of the site and of a release are not needed for anything else. Not installed by
+# `pip install .[docs]`, which would build the C++ engine first.
+$(SITE): | $(STAMP)
+.venv/.unisono-extra-%: pyproject.toml | $(DEMO)
 	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-		print(*project['optional-dependencies']['docs'], sep='\n')" >.venv/site-tools.txt
-	@$(PIP) -r .venv/site-tools.txt
+		print(*project['optional-dependencies']['$*'], sep='\n')" >.venv/$*.txt
+	@$(PIP) -r .venv/$*.txt
 	@touch $@
 
 setup: $(STAMP)
@@ -153,7 +160,7 @@ build/native-asan build/native-tsan: FORCE
 FORCE:
 
 # In build/planted, which stays for the next time. Some faults: make planted ONLY="NAME NAME".
-planted: $(BUILT)
+planted: $(STAMP)
 	@$(BIN)/python tools/planted.py $(ONLY)
 
 SEED ?= 1

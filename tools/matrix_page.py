@@ -25,10 +25,10 @@ HEAD = """\
 
 Written by `tools/matrix_page.py` from a run of the tests' matrix; do not edit.
 
-The tests run every operation on every dtype with every reduce op: the native engine on {native}
-ranks, the reference engine on {reference} ranks. The arrays have these layouts: C order, Fortran
-order, every second element, negative stride, 0-d and empty. Some arrays have one element more or
-less than a multiple of the ranks.
+The tests run every operation on every dtype with every reduce op. The native engine runs on
+{native} ranks, the reference engine on {reference} ranks. The arrays have these layouts: C order,
+Fortran order, every second element, negative stride, 0-d and empty. Some arrays have one element
+more or less than a multiple of the ranks.
 
 Every rank compares its results with NumPy. The results of all_reduce are also compared between
 ranks, bit by bit. The tests also check that inputs and the gaps between strided elements do not

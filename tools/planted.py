@@ -147,7 +147,7 @@ def run_tests(tests: list[str]) -> str | None:
     status, output = run([str(PYTHON), "-m", "pytest", *options, *tests])
     if not status:
         return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+(?:\[.*?\](?= - |$))?)", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
     return failed[0] if failed else f"pytest (exit status {status}, see {LOG})"
 
 

@@ -1,13 +1,12 @@
 """Build a source archive and manylinux wheels in dist/, and try each of them.
 
-Run by `make wheels`, from the repository root. The archive is unpacked into an empty folder, and
-from there a wheel is built for each CPython >= 3.11 that is found: the names python3.11, python3.12
-and so on in PATH, and the versions of pyenv. auditwheel adds the libraries that a system may lack,
-and the tag of the oldest glibc. Each wheel is installed into an empty environment, and 2 ranks run
-on the native engine there, without a compiler in PATH.
+Run by `make wheels`, from the repository root. The archive is unpacked into an empty folder. Each
+CPython in PATH or in pyenv builds a wheel there, from 3.11 on. The program auditwheel adds the
+libraries that a system may lack, and the tag of the oldest glibc. Each wheel is installed into an
+empty environment. There 2 ranks run on the native engine, without a compiler in PATH.
 
-There is a wheel per version of Python, not one for all (stable ABI): the native engine calls
-PyContextVar_Get and PyMethod_New, which the stable ABI lacks.
+There is no wheel for all versions of Python (stable ABI). The native engine calls PyContextVar_Get
+and PyMethod_New, and the stable ABI lacks both.
 """
 
 from __future__ import annotations
@@ -29,27 +28,13 @@ from pathlib import Path
 DIST = Path("dist")
 BIN = Path(sys.executable).parent
 OLDEST = (3, 11)
-# What a Python answers about itself: it builds wheels if it has the C headers.
+# An interpreter prints its kind and version, and whether it has the C headers for a build.
 QUESTION = """import json, os, sys, sysconfig
 headers = os.path.join(sysconfig.get_path("include"), "Python.h")
 free = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 print(json.dumps([sys.implementation.name, sys.version_info[:2], os.path.exists(headers), free]))
 """
-# Calls of two ranks with results that a formula gives; `repr` names the engine of the group.
-PROGRAM = """import numpy as np
-import unisono as dist
-dist.init_process_group()
-rank = dist.get_rank()
-assert "engine=native" in repr(dist.get_default_group()), repr(dist.get_default_group())
-x = np.arange(1000.0) + rank
-dist.all_reduce(x)
-np.testing.assert_array_equal(x, 2 * np.arange(1000.0) + 1)
-both = [None, None]
-dist.all_gather_object(both, {"rank": rank})
-assert both == [{"rank": 0}, {"rank": 1}], both
-print(f"rank {rank} of {dist.get_world_size()} is right")
-dist.destroy_process_group()
-"""
+PROGRAM = Path(__file__).with_name("two_ranks.py")
 COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang", "cmake")
 
 
@@ -167,7 +152,7 @@ def repair(wheel: Path) -> Path:
 def check_wheel(wheel: Path) -> None:
     """Check which files a wheel has, and its metadata."""
     with zipfile.ZipFile(wheel) as file:
-        names = file.namelist()
+        names = [name for name in file.namelist() if not name.endswith("/")]
         (metadata,) = [name for name in names if name.endswith(".dist-info/METADATA")]
         lines = file.read(metadata).decode("utf-8").splitlines()
     folder = metadata.partition("/")[0]
@@ -188,7 +173,7 @@ def attempt(python: Path, wheel: Path, folder: Path) -> None:
     run(python, "-m", "venv", folder)
     home = folder / "home"
     home.mkdir()
-    (home / "program.py").write_text(PROGRAM, encoding="utf-8")
+    shutil.copy(PROGRAM, home)
     # Nothing of this environment but pip's settings, and only the folder of the empty one in PATH.
     env = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
     env |= {"PATH": str(folder / "bin"), "HOME": str(home)}
@@ -196,7 +181,7 @@ def attempt(python: Path, wheel: Path, folder: Path) -> None:
     require(not there, f"the empty environment has {there}")
     pip = (folder / "bin/python", "-m", "pip", "install", "-q", "--only-binary", ":all:")
     run(*pip, wheel.resolve(), cwd=home, env=env)
-    launch = (folder / "bin/unisono", "run", "--nproc-per-node", 2, "program.py")
+    launch = (folder / "bin/unisono", "run", "--nproc-per-node", 2, PROGRAM.name)
     printed = sorted(run(*launch, cwd=home, env=env, timeout=120).splitlines())
     require(printed == [f"rank {rank} of 2 is right" for rank in (0, 1)], "\n".join(printed))
 

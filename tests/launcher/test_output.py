@@ -105,7 +105,7 @@ def test_redirected_traceback_is_in_the_report_all_the_same(run, tmp_path):
 
 
 def test_filters(run, tmp_path):
-    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "out", "talk.py")
+    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "a,,qual,out", "talk.py")
     code, out, err = run("-n", 2, "--log-dir", "logs", "-r", 0, *arguments)
     assert (code, out) == (0, "equal\nout 1\n")
     assert err.splitlines()[1:] == ["err 1"]

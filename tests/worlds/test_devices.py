@@ -10,7 +10,7 @@ import pytest
 import unisono as dist
 from tests.worlds.test_dispatch import ThroughCPU, in_own_worlds
 from unisono.backends import registry
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import ArgumentTypeError
 from unisono.lowlevel import OPS, Dispatcher, dispatcher, schema_of
 
 # The operators of c10d's dispatcher (torch/csrc/distributed/c10d/Ops.cpp) that move data.
@@ -261,22 +261,6 @@ def test_options_replace_all_settings(alone):
     assert out.tolist() == [1, 1]
     assert alone.reduce_scatter_single(out, x * 2, opts=dist.ReduceScatterOptions()).wait()
     assert out.tolist() == [2, 2]
-
-
-def test_forms_that_are_wrong(alone):
-    x = np.ones(2)
-    with pytest.raises(ArgumentTypeError, match="tensor must be an array, or in c10d's form a"):
-        alone.allreduce([x, x])
-    with pytest.raises(ArgumentTypeError, match="outputs must be a list of arrays, or in c10d's"):
-        alone.allgather([[x], [x]], [x])
-    with pytest.raises(ArgumentTypeError, match="all_reduce takes 3 arguments in c10d's form"):
-        alone.allreduce(x, dist.ReduceOp.SUM, 1.0, 2)
-    with pytest.raises(ArgumentTypeError, match="op must be a ReduceOp"):
-        alone.allreduce(x, 7)
-    with pytest.raises(InvalidArgumentError, match="outputs has 2 entries and inputs 1"):
-        alone.allgather_into_tensor_coalesced([x, x], [x])
-    with pytest.raises(InvalidArgumentError, match=r"hold \[2\] elements and inputs \[3\]"):
-        alone.allgather_into_tensor_coalesced([x], [np.ones(3)])
 
 
 def overloads(name):

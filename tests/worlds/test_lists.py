@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.worlds.quick_bodies import NO_RANK_1, repeats
+from tests.worlds.test_quick import NO_RANK_1, repeats
 from unisono.base import config
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 

@@ -368,3 +368,15 @@ def test_arrays_are_not_copied():
     assert np.shares_memory(got, arrived.large[0])
     assert (got == array).all()
     assert got.flags.writeable
+
+
+@pytest.mark.ranks(3)
+def test_the_error_of_a_group_names_the_global_rank(rank):
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return
+    with pytest.raises(CollectiveError if rank == 1 else TypeError) as caught:
+        dist.all_gather_object([None] * 2, rank if rank == 1 else memoryview(b""), group)
+    if rank == 1:
+        assert ": rank 2 had nothing to send: TypeError: cannot pickle" in caught.value.what
+        assert caught.value.context.peers == (2,)

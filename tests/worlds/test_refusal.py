@@ -67,6 +67,8 @@ CASES = {
         InvalidArgumentError, "input: split sizes [4]"),
     "keyword": (later("barrier", algoritm="ring"), later("barrier"),
         ArgumentTypeError, "unexpected keyword argument 'algoritm'"),
+    "keyword of the method": (later("gather", f32, root=0), later("barrier"),
+        ArgumentTypeError, "unexpected keyword argument 'root'"),
     "timeout": (later("barrier", timeout="soon"), later("barrier"),
         ArgumentTypeError, "timeout must be seconds"),
     "algorithm": (later("all_reduce", f32, algorithm="rign"), later("all_reduce", f32),

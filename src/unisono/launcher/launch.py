@@ -37,13 +37,14 @@ def launch(
         [nprocs] results.
 
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid, or the function, an argument
             or a result cannot be pickled.
         WorkerFailedError: A process died without an exception.
         Exception: The exception of the rank that failed first. Its cause is a WorkerFailedError
             that names the rank and ends with its traceback. The other ranks have been stopped.
     """
-    check_start(nprocs, start_method)
+    check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
     call = fn, tuple(args)
     with _pickling(call, "the function or its arguments") as dumps:
         payload = Payload(call, dumps)

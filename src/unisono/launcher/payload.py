@@ -13,8 +13,6 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 _ALIGNMENT = 64
-_IN_PICKLE_BYTES = 1 << 16
-"""Smaller buffers stay in the pickle: a larger value copies more, a smaller one pads more."""
 
 
 class Payload:
@@ -31,14 +29,8 @@ class Payload:
 
     def __init__(self, value: object, dumps: Callable[..., Any] = pickle.dumps) -> None:
         views: list[memoryview] = []
-
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            view = buffer.raw()
-            if view.nbytes >= _IN_PICKLE_BYTES:
-                views.append(view)
-            return view.nbytes < _IN_PICKLE_BYTES
-
-        stream = dumps(value, protocol=5, buffer_callback=is_small)
+        # The buffers stay out of the pickle, because `append` returns None.
+        stream = dumps(value, protocol=5, buffer_callback=lambda each: views.append(each.raw()))
         parts = []
         self._own(_memory_file())
         with open(self._fd, "wb", closefd=False) as file:
@@ -56,8 +48,9 @@ class Payload:
     def load(self) -> Any:
         """Return the objects; they are new objects at each call."""
         view = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
+        views = view, view.toreadonly()
         stream, *buffers = (
-            view[start : start + nbytes].toreadonly() if readonly else view[start : start + nbytes]
+            views[readonly][start : start + nbytes]
             for start, nbytes, readonly in pickle.loads(view[self._parts_at :])
         )
         return pickle.loads(stream, buffers=buffers)

@@ -29,6 +29,7 @@ from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
 from unisono.errors import (
+    ArgumentTypeError,
     Context,
     InvalidArgumentError,
     LaunchError,
@@ -99,11 +100,8 @@ def _child(
         # Ctrl-C reaches the parent too, and the parent reports it.
         sys.exit(128 + signal.SIGINT)
     except (Exception, SystemExit) as error:
-        code: Any = 1
-        if isinstance(error, SystemExit):
-            if hint is None:
-                raise
-            code = error.code
+        if hint is None and isinstance(error, SystemExit):
+            raise
         # Drop the frames above the user's code, which the user has not written.
         below = error.__traceback__
         while below is not None and below.tb_frame.f_code.co_filename in _STARTING_FILES:
@@ -111,11 +109,9 @@ def _child(
         trace = traceback.format_exception(type(error), error, below or error.__traceback__)
         text = "".join(trace).rstrip()
         pickled = _pickled(error) if hint is None else b""
-        link.send(
-            _ChildReport(text=text, error=pickled, hint=None if hint and hint in text else hint)
-        )
+        link.send(_ChildReport(text=text, error=pickled, hint=hint))
         sys.excepthook(type(error), error, below)
-        sys.exit(code or 1)
+        sys.exit((isinstance(error, SystemExit) and error.code) or 1)
 
 
 class _ChildReport(NamedTuple):
@@ -328,10 +324,12 @@ class SpawnContext:
             lines.append(left)
         report = self._reports[first.rank]
         lines.append(first.text or report.missing)
-        # No code of the child is to blame for a signal.
-        hint = report.hint if first.exit_code > 0 else None
+        # A signal is no error of the child's code. The traceback of an error may end with the hint.
+        no_hint = first.exit_code < 0 or (report.hint or "") in first.text
         context = Context(rank=first.rank, world_size=len(self.processes))
-        raise WorkerFailedError("\n".join(lines), context=context, hint=hint)
+        raise WorkerFailedError(
+            "\n".join(lines), context=context, hint=None if no_hint else report.hint
+        )
 
     def _stop(self, grace_s: float) -> None:
         """Stop the children that still run, and release all resources of this context."""
@@ -363,16 +361,34 @@ class SpawnContext:
             self._store = None
 
 
-def check_start(nprocs: int, start_method: str) -> None:
+def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: str) -> None:
     """Check the arguments and the caller of `spawn` or `launch`.
 
+    Args:
+        call: The call with the names of its arguments, for the hint.
+        fn: See `spawn`.
+        args: See `spawn`.
+        nprocs: See `spawn`.
+        start_method: See `spawn`.
+
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid.
         UsageError: The caller is a child that is running the parent's script again, and would
             start children, too.
     """
     if is_importing_main():
         raise UsageError("processes cannot be started by one that is starting", hint=GUARD_HINT)
+    is_list = isinstance(args, Sequence) and not isinstance(args, (str, bytes))
+    for name, value, expected, fits in (
+        ("fn", fn, "a function", callable(fn)),
+        ("args", args, "a tuple or list of arguments", is_list),
+        ("nprocs", nprocs, "an integer", hasattr(nprocs, "__index__")),
+    ):
+        if not fits:
+            raise ArgumentTypeError(
+                f"{name} must be {expected}, got {type(value).__name__}", hint=call
+            )
     if nprocs < 1:
         raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
     if start_method not in _START_METHODS:
@@ -429,6 +445,7 @@ def spawn(
         None, or with `join=False` the context of the running children.
 
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid.
         UsageError: A child, which runs the script to find `fn`, has reached this call, too.
         WorkerFailedError: A child failed (`join=True`). The others have been stopped. The text
@@ -436,7 +453,7 @@ def spawn(
 
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
-    check_start(nprocs, start_method)
+    check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
     # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
     # for the children may end before them. The fork server lives as long as its children, so its
     # end is not a usable sign.
