@@ -71,6 +71,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("broken", "setting", "works"),
     [
