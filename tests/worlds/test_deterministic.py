@@ -39,7 +39,8 @@ def test_on_processes():
 )
 def test_between_hosts(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    where = {"ranks": "processes", "args": ((1000,), 3)}
+    # Every fifth pair of dtype and op, among them MIN and MAX: of two zeros the order decides.
+    where = {"ranks": "processes", "args": ((1000,), 5)}
     assert all(run(deterministic_bodies.every_ordered_algorithm, 3, **where))
 
 
