@@ -593,6 +593,9 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
             parent.kill()
             thread.join(10)
             assert isinstance(outcome[0], StoreConnectionError), outcome
+        # The child is still there, but does not listen.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def test_grandchild_keeps_its_files(server_kind):
