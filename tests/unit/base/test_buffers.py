@@ -135,7 +135,9 @@ def test_buffer_protocol(code):
 
 
 @pytest.mark.parametrize(
-    "owner", [array.array("d", [1, 2]), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 2)], ids=repr
+    "owner",
+    [array.array("d", [1, 2]), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 2)],
+    ids=["array", "ctypes", "mmap"],
 )
 def test_buffers_that_are_no_memoryview(owner):
     assert device_of(owner) == "cpu"
