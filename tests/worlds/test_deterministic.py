@@ -127,6 +127,7 @@ def test_every_algorithm_gives_the_bits_of_a_fold(size, engine, transport):
     run(every_ordered_algorithm, size, engine=engine, transport=transport)
 
 
+@pytest.mark.native
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("isa", ["plain", "v3", "v4"])
 def test_every_instruction_set(isa):
