@@ -198,8 +198,10 @@ def test_mistakes(rank):
     made, cut = dist.DeviceMesh, mesh._unflatten(0, (2, 2), "bc")
     refuses(
         ("a mesh of shape (5,) takes 5 ranks, but the world has 4", lambda: init("cpu", (5,))),
-        ("2 different names, one per", lambda: init("cpu", (2, 2), mesh_dim_names=("a",))),
-        ("2 different names, one per", lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a"))),
+        ("2 different names, one per entry of",
+         lambda: init("cpu", (2, 2), mesh_dim_names=("a",))),
+        ("2 different names, one per entry of",
+         lambda: init("cpu", (2, 2), mesh_dim_names=("a", "a"))),
         ("without an index", lambda: init("cpu:0", (4,))),
         ("names no dimension", lambda: init("cpu", (4,), backend_override={"b": "gloo"})),
         ("names no dimension", lambda: init("cpu", (4,), backend_override={1: "gloo"})),
