@@ -33,8 +33,14 @@ from unisono.parallel.hooks import all_reduce_hook  # noqa: E402
 pytestmark = pytest.mark.usefixtures("forked_with_torch")
 
 RANKS = 3
-# A test that ends with an error ends with a barrier: a rank that left would fail calls under way.
-on_ranks = pytest.mark.ranks(RANKS, kind="both")
+
+
+def on_ranks(function):
+    """Call a test on 3 ranks: as threads or as processes, with --all as both."""
+    return pytest.mark.sweep(1)(pytest.mark.ranks(RANKS, kind="both")(function))
+
+
+# Tests of errors end with a barrier, because a rank that leaves fails the calls of other ranks.
 
 
 def gathered(value):
@@ -170,7 +176,7 @@ def test_large_gradients_in_memory_of_others(rank):
 
 @on_ranks
 def test_state_comes_from_rank_0(rank):
-    """Parameters, also frozen ones, and buffers come from rank 0; buffers before each pass."""
+    """Parameters (also if frozen) and buffers come from rank 0; buffers before each pass."""
     model = make_model(rank)
     model[0].weight.requires_grad_(False)
     model[1].running_mean.fill_(rank + 5.0)
@@ -226,7 +232,7 @@ def test_power_sgd(rank):
         ((model.module.weight * targets[rank]).sum() + out.sum()).backward()
         total += model.module.weight.grad
         distance.append(float((total / (step + 1) - targets.mean(0)).norm()) / norm)
-    # One approximation of rank 4 is far off, but later ones make up for what it lacks.
+    # One approximation of rank 4 is far off, but later approximations correct it.
     assert distance[0] > 0.4
     assert distance[-1] < 0.25 * distance[0]
     assert sorted(tuple(q.shape) for q in state.factors.values()) == [(40, 4)]
@@ -503,7 +509,7 @@ def test_buckets_close_when_full_and_follow_backward():
     parameters[1] = parameters[1].double()
     assert assign_buckets(parameters, [4 * 20, 4 * 400]) == [[4, 3], [1], [2, 0]]
     assert assign_buckets(parameters, [1]) == [[4], [3], [2], [1], [0]]
-    # Large ones by themselves; the others as soon as the last of them is there.
+    # A large gradient by itself; the others when the last of them is there.
     assert assign_buckets(parameters, [4 * 900], 4 * 300) == [[2], [1], [4, 3, 0]]
 
 

@@ -157,7 +157,7 @@ def zero(rank):
 def zero_in_hook(rank, **options):
     """Step in DDP's hook. torch refuses that for Gloo: a plain optimizer is compared with it there.
 
-    torch's hook makes no step before DDP has told it how it lays out its buckets.
+    torch's hook makes no step before it knows the layout of DDP's buckets.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook
     from torch.distributed.optim import ZeroRedundancyOptimizer

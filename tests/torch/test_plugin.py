@@ -306,7 +306,7 @@ def test_unisono_for_another_device_is_refused(devices):
 
 
 def test_nothing_of_another_device_is_loaded_before_its_first_tensor():
-    # This torch has no NCCL: what torch says about that comes with the first tensor, and calls on
+    # This torch has no NCCL: the error of torch comes with the first tensor, and calls on
     # the CPU go on.
     store = torch_dist.HashStore()
     torch_dist.init_process_group("cpu:unisono,cuda:nccl", store=store, rank=0, world_size=1)
