@@ -9,19 +9,15 @@ import sys
 import time
 
 
-def write_environment(rank, folder):
-    (folder / f"{rank}.json").write_text(json.dumps(dict(os.environ)))
-
-
-def meet_in_store(rank, folder):
+def meet(rank, folder):
+    """Write down the environment, and what the ranks put into the parent's store."""
     from unisono.stores import TCPStore
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    world_size = int(os.environ["WORLD_SIZE"])
     store.set(f"rank{rank}", str(rank))
-    found = [store.get(f"rank{r}").decode() for r in range(world_size)]
-    (folder / str(rank)).write_text(" ".join(found))
+    found = [store.get(f"rank{r}").decode() for r in range(int(os.environ["WORLD_SIZE"]))]
     store.close()
+    (folder / f"{rank}.json").write_text(json.dumps([dict(os.environ), found]))
 
 
 def fail_on_rank_1(rank, kind):

@@ -372,9 +372,10 @@ def test_every_operation_runs_and_is_right(bench, tmp_path):
     assert out.count("# Out of bounds values : 0 OK") == len(OPS)
 
 
+@pytest.mark.whole("loads torch twice")
 @needs_gloo
 @pytest.mark.parametrize(
-    "peers", [["gloo"], pytest.param(["gloo", "mpi"], marks=MPI_WHOLE)], ids=str
+    "peers", [["gloo"], pytest.param(["gloo", "mpi"], marks=needs_mpi)], ids=str
 )
 def test_peers_run_in_the_same_processes_and_are_right(bench, tmp_path, peers):
     path = tmp_path / "out.json"

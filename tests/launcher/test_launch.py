@@ -1,21 +1,15 @@
 """`launch`: results, errors, and calls from sessions without a file."""
 
-import importlib
-import subprocess
+import shlex
 import sys
-import textwrap
 
 import pytest
 
+from tests.launcher import launch_targets as targets
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, WorkerFailedError
 from unisono.launcher import launch, spawn
 
-LIMIT_S = 200.0
-
-
-@pytest.fixture
-def targets():
-    return importlib.import_module("tests.launcher.launch_targets")
+FORKED = {"start_method": "forkserver"}
 
 
 @pytest.fixture
@@ -24,13 +18,13 @@ def no_cloudpickle(monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_results_come_back_by_rank(targets, method):
+def test_results_come_back_by_rank(method):
     got = launch(targets.scaled, 3, (10,), start_method=method)
     assert got == [{"rank": rank * 10, "world_size": "3"} for rank in range(3)]
 
 
-def test_works_without_cloudpickle(targets, no_cloudpickle):
-    assert [r["rank"] for r in launch(targets.scaled, 2, (1,))] == [0, 1]
+def test_works_without_cloudpickle(no_cloudpickle):
+    assert [r["rank"] for r in launch(targets.scaled, 2, (1,), **FORKED)] == [0, 1]
 
 
 def test_lambda_and_closure():
@@ -38,13 +32,14 @@ def test_lambda_and_closure():
     assert launch(lambda rank, x: rank * x + offset, 2, (3,)) == [5, 8]
 
 
-def test_large_results(targets):
-    assert launch(targets.large, 2, (1 << 20,)) == [bytes([rank]) * (1 << 20) for rank in (0, 1)]
+def test_large_results():
+    expected = [bytes([rank]) * (1 << 20) for rank in (0, 1)]
+    assert launch(targets.large, 2, (1 << 20,), **FORKED) == expected
 
 
-def test_first_failure_is_raised_as_it_was_with_rank_and_traceback(targets):
+def test_first_failure_is_raised_as_it_was_with_rank_and_traceback():
     with pytest.raises(targets.CustomError) as caught:
-        launch(targets.fail_on_rank_1, 3)
+        launch(targets.fail_on_rank_1, 3, **FORKED)
     assert caught.value.code == 7
     assert caught.value.__notes__ == ["raised on rank 1 of 3"]
     cause = caught.value.__cause__
@@ -55,14 +50,14 @@ def test_first_failure_is_raised_as_it_was_with_rank_and_traceback(targets):
     assert last[-1] == "tests.launcher.launch_targets.CustomError: (7, 'boom')"
 
 
-def test_rank_that_dies_without_an_exception(targets):
+def test_rank_that_dies_without_an_exception():
     with pytest.raises(WorkerFailedError, match=r"rank 1 .* exited with code 3"):
-        launch(targets.die_on_rank_1, 2)
+        launch(targets.die_on_rank_1, 2, **FORKED)
 
 
-def test_result_that_cannot_be_pickled(targets):
+def test_result_that_cannot_be_pickled():
     with pytest.raises(InvalidArgumentError, match=r"the result of rank \d cannot be sent"):
-        launch(targets.not_picklable, 2)
+        launch(targets.not_picklable, 2, **FORKED)
 
 
 def test_function_that_cannot_be_pickled_without_cloudpickle(no_cloudpickle):
@@ -75,7 +70,7 @@ def test_function_that_cannot_be_pickled_without_cloudpickle(no_cloudpickle):
     ("options", "message"),
     [({"nprocs": 0}, "nprocs must be at least 1"), ({"start_method": "x"}, "got 'x'")],
 )
-def test_bad_arguments(targets, options, message):
+def test_bad_arguments(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         launch(**{"fn": targets.scaled, "nprocs": 1, "args": (1,)} | options)
 
@@ -127,33 +122,30 @@ exec(compile({session!r}, "<ipython-input-1>", "exec"), main.__dict__)
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["command", "stdin", "notebook"])
-def test_sessions_without_a_file(kind):
+def test_sessions_without_a_file(launches, kind):
     code = NOTEBOOK.format(session=SESSION) if kind == "notebook" else SESSION
-    arguments, text = (["-"], code) if kind == "stdin" else (["-c", code], None)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    python = [sys.executable, "-W", "error"]
+    (launches.folder / "stdin").write_text(code)
+    command = ["sh", "-c", f"exec {shlex.join(python)} <stdin"]
+    program = command if kind == "stdin" else [*python, "-c", code]
     expected = "[[3.0, 3.0], [3.0, 3.0]]\nTrue boom ['raised on rank 0 of 1']\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+    assert launches.run(program=program) == (0, expected, "")
 
 
-def test_session_without_a_file_and_without_cloudpickle():
-    code = textwrap.dedent("""
-        import sys
-        sys.modules["cloudpickle"] = None
-        from unisono.launcher import launch
-        def cell(rank): pass
-        try:
-            launch(cell, 2)
-        except ValueError as error:
-            print(error.what)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert "defined in a session without a file" in done.stdout, done.stderr
+WITHOUT_CLOUDPICKLE = """
+import sys
+sys.modules["cloudpickle"] = None
+from unisono.launcher import launch
+def cell(rank): pass
+try:
+    launch(cell, 2)
+except ValueError as error:
+    print(error.what)
+"""
+
+
+def test_session_without_a_file_and_without_cloudpickle(launches):
+    _, out, err = launches.run(program=[sys.executable, "-c", WITHOUT_CLOUDPICKLE])
+    assert "defined in a session without a file" in out, err

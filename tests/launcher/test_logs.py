@@ -6,6 +6,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.launcher.output.files import LogOptions, Std, StdChoice
 
 
+@pytest.mark.whole("loads torch")
 @pytest.mark.parametrize("text", ["0", "1", "2", "3", "0:3", "0:3,1:0", "0:1,3:2"])
 def test_same_streams_as_torch(text):
     multiprocessing = pytest.importorskip("torch.distributed.elastic.multiprocessing")

@@ -15,10 +15,13 @@ SRC = str(Path(unisono.__file__).parents[1])
 PROGRAM = str(Path(__file__).with_name("notebook_run.py"))
 LIMIT_S = 200.0
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("ipykernel", "nbclient")),
-    reason="needs ipykernel and nbclient",
-)
+pytestmark = [
+    pytest.mark.whole("starts a kernel of Jupyter"),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("ipykernel", "nbclient")),
+        reason="needs ipykernel and nbclient",
+    ),
+]
 
 CELLS = [
     """

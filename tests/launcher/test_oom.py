@@ -2,18 +2,15 @@
 
 import contextlib
 import os
+import shlex
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import unisono.launcher
+from tests.support.launches import RUN
 from unisono.launcher.workers import oom
-
-SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 200.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -48,21 +45,13 @@ def small_cgroup(limit_bytes):
         folder.rmdir()
 
 
-def test_worker_that_the_kernel_kills_for_want_of_memory(tmp_path):
+def test_worker_that_the_kernel_kills_for_want_of_memory(launches, tmp_path):
     (tmp_path / "eater.py").write_text(EATER)
     with small_cgroup(96 << 20) as folder:
-        done = subprocess.run(
-            [sys.executable, "-m", "unisono", "run", "-n", "2", "eater.py"],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": SRC},
-            stdin=subprocess.PIPE,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            preexec_fn=lambda: (folder / "cgroup.procs").write_text(str(os.getpid())),
-        )
-    assert done.returncode == 128 + signal.SIGKILL
-    last = done.stderr.splitlines()[-1]
+        run = f"echo $$ >{folder}/cgroup.procs; exec {shlex.join(RUN)} -n 2 eater.py"
+        launch = launches.start(program=["sh", "-c", run])
+        assert launch.wait() == 128 + signal.SIGKILL
+    last = launch.finish()[2].splitlines()[-1]
     assert "first failure: rank 1 " in last
     assert " was killed by SIGKILL (out of memory: " in last
 
@@ -107,19 +96,11 @@ def test_a_count_that_did_not_rise_excludes_the_cause(kernel, unreadable, expect
         assert watch.hint(1) == expected
 
 
-def test_worker_that_another_process_kills(tmp_path):
-    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+def test_worker_that_another_process_kills(launches):
     if oom._field("/proc/vmstat", "oom_kill") is None:
         pytest.skip("the kernel does not count its kills")
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "run", "-n", "1", "killed.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.stderr.splitlines()[-1].endswith(" was killed by SIGKILL")
+    _, _, err = launches.run(script="import os\nos.kill(os.getpid(), 9)\n")
+    assert err.splitlines()[-1].endswith(" was killed by SIGKILL")
 
 
 def test_what_the_log_says(kernel, monkeypatch):

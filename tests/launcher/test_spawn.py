@@ -1,62 +1,54 @@
 """`spawn` with real processes, for the three start methods."""
 
-import contextlib
-import importlib
 import json
 import os
 import pickle
 import re
-import select
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-import unisono.launcher
+from tests.launcher import spawn_targets as targets
+from tests.support.launches import LIMIT_S, gone
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher import spawn
 
-SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 200.0
 METHODS = ["spawn", "fork", "forkserver"]
 
 
 @pytest.fixture
-def targets():
-    return importlib.import_module("tests.launcher.spawn_targets")
+def fifo(tmp_path):
+    """Return the path of a new FIFO."""
+    os.mkfifo(tmp_path / "fifo")
+    return str(tmp_path / "fifo")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_children_know_their_place_and_the_parent_forgets(targets, tmp_path, method):
+def test_children_know_their_place_meet_and_the_parent_forgets(tmp_path, method):
     before = dict(os.environ)
-    assert spawn(targets.write_environment, (tmp_path,), nprocs=2, start_method=method) is None
+    assert spawn(targets.meet, (tmp_path,), nprocs=3, start_method=method) is None
     assert dict(os.environ) == before
-    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for rank, env in enumerate(seen):
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    for rank, (env, found) in enumerate(seen):
         expected = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": seen[0]["MASTER_PORT"],
+            "MASTER_PORT": seen[0][0]["MASTER_PORT"],
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         assert {name: env.get(name) for name in expected} == expected
+        assert found == ["0", "1", "2"]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", METHODS)
-def test_children_meet_in_the_parents_store(targets, tmp_path, method):
-    spawn(targets.meet_in_store, (tmp_path,), nprocs=3, start_method=method)
-    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0 1 2"] * 3
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_real_traceback_ends_the_error(targets, method):
+def test_real_traceback_ends_the_error(method):
     with pytest.raises(WorkerFailedError) as caught:
         spawn(targets.fail_on_rank_1, ("raise",), nprocs=3, start_method=method)
     first, *rest = str(caught.value).splitlines()
@@ -70,50 +62,41 @@ def test_real_traceback_ends_the_error(targets, method):
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("kind", "how"), [("exit", "exited with code 7"), ("kill", "was killed by SIGKILL")]
 )
-def test_failure_without_a_traceback(targets, method, kind, how):
+def test_failure_without_a_traceback(method, kind, how):
     with pytest.raises(WorkerFailedError, match=how) as caught:
         spawn(targets.fail_on_rank_1, (kind,), nprocs=2, start_method=method)
     assert caught.value.what.splitlines()[0].startswith("first failure of 2 processes: rank 1 ")
 
 
-def test_a_rank_that_left_early_is_named(targets, tmp_path):
-    os.mkfifo(tmp_path / "fifo")
+def test_a_rank_that_left_early_is_named(fifo):
     with pytest.raises(WorkerFailedError) as caught:
-        spawn(targets.outlive_rank_1, (str(tmp_path / "fifo"),), nprocs=2, start_method="fork")
+        spawn(targets.outlive_rank_1, (fifo,), nprocs=2, start_method="fork")
     told = r"left with exit code 0 before the first failure: rank 1 \d+\.\d s"
     assert re.fullmatch(told, caught.value.what.splitlines()[1])
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_script_that_starts_itself_is_told_the_idiom(tmp_path, method):
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_script_that_starts_itself_is_told_the_idiom(launches, method):
+    script = (
         "import unisono as dist\n"
         "def work(rank): pass\n"
         f"dist.spawn(work, nprocs=1, start_method={method!r})\n"
     )
-    ended = subprocess.run(
-        [sys.executable, script],
-        env=dict(os.environ) | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "UsageError: processes cannot be started by one that is starting\n" in ended.stderr
-    assert '`if __name__ == "__main__":`' in ended.stderr
+    code, _, err = launches.run(script=script, program=[sys.executable])
+    assert code == 1
+    assert "UsageError: processes cannot be started by one that is starting\n" in err
+    assert '`if __name__ == "__main__":`' in err
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
-def test_original_failure_beats_an_earlier_consequence(targets, tmp_path):
-    os.mkfifo(tmp_path / "fifo")
+def test_original_failure_beats_an_earlier_consequence(fifo):
     with pytest.raises(WorkerFailedError) as caught:
-        spawn(targets.lose_a_peer, (str(tmp_path / "fifo"),), nprocs=3, start_method="fork")
+        spawn(targets.lose_a_peer, (fifo,), nprocs=3, start_method="fork")
     lines = caught.value.what.splitlines()
     assert lines[0].endswith("exited with code 1: ValueError: the cause")
     assert lines[1].startswith("then rank 0 ")
@@ -121,13 +104,10 @@ def test_original_failure_beats_an_earlier_consequence(targets, tmp_path):
     assert lines[-1] == "ValueError: the cause"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", METHODS)
-def test_context_without_join(targets, tmp_path, method):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    context = spawn(
-        targets.wait_for_release, (str(fifo),), nprocs=1, join=False, start_method=method
-    )
+def test_context_without_join(fifo, method):
+    context = spawn(targets.wait_for_release, (fifo,), nprocs=1, join=False, start_method=method)
     assert context.join(timeout=0) is False
     assert context.pids() == [process.pid for process in context.processes]
     assert len(context.pids()) == 1
@@ -138,17 +118,15 @@ def test_context_without_join(targets, tmp_path, method):
     assert [process.exitcode for process in context.processes] == [0]
 
 
-def test_kill_does_not_wait_and_is_no_failure(targets):
+def test_kill_does_not_wait_and_is_no_failure():
     context = spawn(targets.wait_for_a_signal, nprocs=2, join=False, start_method="fork")
     context.kill()
     assert all(process.exitcode < 0 for process in context.processes)
     assert context.join() is True
 
 
-def test_others_may_go_on_after_a_failure(targets, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    context = spawn(targets.fail_or_wait, (str(fifo),), nprocs=2, join=False, start_method="fork")
+def test_others_may_go_on_after_a_failure(fifo):
+    context = spawn(targets.fail_or_wait, (fifo,), nprocs=2, join=False, start_method="fork")
     with open(fifo, "w"):
         os.waitid(os.P_PID, context.pids()[1], os.WEXITED | os.WNOWAIT)
         assert context.join(timeout=0.0, stop_on_failure=False) is False
@@ -158,26 +136,20 @@ def test_others_may_go_on_after_a_failure(targets, tmp_path):
     assert [process.exitcode for process in context.processes] == [0, 3]
 
 
-def test_daemon_flag_is_passed_on(targets, tmp_path):
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    context = spawn(
-        targets.wait_for_release, (str(fifo),), join=False, daemon=True, start_method="fork"
-    )
+def test_daemon_flag_is_passed_on(fifo):
+    context = spawn(targets.wait_for_release, (fifo,), join=False, daemon=True, start_method="fork")
     assert [process.daemon for process in context.processes] == [True]
     with open(fifo, "w"):
         pass
     assert context.join(timeout=LIMIT_S) is True
 
 
-def test_grandchild_does_not_hide_its_parents_death(targets, tmp_path):
+def test_grandchild_does_not_hide_its_parents_death(fifo):
     # It keeps the pipe open that multiprocessing shows as the sentinel.
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
     with open(fifo, "r+b", buffering=0) as pipe:
         try:
             with pytest.raises(WorkerFailedError, match="SIGKILL"):
-                spawn(targets.fork_a_grandchild_and_die, (str(fifo),), start_method="fork")
+                spawn(targets.fork_a_grandchild_and_die, (fifo,), start_method="fork")
         finally:
             os.kill(int(pipe.readline()), signal.SIGKILL)
 
@@ -219,59 +191,31 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def start_parent(tmp_path):
+def parent_of(launches, method, *, in_thread):
     """Start a program that spawns two children, which print their numbers and wait."""
-    with contextlib.ExitStack() as stack:
-
-        def start(method, *, in_thread):
-            script = tmp_path / "parent.py"
-            here = str(Path(__file__).parents[2])
-            script.write_text(PARENT.format(folder=here, method=method, in_thread=in_thread))
-            path = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
-            parent = subprocess.Popen(
-                [sys.executable, script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(os.environ) | {"PYTHONPATH": path},
-                bufsize=0,
-                # pytest may run as a shell's background job, which ignores SIGINT.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            )
-            stack.enter_context(parent)
-            stack.callback(parent.kill)
-            return parent
-
-        yield start
-
-
-def all_gone(handles, limit_s):
-    deadline = time.monotonic() + limit_s
-    waiting = set(handles)
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        waiting -= set(select.select(list(waiting), [], [], left)[0])
-    for handle in handles:
-        os.close(handle)
-    return not waiting
+    here = str(Path(__file__).parents[2])
+    text = PARENT.format(folder=here, method=method, in_thread=in_thread)
+    return launches.start(script=text, program=[sys.executable])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_children_end_with_their_parent(start_parent, method, signum):
-    parent = start_parent(method, in_thread=False)
-    children = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(2)]
+def test_children_end_with_their_parent(launches, method, signum):
+    parent = parent_of(launches, method, in_thread=False)
+    children = [int(line) for line in parent.lines(2)]
     parent.send_signal(signum)
-    assert all_gone(children, 5.0)
-    assert parent.wait(LIMIT_S) == -signum
+    assert gone(children, 5.0)
+    assert parent.wait() == -signum
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
 @pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_children_outlive_the_thread_that_made_them(start_parent, method):
-    parent = start_parent(method, in_thread=True)
-    lines = {parent.stdout.readline().strip() for _ in range(3)}
-    children = [os.pidfd_open(int(line)) for line in lines - {b"thread ended"}]
+def test_children_outlive_the_thread_that_made_them(launches, method):
+    parent = parent_of(launches, method, in_thread=True)
+    children = [int(line) for line in set(parent.lines(3)) - {"thread ended"}]
     assert len(children) == 2
-    parent.kill()
-    assert all_gone(children, 5.0)
+    assert not gone(children, 0.01)
+    parent.send_signal(signal.SIGKILL)
+    assert gone(children, 5.0)

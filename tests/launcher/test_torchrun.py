@@ -111,7 +111,7 @@ OWN = {
 AGENTS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.whole("runs torchrun")
 @pytest.mark.parametrize(
     ("flags", "variables"),
     [
@@ -182,9 +182,26 @@ main()
 """
 
 
-def test_error_file_of_torchs_record_decorator_is_read(launches, tmp_path):
-    pytest.importorskip("torch")
-    code, _, err = launches.run("--log-dir", "logs", script=RECORDED)
+# What the decorator writes.
+AS_RECORDED = """
+import json, os, sys
+text = "ValueError: only in the file"
+extra = {"py_callstack": "Traceback (most recent call last):\\n" + text, "timestamp": "1"}
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [AS_RECORDED, pytest.param(RECORDED, marks=pytest.mark.whole("loads torch"))],
+    ids=["as recorded", "recorded"],
+)
+def test_error_file_of_torchs_record_decorator_is_read(launches, tmp_path, script):
+    if script == RECORDED:
+        pytest.importorskip("torch")
+    code, _, err = launches.run("--log-dir", "logs", script=script)
     assert code == 1
     assert err.splitlines()[-1] == "ValueError: only in the file"
     [path] = tmp_path.glob("logs/*/attempt_0/0/error.json")

@@ -1,12 +1,16 @@
-"""Every example as a user starts it: real processes, under the launcher."""
+"""Every example: on forked ranks in all sizes, and as a user starts it, under the launcher."""
 
+import contextlib
 import importlib
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from contextlib import suppress
+import traceback
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,38 +18,50 @@ import numpy as np
 import pytest
 
 import unisono
+from tests.support.launches import RUN, Launch, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SRC = str(Path(unisono.__file__).parents[1])
 LIMIT_S = 100.0
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+TORCH = [needs_torch, pytest.mark.whole("loads torch on every rank")]
 
 
-def command(script, nprocs, *arguments):
-    launcher = [sys.executable, "-m", "unisono", "run", "--nproc-per-node", str(nprocs)]
-    return [*launcher, str(script), *map(str, arguments)]
-
-
-def environment(**extra):
-    """The environment of a user who is not inside a launch."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    path = os.pathsep.join(filter(None, [SRC, os.environ.get("PYTHONPATH")]))
-    # With more threads than free cores, those of a matrix product wait for each other for seconds.
-    fixed = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    return inherited | fixed | extra
-
-
-def launch(script, nprocs, *arguments, **extra):
+def launch(script, nprocs, *arguments, cwd, program=None):
     """Run a script to its end; returns exit code, sorted lines of stdout, and stderr."""
-    done = subprocess.run(
-        command(script, nprocs, *arguments),
-        env=environment(**extra),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return done.returncode, sorted(done.stdout.splitlines()), done.stderr
+    words = ("--nproc-per-node", nprocs, script, *arguments)
+    # With more threads than free cores, those of a matrix product wait for each other for seconds.
+    run = Launch(*words, cwd=cwd, program=program, OMP_NUM_THREADS="1", PYTHONWARNINGS="error")
+    try:
+        code, out, err = run.finish()
+    finally:
+        run.close()
+    return code, sorted(out.splitlines()), err
+
+
+def play(rank, script, filters):
+    """Run a script on a rank; return its exit code, output and error."""
+    out, err = io.StringIO(), io.StringIO()
+    sys.path.insert(0, os.path.dirname(script))
+    warnings.simplefilter(filters)
+    code = 0
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as ended:
+            code, text = (ended.code, "") if isinstance(ended.code, int) else (1, str(ended.code))
+            err.write(text)
+        except Exception:
+            code = 1
+            traceback.print_exc(file=err)
+    return code, out.getvalue(), err.getvalue()
+
+
+def played(script, size, filters="error"):
+    """Run a script on forked ranks; returns largest exit code, sorted output, and all errors."""
+    ranks = unisono.launch(play, size, (str(script), filters), start_method="forkserver")
+    codes, outs, errs = zip(*ranks, strict=True)
+    return max(codes), sorted("".join(outs).splitlines()), "".join(errs)
 
 
 def two_groups(size):
@@ -90,19 +106,26 @@ def torch_tensors(size):
         (two_groups, 2),
         (two_groups, 5),
         *[(lines, n) for lines in (ring, softmax_norm, scatter) for n in (1, 2, 4)],
-        pytest.param(torch_tensors, 3, marks=[needs_torch]),
+        pytest.param(torch_tensors, 3, marks=TORCH),
     ],
 )
 def test_prints_what_the_oracle_says(expected, nprocs):
     # Other packages may have warnings of their own.
     filters = "default" if expected is torch_tensors else "error"
-    result = launch(EXAMPLES / f"{expected.__name__}.py", nprocs, PYTHONWARNINGS=filters)
+    result = played(EXAMPLES / f"{expected.__name__}.py", nprocs, filters)
     assert result == (0, list(expected(nprocs)), "")
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("expected", [two_groups, ring, softmax_norm, scatter])
+def test_as_a_user_starts_it(expected, tmp_path):
+    result = launch(EXAMPLES / f"{expected.__name__}.py", 2, cwd=tmp_path, program=RUN)
+    assert result == (0, list(expected(2)), "")
 
 
 @pytest.mark.parametrize("nprocs", [1, 4])
 def test_broadcast_weights_ends_with_those_of_the_last_rank(nprocs):
-    code, lines, err = launch(EXAMPLES / "broadcast_weights.py", nprocs, PYTHONWARNINGS="error")
+    code, lines, err = played(EXAMPLES / "broadcast_weights.py", nprocs)
     assert (code, err) == (0, "")
     digests = [re.fullmatch(r"rank \d+: (\w{12}) became (\w{12})", line).groups() for line in lines]
     assert len(digests) == nprocs
@@ -111,56 +134,57 @@ def test_broadcast_weights_ends_with_those_of_the_last_rank(nprocs):
     assert source not in [before for before, _ in digests[:-1]]
 
 
-def test_two_jobs():
+def run(*command, limit_s=LIMIT_S, **variables):
+    """Run a program of Python to its end; returns exit code, stdout and stderr."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "two_jobs.py")],
-        env=environment(PYTHONWARNINGS="error"),
+        [sys.executable, *map(str, command)],
+        env=environment(OMP_NUM_THREADS="1", **variables),
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
     )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_two_jobs():
+    code, out, err = run(EXAMPLES / "two_jobs.py", PYTHONWARNINGS="error")
     numbers = "both 1111, gathered 11 11 1100 1100"
     sums = {"left": 11, "right": 1100}
     lines = [f"{job} {r}: own {own}, {numbers}" for job, own in sums.items() for r in (0, 1)]
-    assert (done.returncode, sorted(done.stdout.splitlines()), done.stderr) == (0, lines, "")
+    assert (code, sorted(out.splitlines()), err) == (0, lines, "")
 
 
 @needs_torch
-@pytest.mark.parametrize("launcher", ["unisono", "torch.distributed.run"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["unisono", "run"],
+        pytest.param(["torch.distributed.run"], marks=pytest.mark.whole("loads torch 3 times")),
+    ],
+    ids=str,
+)
 def test_torch_ddp_under_both_launchers(launcher):
-    start = [sys.executable, "-m", *launcher.split(), *(["run"] if launcher == "unisono" else [])]
-    done = subprocess.run(
-        [*start, "--nproc-per-node", "2", str(EXAMPLES / "torch_ddp.py")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", done.stdout)]
+    code, out, err = run("-m", *launcher, "--nproc-per-node", "2", EXAMPLES / "torch_ddp.py")
+    assert code == 0, err
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert "all 2 ranks hold the same parameters" in done.stdout
+    assert "all 2 ranks hold the same parameters" in out
 
 
 @needs_torch
+@pytest.mark.whole("loads torch ten times")
 @pytest.mark.timeout(250)
 def test_torch_handover_survives_a_crash_of_each_job():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "torch_handover.py")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "WRONG" not in done.stderr
-    assert len(re.findall("has the trainer's weights by ticket", done.stdout)) == 3
-    assert done.stdout.count(": crashes\n") == 2
+    code, out, err = run(EXAMPLES / "torch_handover.py", limit_s=240)
+    assert code == 0, out + err
+    assert "WRONG" not in err
+    assert len(re.findall("has the trainer's weights by ticket", out)) == 3
+    assert out.count(": crashes\n") == 2
 
 
 def test_two_groups_needs_two_ranks():
-    code, lines, err = launch(EXAMPLES / "two_groups.py", 1)
+    code, lines, err = played(EXAMPLES / "two_groups.py", 1)
     assert (code, lines) == (1, [])
     assert "two groups need at least two ranks" in err
 
@@ -178,7 +202,7 @@ def with_fault(name, old, new, folder):
 
 def test_torch_tensors_says_so_without_torch(tmp_path):
     script = with_fault("torch_tensors.py", 'find_spec("torch")', 'find_spec("tporch")', tmp_path)
-    assert launch(script, 2) == (0, ["skipped: torch is not installed"] * 2, "")
+    assert played(script, 2) == (0, ["skipped: torch is not installed"] * 2, "")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +216,12 @@ def test_torch_tensors_says_so_without_torch(tmp_path):
         ("broadcast_weights.py", "src=source)", "src=source if weight.size < 4096 else rank)"),
         pytest.param(
             *("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"),
-            marks=[needs_torch],
+            marks=TORCH,
         ),
     ],
 )
 def test_fault_is_noticed(name, old, new, tmp_path):
-    code, _, err = launch(with_fault(name, old, new, tmp_path), 2)
+    code, _, err = played(with_fault(name, old, new, tmp_path), 2, "default")
     assert code == 1
     assert "WRONG" in err or "CollectiveMismatchError" in err
 
@@ -211,6 +235,7 @@ def difference_in(lines):
     return float(table_of(lines)["largest difference to rank 0 alone"].split()[0])
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("nprocs", "epochs", "batch", "accuracy"),
     [
@@ -221,9 +246,9 @@ def difference_in(lines):
         (4, 4, 1499, 0.0),
     ],
 )
-def test_train_digits(nprocs, epochs, batch, accuracy):
+def test_train_digits(tmp_path, nprocs, epochs, batch, accuracy):
     options = ("--epochs", epochs, "--batch", batch, "--min-accuracy", accuracy)
-    code, lines, err = launch(EXAMPLES / "train_digits.py", nprocs, *options)
+    code, lines, err = launch(EXAMPLES / "train_digits.py", nprocs, *options, cwd=tmp_path)
     assert (code, err) == (0, "")
     reached = [re.search(r"test accuracy +([\d.]+)%  step", line) for line in lines]
     reached = [float(found[1]) for found in reached if found]
@@ -242,6 +267,7 @@ def test_train_digits(nprocs, epochs, batch, accuracy):
     assert 0 < int(table["of it communicating and waiting"].partition("%")[0]) < 100
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("old", "new", "failed"),
     [
@@ -263,7 +289,7 @@ def test_train_digits(nprocs, epochs, batch, accuracy):
 def test_train_digits_fails(old, new, failed, tmp_path):
     script = with_fault("train_digits.py", old, new, tmp_path)
     accuracy = 1.0 if failed == "test accuracy" else 0.0
-    code, lines, err = launch(script, 2, "--epochs", 2, "--min-accuracy", accuracy)
+    code, lines, err = launch(script, 2, "--epochs", 2, "--min-accuracy", accuracy, cwd=tmp_path)
     assert code == 1
     assert f"FAILED: {failed}\n" in err
     # A fault must stand out from rounding by far, or the tolerance would be a guess.
@@ -271,24 +297,16 @@ def test_train_digits_fails(old, new, failed, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("rich") is None, reason="rich is not installed")
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
-def test_train_digits_on_a_terminal():
-    ours, theirs = os.openpty()
+def test_train_digits_on_a_terminal(tmp_path):
     # The launcher's option as in `make demo`.
-    script = [EXAMPLES / "train_digits.py", "--epochs", 5, "--min-accuracy", 0.9]
-    arguments = command("--fold=never", 2, *script)
-    env = environment(TERM="xterm-256color", COLUMNS="100")
-    process = subprocess.Popen(arguments, env=env, stdout=theirs, stderr=subprocess.PIPE)
-    os.close(theirs)
-    shown = b""
-    # Linux reports the end of a pseudo-terminal as an error.
-    with suppress(OSError):
-        while data := os.read(ours, 65536):
-            shown += data
-    os.close(ours)
-    _, err = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, err) == (0, b"")
-    text = shown.decode()
+    words = ["--fold=never", "-n2", EXAMPLES / "train_digits.py", "--epochs", 5]
+    variables = {"TERM": "xterm-256color", "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    run = Launch(*words, "--min-accuracy", 0.9, cwd=tmp_path, terminal=True, **variables)
+    try:
+        code, text, _ = run.finish()
+    finally:
+        run.close()
+    assert code == 0, text
     assert "training on 2 ranks" in text
     assert "100%" in text
     assert "│ weights equal on all ranks         │ yes, bit for bit" in text
