@@ -22,6 +22,9 @@ pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0
 
+# Imported modules alone take longer to collect; the objects of a test take less.
+SLOW_S = 0.02
+
 # The server that ranks are forked from imports what nearly all of them need, once for all of them.
 PRELOADED = ["unisono", "unisono.testing", "unisono.cli.main", "encodings.idna", "pytest"]
 
@@ -86,15 +89,24 @@ def nothing_leaks(request, _helpers_of_multiprocessing) -> Iterator[None]:
 
 def _left_since(before: set[str]) -> list[str]:
     """Return what is new, once it has had time to go away by itself."""
+    if not _resources() - before:
+        return []
+    _collect_garbage()
     give_up = time.monotonic() + PATIENCE_S
-    # Most of what is left ends by itself at once; a collection takes long in a process with torch.
-    collect_at = time.monotonic() + 0.1
     while (left := _resources() - before) and time.monotonic() < give_up:
-        if time.monotonic() > collect_at:
-            gc.collect()
-            collect_at = give_up
-        time.sleep(0.005)
+        time.sleep(0.01)
     return sorted(map(_described, left))
+
+
+def _collect_garbage() -> None:
+    """Collect garbage; if that was slow, leave what is alive out of the next collections.
+
+    After an import of torch a collection takes 0.3 s of CPU, and nearly every test needs one.
+    """
+    began_s = time.thread_time()
+    gc.collect()
+    if time.thread_time() - began_s > SLOW_S:
+        gc.freeze()
 
 
 def _resources() -> set[str]:

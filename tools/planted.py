@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ PYTHON = COPY / ".venv/bin/python"
 LOG = COPY / "build/last.log"
 # A digest of the C++ sources that the copy's engine was built from.
 BUILT = COPY / "build/built"
+# By fault, the test that caught it last. This test runs first.
+CAUGHT = COPY / "build/caught.json"
 BUILD = [
     *("-m", "pip", "install", "-qq", "--disable-pip-version-check"),
     *("--no-build-isolation", "--no-deps", "-e", "."),
@@ -57,7 +60,7 @@ NEAREST = {
     "steps": "unit/engines worlds faults",
     "store": "unit/stores",
     "stores": "unit/stores",
-    "testing": "unit worlds",
+    "testing": "worlds unit",
     "torch": "torch",
     "transports": "unit/transports worlds faults",
 }
@@ -109,8 +112,13 @@ def plant(patch: Path) -> Verdict:
     problem = "the patch does not apply" if applied.returncode else build()
     caught_by = None
     if not problem:
-        first, rest = suite(changed(patch))
-        caught_by = run_tests(first) or run_tests(rest)
+        known = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
+        last, (first, rest) = known.get(patch.stem), suite(changed(patch))
+        if last and run_tests([last]) == last:
+            caught_by = last
+        else:
+            caught_by = run_tests(first) or run_tests(rest)
+        CAUGHT.write_text(json.dumps(known | {patch.stem: caught_by}))
         problem = "" if caught_by else "no test fails"
     return Verdict(patch.stem, caught_by or "", problem, time.monotonic() - began)
 
@@ -123,8 +131,9 @@ def changed(patch: Path) -> list[str]:
 def suite(files: list[str]) -> tuple[list[str], list[str]]:
     """Return all test files: the tests near to changed modules, best first, and the rest."""
     modules = [Path(file).with_suffix("") for file in files]
-    words = {word for module in modules for word in module.parts[1:]}
-    folders = [folder for word in sorted(words) for folder in NEAREST.get(word, "").split()]
+    # src/unisono/PACKAGE/... or native/FOLDER/...
+    changed_folders = {module.parts[2 if module.parts[0] == "src" else 1] for module in modules}
+    folders = [test for folder in changed_folders for test in NEAREST[folder].split()]
     stems = [module.name.lstrip("_") for module in modules]
     ranks = {}
     for path in sorted(COPY.glob("tests/**/test_*.py")):

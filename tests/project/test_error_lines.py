@@ -400,6 +400,12 @@ def hello_of_version(number):
     return HELLO.pack(magic, number, *rest)
 
 
+def pickled_lock():
+    lock = threading.Lock()
+    with LAUNCH._pickling(lock, "the function") as dumps:
+        dumps(lock)
+
+
 def mpiexec_failed():
     ranks = bench_launch._Processes({"mpiexec": ["sh", "-c", "exit 3"]})
     assert ranks.wait(60)
@@ -545,7 +551,7 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "--rdzv-conf: close_timeout must be a number of seconds >= 0, got 'x'":
         lambda: nodes._number({"close_timeout": "x"}, "close_timeout", 1.0),
     "the function cannot be sent to other processes: {}":
-        lambda: LAUNCH._pickled(threading.Lock(), "the function"),
+        pickled_lock,
     "--peer mpi needs {}the program mpiexec, not found beside {}":
         lambda: patched(bench_launch, "_mpiexec", lambda: None,
                         lambda: bench_launch.check_installed("mpi")),

@@ -488,11 +488,12 @@ def test_a_scripted_module_is_averaged(rank):
 def test_a_hook_in_backward_is_refused(rank):
     """A communication hook that comes while gradients do."""
     model = DistributedDataParallel(Two())
-    model.module.first.register_post_accumulate_grad_hook(
+    hook = model.module.first.register_post_accumulate_grad_hook(
         lambda _: model.register_comm_hook(dist.group.WORLD, all_reduce_hook)
     )
     with pytest.raises(UsageError, match="during a backward pass"):
         sum(model(1.0)).backward()
+    hook.remove()  # Python cannot free a circle of references through torch's C++ objects.
     dist.barrier()
 
 

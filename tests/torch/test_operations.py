@@ -291,11 +291,11 @@ def test_sub_groups(rank, tmp_path):
             dist.all_reduce(x := torch.tensor([1.0 + rank]), group=some)
             found = x.item(), dist.get_rank(some), dist.get_world_size(some)
             assert found == (4.0, int(rank > 0), 2)
-            if rank == 0:
-                dist.send(torch.tensor([7.0]), dst=RANKS - 1, group=some)
+            if rank == RANKS - 1:  # rank 1 of the group
+                dist.send(torch.tensor([7.0]), dst=0, group=some)
             else:
                 y = torch.zeros(1)
-                assert (dist.recv(y, group=some), y.item()) == (0, 7.0)
+                assert (dist.recv(y, group=some), y.item()) == (RANKS - 1, 7.0)
         own = dist.new_group([rank], use_local_synchronization=True)
         dist.all_reduce(torch.ones(1), group=own)
         for _ in range(3):

@@ -49,47 +49,44 @@ def test_registering_twice_is_fine():
     assert torch_dist.Backend.default_device_backend_map["cpu"] == "gloo"
 
 
-def test_autoload_registers_without_loading_numpy_or_an_engine():
-    # The entry point of an installed unisono does just this.
-    script = (
-        "import sys, torch, torch.distributed as d; from unisono.autoload import torch_backend; "
-        "torch_backend(); print(d.is_backend_available('unisono'), "
-        "[m for m in sys.modules if m.startswith(('unisono.engines', 'unisono.groups'))])"
-    )
-    assert run_script(script) == "True []"
-
-
-SABOTAGE = """
-import sys
+# The entry point of an installed unisono calls the function when torch ends its import. A child for
+# each case, because importing torch takes 2 s.
+AUTOLOAD = """
+import os, sys, warnings
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == {module!r}:
-            raise {error}("sabotage")
+        if name in broken:
+            raise ModuleNotFoundError("sabotage")
 
+broken = {"numpy"}
 sys.meta_path.insert(0, Finder())
+warnings.simplefilter("ignore")
+import torch
+
+for module, setting in [("", ""), ("unisono._engine", ""), ("unisono.errors", ""), ("", "odd")]:
+    if os.fork() == 0:
+        broken.add(module)
+        os.environ["UNISONO_LOG"] = setting
+        from unisono.autoload import torch_backend
+
+        torch_backend()
+        known = torch.distributed.is_backend_available("unisono")
+        loaded = [m for m in sys.modules if m.startswith(("unisono.engines", "unisono.groups"))]
+        print([module, setting], torch.ones(2).sum().item(), known, loaded, flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-@pytest.mark.parametrize(
-    ("broken", "setting", "works"),
-    [
-        ("numpy", "", True),
-        ("unisono._engine", "", True),
-        ("unisono.errors", "", False),
-        ("", "nonsense", True),
-    ],
-)
-def test_nothing_about_unisono_breaks_import_torch(broken, setting, works):
-    # torch calls the function as it ends its import.
-    script = (
-        "import warnings\nwarnings.simplefilter('ignore')\n"
-        f"{SABOTAGE.format(module=broken, error='ModuleNotFoundError')}\n"
-        "import torch\nfrom unisono.autoload import torch_backend\ntorch_backend()\n"
-        "print(torch.ones(2).sum().item(), 'UNISONO' in torch.distributed.Backend._plugins)"
-    )
-    settings = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "UNISONO_LOG": setting}
-    assert run_script(script, **settings) == f"2.0 {works}"
+def test_nothing_about_unisono_breaks_import_torch():
+    lines = run_script(AUTOLOAD, TORCH_DEVICE_BACKEND_AUTOLOAD="0").splitlines()
+    assert lines == [
+        "['', ''] 2.0 True []",
+        "['unisono._engine', ''] 2.0 True []",
+        "['unisono.errors', ''] 2.0 False []",
+        "['', 'odd'] 2.0 True []",
+    ]
 
 
 @pytest.mark.parametrize("what", ["old", "without torch.distributed"])

@@ -15,7 +15,8 @@ pytestmark = [
     ),
 ]
 
-# One of each kind; what Gloo passes, 91 tests on 3 ranks, passes as a whole.
+# One of each kind, of which `make test` draws 3. Of all that Gloo passes on 3 ranks, 91 tests,
+# unisono passes every test.
 TESTS = [
     "accumulate_gradients_no_sync_allreduce_with_then_hook",
     "all_gather_coalesced_with_empty",
@@ -43,8 +44,8 @@ TESTS = [
 
 
 @pytest.mark.timeout(300)
-def test_torchs_own_tests_pass():
-    names = [f"test_{name}" for name in TESTS]
+def test_torchs_own_tests_pass(drawn):
+    names = [f"test_{name}" for name in drawn(TESTS, 3)]
     script = Path(__file__).with_name("suite.py")
     done = subprocess.run(
         [sys.executable, str(script), "--exact", "--world-size", "3", *names],
@@ -54,4 +55,4 @@ def test_torchs_own_tests_pass():
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(TESTS)} passed, 0 failed, 0 skipped" in done.stdout
+    assert f"{len(names)} passed, 0 failed, 0 skipped" in done.stdout

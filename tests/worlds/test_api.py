@@ -3,11 +3,13 @@
 import inspect
 import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.worlds.test_algorithms import calls
 from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
 
 NOT_A_MEMBER = -100
@@ -55,27 +57,7 @@ def test_before_init():
 
 def every_call(group, p, rank, **how):
     """Return {name: call} of every collective function on arrays that fit."""
-    x = np.ones(p)
-    outs = [np.zeros(p) for _ in range(p)]
-    ins = [np.ones(p) for _ in range(p)]
-    how = {"group": group, **how}
-    root = {"group_src": 0}
-    return {
-        "broadcast": lambda: dist.broadcast(x, **root, **how),
-        "all_reduce": lambda: dist.all_reduce(x, **how),
-        "all_reduce_coalesced": lambda: dist.all_reduce_coalesced([x], **how),
-        "reduce": lambda: dist.reduce(x, group_dst=0, **how),
-        "all_gather": lambda: dist.all_gather(outs, x, **how),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(np.zeros(p * p), x, **how),
-        "all_gather_coalesced": lambda: dist.all_gather_coalesced([[o] for o in outs], [x], **how),
-        "gather": lambda: dist.gather(x, outs if rank == 0 else None, group_dst=0, **how),
-        "scatter": lambda: dist.scatter(x, ins if rank == 0 else None, **root, **how),
-        "reduce_scatter": lambda: dist.reduce_scatter(x, ins, **how),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, np.ones(p * p), **how),
-        "all_to_all": lambda: dist.all_to_all(outs, ins, **how),
-        "all_to_all_single": lambda: dist.all_to_all_single(np.zeros(p), x, **how),
-        "barrier": lambda: dist.barrier(**how),
-    }
+    return {name: partial(made[0], group=group, **how) for name, made in calls(rank, p).items()}
 
 
 @pytest.mark.ranks(1, 3, kind="both")
@@ -102,11 +84,11 @@ def test_a_rank_outside_the_group(rank):
         return
     assert group == dist.GroupMember.NON_GROUP_MEMBER == NOT_A_MEMBER
     x = np.full(2, 7.0)
-    calls = every_call(group, p, rank) | {
+    refused = every_call(group, p, rank) | {
         "send": lambda: dist.send(x, 0, group), "isend": lambda: dist.isend(x, 0, group),
         "irecv": lambda: dist.irecv(x, 0, group),
     }  # fmt: skip
-    for name, call in calls.items():
+    for name, call in refused.items():
         with pytest.warns(UserWarning, match=f"running {name} on a rank that does not belong"):
             assert call() is None, name
     with pytest.warns(UserWarning, match="running recv on"):

@@ -16,8 +16,9 @@ from unisono.testing import run
 # Bytes that may stay per cycle: far below any object that a group consists of. What stays for
 # good (caches, interned names) was filled before the measurement.
 PER_CYCLE = 64
-WINDOWS = 5
-ROUNDS = 100
+# Fewer rounds in a window, and the constant noise of a window (some 3 KiB) counts as a leak.
+WINDOWS = 3
+ROUNDS = 360
 
 
 def grown(step, warm, rounds):
@@ -54,8 +55,8 @@ def alone():
 
 
 def test_worlds_of_one_leave_no_memory():
-    left = grown(alone, 20, 2 * ROUNDS)
-    assert left < 2 * ROUNDS * PER_CYCLE, f"{left} bytes stay"
+    left = grown(alone, 20, ROUNDS)
+    assert left < ROUNDS * PER_CYCLE, f"{left} bytes stay"
 
 
 def one_call(rank):
@@ -64,14 +65,14 @@ def one_call(rank):
     return float(x[0])
 
 
-@pytest.mark.parametrize(("transport", "rounds"), [("inproc", 50), ("tcp", 25)])
-def test_worlds_of_two_leave_no_memory(transport, rounds):
+@pytest.mark.parametrize("transport", ["inproc", "tcp"])
+def test_worlds_of_two_leave_no_memory(transport):
     def cycle():
         assert run(one_call, 2, transport=transport) == [2.0, 2.0]
 
     cycle()
-    left = grown(cycle, 10, rounds)
-    assert left < rounds * PER_CYCLE * 4, f"{left} bytes stay"
+    left = grown(cycle, 10, ROUNDS // 4)
+    assert left < ROUNDS * PER_CYCLE, f"{left} bytes stay"
 
 
 def test_threads_as_ranks_leave_the_hook_for_uncaught_exceptions_alone():

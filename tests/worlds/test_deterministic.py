@@ -152,7 +152,8 @@ def test_every_instruction_set(isa):
 )
 def test_on_processes_and_between_hosts(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    run(every_ordered_algorithm, 3, ranks="processes", args=((1000,), 3))
+    # Every fifth pair of dtype and op, among them MIN and MAX: of two zeros the order decides.
+    run(every_ordered_algorithm, 3, ranks="processes", args=((1000,), 5))
 
 
 @pytest.mark.sweep(3)

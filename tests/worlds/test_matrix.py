@@ -10,15 +10,7 @@ import pytest
 
 import unisono as dist
 from tests.support.matrix import matrix, require_one_outcome_each
-from tests.support.oracle import (
-    DTYPES,
-    REDUCE_OPS,
-    check,
-    np_dtype,
-    reduce_op,
-    reduction,
-    values,
-)
+from tests.support.oracle import DTYPES, REDUCE_OPS, check, np_dtype, reduce_op, reduction, values
 from unisono.testing import run
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +21,7 @@ import matrix_page  # noqa: E402
 sys.path.remove(str(ROOT / "tools"))
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("engine", "size"), matrix_page.RUNS)
 def test_numpy_arrays_on_threads(size, engine):
     found = run(matrix, size, args=("numpy", True), engine=engine, timeout=300)
@@ -43,6 +35,7 @@ def test_processes_and_the_published_page():
     assert page == matrix_page.page(found), "run `make docs`"
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("library", ["torch", "mixed"])
 def test_torch_tensors_and_both_kinds_together(rank, library):

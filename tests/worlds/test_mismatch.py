@@ -111,7 +111,7 @@ def make_every_case(rank, async_op=False):
             assert line == f"{start} does not match on rank {rank} of 3: {sides}"
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.ranks(2, 3, 4, 5)
 def test_every_rank_names_both_sides(rank, async_op):

@@ -22,7 +22,7 @@ def merged(a, b):
     return a
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.ranks(1, 2, 3, 5, kind="both", engine="both")
 def test_objects_are_reduced_in_the_order_of_ranks(rank):
     p = dist.get_world_size()

@@ -20,7 +20,7 @@ from unisono.errors import (
     UsageError,
 )
 
-pytestmark = pytest.mark.sweep(2)
+pytestmark = pytest.mark.sweep(1)
 
 SIZES = [0, 1, 16 * 1024, 16 * 1024 + 1, 300_000]  # none, in the head, in a message of its own
 
@@ -52,7 +52,7 @@ def same(a, b):
     return a == b
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @pytest.mark.ranks(1, 2, 3, 4, kind="both", engine="both")
 def test_every_call_delivers_whole_objects(rank):
     p = dist.get_world_size()

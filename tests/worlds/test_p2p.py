@@ -16,6 +16,8 @@ from unisono.errors import (
     UnisonoError,
 )
 
+pytestmark = pytest.mark.sweep(1)
+
 
 @pytest.mark.ranks(4, kind="both")
 def test_messages_round_a_ring_with_tags_from_any_source_and_to_oneself(rank):

@@ -43,7 +43,7 @@ def expected(rank, members, count, dtype, op):
     return total / dtype.storage.type(members)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(1, 2, 3, 6, kind="both", engine="both")
 def test_every_op_and_dtype(rank):
     for dtype in PLAIN:
@@ -60,7 +60,7 @@ def test_every_op_and_dtype(rank):
                 assert (x == want).all(), (name, dtype.name, op, rank, x, want)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(1, 2, 3, 6, kind="both", engine="both")
 def test_every_algorithm_and_size(rank):
     p, float64 = dist.get_world_size(), next(d for d in PLAIN if d.name == "float64")

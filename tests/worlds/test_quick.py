@@ -25,6 +25,7 @@ from unisono.errors import (
 from unisono.groups.dispatch import dispatcher
 
 pytestmark = [
+    pytest.mark.sweep(1),
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
     pytest.mark.skipif(
         config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
@@ -62,6 +63,7 @@ def test_argument_errors_are_those_of_python():
         dist.all_reduce(np.ones(1))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.ranks(1, 2, 3, 4, kind="both")
 def test_every_function_repeats_with_other_contents(rank):
     p, seen = dist.get_world_size(), []
@@ -170,6 +172,7 @@ def test_an_even_exchange_among_uneven_ones(rank):
 NO_RANK_1 = r"ranks? [\d, and]*\b1\b[\d, and]* (never entered it|.*did not answer)"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(3, kind="both")
 def test_a_missing_rank_is_named(rank):
     pg, x = dist.group.WORLD, np.ones(2)
@@ -373,6 +376,7 @@ def test_plain_messages_run_no_python(rank):
     dist.barrier()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(3, kind="both")
 def test_calls_with_an_algorithm_are_repeated(rank):
     """Two algorithms and none in turn, with a wrong name each time."""

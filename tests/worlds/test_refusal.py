@@ -109,7 +109,7 @@ def make_every_case(rank, odd, async_op):
         check_usable()
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.ranks(2, 3, 5, engine="both")
@@ -117,6 +117,7 @@ def test_one_rank_refuses(rank, is_first, async_op):
     make_every_case(rank, 0 if is_first else dist.get_world_size() - 1, async_op)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(3, kind="processes", engine="both")
 def test_one_process_refuses(rank):
     make_every_case(rank, 2, False)

@@ -30,7 +30,7 @@ def frozen():
     return x
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_the_host_never_waits_in_a_chain_of_streams(rank):
     """compute -> communication -> end event -> another stream; the host never waits."""
@@ -78,7 +78,7 @@ def test_a_stream_does_not_wait_for_a_call_by_itself(rank):
     assert (x == 2).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_a_synchronous_call_is_a_call_and_a_wait_of_its_stream(rank):
     p, x, y = dist.get_world_size(), np.ones(3), np.zeros(3)
@@ -101,7 +101,7 @@ def test_a_synchronous_call_is_a_call_and_a_wait_of_its_stream(rank):
         assert (x == 5).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_calls_without_a_stream_queue_behind_those_that_wait_for_a_stream(rank):
     p, x, y = dist.get_world_size(), np.zeros(2), np.ones(2)
@@ -121,7 +121,7 @@ def test_calls_without_a_stream_queue_behind_those_that_wait_for_a_stream(rank):
     assert (y == p * p).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_messages_in_streams(rank):
     """Sends and receives of a ring in streams; big enough that a send waits for its receive."""
@@ -148,7 +148,7 @@ def test_messages_in_streams(rank):
         compute.synchronize(60)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_a_strided_array_is_read_when_the_call_begins(rank):
     p, table = dist.get_world_size(), np.zeros((4, 3))
@@ -162,7 +162,7 @@ def test_a_strided_array_is_read_when_the_call_begins(rank):
     assert (table == [1, p, 2 * p]).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_object_calls_stop_the_host(rank):
     compute, x = dist.Stream("compute"), np.zeros(1)
@@ -177,7 +177,7 @@ def test_object_calls_stop_the_host(rank):
     assert x[0] == dist.get_world_size()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_futures_of_calls_in_streams_can_be_chained_and_awaited(rank):
     p, x, y = dist.get_world_size(), np.ones(2), np.ones(2)
@@ -194,7 +194,7 @@ def test_futures_of_calls_in_streams_can_be_chained_and_awaited(rank):
         assert (y == p).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_an_argument_found_wrong_when_the_call_begins_fails_work_and_stream(rank):
     compute, x = dist.Stream("compute"), np.ones(2)
@@ -212,7 +212,7 @@ def test_an_argument_found_wrong_when_the_call_begins_fails_work_and_stream(rank
     assert (x == dist.get_world_size()).all()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.ranks(2, 3, kind="both")
 def test_a_call_found_wrong_behind_a_call_in_a_stream_is_refused_once(rank):
     x = np.ones(2)

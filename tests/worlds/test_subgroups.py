@@ -22,6 +22,8 @@ from unisono.groups import world
 from unisono.lowlevel import DeviceBackend
 from unisono.testing import run
 
+pytestmark = pytest.mark.sweep(1)
+
 NOT_MINE = dist.GroupMember.NON_GROUP_MEMBER
 
 
@@ -314,6 +316,7 @@ DIFFERENT = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(3, kind="both", engine="both")
 def test_ranks_that_make_different_groups_all_fail(rank):
     for one, other, text in DIFFERENT.values():
@@ -350,6 +353,7 @@ def test_names_of_backends(monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("extended", [False, True])
 def test_backends_made_in_torchs_way(monkeypatch, extended):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))

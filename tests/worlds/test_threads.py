@@ -91,6 +91,7 @@ def test_an_object_call_keeps_other_threads_out_between_its_messages(rank):
     dist.barrier()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(2, kind="both", engine="both")
 def test_a_repeated_call_stays_out_of_an_object_call(rank):
     group, x = dist.group.WORLD, np.ones(3)

@@ -77,7 +77,7 @@ def check_reductions(rank, sizes, dtype, **how):
         check_equal([out, whole], [expected, np.concatenate(lists[rank])], what)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(1, 2, 3, 5, kind="both", engine="both")
 def test_blocks_of_every_size_arrive(rank):
     p = dist.get_world_size()
@@ -101,7 +101,7 @@ def expect(error, text, call):
     check_usable()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(2, 3, kind="both", engine="both")
 def test_blocks_that_do_not_fit_are_an_error_on_every_rank(rank):
     """The error names the pair of ranks; nothing is written."""

@@ -593,6 +593,9 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
             parent.kill()
             thread.join(10)
             assert isinstance(outcome[0], StoreConnectionError), outcome
+        # The child is still there, but does not listen.
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def test_grandchild_keeps_its_files(server_kind):
@@ -610,6 +613,21 @@ def test_grandchild_keeps_its_files(server_kind):
         "os._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+def test_one_value_in_a_queue_wakes_one_waiter(master):
+    request = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, ["/q"])
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for _ in range(2):
+            address = ("127.0.0.1", master.port)
+            client = stack.enter_context(socket.create_connection(address, timeout=20))
+            client.sendall(request + encode_request(Op.PING, 7))
+            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
+            clients.append(client)
+        master.queue_push("q", "x")
+        assert master.queue_len("q") == 1
+        assert select.select(clients, [], [], 20)[0] == clients[:1]
 
 
 def test_all_wait_for_the_keys_of_all(master):
