@@ -14,8 +14,7 @@ from nbclient import NotebookClient
 cells = [nbformat.v4.new_code_cell(text) for text in json.load(sys.stdin)]
 manager = AsyncKernelManager()
 manager._kernel_spec = KernelSpec(
-    argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
-    language="python",
+    argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python"
 )
 notebook = nbformat.v4.new_notebook(cells=cells)
 NotebookClient(notebook, km=manager, timeout=60, allow_errors=True).execute()

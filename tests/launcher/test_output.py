@@ -321,14 +321,6 @@ def test_a_script_shows_its_progress_bar_on_a_terminal(launches, term):
     assert "équal" * 2000 in re.sub(r"[\r\n]", "", shown)
 
 
-def test_redirected_output_is_no_terminal_for_the_workers(launches):
-    script = "import sys; print(sys.stdout.isatty())"
-    code, shown = on_a_terminal(launches, "-n2", "--tee", 1, "--log-dir", "l", script=script)
-    assert code == 0
-    assert "False" in shown
-    assert "True" not in shown
-
-
 def test_dumb_terminal_has_no_status_line(launches):
     _, shown = on_a_terminal(launches, "-n", 2, script="print('x')", UNISONO_FOLD="never")
     assert "ranks up" not in shown  # the workers have the terminal to themselves

@@ -35,42 +35,55 @@ def pipe():
         yield source, writer
 
 
-def test_everything_arrives_in_whole_lines():
-    sink, reader = Sink(), OutputReader()
+def passed_on(reader, pieces, *sinks, **options):
+    """Pass the pieces of a stream on to the sinks; return the stream, which has ended."""
     with pipe() as (source, writer):
-        stream = reader.add(source, sink, keep_tail=True)
-        for piece in (b"one\ntw", b"o\nthr", b"ee\nrest"):
+        stream = reader.add(source, *sinks, **options)
+        for piece in pieces:
             writer.write(piece)
     assert stream.ended.wait(LIMIT_S)
+    return stream
+
+
+@contextlib.contextmanager
+def stream_to(sink):
+    """Yield a stream without a thread, and a function that adds to it; the stream ends then."""
+    with pipe() as (source, writer):
+        stream = WorkerStream(source, [sink])
+
+        def add(data):
+            writer.write(data)
+            stream.pump()
+
+        yield stream, add
+        stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        ([b"one\ntw", b"o\nthr", b"ee\nrest"], b"one\ntwo\nthree\nrest"),
+        # The tail is bounded, and a long line is not held back.
+        ([b"x" * 65536] * 4 + [b"end"], b"x" * (4 * 65536) + b"end"),
+    ],
+    ids=["lines", "a long line"],
+)
+def test_everything_arrives_in_whole_lines(pieces, whole):
+    sink, reader = Sink(), OutputReader()
+    stream = passed_on(reader, pieces, sink, keep_tail=True)
     reader.close(LIMIT_S)
-    assert sink.getvalue() == b"one\ntwo\nthree\nrest"
-    assert stream.tail() == "one\ntwo\nthree\nrest"
+    assert sink.getvalue() == whole
+    assert stream.tail() == whole[-65536:].decode()
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r"])
 def test_pieces_are_joined_before_they_are_written(end):
     sink = Sink()
-    with pipe() as (source, writer):
-        stream = WorkerStream(source, [sink])
+    with stream_to(sink) as (_, add):
         for piece in (b"a", b"b" + end, b"c"):
-            writer.write(piece)
-            stream.pump()
+            add(piece)
         assert sink.writes == [b"ab" + end]
-        stream.finish()
     assert sink.getvalue() == b"ab" + end + b"c"
-
-
-def test_tail_is_bounded_and_a_long_line_is_not_held_back():
-    sink, reader = Sink(), OutputReader()
-    with pipe() as (source, writer):
-        stream = reader.add(source, sink, keep_tail=True)
-        for _ in range(4):
-            writer.write(b"x" * 65536)
-        writer.write(b"end")
-    assert stream.ended.wait(LIMIT_S)
-    reader.close(LIMIT_S)
-    assert sink.getvalue() == b"x" * (4 * 65536) + b"end"
-    assert stream.tail() == "x" * (65536 - 3) + "end"
 
 
 def test_close_drains_but_does_not_wait_for_the_end_of_file():
@@ -90,12 +103,8 @@ def test_reader_that_left_does_not_stop_the_workers():
     receiver, sender = os.pipe()
     os.close(receiver)
     reader = OutputReader()
-    with open(sender, "wb", buffering=0) as broken, pipe() as (source, writer):
-        stream = reader.add(source, broken, keep_tail=True)
-        writer.write(b"one\n")
-        writer.write(b"two\n")
-        writer.close()
-        assert stream.ended.wait(LIMIT_S)
+    with open(sender, "wb", buffering=0) as broken:
+        stream = passed_on(reader, [b"one\n", b"two\n"], broken, keep_tail=True)
         reader.close(LIMIT_S)
     assert stream.tail() == "one\ntwo\n"
 
@@ -107,10 +116,7 @@ def test_tee_without_streams_can_be_closed():
 def test_streams_may_come_later_and_write_to_several_sinks(tmp_path):
     sinks, path, reader = (Sink(), Sink()), tmp_path / "log", OutputReader()
     for text in (b"first\n", b"second\n"):
-        with pipe() as (source, writer):
-            stream = reader.add(source, *sinks, files=[path.open("ab")])
-            writer.write(text)
-        assert stream.ended.wait(LIMIT_S)
+        passed_on(reader, [text], *sinks, files=[path.open("ab")])
     reader.close(LIMIT_S)
     assert [sink.getvalue() for sink in sinks] == [b"first\nsecond\n"] * 2
     assert path.read_bytes() == b"first\nsecond\n"
@@ -170,48 +176,42 @@ def test_tracebacks_of_several_workers_do_not_mix(monkeypatch):
 
 def test_traceback_is_passed_on_after_a_pause():
     sink = Sink()
-    with pipe() as (source, writer):
-        stream = WorkerStream(source, [sink])
-        writer.write(b"Traceback (most recent call last):\n  File\n")
-        stream.pump()
+    with stream_to(sink) as (stream, add):
+        add(b"Traceback (most recent call last):\n  File\n")
         assert sink.writes == []
         assert stream.flush_partial(idle_s=LIMIT_S) > 0
         assert stream.flush_partial() is None
         assert sink.writes == [b"Traceback (most recent call last):\n  File\n"]
-        writer.write(b"next\n")
-        stream.pump()
+        add(b"next\n")
         assert sink.writes[1:] == [b"next\n"]
-        stream.finish()
 
 
 def test_lines_after_a_traceback_do_not_wait_for_a_pause(monkeypatch):
     monkeypatch.setattr(unisono.launcher.output.reader, "_TRACEBACK_S", 1e-9)
-    sink = Sink()
-    with pipe() as (source, writer):
-        stream = WorkerStream(source, [sink])
-        head = b"Traceback (most recent call last):\n"
-        writer.write(head)
-        stream.pump()
+    sink, head = Sink(), b"Traceback (most recent call last):\n"
+    with stream_to(sink) as (_, add):
+        add(head)
         time.sleep(1e-6)
-        writer.write(b"a\nb")
-        stream.pump()
+        add(b"a\nb")
         assert sink.writes == [head + b"a\n"]
-        stream.finish()
     assert sink.getvalue() == head + b"a\nb"
 
 
 def test_control_sequence_alone_is_kept_for_the_line_it_belongs_to():
     sink = Sink()
-    with pipe() as (source, writer):
-        stream = WorkerStream(source, [sink])
-        writer.write(b"\x1b[?25h\x1b[0m")
-        stream.pump()
+    with stream_to(sink) as (stream, add):
+        add(b"\x1b[?25h\x1b[0m")
         assert stream.flush_partial(idle_s=1e-9) is None
-        writer.write(b"table\n\x1b[0m")
-        stream.pump()
+        add(b"table\n\x1b[0m")
         assert sink.writes == [b"\x1b[?25h\x1b[0mtable\n"]
-        stream.finish()
     assert sink.writes[1:] == [b"\x1b[0m"]
+
+
+def test_what_follows_a_traceback_that_was_cut_off_begins_a_line():
+    sink = Sink()
+    with stream_to(sink) as (_, add):
+        add(TRACEBACK + b"\n  File")
+    assert sink.getvalue() == TRACEBACK + b"\n  File\n"
 
 
 def test_output_that_nobody_takes_is_not_lost_in_silence(caplog):
@@ -245,10 +245,7 @@ def test_tasks_come_between_the_lines_and_may_fail():
 
     reader.do(fail)
     reader.do(lambda: sink.write(b"first\n"))
-    with pipe() as (source, writer):
-        stream = reader.add(source, sink)
-        writer.write(b"second\n")
-    assert stream.ended.wait(LIMIT_S)
+    passed_on(reader, [b"second\n"], sink)
     reader.do(lambda: sink.write(b"third\n"))
     reader.close(LIMIT_S)
     assert sink.writes == [b"first\n", b"second\n", b"third\n"]
@@ -284,22 +281,8 @@ class Full(io.BytesIO):
 
 def test_output_that_cannot_be_written_is_not_lost_in_silence(caplog):
     reader, rest = OutputReader(), Sink()
-    with pipe() as (source, writer):
-        stream = reader.add(source, Full(), rest)
-        for line in (b"one\n", b"two\n"):
-            writer.write(line)
-    assert stream.ended.wait(LIMIT_S)
+    passed_on(reader, [b"one\n", b"two\n"], Full(), rest)
     reader.close(LIMIT_S)
     assert rest.getvalue() == b"one\ntwo\n"
     said = [record.message for record in caplog.records]
     assert said == ["workers' output is lost, as it cannot be written: No space left on device"]
-
-
-def test_what_follows_a_traceback_that_was_cut_off_begins_a_line():
-    sink = Sink()
-    with pipe() as (source, writer):
-        stream = WorkerStream(source, [sink])
-        writer.write(TRACEBACK + b"\n  File")
-        stream.pump()
-        stream.finish()
-    assert sink.getvalue() == TRACEBACK + b"\n  File\n"

@@ -214,10 +214,7 @@ def test_torch_tensors_says_so_without_torch(tmp_path):
         ("softmax_norm.py", "* np.sqrt(", "* np.cbrt("),
         ("scatter.py", "rows.sum(axis=1)", "rows[:, 1:].sum(axis=1)"),
         ("broadcast_weights.py", "src=source)", "src=source if weight.size < 4096 else rank)"),
-        pytest.param(
-            *("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"),
-            marks=TORCH,
-        ),
+        pytest.param(*("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"), marks=TORCH),
     ],
 )
 def test_fault_is_noticed(name, old, new, tmp_path):

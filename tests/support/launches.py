@@ -85,7 +85,7 @@ class Launch:
         self.pid = self._process.pid
         # A fork is reaped by the server, and the number could then be that of another process.
         self._handle = None
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, AttributeError):  # ended; not Linux
             self._handle = os.pidfd_open(self.pid)
 
     @property

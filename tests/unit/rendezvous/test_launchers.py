@@ -156,10 +156,7 @@ def test_first_host_of_slurms_list(nodes, first):
 
 @pytest.mark.parametrize(
     ("fqdn", "expected"),
-    [
-        ("train-2.svc.ns.svc.cluster.local", "train-0.svc.ns.svc.cluster.local"),
-        ("a-b-2", "a-b-0"),
-    ],
+    [("train-2.svc.ns.svc.cluster.local", "train-0.svc.ns.svc.cluster.local"), ("a-b-2", "a-b-0")],
 )
 def test_first_pod_of_an_indexed_job(monkeypatch, fqdn, expected):
     monkeypatch.setattr("socket.getfqdn", lambda: fqdn)
