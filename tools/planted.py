@@ -60,7 +60,7 @@ NEAREST = {
     "steps": "unit/engines worlds faults",
     "store": "unit/stores",
     "stores": "unit/stores",
-    "testing": "worlds unit",
+    "testing": "unit/testing worlds unit",
     "torch": "torch",
     "transports": "unit/transports worlds faults",
 }
