@@ -27,7 +27,7 @@ def check_two_groups(rank, size, store, transport):
         assert pg.ranks == tuple(range(size))
         assert re.fullmatch(
             f"<ProcessGroup 'mine' rank={rank} size={size} cpu=unisono "
-            f"engine=(native over=shared-memory|reference) transport={transport}>",
+            f"engine=(native over=shared-memory|reference over=messages) transport={transport}>",
             repr(pg),
         )
         assert not is_initialized()

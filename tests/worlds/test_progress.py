@@ -13,7 +13,6 @@ import pytest
 import unisono as dist
 from tests.support.calls import wait_until
 from unisono.base.deadline import Deadline
-from unisono.engines import is_native_built
 from unisono.engines.native_queue import _Queued
 from unisono.errors import (
     ClosedError,
@@ -23,8 +22,6 @@ from unisono.errors import (
 )
 
 LIMIT_S = 60.0
-
-needs_cpp = pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -66,7 +63,7 @@ def test_calls_of_all_kinds_on_one_array_in_any_order(rank, seed):
     assert all(future.wait(LIMIT_S) == number for future, number in futures)
 
 
-@needs_cpp
+@pytest.mark.native
 @pytest.mark.ranks(2, kind="processes", engine="native")
 def test_calls_end_while_python_is_busy(rank):
     p, x, y = dist.get_world_size(), np.zeros(8), np.zeros(100_000)
@@ -190,7 +187,7 @@ def test_a_last_call_releases_its_array(rank):
         assert wait_until(lambda alive=alive: alive() is None, 10.0), (op, chained)
 
 
-@needs_cpp
+@pytest.mark.native
 @pytest.mark.ranks(2, kind="processes", engine="native")
 def test_ctrl_c_while_a_call_is_queued_frees_no_memory_in_use(rank):
     gate = np.zeros(1)
@@ -223,7 +220,7 @@ def test_ctrl_c_while_a_call_is_queued_frees_no_memory_in_use(rank):
     dist.barrier()
 
 
-@needs_cpp
+@pytest.mark.native
 @pytest.mark.ranks(2, kind="processes", engine="native")
 def test_a_signal_handler_may_make_calls_between_all_lines(rank):
     sums = [np.full(4, rank + 1.0) for _ in range(300)]
@@ -268,7 +265,7 @@ def no_shared_memory(monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
 
 
-@needs_cpp
+@pytest.mark.native
 @pytest.mark.ranks(2, kind="processes")
 def test_a_message_does_not_wait_for_a_call_that_its_receiver_makes_later(rank, no_shared_memory):
     store = dist.group.WORLD.store
@@ -400,7 +397,7 @@ def test_an_abort_ends_repeated_calls(rank):
             work.wait(LIMIT_S)
 
 
-@needs_cpp
+@pytest.mark.native
 @pytest.mark.ranks(2, kind="processes", engine="native")
 def test_a_callback_runs_outside_the_lock(rank):
     """A call finds a call that is over and not watched yet, and runs its callback."""

@@ -12,8 +12,6 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import fails
-from unisono.base import config
-from unisono.engines import is_native_built
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -24,13 +22,7 @@ from unisono.errors import (
 )
 from unisono.groups.dispatch import dispatcher
 
-pytestmark = [
-    pytest.mark.sweep(1),
-    pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
-    pytest.mark.skipif(
-        config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
-    ),
-]
+pytestmark = [pytest.mark.sweep(1), pytest.mark.native]
 
 
 def repeats():

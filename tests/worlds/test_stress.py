@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import unisono as dist
-from unisono.engines import is_native_built
 from unisono.schedules import available
 from unisono.testing import run
 
@@ -141,7 +140,7 @@ def _check(plan, rank, got, from_any):
         assert len(found) == len(expected[lane])
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+@pytest.mark.native
 @few
 @given(seed=st.integers(0, 2**32), size=st.integers(1, 4))
 def test_engines_agree_bit_for_bit(seed, size):
