@@ -61,7 +61,7 @@ PREFIXED_OUT = ["[rank 0] equal", "[rank 0] out 0", "[rank 1] equal", "[rank 1] 
         ),
         ([], EVERYTHING, PLAIN_OUT, PLAIN_ERR),
         (
-            ["--local-ranks-filter", "1", "--duplicate-stdout-filters", "out", "-r", "0"],
+            ["--local-ranks-filter", "1", "--duplicate-stdout-filters", "a,,qual,out", "-r0"],
             {"attempt_0/filtered_stdout.log": b"[rank 0] out 0\n[rank 1] out 1\n"},
             ["equal", "out 1"],
             ["err 1"],
@@ -102,16 +102,6 @@ def test_redirected_traceback_is_in_the_report_all_the_same(run, tmp_path):
     assert code == 1
     assert err.splitlines()[-1] == "ValueError: boom"
     assert logs(tmp_path / "logs")["attempt_0/0/stderr.log"].endswith(b"ValueError: boom\n")
-
-
-def test_filters(run, tmp_path):
-    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "a,,qual,out", "talk.py")
-    code, out, err = run("-n", 2, "--log-dir", "logs", "-r", 0, *arguments)
-    assert (code, out) == (0, "equal\nout 1\n")
-    assert err.splitlines()[1:] == ["err 1"]
-    [(name, text)] = logs(tmp_path / "logs").items()
-    assert name == "attempt_0/filtered_stdout.log"
-    assert sorted(text.splitlines()) == [b"[rank 0] out 0", b"[rank 1] out 1"]
 
 
 @pytest.mark.parametrize(
