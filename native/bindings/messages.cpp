@@ -360,7 +360,7 @@ void bind_p2p(nb::module_& m) {
         return messages.peer_down(peer, left ? Code::left : Code::lost);
       },
       nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
-    .def("fail_context", &Messages::fail_context, nb::arg("context"),
+    .def("fail_context", &Messages::fail_context, nb::arg("context"), nb::arg("after") = 0,
          nb::call_guard<nb::gil_scoped_release>())
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())

@@ -23,6 +23,15 @@ struct Envelope {
   uint32_t info;  // a word about the payload that must be equal at both ends
 };
 
+// Whether steps/steps.cpp made this tag. The tags of the reference engine are lower, and that
+// engine posts a receive only when it waits for it.
+inline bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
+
+// The number of the run of a program, or of the call of the reference engine, with this tag.
+inline int64_t run_of(int64_t tag) {
+  return is_of_program(tag) ? (-tag - 1) / 2 : tag + (int64_t{1} << 62);
+}
+
 // A send or a receive. The payload's memory belongs to the caller and must stay valid until `done`.
 struct Operation {
   Envelope envelope{};

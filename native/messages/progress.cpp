@@ -21,10 +21,6 @@ size_t step_of(const Envelope& envelope) {
   return is_long ? kLongStepBytes : kStepBytes;
 }
 
-// Whether steps/steps.cpp made this tag. The tags of the reference engine are lower, and that
-// engine posts a receive only when it waits for it.
-bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
-
 }  // namespace
 
 // Move all bytes that can be moved; return whether there were any. A look at a wire costs a system

@@ -239,6 +239,10 @@ class NativeEngine(QueueEngine):
             shared = _uneven(program, counts, self.comm.rank, self.comm.size, task.dtype.itemsize)
         self._execute(replace(task, program=shared or program))
 
+    def finished(self) -> int:
+        # Calls over shared memory are not counted: the memory shows which calls a rank has ended.
+        return 0 if self._steps is None else int(self._steps.finished())
+
     def close(self) -> None:
         self.calls.close()
         if self._group is not None:
@@ -403,7 +407,11 @@ class NativeEngine(QueueEngine):
         def end(failure: Failure) -> None:
             self._failure_known.set()
             for each in runners:
-                each.abort()
+                # Another rank may have finished the call that runs here.
+                if each is self._group and failure.by in comm.others:
+                    each.fail(comm.ranks.index(failure.by))
+                else:
+                    each.abort()
 
         comm.transport.on_failure(comm.context, end)
         self._connected = True

@@ -362,11 +362,12 @@ class NativeMessages:
         if self.native.peer_down(error.peer, error.left):
             self.ensure_server()
 
-    def fail(self, context: int) -> None:
-        """End all transfers of a broken context, now and later."""
-        self.native.fail_context(context)
+    def fail(self, context: int, failure: Failure) -> None:
+        """End the transfers of a broken context that it `ends`, now and later."""
+        self.native.fail_context(context, failure.after)
         for transfer in self._of_context(context):
-            self.cancel(transfer)
+            if failure.ends(*transfer.tag):
+                self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""

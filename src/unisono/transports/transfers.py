@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 from unisono.base.completion import Completion
-from unisono.transports.messages import Arrival, Key, Kind, LinkDown
+from unisono.transports.messages import Arrival, Failure, Key, Kind, LinkDown
 
 Tag = tuple[Kind, int]
 
@@ -72,8 +72,8 @@ class Messages(Protocol):
     def peer_down(self, error: LinkDown) -> None:
         """End the transfers with a lost rank, after everything that it sent is received."""
 
-    def fail(self, context: int) -> None:
-        """End all transfers of a broken context, now and later."""
+    def fail(self, context: int, failure: Failure) -> None:
+        """End the transfers of a broken context that it `ends`, now and later."""
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
