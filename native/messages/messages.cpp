@@ -104,6 +104,11 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
   return outcome_of(op);
 }
 
+bool Messages::has_receive(int from, uint64_t context, int64_t tag) {
+  const Lock lock(lock_);
+  return matching_.has_receive_for(from, context, tag);
+}
+
 // ---- started operations ------------------------------------------------------------------
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
@@ -292,7 +297,7 @@ void Messages::begin_recv(Operation& op) {
 void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival) {
   const Envelope& got = arrival->envelope;
   Peer& from = peer(arrival->source);
-  const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
+  const bool fits = op.envelope.fits(got);
   if (op.order == 0) matching_.assign_order(&op);
   op.source = arrival->source;
   op.got_nbytes = got.nbytes;

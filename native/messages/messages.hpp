@@ -94,6 +94,9 @@ class Messages {
   Outcome send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns);
   Outcome recv(int from, const Envelope& envelope, char* data, Ranks among, int64_t timeout_ns);
 
+  // Whether a receive from this rank waits.
+  bool has_receive(int from, uint64_t context, int64_t tag);
+
   // Start a send or a receive. A number that is not 0 names the operation that goes on.
   Outcome start_send(int to, const Envelope& envelope, const char* data);
   // The server thread does not complete the receive before `watch`.

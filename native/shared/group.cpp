@@ -34,9 +34,12 @@ Group::~Group() {
   }
 }
 
-void Group::end_epoch() {
+// After a failure, `current_` stays at the epoch that this rank has not finished.
+void Group::end_epoch(Code code) {
   ++epoch_;
-  current_.store(epoch_, std::memory_order_relaxed);
+  const bool is_over =
+    code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
+  if (is_over) current_.store(epoch_, std::memory_order_relaxed);
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -50,7 +53,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
     status = compare(&words);
     *even = words.even;
   }
-  end_epoch();
+  end_epoch(status.code);
   return status;
 }
 
@@ -170,10 +173,7 @@ Status Group::compare(AgreementWords* common) {
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);
     // The rank entered this epoch and then aborted: report the errors of a broken group.
-    if (has_ended(peer)) {
-      end_here(epoch_);
-      return {Code::aborted, peer, -1};
-    }
+    if (has_ended(peer)) return {Code::aborted, peer, -1};
     const AgreementWords& words = theirs.agreements[epoch_ & 1];
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
@@ -206,7 +206,7 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
     const bool last_post = sends(step->op) && (step + 1 == end || !sends((step + 1)->op));
     if (last_post) publish(static_cast<uint64_t>(step->stage));
   }
-  end_epoch();
+  end_epoch(status.code);
   return status;
 }
 
@@ -306,10 +306,7 @@ bool Group::is_on_this_core(int peer) {
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
-  if (spin(peer, value)) return {};
-  const Status status = wait_slowly(peer, value, step);
-  if (!status.is_ok()) end_here(epoch_);
-  return status;
+  return spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
 }
 
 // Poll for a limited time whether a peer's flag has reached `value`.

@@ -100,8 +100,7 @@ class Group final : public Runner {
   Code exit_of(int peer) const;
   bool is_broken() const;
   bool has_ended(int peer) const;
-  void end_epoch();
-  void end_here(uint64_t epoch);
+  void end_epoch(Code code);
 
   const ForkGuard fork_guard_;
   std::shared_ptr<Segment> segment_;
@@ -113,7 +112,7 @@ class Group final : public Runner {
   int ranks_;
   bool is_crowded_;
   uint64_t epoch_;                 // 1 at first, unless a test has raised this rank's flag before
-  std::atomic<uint64_t> current_;  // `epoch_`, for other threads
+  std::atomic<uint64_t> current_;  // the first epoch that is not finished, for other threads
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;

@@ -18,20 +18,16 @@ void Group::leave() {
 
 void Group::abort() {
   broken_by_.store(rank_, std::memory_order_relaxed);
-  if (!fork_guard_.is_forked()) end_here(current_.load(std::memory_order_relaxed));
+  if (fork_guard_.is_forked()) return;
+  RankWords& mine = segment_->words(rank_);
+  uint64_t none = 0;
+  mine.ended_in.compare_exchange_strong(none, current_.load(std::memory_order_relaxed));
+  mine.membership.store(kAborted, std::memory_order_release);  // acquire: exit_of(), has_ended()
 }
 
 void Group::fail(int by) {
   int known = broken_by_.load(std::memory_order_relaxed);
   while (known != rank_ && !broken_by_.compare_exchange_weak(known, by)) continue;
-}
-
-// Record that this rank does not finish an epoch.
-void Group::end_here(uint64_t epoch) {
-  RankWords& mine = segment_->words(rank_);
-  uint64_t none = 0;
-  mine.ended_in.compare_exchange_strong(none, epoch, std::memory_order_relaxed);
-  mine.membership.store(kAborted, std::memory_order_release);  // acquire: exit_of(), has_ended()
 }
 
 // Whether the rank that has broken the group has not finished this epoch.

@@ -263,6 +263,9 @@ class Messages:
     def cancel(self, number: int, outcomes: list[tuple[int, int, int, int, int]]) -> int:
         """As wait()."""
 
+    def has_receive(self, from_: int, context: int, tag: int) -> bool:
+        """Whether a receive from this rank waits."""
+
     def number_of(self, into: object, after: int = 0) -> int:
         """Return the last receive into this memory after that number; 0: none."""
 

@@ -461,6 +461,7 @@ class ProcessGroup(C10dNames):
         deterministic: bool = False,
         _label: str | None = None,
         _split_sizes: Sequence[int] | None = None,
+        _partial: bool = False,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
@@ -470,7 +471,9 @@ class ProcessGroup(C10dNames):
                 f"(known besides its own: async_op, timeout, algorithm, deterministic)"
             )
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, deadline, algorithm, _label, deterministic, _split_sizes)
+        return CallOptions(
+            async_op, deadline, algorithm, _label, deterministic, _split_sizes, _partial
+        )
 
     def __repr__(self) -> str:
         if not self.backends:

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from unisono.transports.messages import Arrival, Failure, LinkDown, MessageMismatch
+from unisono.transports.messages import Arrival, Failure, Key, LinkDown, MessageMismatch
 from unisono.transports.transfers import Messages, Tag, Transfer
 
 
@@ -84,6 +84,14 @@ class Mailbox:
                     self._entries.setdefault((context, tag), _Entry()).arrivals.append(arrival)
                 return
         _fill(transfer, arrival)
+
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
+        if self.messages is not None:
+            return self.messages.has_receive(peer, key)
+        with self._lock:
+            entry = self._entries.get((key.context, key[1:]))
+            return entry is not None and any(each.peer == peer for each in entry.posted)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Remove a posted receive; return False if a message has matched it already."""
@@ -218,7 +226,7 @@ class Mailbox:
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
     """Copy a message into the memory of its receive and complete it."""
-    if arrival.data.nbytes != transfer.into.nbytes or arrival.info != transfer.info:
+    if not transfer.fits(arrival.data.nbytes, arrival.info):
         transfer.finish(MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info))
         return
     transfer.into[:] = arrival.data

@@ -251,6 +251,10 @@ class NativeMessages:
             self.release(transfer)
         return transfer
 
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
+        return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
+
     def watch(self, transfer: NativeTransfer) -> None:
         """Make the server move the bytes of a receive and detect its end."""
         self.native.watch(transfer.number)
@@ -461,8 +465,9 @@ class NativeMessages:
         error = self.status_of(outcome, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
-        if error is None and transfer.peer is None:
+        if error is None and transfer.receives:
             transfer.peer = outcome[2]
+            transfer.into = transfer.into[: outcome[3]]
         transfer.finish(error)
 
     # ---- threads --------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 from unisono.base.completion import Completion
+from unisono.base.types import PARTIAL
 from unisono.transports.messages import Arrival, Failure, Key, Kind, LinkDown
 
 Tag = tuple[Kind, int]
@@ -41,6 +42,12 @@ class Transfer(Completion):
         self.into = into
         self.info = info
         self.among = among
+
+    def fits(self, nbytes: int, info: int) -> bool:
+        """Whether this receive takes such a message; it then has the size of the message."""
+        if self.info & PARTIAL and self.info & ~PARTIAL == info and nbytes < self.into.nbytes:
+            self.into = self.into[:nbytes]
+        return self.into.nbytes == nbytes and self.info & ~PARTIAL == info
 
     def watch(self) -> None:
         """Make sure that the transfer ends without a waiting thread."""
@@ -80,6 +87,9 @@ class Messages(Protocol):
 
     def close(self) -> None:
         """End all transfers."""
+
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
 
     def has_left(self, peer: int) -> bool:
         """Whether a rank has closed its end in shared memory."""
