@@ -44,6 +44,10 @@ numbers. AVG of integers rounds toward zero. SUM and PRODUCT of bool are "or" an
 wrap around, as in NumPy.
 
 Layout, size, number of ranks and engine do not change any cell.
+
+Other dtypes of NumPy, such as records, texts, dates and `longdouble`, move as bytes. A reduction of
+them raises `UnsupportedError`, and the hint has the fields to reduce or the dtype to convert to.
+Python objects have calls of their own.
 """
 
 

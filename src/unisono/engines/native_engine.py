@@ -23,7 +23,7 @@ from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
+from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
@@ -49,9 +49,8 @@ _log = get_logger("engines.native")
 Array = np.ndarray[Any, Any]
 
 # A dtype without reductions, such as float8, is bytes to the C++ engine.
-_CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
-if _engine is not None:
-    _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
+_CODES: dict[str, int] = {} if _engine is None else _engine.dtype_codes()
+_BYTES = _CODES.get("uint8", 0)
 
 # How long a rank that takes no part any more has for its reason. Only two kinds of ranks need all
 # of it: a stopped rank, and a rank whose connections are held open by a child process.
@@ -334,7 +333,7 @@ class NativeEngine(QueueEngine):
             task.input,
             task.output,
             itemsize=dtype.itemsize,
-            dtype=_CODES[dtype.name],
+            dtype=_CODES.get(dtype.name, _BYTES),
             op=task.op.op.value,
             fingerprint=fingerprint,
             even=even,
