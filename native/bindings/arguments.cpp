@@ -37,7 +37,7 @@ bool is_plain(PyObject* object, bool writes) {
   return PyArray_CHKFLAGS(array, needed) && PyArray_ISNOTSWAPPED(array);
 }
 
-// Add dtype and shape to the key. False: many dtypes share the number of this one, for example the
+// Add dtype and shape to the key. False: many dtypes share the number of its dtype, for example the
 // texts of all lengths.
 bool add_kind(PyArrayObject* array, Key* key) {
   const int dimensions = PyArray_NDIM(array);
