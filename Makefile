@@ -1,36 +1,51 @@
 # Needs only make and Python >= 3.11; everything else goes into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# Two levels of set-up: what `make demo` needs, with the C++ engine; then a developer's tools.
+DEMO := .venv/.unisono-demo
 STAMP := .venv/.unisono-setup
 # What Python sees of the C++ engine; written by `make native`.
 STUB := src/unisono/_engine.pyi
-BUILT := .venv/.unisono-built
-SITE := .venv/.unisono-site
+SITE := .venv/.unisono-extra-docs
+RELEASE := .venv/.unisono-extra-release
 TORCH := torch==2.13.0
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q
+PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test servers test-reference test-torch check setup native test-native fuzz fuzz-stores docs site clean
+.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train on handwritten digits with four processes"
-	@echo "make test    run every check, then every test"
+	@echo "make test    run every check, then the tests with a sample of the sweeps"
+	@echo "make test-all  run every check and every test, as CI does"
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
-	@echo "make setup   create .venv and install unisono into it, editable"
+	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
+	@echo "make planted  plant faults in a copy of the tree; the tests must catch each (ONLY=NAME)"
 	@echo "make fuzz    random calls against NumPy (SEED=1 ROUNDS=300)"
 	@echo "make fuzz-stores  ten minutes of nonsense for store servers and clients"
 	@echo "make docs    write the generated pages of docs, and the stub of unisono"
 	@echo "make site    build the documents with an API reference into build/site"
+	@echo "make wheels  build dist/ for each installed Python (PYTHONS='...'), and try each wheel"
 	@echo "make clean   remove .venv, caches and build output"
 
-demo: $(BUILT)
-	@$(BIN)/unisono run --nproc-per-node 4 examples/train_digits.py
+demo: $(DEMO)
+	@$(BIN)/unisono run --fold=never --nproc-per-node 4 examples/train_digits.py
 
-test: check $(BUILT)
-	@$(BIN)/python -m pytest
+# Tests that bound a time run after the others, with no test beside them.
+test: check
+	@$(PYTEST) $(PARALLEL) -m "not alone"
+	@$(PYTEST) -m alone
+
+test-all: check
+	@$(PYTEST) --all $(PARALLEL) -m "not alone"
+	@$(PYTEST) --all -m alone
 
 # Servers that tests of stores start and stop; without them these tests are skipped.
 servers:
@@ -40,12 +55,12 @@ servers:
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
-# The tests that `make test` runs on the native engine, on the reference engine.
-test-reference: $(BUILT)
-	@UNISONO_ENGINE=reference $(BIN)/python -m pytest tests/worlds tests/faults
+# The tests that run on the native engine by default, on the reference engine.
+test-reference: $(STAMP)
+	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
 
 # torch's own tests of a backend: every one that passes on Gloo passes on unisono. Some 20 minutes.
-test-torch: $(BUILT)
+test-torch: $(STAMP)
 	@mkdir -p build
 	@for n in 3 4; do \
 		$(BIN)/python tests/torch/suite.py --world-size $$n --backend gloo --save build/gloo-$$n.json; \
@@ -61,7 +76,7 @@ check: $(STAMP)
 	@$(BIN)/python tools/prose.py
 	@$(BIN)/python tools/tidy.py
 
-docs: $(BUILT)
+docs: $(STAMP)
 	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
@@ -79,41 +94,57 @@ site: $(SITE)
 		|| { cat .venv/site.log; exit 1; }
 	@echo "built build/site/index.html"
 
-# The tools of the site are not needed for anything else, so that only `make site` installs them.
-# Not by `pip install .[docs]`, which would build the C++ engine first.
-$(SITE): pyproject.toml | $(STAMP)
+# Builds dist/ for each installed Python, and tries each wheel without a compiler. Some 40 s for each.
+wheels: $(RELEASE)
+	@$(BIN)/python tools/wheels.py $(PYTHONS)
+
+# The tools of the site and of a release are not needed for anything else. Not installed by
+# `pip install .[docs]`, which would build the C++ engine first.
+$(SITE): | $(STAMP)
+.venv/.unisono-extra-%: pyproject.toml | $(DEMO)
 	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-		print(*project['optional-dependencies']['docs'], sep='\n')" >.venv/site-tools.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -r .venv/site-tools.txt
+		print(*project['optional-dependencies']['$*'], sep='\n')" >.venv/$*.txt
+	@$(PIP) -r .venv/$*.txt
 	@touch $@
 
-setup: $(BUILT)
+setup: $(STAMP)
+
+# What a build needs comes with the first level, because all builds run without pip's isolation.
+# Bytecode is compiled at the first import: compiling all of NumPy's takes longer.
+# After `git pull` the C++ engine may be that of older sources, so the stub counts, too.
+$(DEMO): pyproject.toml $(STUB)
+	@echo "1/3 creating .venv"
+	@test -x $(BIN)/python || { $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
+		'unisono needs Python 3.11 or newer; choose another: make PYTHON=python3.12')" \
+		&& $(PYTHON) -m venv .venv; }
+	@echo "2/3 installing NumPy, rich and the build tools (50 MB)"
+	@$(BIN)/python -c "import tomllib; file = tomllib.load(open('pyproject.toml', 'rb')); \
+		print(*file['build-system']['requires'], *file['project']['dependencies'], \
+		*file['project']['optional-dependencies']['cli'], sep='\n')" >.venv/demo.txt
+	@$(PIP) --no-compile -r .venv/demo.txt 'cmake>=3.18' ninja
+	@echo "3/3 compiling the C++ engine"
+	@$(BIN)/python tools/build_engine.py
+	@touch $@
 
 # Torch serves only as an oracle in tests, so its absence must not stop anything. The exact
 # version matters: it is the one whose behaviour the tests compare with.
-$(STAMP): pyproject.toml
-	@echo "setting up .venv (first time: a minute or two)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[test,dev]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check '$(TORCH)' \
+$(STAMP): pyproject.toml | $(DEMO)
+	@echo "installing the tools of a developer (first time: a minute or two)"
+	@$(PIP) --no-build-isolation -e '.[test,dev]'
+	@$(PIP) '$(TORCH)' \
 		|| echo "$(TORCH) could not be installed: tests that compare with torch will be skipped"
-	@touch $@ $(BUILT)
-
-# After `git pull` the C++ engine may be that of older sources.
-$(BUILT): $(STUB) | $(STAMP)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Compiles what changed and installs it. Without pip's isolation, in which every build would be a
 # build from nothing; and a compile error is an error here, not a fall-back to pure Python.
 # The module knows the digest of its stub: after a change of the interface it is built again.
 native: $(STAMP)
-	@UNISONO_REQUIRE_NATIVE=1 $(BIN)/python -m pip install -qq --disable-pip-version-check \
-		--no-build-isolation --no-deps -C cmake.define.UNISONO_STRICT=ON -e .
+	@UNISONO_REQUIRE_NATIVE=1 $(PIP) --no-build-isolation --no-deps \
+		-C cmake.define.UNISONO_STRICT=ON -e .
 	@$(BIN)/python -m nanobind.stubgen --quiet -m unisono._engine -o build/_engine.pyi
 	@$(BIN)/ruff format --quiet build/_engine.pyi
 	@cmp -s build/_engine.pyi $(STUB) || { cp build/_engine.pyi $(STUB) && $(MAKE) --no-print-directory native; }
-	@touch $(BUILT)
+	@touch $(DEMO)
 
 # The C++ tests, once per sanitizer; needs CMake and a compiler, but no Python.
 test-native: build/native-asan build/native-tsan
@@ -128,12 +159,16 @@ build/native-asan build/native-tsan: FORCE
 	@echo "$(@F): $$(grep 'tests passed' $@.log)"
 FORCE:
 
+# In build/planted, which stays for the next time. Some faults: make planted ONLY="NAME NAME".
+planted: $(STAMP)
+	@$(BIN)/python tools/planted.py $(ONLY)
+
 SEED ?= 1
 ROUNDS ?= 300
-fuzz: $(BUILT)
+fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz.fuzzer $(SEED) $(ROUNDS)
 
-fuzz-stores: $(BUILT)
+fuzz-stores: $(STAMP)
 	@$(BIN)/python tests/unit/stores/fuzz.py 600
 
 clean:

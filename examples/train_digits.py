@@ -4,8 +4,8 @@
 
 Each rank computes the gradient of its share of a batch. One asynchronous all_reduce per layer sums
 the gradients of the shares, while the ranks still compute the layers below. At the end rank 0
-trains the same network alone and compares the weights. The example needs scikit-learn for the
-images. It uses rich and matplotlib if they are installed.
+trains the same network alone and compares the weights. The example uses rich and matplotlib if they
+are installed. The source of the images is in digits.txt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 import numpy as np
-from display import plot, print_table, with_bar
+from display import (
+    Epoch,
+    charts,
+    gallery,
+    plot,
+    print_epoch,
+    print_lines,
+    print_table,
+    shares,
+    with_bar,
+)
 from perceptron import Images, Perceptron, load_images
 
 import unisono as dist
@@ -104,6 +114,14 @@ def same_everywhere(weights: np.ndarray) -> bool:
     return all(weights.tobytes() == other.tobytes() for other in gathered)
 
 
+def on_rank_0(number: float) -> list[float]:
+    """Return the numbers of all ranks on rank 0, and nothing elsewhere."""
+    mine = np.array([number])
+    gathered = [np.empty_like(mine) for _ in range(dist.get_world_size() * (dist.get_rank() == 0))]
+    dist.gather(mine, gathered or None)
+    return [float(array[0]) for array in gathered]
+
+
 def tolerance(images: Images, options: argparse.Namespace) -> float:
     """Return the largest allowed difference to the weights of a rank that trained alone.
 
@@ -146,32 +164,46 @@ def main() -> None:
     lonely_net = copy.deepcopy(net)
 
     history = []
-    began = time.perf_counter()
     epochs = train(net, training, options, ranks)
     if ranks.rank == 0:
+        print(f"{ranks.size} ranks, {dist.engine_info().engine} engine, {len(training)} images")
         epochs = with_bar(epochs, f"training on {ranks.size} ranks", options.epochs)
+    steps = -(-len(training) // options.batch)
+    began, waited = time.perf_counter(), 0.0
     for epoch in epochs:
+        seconds, waiting = time.perf_counter() - began, ranks.seconds - waited
         loss, accuracy = evaluate(net, held_out, ranks)
-        history.append((loss, accuracy))
+        history.append(Epoch(loss, accuracy, seconds / steps, waiting / seconds))
         if ranks.rank == 0:
-            print(f"epoch {epoch:2}  test loss {loss:.4f}  test accuracy {accuracy:.2%}")
-    seconds = time.perf_counter() - began
+            print_epoch(epoch, history[-1])
+        began, waited = time.perf_counter(), ranks.seconds
 
     equal = same_everywhere(net.flat())
+    mean_waiting = on_rank_0(sum(epoch.waiting for epoch in history) / len(history))
     dist.destroy_process_group()
     if ranks.rank != 0:
         return
+    seconds = steps * sum(epoch.step_s for epoch in history)
     began = time.perf_counter()
     for _ in train(lonely_net, training, options, Alone()):
         pass
+    alone_s = time.perf_counter() - began
     difference = np.abs(net.flat() - lonely_net.flat()).max()
     allowed = tolerance(training, options)
+    for lines in (
+        charts(history),
+        shares(mean_waiting),
+        gallery(held_out, net.read(held_out)),
+    ):
+        print()
+        print_lines(lines)
+    print()
     print_table(
         {
             "ranks": f"{ranks.size}",
             "test accuracy": f"{accuracy:.2%} (at least {options.min_accuracy:.0%})",
-            "training time": f"{seconds:.2f} s, rank 0 alone {time.perf_counter() - began:.2f} s",
-            "of it communicating and waiting": f"{ranks.seconds / seconds:.0%} (rank 0)",
+            "training time": f"{seconds:.2f} s, rank 0 alone {alone_s:.2f} s",
+            "of it communicating and waiting": f"{mean_waiting[0]:.0%} (rank 0)",
             "weights equal on all ranks": "yes, bit for bit" if equal else "NO",
             "largest difference to rank 0 alone": f"{difference:.1e} (at most {allowed:.1e})",
         }

@@ -14,21 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from unisono.base import config as settings
 from unisono.base.extension import why_absent
-from unisono.testing.plugin import world
 
-__all__ = ["world"]
+pytest_plugins = ["unisono.testing.plugin", "tests.support.selection"]
 
 # Long enough for a thread to end and for a peer's socket to close; a real leak never goes away.
 PATIENCE_S = 15.0
 
 # The server that ranks are forked from imports what nearly all of them need, once for all of them.
-PRELOADED = ["unisono", "unisono.testing", "pytest"]
+PRELOADED = ["unisono", "unisono.testing", "unisono.cli.main", "encodings.idna", "pytest"]
 
 _FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "native: needs the C++ engine")
     multiprocessing.set_forkserver_preload(PRELOADED)
     # It would be as if there were no compiler, and tests of the C++ engine would be skipped.
     if why_absent and "not built" not in why_absent:
@@ -42,6 +43,18 @@ def pytest_configure(config):
     # nohup does so with SIGHUP. A handler is not inherited, and pytest survives the hang-up still.
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs the C++ engine where it is not built, or where the user forbids it."""
+    if settings.get("UNISONO_ENGINE") != "reference":
+        return
+    skip = pytest.mark.skip(reason=why_absent or "UNISONO_ENGINE=reference")
+    for item in items:
+        params = (getattr(item, "callspec", None) and item.callspec.params) or {}
+        engines = params.get("engine"), getattr(params.get("rank"), "engine", None)
+        if "native" in engines or item.get_closest_marker("native"):
+            item.add_marker(skip)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,12 +86,14 @@ def nothing_leaks(request, _helpers_of_multiprocessing) -> Iterator[None]:
 
 def _left_since(before: set[str]) -> list[str]:
     """Return what is new, once it has had time to go away by itself."""
-    if not _resources() - before:
-        return []
-    gc.collect()
     give_up = time.monotonic() + PATIENCE_S
+    # Most of what is left ends by itself at once; a collection takes long in a process with torch.
+    collect_at = time.monotonic() + 0.1
     while (left := _resources() - before) and time.monotonic() < give_up:
-        time.sleep(0.01)
+        if time.monotonic() > collect_at:
+            gc.collect()
+            collect_at = give_up
+        time.sleep(0.005)
     return sorted(map(_described, left))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import unisono as dist
+from unisono.base.completion import Completion
 from unisono.errors import UnisonoError
 
 COUNT = 3
@@ -140,3 +142,62 @@ def pids():
     found = np.zeros(dist.get_world_size(), np.int64)
     dist.all_gather_into_tensor(found, np.array([os.getpid()], np.int64))
     return found.tolist()
+
+
+def wait_for_count(key, count):
+    """Wait until `count` ranks have added themselves."""
+    end_s = time.monotonic() + 60.0
+    while store().add(key, 0) < count:
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{key}: not {count} in time")
+
+
+class Doom:
+    """Kills or stops this process at the n-th thing that happens in it.
+
+    What counts: beginning to wait for a transfer, the end of one, and every piece of a message
+    that a socket takes or gives. So the end comes before, between or inside messages.
+    """
+
+    def __init__(self, count, act):
+        self._left = count
+        self._lock = threading.Lock()
+        self._act = act
+        for cls, name in [
+            (Completion, "finish"),
+            (Completion, "wait_until"),
+            (socket.socket, "sendmsg"),
+            (socket.socket, "recv_into"),
+        ]:
+            self._wrap(cls, name)
+
+    def _wrap(self, cls, name):
+        inner = getattr(cls, name)
+
+        def counted(*args, **how):
+            self._tick()
+            return inner(*args, **how)
+
+        setattr(cls, name, counted)
+
+    def call_off(self):
+        """Let it live, if it does still."""
+        with self._lock:
+            self._left = 0
+
+    def _tick(self):
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._act()
+
+
+def calls_take_s():
+    """Return how long the slowest rank takes for all calls now; the same on all ranks."""
+    groups = groups_for(COLLECTIVES)
+    began_s = time.monotonic()
+    attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+    slowest_s = np.array([time.monotonic() - began_s])
+    dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+    return float(slowest_s[0])

@@ -5,14 +5,266 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 import unisono
-from tests.faults import deadline_bodies
-from tests.faults.fault_calls import COLLECTIVES
+import unisono as dist
+from tests.faults.fault_calls import COLLECTIVES, attempt, groups_for, pids, store
+from tests.support.lateness import Lateness
 from unisono import Serializer
+from unisono.groups import world
+from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.testing import run
+
+# So many at the same time: one after another would take minutes, all at once a whole core.
+AT_ONCE = 10
+
+LARGE = 16 << 20
+
+OBJECTS = {
+    "all_gather_object": lambda g, t: dist.all_gather_object([None] * 3, {}, g, timeout=t),
+    "broadcast_object_list": lambda g, t: dist.broadcast_object_list([None], 2, g, timeout=t),
+    "gather_object": lambda g, t: dist.gather_object(
+        1, [None] * 3 if dist.get_rank() == 0 else None, 0, g, timeout=t
+    ),
+    "scatter_object_list": lambda g, t: dist.scatter_object_list([None], None, 2, g, timeout=t),
+}
+
+BEYOND = {
+    "scan": lambda g, t: g.scan(np.ones(2), timeout=t),
+    "exscan": lambda g, t: g.exscan(np.ones(2), timeout=t),
+    "all_gather, uneven": lambda g, t: g.all_gather(
+        [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
+    ),
+    "all_gather_into_tensor_coalesced": lambda g, t: g.all_gather_into_tensor_coalesced(
+        [np.ones(3)], [np.ones(1)], timeout=t
+    ),
+    "reduce_scatter_tensor_coalesced": lambda g, t: g.reduce_scatter_tensor_coalesced(
+        [np.ones(1)], [np.ones(3)], timeout=t
+    ),
+    "reduce_object": lambda g, t: dist.reduce_object(1, max, 0, g, timeout=t),
+    "should_stop": lambda g, t: dist.should_stop(g, timeout=t),
+    "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
+    "split_group": lambda g, t: dist.split_group(g, [[0, 1], [2]], t),
+    "new_subgroups": lambda g, t: dist.new_subgroups(1, g, t),
+    "agree": lambda g, t: g.agree("save(3)", timeout=t),
+    "_coalescing_manager": lambda g, t: coalesced(g, t),
+}
+
+# What every rank can make alone: nobody takes part but the one that does not come.
+MESSAGES = {
+    "recv": lambda g, t: g.recv(np.zeros(2), 2, timeout=t),
+    "recv from any": lambda g, t: g.recv(np.zeros(2), None, 5, timeout=t),
+    "irecv, wait": lambda g, t: g.recv(np.zeros(2), 2, async_op=True, timeout=t).wait(),
+    "irecv, future": lambda g, t: (
+        g.recv(np.zeros(2), 2, async_op=True, timeout=t).get_future().wait()
+    ),
+    "recv_object_list": lambda g, t: dist.recv_object_list([None], 2, g, timeout=t),
+    "batch_isend_irecv": lambda g, t: [
+        work.wait()
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, np.zeros(2), 2, g)], timeout=t)
+    ],
+}
+
+WAITS = {
+    "Work.wait": lambda work, t: work.wait(t),
+    "Future.wait": lambda work, t: work.get_future().wait(t),
+    "collect_all": lambda work, t: dist.collect_all([work.get_future()]).wait(t),
+    "then": lambda work, t: work.get_future().then(lambda f: None).wait(t),
+    "wait_any": lambda work, t: dist.wait_any([work], t),
+    "wait_all": lambda work, t: dist.wait_all([work], t),
+}
+
+
+def collective_calls(timeout_s):
+    """Return {name: call} of all collectives, each on a group of its own, and the groups."""
+    names = [*COLLECTIVES, *OBJECTS, *BEYOND, *WAITS, "ungathered", "monitored_barrier"]
+    groups = groups_for(names)
+    calls = {n: lambda n=n: COLLECTIVES[n](groups[n], timeout=timeout_s) for n in COLLECTIVES}
+    objects = OBJECTS | BEYOND
+    calls |= {n: lambda n=n: objects[n](groups[n], timeout_s) for n in objects}
+    calls |= {
+        f"{n} of a collective": lambda n=n: WAITS[n](groups[n].barrier(async_op=True), timeout_s)
+        for n in WAITS
+    }
+    calls["async, wait"] = lambda: (
+        groups["ungathered"].all_reduce(np.ones(2), async_op=True, timeout=timeout_s).wait()
+    )
+    calls["monitored_barrier"] = lambda: dist.monitored_barrier(
+        groups["monitored_barrier"], timeout_s
+    )
+    return calls, groups
+
+
+def message_calls(timeout_s):
+    """Return {name: call} of point-to-point calls."""
+    group = dist.GroupMember.WORLD
+    calls = {n: lambda n=n: MESSAGES[n](group, timeout_s) for n in MESSAGES}
+    return calls
+
+
+def coalesced(group, timeout_s):
+    with dist._coalescing_manager(group):
+        dist.all_reduce(np.ones(2), group=group, timeout=timeout_s)
+        dist.all_reduce(np.ones(3), group=group, timeout=timeout_s)
+
+
+def large_sends(timeout_s):
+    """Messages of more than anything between two processes can hold."""
+    large = np.zeros(LARGE, np.uint8)
+    return {
+        "send": lambda: dist.send(large, 2, timeout=timeout_s),
+        "isend, wait": lambda: dist.isend(large, 2, timeout=timeout_s).wait(),
+        "send_object_list": lambda: dist.send_object_list([large], 2, timeout=timeout_s),
+    }
+
+
+def world_calls(timeout_s, second):
+    """Return {name: call} of what makes a world or a group of it; the last one breaks the world."""
+
+    apart = PrefixStore("late init", store())
+
+    def init():
+        with world.use(world.World()):
+            dist.init_process_group(store=apart, rank=me, world_size=3, timeout=timeout_s)
+
+    def shrink():
+        with world.use(second):
+            dist.shrink_group([1 - me], timeout=timeout_s)
+
+    me = dist.get_rank()
+    return {
+        "init_process_group": init,
+        "shrink_group": shrink,
+        "new_group": lambda: dist.new_group(timeout=timeout_s),
+    }
+
+
+def stream_calls(timeout_s):
+    """Return {name: call} of what waits for a stream, which waits for a receive."""
+    with dist.stream(dist.Stream("compute")):
+        dist.irecv(np.zeros(2), 2, tag=9, timeout=60).wait()
+        event, stream = dist.current_stream().record_event(), dist.current_stream()
+    return {
+        "Event.synchronize": lambda: event.synchronize(timeout_s),
+        "Stream.synchronize": lambda: stream.synchronize(timeout_s),
+        "Event.wait": lambda: event.wait(timeout=timeout_s),
+    }
+
+
+def store_calls(timeout_s, stopped, folder):
+    """Return {name: call} of the stores, and of what is made with them."""
+    hashed = HashStore()
+    # One for each call: on a busy machine one might wait for the other.
+    file, other = (FileStore(str(Path(folder, f"{n}_{dist.get_rank()}")), 1) for n in "ab")
+    shared, rank = PrefixStore("shared", store()), dist.get_rank()
+    calls = {
+        "TCPStore.wait_for_workers": lambda: TCPStore(
+            "127.0.0.1", 0, 2, is_master=True, timeout=timeout_s
+        ),
+        "TCPStore.get": lambda: shared.get("absent", timeout_s),
+        "TCPStore.wait": lambda: shared.wait(["absent"], timeout_s),
+        "TCPStore.queue_pop": lambda: shared.queue_pop("absent", timeout=timeout_s),
+        "TCPStore.barrier": lambda: shared.barrier("absent", 3, timeout_s),
+        "HashStore.get": lambda: hashed.get("absent", timeout_s),
+        "HashStore.queue_pop": lambda: hashed.queue_pop("absent", timeout=timeout_s),
+        "HashStore.barrier": lambda: hashed.barrier("absent", 2, timeout_s),
+        "FileStore.get": lambda: file.get("absent", timeout_s),
+        "FileStore.wait": lambda: other.wait(["absent"], timeout_s),
+        "ProcessGroup": lambda: dist.ProcessGroup(
+            PrefixStore("late", store()), rank, 3, timeout=timeout_s
+        ),
+    }
+    if stopped is not None:
+        stopped.set_timeout(timeout_s)
+        calls["get of a stopped server"] = lambda: stopped.get("key", timeout_s)
+        calls["set of a stopped server"] = lambda: stopped.set("key", "value")
+    # A port that is taken and not listened at: everybody who calls it is refused.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        calls["TCPStore"] = lambda: TCPStore("127.0.0.1", port, timeout=timeout_s)
+        url = f"tcp://127.0.0.1:{port}?rank=1&world_size=2"
+        calls["rendezvous"] = lambda: next(iter(dist.rendezvous(url, timeout=timeout_s)))
+        results = attempts(calls)
+    hashed.close()
+    file.close()
+    other.close()
+    return results
+
+
+def attempts(calls):
+    """Make calls, some at a time; return how each ended and how late the machine was.
+
+    Both ranks that make them begin together: else one would be the other's absent rank.
+    """
+    results = {}
+
+    def make(name, call):
+        with Lateness() as lateness:
+            caught = attempt(call)
+        results[name] = caught, lateness.slack_s
+
+    items = list(calls.items())
+    for first in range(0, len(items), AT_ONCE):
+        store().barrier(f"together/{items[first][0]}", 2, 60.0)
+        threads = [threading.Thread(target=make, args=i) for i in items[first : first + AT_ONCE]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return results
+
+
+def time_outs(rank, timeout_s, stop, folder):
+    """Make every call without rank 2, which is stopped, or waits in its own code."""
+    calls, groups = collective_calls(timeout_s)
+    everybody = pids()
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 2 else None
+    if server is not None:
+        store().set("port", str(server.port))
+    client = None if rank == 2 else TCPStore("127.0.0.1", int(store().get("port")))
+    second, apart = world.World(), PrefixStore("second", store())
+    with world.use(second):
+        dist.init_process_group(store=apart, rank=rank, world_size=3)
+    if stop:
+        # Connected: the memory that ranks share is made by a group's first call.
+        for group in groups.values():
+            group.barrier()
+    dist.barrier()
+    results = {}
+    if rank == 2:
+        if stop:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        try:
+            results |= attempts(calls)
+            results |= attempts(message_calls(timeout_s))
+            if stop:  # a process that runs takes in what arrives
+                results |= attempts(large_sends(timeout_s))
+            results |= attempts(stream_calls(timeout_s))
+            results |= store_calls(timeout_s, client if stop else None, folder)
+            results |= attempts(world_calls(timeout_s, second))
+        finally:
+            store().add("done", 1)
+            while stop and rank == 0 and store().add("done", 0) < 2:
+                store().wait(["done"])
+            if stop and rank == 0:
+                os.kill(everybody[2], signal.SIGCONT)
+        client.close()
+    store().barrier("end", 3, 120.0)
+    if server is not None:
+        server.close()
+    second.close()
+    return results
+
 
 TIMEOUT_S = 0.5
 # The promise.
@@ -75,14 +327,17 @@ def functions_with_a_time_out():
                     yield name
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("rank_2", ["stopped", "elsewhere"])
-@pytest.mark.parametrize("engine", [None, "reference"])
+@pytest.mark.parametrize(
+    "engine", [None, pytest.param("reference", marks=pytest.mark.whole("7 s of waiting"))]
+)
 def test_every_blocking_call_obeys_its_time_out(tmp_path, engine, rank_2):
     wrong = None
     for turn in range(ROUNDS):
         (folder := tmp_path / str(turn)).mkdir()
         results = run(
-            deadline_bodies.time_outs,
+            time_outs,
             3,
             ranks="processes",
             engine=engine,

@@ -61,6 +61,7 @@ def compute(hosts, **variables):
         assert err == ""
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("family", ["v4", "v6"])
 @pytest.mark.parametrize("method", ["env", "tcp"])
@@ -74,6 +75,7 @@ def test_hosts_compute(network, method, family, hosts):
         compute(members, METHOD=f"tcp://{shown}:{PORT}")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", ["v4", "v6"])
 def test_several_connections_between_hosts(network, family):
     compute(network.hosts, MASTER_ADDR=getattr(network.hosts[0], family), UNISONO_CHANNELS="4")
@@ -131,6 +133,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.alone
 def test_killed_rank_is_named_on_every_host_within_a_second(network):
     first, second = network.hosts[:2]
     variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": str(PORT)}
@@ -244,6 +247,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("how", ["at the switch", "at the host"])
 def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
     script = CUT.replace("TIMEOUT", repr(TIMEOUT_S))
@@ -281,6 +285,7 @@ def tell_and_ask(processes):
     return told
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(("delay_s", "loss"), [(0.005, 0.0), (0.002, 0.02)])
 def test_numbers_are_right_over_a_bad_wire(network, delay_s, loss, channels):

@@ -2,14 +2,154 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import signal
+import sys
+import threading
+import time
+import weakref
 
+import numpy as np
 import pytest
 
-from tests.faults import leaving_bodies
-from tests.faults.fault_calls import BUSY_S, LEFT
+import unisono as dist
+from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store
 from unisono.engines import is_native_built
 from unisono.testing import run
+from unisono.transports.native_messages import NativeMessages
+from unisono.transports.tcp.transport import TCPTransport
+
+BLOCKING = {
+    "all_reduce": lambda box: dist.all_reduce(box),
+    "barrier": lambda box: dist.barrier(),
+    "wait": lambda box: dist.irecv(box, 0).wait(),
+    "recv": lambda box: dist.recv(box, 0),
+    "recv any": lambda box: dist.recv(box),
+    "new world": lambda box: dist.init_process_group(
+        init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", rank=1, world_size=3, timeout=30
+    ),
+    "store": lambda box: store().wait(["never"], 30.0),
+}
+
+
+def interrupt(rank, name):
+    """Press Ctrl-C on rank 1 when its main thread is inside a blocking call."""
+    box = np.ones(2)
+    # A clone outlives the world, which one of the cases destroys.
+    kept = store().clone()
+    dist.barrier()
+    if rank != 1:
+        if rank == 0:
+            # Or the call would be complete.
+            kept.wait(["interrupted"], 60.0)
+        caught = attempt(BLOCKING["barrier"] if name == "barrier" else BLOCKING["all_reduce"], box)
+        kept.add("heard", 1)
+        kept.close()
+        return caught
+    if name == "new world":
+        dist.destroy_process_group()
+    caught = interrupted(BLOCKING[name], box)
+    kept.set("interrupted", "yes")
+    if name in ("wait", "recv", "recv any", "store"):
+        # What an uncaught one does; the call itself harms nobody.
+        dist.GroupMember.WORLD.report_failure("KeyboardInterrupt")
+    # Only now may this rank leave: the others shall hear of the interrupt, not of that.
+    while kept.add("heard", 0) < 2:
+        time.sleep(0.001)
+    kept.close()
+    return caught
+
+
+def interrupted(call, *args):
+    """Make a call and press Ctrl-C when it blocks; the result begins at the press."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pressed = []
+    thread = threading.Thread(target=_press_when_blocked, args=(pressed,))
+    thread.start()
+    caught = attempt(call, *args)
+    thread.join()
+    caught.began_s = pressed[0]
+    return caught
+
+
+def _press_when_blocked(pressed):
+    """Send SIGINT to this process once its main thread has sat in one place for a while.
+
+    A while is so many looks, not a time: on a machine that stands still nobody gets on.
+    """
+    main = threading.main_thread().ident
+    seen, looks = None, 0
+    while looks < 20:
+        frame = sys._current_frames()[main]
+        here = (id(frame), frame.f_lasti)
+        del frame
+        looks = looks + 1 if here == seen else 0
+        seen = here
+        time.sleep(0.005)
+    pressed.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_recv(rank):
+    """Interrupt a receive, then send what it waited for: nothing may write to its memory."""
+    dist.barrier()
+    if rank == 0:
+        store().wait(["interrupted"], 60.0)
+        dist.send(np.full(3, 5.0), 1)
+        dist.barrier()
+        return None
+    box, fresh = np.zeros(3), np.zeros(3)
+    caught = interrupted(dist.recv, box, 0)
+    store().set("interrupted", "yes")
+    dist.recv(fresh, 0)
+    dist.barrier()
+    return caught, box.tolist(), fresh.tolist()
+
+
+def interrupt_callback(rank):
+    """Press Ctrl-C on rank 1 in what C++ calls while it waits."""
+    dist.barrier()
+    caught = None
+    if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        notice = TCPTransport.notice_end
+        TCPTransport.notice_end = lambda *_: signal.raise_signal(signal.SIGINT)
+        caught = attempt(dist.recv, np.zeros(3), 0, timeout=10)
+        TCPTransport.notice_end = notice
+    dist.barrier()
+    return caught
+
+
+def interrupt_start(rank):
+    """Ctrl-C when C++ has begun a message and Python does not know of it yet.
+
+    Returns for each message whether it has its memory still, or needs none: a receive that ended.
+    """
+    begin, kept, ended = NativeMessages._begin, [], []
+    native = dist.group.WORLD.backends["cpu"]._comm.transport.messages.native
+
+    def press(self, transfer, told):
+        raise KeyboardInterrupt
+
+    dist.barrier()
+    for call in (dist.irecv, dist.isend):
+        for kind in (np.ndarray, np.matrix):
+            if rank == 1:
+                NativeMessages._begin = press
+                memory = np.ones(4_000_000)
+                kept.append(weakref.ref(memory))
+                try:
+                    call(memory.view(kind), 0)
+                except KeyboardInterrupt:
+                    NativeMessages._begin = begin
+                ended.append(call is dist.irecv and native.number_of(memory) == 0)
+                del memory
+    gc.collect()
+    dist.barrier()
+    return [ref() is not None or over for ref, over in zip(kept, ended, strict=True)]
+
 
 # What the others get. A collective cannot end without this rank; a receive, or a wait in the
 # store, concerns nobody else until the rank goes down with it.
@@ -24,9 +164,9 @@ HEARD = {
 }
 
 
-@pytest.mark.parametrize("name", list(leaving_bodies.BLOCKING))
+@pytest.mark.parametrize("name", list(BLOCKING))
 def test_interrupt_in_a_blocking_call(name):
-    results = run(leaving_bodies.interrupt, 3, ranks="processes", args=(name,), timeout=60.0)
+    results = run(interrupt, 3, ranks="processes", args=(name,), timeout=60.0)
     assert results[1].kind == "KeyboardInterrupt", results[1]
     assert results[1].took_s < BUSY_S
     kind, text = HEARD[name]
@@ -38,7 +178,7 @@ def test_interrupt_in_a_blocking_call(name):
 
 
 def test_interrupted_recv_leaves_its_memory_alone():
-    _, (caught, box, fresh) = run(leaving_bodies.interrupt_recv, 2, ranks="processes")
+    _, (caught, box, fresh) = run(interrupt_recv, 2, ranks="processes")
     assert caught.kind == "KeyboardInterrupt"
     assert box == [0.0] * 3
     assert fresh == [5.0] * 3
@@ -46,10 +186,31 @@ def test_interrupted_recv_leaves_its_memory_alone():
 
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_interrupt_in_a_callback_is_not_lost():
-    caught = run(leaving_bodies.interrupt_callback, 2, ranks="processes")[1]
+    caught = run(interrupt_callback, 2, ranks="processes")[1]
     assert caught.kind == "KeyboardInterrupt", caught
 
 
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_interrupt_at_the_start_of_a_message_frees_nothing():
-    assert run(leaving_bodies.interrupt_start, 2, ranks="processes")[1] == [True] * 4
+    assert run(interrupt_start, 2, ranks="processes")[1] == [True] * 4
+
+
+def interrupt_work(rank):
+    """Press Ctrl-C on rank 1 while it waits for a call that rank 0 has not made."""
+    x, caught = np.full(2, rank + 1.0), None
+    dist.barrier()
+    if rank == 0:
+        store().wait(["interrupted"], 60.0)
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 1:
+        caught = interrupted(work.wait)
+        store().set("interrupted", "yes")
+    work.wait()
+    return caught, x.tolist()
+
+
+def test_interrupt_ends_the_wait_for_a_call_but_not_the_call():
+    (_, other), (caught, x) = run(interrupt_work, 2, ranks="processes", timeout=60.0)
+    assert caught.kind == "KeyboardInterrupt", caught
+    assert caught.took_s < BUSY_S
+    assert x == other == [3.0, 3.0]

@@ -3,18 +3,157 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import json
 import os
 import re
 import signal
+import threading
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.faults import leaving_bodies
-from tests.faults.fault_calls import BUSY_S, LEFT
+import unisono as dist
+from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store, wait_for_count
 from tests.faults.scripts import LIMIT_S, outcome, ranks_of
 from unisono.errors import WorkerFailedError
+from unisono.launcher import spawn
 from unisono.testing import run
+
+
+def destroy_early(rank):
+    dist.barrier()
+    if rank == 1:
+        wait_for_count("waiting", 2)
+        dist.destroy_process_group()
+        return None
+    store().add("waiting", 1)
+    results = attempt(dist.all_reduce, np.ones(2)), attempt(dist.barrier)
+    # Or this rank would be the next to leave.
+    store().add("heard", 1)
+    wait_for_count("heard", 2)
+    return results
+
+
+def _raise(rank, folder):
+    dist.init_process_group(timeout=60)
+    dist.barrier()
+    # The parent must not end this child before it has told what it heard.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if rank == 1:
+        store().wait(["waiting"], 60.0)
+        raise ValueError("spoilt")
+    store().set("waiting", "yes")
+    caught = attempt(dist.barrier)
+    Path(folder, "heard").write_text(f"{caught.kind} {caught.peers} {caught.text}")
+
+
+def spawn_and_raise(folder):
+    context = spawn(_raise, (folder,), nprocs=2, join=False, start_method="forkserver")
+    # So long for the other child to tell what it heard.
+    context.join(grace_period=60.0)
+
+
+def _leave_with_a_send_under_way(rank, folder, count):
+    dist.init_process_group(timeout=60)
+    dist.barrier()
+    if rank == 1:
+        dist.isend(np.arange(count), 0)
+        return
+    box = np.zeros(count, int)
+    caught = [attempt(dist.recv, box, 1), attempt(dist.barrier)]
+    told = [(c.kind, c.peers, c.text) for c in caught]
+    right = bool((box == np.arange(count)).all())
+    Path(folder, "heard").write_text(repr((right, told)))
+
+
+def spawn_and_leave(folder, count):
+    spawn(_leave_with_a_send_under_way, (folder, count), nprocs=2, start_method="forkserver")
+
+
+def abort(rank, who):
+    """Rank 1 aborts: from a second thread while it waits, too, or while only the others do."""
+    group = dist.GroupMember.WORLD
+    dist.barrier()
+
+    def end_it():
+        wait_for_count("waiting", 3 if who == "other thread" else 2)
+        group.abort("enough")
+
+    waited = None
+    if rank == 1 and who == "other thread":
+        kept = store()
+        thread = threading.Thread(target=_abort_when_all_wait, args=(kept, group))
+        thread.start()
+    elif rank == 1:
+        end_it()
+        waited = attempt(dist.barrier)
+    if waited is None:
+        store().add("waiting", 1)
+        # Rank 1 waits for a message, or the collective would be complete.
+        waited = attempt(dist.recv, np.ones(2), 0) if rank == 1 else attempt(dist.barrier)
+    if rank == 1 and who == "other thread":
+        thread.join()
+    again = attempt(dist.barrier)
+    shown = repr(group)
+    store().add("heard", 1)
+    wait_for_count("heard", 3)
+    return waited, again, shown
+
+
+def _abort_when_all_wait(kept, group):
+    while kept.add("waiting", 0) < 3:
+        time.sleep(0.001)
+    group.abort("enough")
+
+
+def recv_late(rank):
+    box = np.zeros(3)
+    timed_out = [
+        attempt(dist.recv, box, 1 - rank, timeout=0.2),
+        attempt(dist.recv, box, None, timeout=0.2),
+    ]
+    dist.barrier()
+    # What was given up must not take this message, or write to that memory.
+    fresh = np.zeros(3)
+    works = [dist.isend(np.full(3, 7.0), 1 - rank), dist.irecv(fresh, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert fresh.tolist() == [7.0] * 3
+    assert box.tolist() == [0.0] * 3
+    x = np.full(4, rank + 1.0)
+    dist.all_reduce(x)
+    return timed_out, x.tolist()
+
+
+def fork_and_end(rank, how):
+    """A child of a fork ends the group for itself only; sums before and after it."""
+    sums = [np.full(3, float(rank)) for _ in range(4)]
+    dist.all_reduce(sums[0])
+    dist.all_reduce(sums[1])
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        # Neither abort() nor the exit may speak for the parent.
+        try:
+            if how == "abort":
+                dist.GroupMember.WORLD.abort("of the child")
+            elif how == "destroy":
+                dist.destroy_process_group()
+            else:
+                atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    if child is not None:
+        os.waitpid(child, 0)
+        # Who waits for long looks whether the others are still there.
+        time.sleep(0.1)
+    dist.barrier()
+    dist.all_reduce(sums[2])
+    sums[3] = dist.all_reduce(sums[3], async_op=True).wait() and sums[3]
+    return [each.tolist() for each in sums]
+
 
 GOES = """
 dist.init_process_group(timeout=60)
@@ -133,13 +272,13 @@ def test_a_forked_child_has_no_group_and_does_not_hide_its_parents_death():
 
 @pytest.mark.parametrize("how", ["abort", "destroy", "exit"])
 def test_what_a_forked_child_does_to_its_copy_of_a_group_concerns_nobody(how):
-    for sums in run(leaving_bodies.fork_and_end, 3, ranks="processes", args=(how,)):
+    for sums in run(fork_and_end, 3, ranks="processes", args=(how,)):
         assert sums == [[3.0] * 3] * 4
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_destroy_while_others_wait(ranks):
-    results = run(leaving_bodies.destroy_early, 3, ranks=ranks)
+    results = run(destroy_early, 3, ranks=ranks)
     for rank in (0, 2):
         waited, again = results[rank]
         for caught in (waited, again):
@@ -150,7 +289,7 @@ def test_destroy_while_others_wait(ranks):
 
 def test_a_spawned_child_that_raises_says_why(tmp_path, capfd):
     with pytest.raises(WorkerFailedError) as caught:
-        leaving_bodies.spawn_and_raise(str(tmp_path))
+        spawn_and_raise(str(tmp_path))
     assert "ValueError: spoilt" in str(caught.value).splitlines()[0]
     assert str(caught.value).rstrip().endswith("ValueError: spoilt")
     heard = (tmp_path / "heard").read_text()
@@ -161,7 +300,7 @@ def test_a_spawned_child_that_raises_says_why(tmp_path, capfd):
 
 
 def test_a_spawned_child_that_returns_loses_no_message(tmp_path):
-    leaving_bodies.spawn_and_leave(str(tmp_path), 2_000_000)
+    spawn_and_leave(str(tmp_path), 2_000_000)
     right, told = ast.literal_eval((tmp_path / "heard").read_text())
     assert right
     assert told[0] == ("", (), "")
@@ -173,7 +312,7 @@ def test_a_spawned_child_that_returns_loses_no_message(tmp_path):
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 @pytest.mark.parametrize("who", ["other thread", "other rank"])
 def test_abort_ends_every_wait(ranks, who):
-    results = run(leaving_bodies.abort, 3, ranks=ranks, args=(who,))
+    results = run(abort, 3, ranks=ranks, args=(who,))
     for rank, (waited, again, shown) in enumerate(results):
         for caught in (waited, again):
             assert (caught.kind, caught.peers) == ("CollectiveAbortedError", (1,)), (rank, caught)
@@ -185,7 +324,7 @@ def test_abort_ends_every_wait(ranks, who):
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_recv_time_out_leaves_the_group_usable(ranks):
-    results = run(leaving_bodies.recv_late, 2, ranks=ranks)
+    results = run(recv_late, 2, ranks=ranks)
     for timed_out, sums in results:
         assert sums == [3.0] * 4
         for caught in timed_out:

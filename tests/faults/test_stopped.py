@@ -2,23 +2,99 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.faults import killed_bodies, late_bodies
-from tests.faults.fault_calls import BUSY_S, COLLECTIVES
+import unisono as dist
+from tests.faults.fault_calls import (
+    BUSY_S,
+    COLLECTIVES,
+    Doom,
+    attempt,
+    attempt_at_once,
+    calls_take_s,
+    groups_for,
+    pids,
+    store,
+    wait_for_count,
+)
 from unisono.testing import run
+
+
+def stop_inside(rank, victim, moment, timeout_s):
+    """Stop a rank in the middle of large all_reduces; wake it when the others have given up."""
+    everybody, world_size = pids(), dist.get_world_size()
+    dist.barrier()
+    doom = None
+    if rank == victim:
+        doom = Doom(moment, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    right = True
+    while right:
+        x = np.ones(300_000)
+        caught = attempt(dist.all_reduce, x, timeout=timeout_s)
+        if caught.kind:
+            break
+        right = bool((x == world_size).all())
+    if doom is not None:
+        # If a call failed before its time, nobody would wake it any more.
+        doom.call_off()
+    if rank != victim:
+        store().add("gave up", 1)
+        if rank == min(r for r in range(world_size) if r != victim):
+            wait_for_count("gave up", world_size - 1)
+            os.kill(everybody[victim], signal.SIGCONT)
+    after = attempt(dist.barrier)
+    store().barrier("end", world_size, 60.0)
+    return caught, right, after
+
+
+def stop_before(rank, victim, timeout_s):
+    """Make every collective while a rank is stopped; wake it when the others have given up."""
+    everybody, world_size = pids(), dist.get_world_size()
+    timeout_s = max(timeout_s, 10 * calls_take_s())
+    groups = groups_for(COLLECTIVES, timeout=timeout_s)
+    dist.barrier()
+    results = {}
+    if rank == victim:
+        # Nobody may need it once it has stopped: all are past the barrier then.
+        wait_for_count("past the barrier", world_size - 1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        store().add("past the barrier", 1)
+        wait_until_stopped(everybody[victim])
+        results = attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+        store().add("gave up", 1)
+        if rank == min(r for r in range(world_size) if r != victim):
+            wait_for_count("gave up", world_size - 1)
+            os.kill(everybody[victim], signal.SIGCONT)
+    store().barrier("end", world_size, 60.0)
+    return timeout_s, results
+
+
+def wait_until_stopped(pid):
+    """Wait until a process is in the state T (stopped)."""
+    end_s = time.monotonic() + 60.0
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
 
 # Much more than a call may take on a busy machine: one that is late before the stop is a failure.
 TIMEOUT_S = 3.0
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 2)])
 @pytest.mark.parametrize("moment", [1, 12])
 def test_stopped_inside_a_large_all_reduce(moment, world_size, victim):
     results = run(
-        killed_bodies.stop_inside,
+        stop_inside,
         world_size,
         ranks="processes",
         args=(victim, moment, TIMEOUT_S),
@@ -40,10 +116,11 @@ def test_stopped_with_several_connections_to_each_rank(monkeypatch):
     test_stopped_inside_a_large_all_reduce(12, 3, 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("per_host", [0, 1])
 def test_stopped_before_every_operation(monkeypatch, per_host):
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(per_host))
-    results = run(late_bodies.stop_before, 3, ranks="processes", args=(1, TIMEOUT_S))
+    results = run(stop_before, 3, ranks="processes", args=(1, TIMEOUT_S))
     for rank in (0, 2):
         timeout_s, found = results[rank]
         assert set(found) == set(COLLECTIVES)

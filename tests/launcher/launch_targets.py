@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 
 
@@ -35,3 +36,16 @@ def not_picklable(rank):
 
 def large(rank, nbytes):
     return bytes([rank]) * nbytes
+
+
+def leave(rank):
+    sys.exit(0)
+
+
+def add_rank(rank, array, fixed, text):
+    array += rank
+    return float(array.sum()), int(fixed.sum()), fixed.flags.writeable, text
+
+
+def put_sum(rank, queue, array):
+    queue.put((rank, int(array.sum())))

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -34,18 +35,14 @@ needs_gloo = pytest.mark.skipif(not installed("torch"), reason="needs torch")
 needs_mpi = pytest.mark.skipif(
     not installed("mpi4py") or bench_launch._mpiexec() is None, reason="needs mpi4py and mpiexec"
 )
+MPI_WHOLE = [needs_mpi, pytest.mark.whole("starts mpiexec")]
 needs_matplotlib = pytest.mark.skipif(not installed("matplotlib"), reason="needs matplotlib")
 
 
-def bench(*arguments):
-    """Run the command; returns exit code, stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, "-m", "unisono", "bench", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    return done.returncode, done.stdout, done.stderr
+@pytest.fixture
+def bench(capfd):
+    """Return a function that runs the command; it returns exit code, stdout and stderr."""
+    return lambda *words: (main(["bench", *map(str, words)]), *capfd.readouterr())
 
 
 def row(op="all_reduce", nbytes=1024, wrong=0, ranks=4, **times_us):
@@ -352,8 +349,7 @@ def test_bad_flags_are_refused_before_anything_runs(flags, text, capsys):
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_every_operation_runs_and_is_right(tmp_path):
+def test_every_operation_runs_and_is_right(bench, tmp_path):
     path = tmp_path / "out.json"
     code, out, err = bench(
         "all", "--nproc-per-node", 3, "-b", 24, "-e", "6K", "-f", 256, "-d", "int32", "-r", 2,
@@ -377,48 +373,49 @@ def test_every_operation_runs_and_is_right(tmp_path):
 
 
 @needs_gloo
-@needs_mpi
-@pytest.mark.slow
-def test_peers_run_in_the_same_processes_and_are_right(tmp_path):
+@pytest.mark.parametrize(
+    "peers", [["gloo"], pytest.param(["gloo", "mpi"], marks=MPI_WHOLE)], ids=str
+)
+def test_peers_run_in_the_same_processes_and_are_right(bench, tmp_path, peers):
     path = tmp_path / "out.json"
-    code, out, err = bench(
-        "all", "-b", 64, "-e", 64, *QUICK, "--peer", "gloo", "--peer", "mpi", "--json", path
-    )
+    flags = [word for peer in peers for word in ("--peer", peer)]
+    code, out, err = bench("all", "-b", 64, "-e", 64, *QUICK, *flags, "--json", path)
     assert (code, err) == (0, "")
     document = json.loads(path.read_text())
     for found in document["rows"]:
-        for library in ("unisono", "gloo", "mpi"):
+        for library in ("unisono", *peers):
             assert found["results"][library], (found["op"], library, document["notes"])
             assert found["results"][library]["wrong"] == 0, (found["op"], library)
-    assert {"torch", "mpi4py", "mpi"} <= set(document["machine"])
-    assert out.count("# unisono / gloo") == out.count("# unisono / mpi") == len(OPS)
+    assert {"torch", *(["mpi4py", "mpi"] if "mpi" in peers else [])} <= set(document["machine"])
+    assert [out.count(f"# unisono / {peer}") for peer in peers] == [len(OPS)] * len(peers)
 
 
+@pytest.mark.whole("loads torch four times")
 @needs_gloo
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 def test_ranks_on_several_hosts_are_right(tmp_path):
     path = tmp_path / "out.json"
-    words = ("--hosts", 2, "--nproc-per-node", 2, "-b", 1024, "-e", 1024, "--peer", "gloo")
-    code, out, err = bench("all_reduce", *words, *QUICK, "--json", path)
-    assert code == 0, err
-    assert "# unisono bench: 4 ranks on 2 hosts; " in out
+    words = ["--hosts=2", "--nproc-per-node=2", "-b1024", "-e1024", "--peer=gloo"]
+    # A process of its own, because the command moves to another network.
+    command = [sys.executable, "-m", "unisono", "bench", "all_reduce", *QUICK, "--json", path]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    assert "# unisono bench: 4 ranks on 2 hosts; " in done.stdout
     results = json.loads(path.read_text())["rows"][0]["results"]
     assert {name: each["wrong"] for name, each in results.items()} == {"unisono": 0, "gloo": 0}
 
 
+@pytest.mark.whole("loads torch twice")
 @needs_gloo
-@pytest.mark.slow
-def test_what_a_peer_lacks_is_said_and_left_out():
+def test_what_a_peer_lacks_is_said_and_left_out(bench):
     code, out, err = bench("all_reduce", "-b", 8, "-e", 8, *QUICK, "-o", "avg", "--peer", "gloo")
     assert (code, err) == (0, "")
     assert "# note: gloo cannot do all_reduce: gloo has no reduce op avg" in out
     assert [line.split()[-2:] for line in out.splitlines() if "avg  " in line] == [["-", "-"]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("peers", [(), pytest.param(("mpi",), marks=needs_mpi)], ids=str)
-def test_failing_rank_ends_the_command_and_is_named(peers):
-    flags = [word for peer in peers for word in ("--peer", peer)]
+@pytest.mark.parametrize("flags", [(), pytest.param(("--peer", "mpi"), marks=MPI_WHOLE)], ids=str)
+def test_failing_rank_ends_the_command_and_is_named(bench, flags):
     code, _, err = bench("all_reduce", "--algorithm", "cube_mesh", *QUICK, *flags)
     assert code == 1
     assert "unisono: error: " in err
@@ -453,13 +450,17 @@ def test_ranks_that_say_nothing_are_ended(monkeypatch):
 
 
 @needs_matplotlib
-@pytest.mark.slow
-def test_plot_draws_every_library_and_operation(tmp_path):
-    code, _, err = bench(
-        "all_reduce", "barrier", "-b", 8, "-e", 64, *QUICK, "--plot", tmp_path / "out.png"
-    )
+def test_plot_draws_every_library_and_operation(bench, monkeypatch, tmp_path):
+    sizes = [row(nbytes=nbytes, unisono=1.0, gloo=2.0) for nbytes in (8, 64)]
+    rows = [*sizes, row("barrier", 0, unisono=1.0), *[each | {"op": "reduce"} for each in sizes]]
+    messages = [{"kind": "row", **each} for each in rows]
+    monkeypatch.setattr(bench_launch, "run_ranks", lambda plan: iter(messages))
+    code, _, err = bench("all_reduce", "barrier", "reduce", "--plot", tmp_path / "out.png")
     assert (code, err) == (0, "")
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    picture = (tmp_path / "out.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    width, height = struct.unpack_from(">II", picture, 16)
+    assert (width, height) == (1000, 650), "two operations have several sizes"
 
 
 @needs_matplotlib
@@ -470,6 +471,7 @@ def test_plot_of_one_size_is_refused(tmp_path):
         plot({"rows": [row(unisono=1.0)]}, str(tmp_path / "out.png"))
 
 
+@pytest.mark.whole("a program of benchmarks/")
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_the_price_of_the_agreement_is_measured(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks/checks.py"

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from unisono.errors import InvalidArgumentError, WorkerFailedError
-from unisono.launcher import launch
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, WorkerFailedError
+from unisono.launcher import launch, spawn
 
 LIMIT_S = 200.0
 
@@ -78,6 +78,24 @@ def test_function_that_cannot_be_pickled_without_cloudpickle(no_cloudpickle):
 def test_bad_arguments(targets, options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         launch(**{"fn": targets.scaled, "nprocs": 1, "args": (1,)} | options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: launch(len, 2, 10), "args must be a tuple or list of arguments, got int"),
+        (lambda: launch(len, 2, "ab"), "args must be a tuple or list of arguments, got str"),
+        (lambda: launch(4, len), "fn must be a function, got int"),
+        (lambda: launch(len, 2.0), "nprocs must be an integer, got float"),
+        (lambda: spawn(len, 4), "args must be a tuple or list of arguments, got int"),
+        (lambda: spawn(4, len), "fn must be a function, got int"),
+    ],
+)
+def test_arguments_of_the_wrong_type(call, message):
+    with pytest.raises(ArgumentTypeError) as caught:
+        call()
+    assert caught.value.what == message
+    assert caught.value.hint.startswith(("launch(fn, nprocs, args)", "spawn(fn, args, nprocs)"))
 
 
 SESSION = """

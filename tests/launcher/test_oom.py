@@ -85,11 +85,41 @@ def kernel(monkeypatch, tmp_path):
 
 def test_what_the_counts_say(kernel):
     with oom.OomWatch() as watch:
-        assert watch.hint(1) == "out of memory? see dmesg"
+        assert watch.hint(1) == ""
         (kernel / "vmstat").write_text("oom_kill 4\n")
         assert watch.hint(1).startswith("probably out of memory: ")
         (kernel / "memory.events").write_text("oom 1\noom_kill 4\noom_group_kill 0\n")
         assert watch.hint(1) == "out of memory: its cgroup's limit of 1048576 bytes was reached"
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "expected"),
+    [
+        (["vmstat"], ""),
+        (["memory.events"], ""),
+        (["vmstat", "memory.events"], "out of memory? see dmesg"),
+    ],
+)
+def test_a_count_that_did_not_rise_excludes_the_cause(kernel, unreadable, expected):
+    for name in unreadable:
+        (kernel / name).write_text("low 0\n")
+    with oom.OomWatch() as watch:
+        assert watch.hint(1) == expected
+
+
+def test_worker_that_another_process_kills(tmp_path):
+    (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    if oom._field("/proc/vmstat", "oom_kill") is None:
+        pytest.skip("the kernel does not count its kills")
+    done = subprocess.run(
+        [sys.executable, "-m", "unisono", "run", "-n", "1", "killed.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": SRC},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stderr.splitlines()[-1].endswith(" was killed by SIGKILL")
 
 
 def test_what_the_log_says(kernel, monkeypatch):
@@ -100,7 +130,7 @@ def test_what_the_log_says(kernel, monkeypatch):
         writer.write(b"6,1,2,-;Memory cgroup out of memory: Killed process 123 (python) total-vm\n")
         for _ in range(2):
             assert watch.hint(123) == "out of memory: the kernel's log names this process"
-            assert watch.hint(12) == "out of memory? see dmesg"
+            assert watch.hint(12) == ""
 
 
 @pytest.mark.parametrize(

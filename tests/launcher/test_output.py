@@ -2,21 +2,17 @@
 
 import json
 import os
-import pty
 import re
 import select
+import shlex
 import signal
-import subprocess
 import sys
-import termios
-from pathlib import Path
 
 import pytest
 
-import unisono.launcher
+from tests.support.launches import LIMIT_S, RUN, logs
+from unisono.cli.main import main
 
-SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 200.0
 CTRL_S, CTRL_Q = b"\x13", b"\x11"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="written for Linux")
@@ -32,76 +28,58 @@ OUT = [b"equal\nout 0\n", b"equal\nout 1\n"]
 ERR = [b"err 0\n", b"err 1\n"]
 
 
-def environment(**extra):
-    drop = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
-    env = {k: v for k, v in os.environ.items() if k not in drop}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
-    return env | extra
-
-
-def command(*arguments):
-    return [sys.executable, "-W", "error", "-m", "unisono", "run", *map(str, arguments)]
-
-
 @pytest.fixture
-def run(tmp_path):
+def run(launches, tmp_path):
     """Run `unisono run` in a folder with talk.py; returns exit code, stdout and stderr."""
     (tmp_path / "talk.py").write_text(TALK)
-
-    def finish(*arguments, **env):
-        done = subprocess.run(
-            command(*arguments),
-            cwd=tmp_path,
-            env=environment(TMPDIR=str(tmp_path), **env),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            stdin=subprocess.DEVNULL,
-        )
-        return done.returncode, done.stdout, done.stderr
-
-    return finish
-
-
-def files(folder):
-    """Return the logs of the only launch, by their path below its folder."""
-    [launch] = folder.iterdir()
-    return {
-        path.relative_to(launch).as_posix(): path.read_bytes()
-        for path in launch.rglob("*")
-        if path.is_file()
-    }
+    return lambda *words, **variables: launches.run(*words, TMPDIR=str(tmp_path), **variables)
 
 
 def both(stream, texts):
     return {f"attempt_0/{rank}/{stream}.log": text for rank, text in enumerate(texts)}
 
 
-def test_tee_writes_files_and_shows_prefixed_lines(run, tmp_path):
-    code, out, err = run("-n", 2, "--tee", 3, "--log-dir", "logs", "--rdzv-id", "a/b", "talk.py")
-    assert code == 0
-    assert files(tmp_path / "logs") == both("stdout", OUT) | both("stderr", ERR)
-    assert sorted(out.splitlines()) == [
-        f"[rank {r}] {text}" for r in range(2) for text in ("equal", f"out {r}")
-    ]
-    note, *rest = err.splitlines()
+EVERYTHING = both("stdout", OUT) | both("stderr", ERR)
+PLAIN_OUT, PLAIN_ERR = ["equal", "equal", "out 0", "out 1"], ["err 0", "err 1"]
+PREFIXED_OUT = ["[rank 0] equal", "[rank 0] out 0", "[rank 1] equal", "[rank 1] out 1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "files", "out", "err"),
+    [
+        (
+            ["--tee", "3", "--rdzv-id", "a/b"],
+            EVERYTHING,
+            PREFIXED_OUT,
+            ["[rank 0] err 0", "[rank 1] err 1"],
+        ),
+        (
+            ["-r", "0:3,1:1"],
+            both("stdout", OUT) | {"attempt_0/0/stderr.log": ERR[0]},
+            [],
+            ["err 1"],
+        ),
+        ([], EVERYTHING, PLAIN_OUT, PLAIN_ERR),
+        (
+            ["--local-ranks-filter", "1", "--duplicate-stdout-filters", "out", "-r", "0"],
+            {"attempt_0/filtered_stdout.log": b"[rank 0] out 0\n[rank 1] out 1\n"},
+            ["equal", "out 1"],
+            ["err 1"],
+        ),
+    ],
+    ids=["tee", "redirects", "log-dir alone", "filters"],
+)
+def test_where_output_goes(run, tmp_path, flags, files, out, err):
+    code, shown, said = run("-n", 2, "--log-dir", "logs", *flags, "talk.py")
+    assert (code, sorted(shown.splitlines())) == (0, out)
+    note, *rest = said.splitlines()
     assert re.fullmatch(r"unisono run: logs in logs/\w+", note)
-    assert sorted(rest) == ["[rank 0] err 0", "[rank 1] err 1"]
-
-
-def test_redirected_streams_go_to_files_only(run, tmp_path):
-    code, out, err = run("-n", 2, "-r", "0:3,1:1", "--log-dir", "logs", "talk.py")
-    assert (code, out) == (0, "")
-    expected = both("stdout", OUT) | {"attempt_0/0/stderr.log": ERR[0]}
-    assert files(tmp_path / "logs") == expected
-    assert err.splitlines()[1:] == ["err 1"]
-
-
-def test_log_dir_alone_writes_files_beside_the_usual_output(run, tmp_path):
-    code, out, _ = run("-n", 2, "--log-dir", "logs", "talk.py")
-    assert code == 0
-    assert files(tmp_path / "logs") == both("stdout", OUT) | both("stderr", ERR)
-    assert sorted(out.splitlines()) == ["equal", "equal", "out 0", "out 1"]
+    assert sorted(rest) == err
+    found = logs(tmp_path / "logs")
+    if "attempt_0/filtered_stdout.log" in found:
+        lines = found["attempt_0/filtered_stdout.log"].splitlines(keepends=True)
+        found["attempt_0/filtered_stdout.log"] = b"".join(sorted(lines))
+    assert found == files
 
 
 def test_each_attempt_has_its_own_files(run, tmp_path):
@@ -113,7 +91,7 @@ def test_each_attempt_has_its_own_files(run, tmp_path):
     )
     code, _, err = run("-r", 1, "--max-restarts", 1, "--log-dir", "logs", "again.py")
     assert code == 0, err
-    assert files(tmp_path / "logs") == {
+    assert logs(tmp_path / "logs") == {
         f"attempt_{i}/0/stdout.log": b"attempt %d\n" % i for i in range(2)
     }
 
@@ -123,15 +101,15 @@ def test_redirected_traceback_is_in_the_report_all_the_same(run, tmp_path):
     code, _, err = run("-r", 3, "--log-dir", "logs", "fail.py")
     assert code == 1
     assert err.splitlines()[-1] == "ValueError: boom"
-    assert files(tmp_path / "logs")["attempt_0/0/stderr.log"].endswith(b"ValueError: boom\n")
+    assert logs(tmp_path / "logs")["attempt_0/0/stderr.log"].endswith(b"ValueError: boom\n")
 
 
 def test_filters(run, tmp_path):
-    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "out", "talk.py")
+    arguments = ("--local-ranks-filter", 1, "--duplicate-stdout-filters", "a,,qual,out", "talk.py")
     code, out, err = run("-n", 2, "--log-dir", "logs", "-r", 0, *arguments)
     assert (code, out) == (0, "equal\nout 1\n")
     assert err.splitlines()[1:] == ["err 1"]
-    [(name, text)] = files(tmp_path / "logs").items()
+    [(name, text)] = logs(tmp_path / "logs").items()
     assert name == "attempt_0/filtered_stdout.log"
     assert sorted(text.splitlines()) == [b"[rank 0] out 0", b"[rank 1] out 1"]
 
@@ -151,15 +129,13 @@ def test_prefix(run, arguments, env, expected):
     assert (code, out) == (0, f"{prefix}equal\n{prefix}out 0\n")
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"), [("--local-ranks-filter", "0,2-3"), ("--tee", "0:0,3:1"), ("-r", "3:1,2:2")]
-)
-def test_flag_about_a_worker_that_is_not_there(run, flag, value):
-    code, _, err = run("-n2", "--log-dir=logs", flag, value, "talk.py")
+def test_flags_about_workers_that_are_not_there(run):
+    flags = {"--local-ranks-filter": "0,2-3", "--tee": "0:0,3:1", "--redirects": "3:1,2:2"}
+    words = [word for flag in flags.items() for word in flag]
+    code, _, err = run("-n2", "--log-dir=logs", *words, "talk.py")
     assert code == 0
-    name = "--redirects" if flag == "-r" else flag
-    ranks = "3" if flag == "--tee" else "2-3"
-    assert f"unisono run: {name} names local rank {ranks}, but this node has 0-1 only\n" in err
+    for flag, ranks in zip(flags, ("2-3", "3", "2-3"), strict=True):
+        assert f"unisono run: {flag} names local rank {ranks}, but this node has 0-1 only\n" in err
 
 
 def test_log_folder_that_cannot_be_made(run):
@@ -183,35 +159,13 @@ def test_folded_lines(run):
     assert equal in ({"[rank 0-1] equal ×2"}, {"[rank 0] equal", "[rank 1] equal"})  # noqa: RUF001
 
 
-def on_a_terminal(*arguments, cwd, once=("", lambda terminal: None), **env):
-    """Run `unisono run` on a terminal of its own; returns exit code and what was shown.
-
-    Args:
-        once: A text, and what to call when it has been shown.
-    """
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        termios.tcsetwinsize(1, (30, 100))
-        os.execvpe(sys.executable, command(*arguments), environment(**({"TERM": "xterm"} | env)))
-    shown = b""
-    with open(terminal, "rb", buffering=0) as screen:
-        # Linux reports the last close of the other side as an error.
-        try:
-            while data := screen.read(65536):
-                shown += data
-                if once[0] and once[0] in shown.decode(errors="replace"):
-                    once[1](terminal)
-                    once = ("", None)
-        except OSError:
-            pass
-    _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status), shown.decode()
+def on_a_terminal(launches, *words, script, **variables):
+    """Run `unisono run` on a terminal; returns exit code and what was shown."""
+    return launches.run(*words, script=script, terminal=True, **{"TERM": "xterm"} | variables)[:2]
 
 
-def test_terminal_shows_a_status_line_and_each_line_once(tmp_path):
-    (tmp_path / "s.py").write_text("print('equal')\n" * 3)
-    code, shown = on_a_terminal("-n", 3, "s.py", cwd=tmp_path)
+def test_terminal_shows_a_status_line_and_each_line_once(launches):
+    code, shown = on_a_terminal(launches, "-n", 3, script="print('equal')\n" * 3)
     assert code == 0
     assert "of 3 ranks up | 0 restarts | 0:0" in shown
     # However the lines were folded, each rank's are all there.
@@ -236,29 +190,33 @@ else:
 """
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_terminal_that_stands_still_does_not_hold_the_launcher(tmp_path, term):
-    (tmp_path / "s.py").write_text(ONE_DIES)
-    fifos = {}
-    for name in ("die", "again"):
+@pytest.fixture
+def fifo(tmp_path):
+    """Return a function that makes a FIFO and opens it."""
+    opened = []
+
+    def make(name):
         os.mkfifo(tmp_path / name)
-        fifos[name] = os.open(tmp_path / name, os.O_RDWR)
+        opened.append(os.open(tmp_path / name, os.O_RDWR))
+        return opened[-1]
 
-    def stand_still(terminal):
-        os.write(terminal, CTRL_S)
-        os.write(fifos["die"], b"x")
-        ready, _, _ = select.select([fifos["again"]], [], [], LIMIT_S)
-        os.write(terminal, CTRL_Q)
-        assert ready, "the other worker was not ended, and none was restarted"
+    yield make
+    for fd in opened:
+        os.close(fd)
 
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+def test_a_terminal_that_stands_still_does_not_hold_the_launcher(launches, fifo, term):
+    die, again = fifo("die"), fifo("again")
     flags = ("-n", 2, "--max-restarts=1", "--prefix=")
-    try:
-        code, shown = on_a_terminal(
-            *flags, "s.py", cwd=tmp_path, once=("here", stand_still), TERM=term
-        )
-    finally:
-        for fd in fifos.values():
-            os.close(fd)
+    launch = launches.start(*flags, script=ONE_DIES, terminal=True, TERM=term)
+    launch.until(lambda: "here" in launch.out, "line of rank 0")
+    os.write(launch.screen, CTRL_S)
+    os.write(die, b"x")
+    ready, _, _ = select.select([again], [], [], LIMIT_S)
+    os.write(launch.screen, CTRL_Q)
+    assert ready, "the other worker was not ended, and none was restarted"
+    code, shown, _ = launch.finish()
     assert code == 0, shown
     assert "restart 1 of 1" in shown
 
@@ -276,45 +234,22 @@ signal.pause()
 """
 
 
-def started(folder, *arguments, stdout=subprocess.PIPE):
-    """Return a launch whose workers write when their buffers are full."""
-    return subprocess.Popen(
-        command(*arguments),
-        cwd=folder,
-        env=environment(PYTHONUNBUFFERED=""),
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-    )
+def test_a_signal_ends_a_launch_whose_output_nobody_reads(launches, fifo):
+    stuck = fifo("stuck")
+    with open(os.devnull, "w") as nothing:
+        launch = launches.start("--grace=0.2", script=STUCK, stdout=nothing.fileno())
+    assert select.select([stuck], [], [], LIMIT_S)[0]
+    launch.send_signal(signal.SIGTERM)
+    assert launch.wait() == 128 + signal.SIGTERM
 
 
-def test_a_signal_ends_a_launch_whose_output_nobody_reads(tmp_path):
-    (tmp_path / "s.py").write_text(STUCK)
-    os.mkfifo(tmp_path / "stuck")
-    stuck = os.open(tmp_path / "stuck", os.O_RDWR)
-    with started(tmp_path, "--grace=0.2", "s.py", stdout=subprocess.DEVNULL) as process:
-        try:
-            assert select.select([stuck], [], [], LIMIT_S)[0]
-            process.terminate()
-            assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
-        finally:
-            os.close(stuck)
-            process.kill()
-
-
-def test_a_reader_that_leaves_does_not_change_the_exit_code(tmp_path):
-    (tmp_path / "talk.py").write_text(TALK)
+def test_a_reader_that_leaves_does_not_change_the_exit_code(launches):
     receiver, sender = os.pipe()
     os.close(receiver)
     with open(sender, "wb") as nobody:
-        done = subprocess.run(
-            command("-n", 2, "talk.py"),
-            cwd=tmp_path,
-            env=environment(PYTHONUNBUFFERED=""),
-            stdout=nobody,
-            stderr=subprocess.PIPE,
-            timeout=LIMIT_S,
-        )
-    assert (done.returncode, sorted(done.stderr.splitlines())) == (0, [b"err 0", b"err 1"])
+        options = {"stdout": nobody.fileno(), "PYTHONUNBUFFERED": ""}
+        code, _, err = launches.run("-n", 2, script=TALK, **options)
+    assert (code, sorted(err.splitlines())) == (0, ["err 0", "err 1"])
 
 
 ALONE = """
@@ -327,28 +262,21 @@ else:
     select.select([again], [], [], 200)
     print("only one again", flush=True)
     # Long enough that the launcher no longer waits for the other rank to say the same.
-    select.select([], [], [], 1.0)
+    select.select([], [], [], 0.5)
     for _ in range(5000):
         print("y" * 100)
     open("end", "w").close()
 """
 
 
-def test_a_reader_that_leaves_does_not_end_the_copying_of_folded_lines(tmp_path):
-    (tmp_path / "s.py").write_text(ALONE)
+def test_a_reader_that_leaves_does_not_end_the_copying_of_folded_lines(launches, fifo, tmp_path):
     os.mkfifo(tmp_path / "end")
-    os.mkfifo(tmp_path / "again")
-    again = os.open(tmp_path / "again", os.O_RDWR)
-    with started(tmp_path, "-n", 2, "--fold", "always", "s.py") as process:
-        try:
-            assert process.stdout.readline().endswith(b"only one\n")
-            process.stdout.close()
-            os.write(again, b"x")
-            _, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-            os.close(again)
-    assert (process.returncode, err) == (0, b"")
+    again = fifo("again")
+    launch = launches.start("-n", 2, "--fold", "always", script=ALONE, PYTHONUNBUFFERED="")
+    assert launch.lines(1)[0].endswith("only one")
+    launch.close_output()
+    os.write(again, b"x")
+    assert launch.finish()[::2] == (0, "")
 
 
 FLOOD = """
@@ -363,24 +291,12 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_standard_error_does_not_wait_for_a_reader_of_standard_output(tmp_path):
-    (tmp_path / "s.py").write_text(FLOOD)
-    with subprocess.Popen(
-        command("-n", 2, "s.py"),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as process:
-        try:
-            ready, _, _ = select.select([process.stderr], [], [], LIMIT_S)
-            assert ready, "standard error stands still, too"
-            assert process.stderr.readline() == b"nobody takes more\n"
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, b"")
-    assert set(out.splitlines()) == {b"x" * 1023}
+def test_standard_error_does_not_wait_for_a_reader_of_standard_output(launches):
+    launch = launches.start("-n", 2, script=FLOOD)
+    launch.told("nobody takes more\n")
+    code, out, err = launch.finish()
+    assert (code, err) == (0, "nobody takes more\n")
+    assert set(out.splitlines()) == {"x" * 1023}
 
 
 PROGRESS = """
@@ -396,9 +312,8 @@ print("équal" * 2000)
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_a_script_shows_its_progress_bar_on_a_terminal(tmp_path, term):
-    (tmp_path / "s.py").write_text(PROGRESS)
-    code, shown = on_a_terminal("-n", 2, "s.py", cwd=tmp_path, TERM=term)
+def test_a_script_shows_its_progress_bar_on_a_terminal(launches, term):
+    code, shown = on_a_terminal(launches, "-n", 2, script=PROGRESS, TERM=term)
     assert code == 0, shown
     assert "bar 99" in shown
     assert "width 88" in shown  # room for the prefix
@@ -406,17 +321,16 @@ def test_a_script_shows_its_progress_bar_on_a_terminal(tmp_path, term):
     assert "équal" * 2000 in re.sub(r"[\r\n]", "", shown)
 
 
-def test_redirected_output_is_no_terminal_for_the_workers(tmp_path):
-    (tmp_path / "s.py").write_text("import sys; print(sys.stdout.isatty())")
-    code, shown = on_a_terminal("-n", 2, "--tee", 1, "--log-dir", "l", "s.py", cwd=tmp_path)
+def test_redirected_output_is_no_terminal_for_the_workers(launches):
+    script = "import sys; print(sys.stdout.isatty())"
+    code, shown = on_a_terminal(launches, "-n2", "--tee", 1, "--log-dir", "l", script=script)
     assert code == 0
     assert "False" in shown
     assert "True" not in shown
 
 
-def test_dumb_terminal_has_no_status_line(tmp_path):
-    (tmp_path / "s.py").write_text("print('x')")
-    _, shown = on_a_terminal("-n", 2, "s.py", cwd=tmp_path, UNISONO_FOLD="never")
+def test_dumb_terminal_has_no_status_line(launches):
+    _, shown = on_a_terminal(launches, "-n", 2, script="print('x')", UNISONO_FOLD="never")
     assert "ranks up" not in shown  # the workers have the terminal to themselves
     assert shown.split() == ["x", "x"]
 
@@ -428,14 +342,14 @@ def test_one_world_of_different_programs(run, tmp_path):
     show = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv)"
     (tmp_path / "a.py").write_text(show)
     (tmp_path / "b.py").write_text(show)
-    words = ["-n", 2, "a.py", "--x", ":", "y", ":", "-n", 1, "b.py", "z"]
+    words = ["-n", 2, "a.py", "--x", ":", "y", ":", "-n", 1, "b.py", "${local_rank}"]
     words += [":", "--nproc-per-node=1", "--no-python", "sh", "-c", "echo $RANK $WORLD_SIZE"]
     code, out, err = run(*words)
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         "0 4 ['a.py', '--x', ':', 'y']",
         "1 4 ['a.py', '--x', ':', 'y']",
-        "2 4 ['b.py', 'z']",
+        "2 4 ['b.py', '2']",
         "3 4",
     ]
 
@@ -446,30 +360,16 @@ def test_after_two_dashes_all_is_the_scripts(run, tmp_path):
     assert (code, out) == (0, "[':', '-n', '2', 'b.py']\n")
 
 
-@pytest.mark.parametrize(
-    ("following", "message"),
-    [
-        (["-n", "1"], "no script given"),
-        (["-n", "0", "talk.py"], "must be a number of at least 1"),
-        (["-n", "1", "absent.py"], "script not found: absent.py"),
-    ],
-)
-def test_usage_errors_of_a_later_program(run, following, message):
-    code, out, err = run("talk.py", ":", *following)
-    assert (code, out) == (2, "")
-    usage, last = err.splitlines()
-    assert usage == ("usage: unisono run [options] script ... : -n N [-m | --no-python] script ...")
-    assert last.startswith("unisono run (program 2): error: ")
-    assert message in last
-
-
 # ---- plan and binding ----------------------------------------------------------------------
 
 
-def test_dry_run_prints_the_plan_and_starts_nothing(run, tmp_path):
+def test_dry_run_prints_the_plan_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.py").touch()
     (tmp_path / "trap.py").write_text("open('started', 'w')")
-    code, out, err = run("-n", 2, "--dry-run", "trap.py", "a b", ":", "-n", 1, "talk.py")
-    assert (code, err) == (0, "")
+    assert main(shlex.split("run -n 2 --dry-run trap.py 'a b' : -n 1 talk.py")) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
     assert not (tmp_path / "started").exists()
     host = os.uname().nodename
     for rank in range(3):
@@ -478,12 +378,9 @@ def test_dry_run_prints_the_plan_and_starts_nothing(run, tmp_path):
     environments = [line.split()[1:] for line in out.splitlines() if line.startswith("  env")]
     assert [env[0] for env in environments] == ["RANK=0", "RANK=1", "RANK=2"]
     assert all("WORLD_SIZE=3" in env for env in environments)
-
-
-def test_dry_run_of_two_nodes(run):
-    where = ("--nnodes", 2, "--master-addr", "node0", "--master-port", 1234)
-    code, out, _ = run("-n", 2, "--dry-run", *where, "--node-rank", 1, "talk.py")
-    assert code == 0
+    where = "--nnodes 2 --master-addr node0 --master-port 1234 --node-rank 1"
+    assert main(f"run -n 2 --dry-run {where} talk.py".split()) == 0
+    out, _ = capsys.readouterr()
     assert "nodes     2, meeting at node0:1234" in out
     assert "rank 2: local rank 0" in out
     assert "WORLD_SIZE=4" in out
@@ -496,10 +393,9 @@ print(json.dumps([rank, sorted(os.sched_getaffinity(0)), threads]))
 """
 
 
-def test_workers_are_bound(run, tmp_path):
-    (tmp_path / "cpus.py").write_text(SHOW_CPUS)
+def test_workers_are_bound(launches):
     nprocs = min(2, len(os.sched_getaffinity(0)))
-    code, out, err = run("-n", nprocs, "--bind", "auto", "cpus.py")
+    code, out, err = launches.run("-n", nprocs, "--bind", "auto", script=SHOW_CPUS)
     assert code == 0
     shown = sorted(map(json.loads, out.splitlines()))
     seen = [cpu for _, cpus, _ in shown for cpu in cpus]
@@ -509,14 +405,14 @@ def test_workers_are_bound(run, tmp_path):
         assert all(1 <= int(threads) <= len(cpus) for _, cpus, threads in shown)
 
 
-def test_launchers_own_cpus_are_the_limit(run, tmp_path):
-    (tmp_path / "cpus.py").write_text(SHOW_CPUS)
+def test_launchers_own_cpus_are_the_limit(launches):
     allowed = os.sched_getaffinity(0)
     one = min(allowed)
     os.sched_setaffinity(0, {one})
     try:
-        code, out, err = run("-n", 1, "--bind", "numa", "cpus.py")
+        launch = launches.start("-n", 1, "--bind", "numa", script=SHOW_CPUS, program=RUN)
     finally:
         os.sched_setaffinity(0, allowed)
+    code, out, err = launch.finish()
     assert (code, json.loads(out)) == (0, ["0", [one], "1"])
     assert err == f"unisono run: bind: numa (local rank:CPUs 0:{one})\n" or "cgroup limit" in err

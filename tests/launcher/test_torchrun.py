@@ -6,16 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import unisono.launcher
+from tests.support.launches import LIMIT_S, environment
 from unisono.cli.run import command as run_command
 
-SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 200.0
-OURS = [sys.executable, "-m", "unisono", "run"]
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun runs on Linux")
@@ -95,25 +91,6 @@ def test_every_variable(monkeypatch):
             monkeypatch.delenv(prefix + action.dest.upper())
 
 
-def test_plug_in_for_logs_is_refused():
-    done = finish(OURS, "--logs-specs", "mine", "script.py")
-    assert done.returncode == 2
-    assert "torchrun's plug-ins for logs cannot be used here" in done.stderr
-
-
-def finish(launcher, *arguments, cwd=None, **variables):
-    env = dict(os.environ) | {"PYTHONPATH": SRC}
-    return subprocess.run(
-        [*launcher, *map(str, arguments)],
-        cwd=cwd,
-        env=env | variables,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-
-
 SHOW = """
 import json, os, sys
 with open(os.environ["SEEN"] + os.environ["RANK"], "w") as file:
@@ -134,6 +111,7 @@ OWN = {
 AGENTS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("flags", "variables"),
     [
@@ -146,63 +124,51 @@ AGENTS_OWN = {"TORCHELASTIC_SIGNALS_TO_HANDLE"}
     ],
     ids=["standalone", "virtual local rank", "static"],
 )
-def test_workers_get_what_torchruns_workers_get(tmp_path, flags, variables):
+def test_workers_get_what_torchruns_workers_get(launches, tmp_path, flags, variables):
     pytest.importorskip("torch")
-    (tmp_path / "show.py").write_text(SHOW)
-    seen = []
-    for launcher, name in ((OURS, "ours"), (THEIRS, "theirs")):
-        words = [*flags, "show.py", "a b", "--x=${local_rank}"]
-        done = finish(launcher, *words, cwd=tmp_path, SEEN=name, **variables)
-        assert done.returncode == 0, done.stderr
+    words = [*flags, "script.py", "a b", "--x=${local_rank}"]
+    code, _, err = launches.run(*flags, script=SHOW, args=words[-2:], SEEN="ours", **variables)
+    assert code == 0, err
+    env = environment(SEEN="theirs", **variables)
+    subprocess.run([*THEIRS, *words], cwd=tmp_path, env=env, timeout=LIMIT_S, check=True)
+    seen = {}
+    for name in ("ours", "theirs"):
         paths = sorted(tmp_path.glob(f"{name}?"))
         assert [path.name for path in paths] == [f"{name}0", f"{name}1"]
-        seen.append([json.loads(path.read_text()) for path in paths])
-    ours, theirs = seen
-    assert [line[:3] for line in ours] == [line[:3] for line in theirs]
-    for mine, reference in zip(ours, theirs, strict=True):
+        seen[name] = [json.loads(path.read_text()) for path in paths]
+    for mine, reference in zip(seen["ours"], seen["theirs"], strict=True):
+        assert mine[:3] == reference[:3]
         assert set(reference[3]) - set(mine[3]) <= AGENTS_OWN
         assert set(mine[3]) - set(reference[3]) <= set(OWN)
         for name in set(reference[3]) - set(OWN) - AGENTS_OWN:
             assert mine[3][name] == reference[3][name], name
 
 
-def test_other_interpreter(tmp_path):
+def test_other_interpreter(launches, tmp_path):
     (tmp_path / "other").write_text("#!/bin/sh\necho other $2 $3\n")
     (tmp_path / "other").chmod(0o755)
-    (tmp_path / "s.py").touch()
-    done = finish(OURS, "s.py", "x", cwd=tmp_path, PYTHON_EXEC="./other")
-    assert (done.returncode, done.stdout) == (0, "other s.py x\n"), done.stderr
+    done = launches.run(script="", args=["x"], PYTHON_EXEC="./other")
+    assert done == (0, "other script.py x\n", "")
 
 
-def test_run_path_wins_over_no_python(tmp_path):
-    script = tmp_path / "s.py"
-    script.write_text("import sys; print(__name__, sys.argv)")
-    done = finish(OURS, "--run-path", "--no-python", script, "x")
-    assert (done.returncode, done.stdout) == (0, f"__main__ ['{script}', 'x']\n"), done.stderr
+def test_run_path_wins_over_no_python(launches):
+    script = "import sys; print(__name__, sys.argv)"
+    done = launches.run("--run-path", "--no-python", script=script, args=["x"])
+    assert done == (0, "__main__ ['script.py', 'x']\n", "")
 
 
-def test_fewer_gpus_than_workers(tmp_path):
-    (tmp_path / "s.py").touch()
+def test_fewer_gpus_than_workers(launches):
     flags = ("--virtual-local-rank", "--nproc-per-node=2")
-    done = finish(OURS, *flags, "s.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="4")
-    assert done.returncode == 1
-    assert "local rank 1 needs a GPU of its own" in done.stderr
+    code, _, err = launches.run(*flags, script="", CUDA_VISIBLE_DEVICES="4")
+    assert code == 1
+    assert "local rank 1 needs a GPU of its own" in err
 
 
-def test_signals_to_handle(tmp_path):
-    (tmp_path / "s.py").write_text(
-        "import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nsignal.pause()\n"
-    )
-    done = finish(OURS, "--signals-to-handle=SIGTERM,SIGUSR1", "s.py", cwd=tmp_path)
-    assert done.returncode == 128 + signal.SIGUSR1
-    assert done.stderr.splitlines()[-1] == "unisono run: stopped by SIGUSR1"
-
-
-@pytest.mark.parametrize("names", ["SIGKILL", "SIGFOO", "TERM"])
-def test_signals_that_cannot_be_handled(names):
-    done = finish(OURS, f"--signals-to-handle={names}", "s.py")
-    assert done.returncode == 2
-    assert f"{names!r} is no signal that a program can handle" in done.stderr
+def test_signals_to_handle(launches):
+    script = "import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nsignal.pause()\n"
+    code, _, err = launches.run("--signals-to-handle=SIGTERM,SIGUSR1", script=script)
+    assert code == 128 + signal.SIGUSR1
+    assert err.splitlines()[-1] == "unisono run: stopped by SIGUSR1"
 
 
 RECORDED = """
@@ -216,18 +182,17 @@ main()
 """
 
 
-def test_error_file_of_torchs_record_decorator_is_read(tmp_path):
+def test_error_file_of_torchs_record_decorator_is_read(launches, tmp_path):
     pytest.importorskip("torch")
-    (tmp_path / "s.py").write_text(RECORDED)
-    done = finish(OURS, "--log-dir", "logs", "s.py", cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ValueError: only in the file"
+    code, _, err = launches.run("--log-dir", "logs", script=RECORDED)
+    assert code == 1
+    assert err.splitlines()[-1] == "ValueError: only in the file"
     [path] = tmp_path.glob("logs/*/attempt_0/0/error.json")
     assert json.loads(path.read_text())["message"]["message"] == "ValueError: only in the file"
 
 
-def test_error_file_without_logs_is_gone_afterwards(tmp_path):
-    (tmp_path / "s.py").write_text(
+def test_error_file_without_logs_is_gone_afterwards(launches, tmp_path):
+    script = (
         "import json, os, sys\n"
         "path = os.environ['TORCHELASTIC_ERROR_FILE']\n"
         "print(os.stat(os.path.dirname(os.path.dirname(path))).st_mode & 0o777)\n"
@@ -235,17 +200,16 @@ def test_error_file_without_logs_is_gone_afterwards(tmp_path):
         "sys.exit(3)\n"
     )
     (tmp_path / "tmp").mkdir()
-    done = finish(OURS, "s.py", cwd=tmp_path, TMPDIR=str(tmp_path / "tmp"))
-    assert (done.returncode, done.stdout) == (3, f"{0o700}\n")
-    assert done.stderr.splitlines()[-1] == "in words"
+    code, out, err = launches.run(script=script, TMPDIR=str(tmp_path / "tmp"))
+    assert (code, out) == (3, f"{0o700}\n")
+    assert err.splitlines()[-1] == "in words"
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_launcher_inside_a_launcher_hands_the_error_on(tmp_path):
-    (tmp_path / "s.py").write_text("raise ValueError('boom')")
+def test_launcher_inside_a_launcher_hands_the_error_on(launches, tmp_path):
     path = tmp_path / "outer.json"
-    done = finish(OURS, "s.py", cwd=tmp_path, TORCHELASTIC_ERROR_FILE=str(path))
-    assert done.returncode == 1
+    script = "raise ValueError('boom')"
+    assert launches.run(script=script, TORCHELASTIC_ERROR_FILE=str(path))[0] == 1
     message = json.loads(path.read_text())["message"]
     assert (message["message"], message["errorCode"]) == ("ValueError: boom", 1)
     assert message["extraInfo"]["py_callstack"].endswith("ValueError: boom")

@@ -6,32 +6,20 @@ load the real one.
 
 import json
 import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-import unisono.launcher
+from tests.support.launches import LIMIT_S, Launches, children, gone
 from unisono.launcher.workers.script_scan import is_untouched
 from unisono.launcher.workers.warm import WarmWorkers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 90.0
-
-# `unisono run`, in more of a hurry.
-RUN = """
-import sys
-from unisono.cli.main import main
-from unisono.launcher.workers import warm
-warm.FIRST_LOOK_S = warm._BETWEEN_S = 0.05
-sys.exit(main(["run", *sys.argv[1:]]))
-"""
+HURRY = {f"unisono.launcher.workers.warm.{name}": 0.05 for name in ("FIRST_LOOK_S", "_BETWEEN_S")}
 
 TORCH = """
 import mmap, os
@@ -81,39 +69,27 @@ if attempt == "0":
 """
 
 
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+class Job(Launches):
+    """A launch whose first attempt waits to be told to fail."""
 
-
-class Job:
-    """A running launch whose first attempt waits to be told to fail."""
-
-    def __init__(self, folder, *arguments, **variables):
-        self.folder = folder
+    def begin(self, *arguments, torch=TORCH, path=""):
+        folder = self.folder
         (folder / "torch" / "lib").mkdir(parents=True)
         (folder / "torch" / "lib" / "libtorch_cpu.so").write_text("something")
-        (folder / "torch" / "__init__.py").write_text(variables.pop("torch", TORCH))
+        (folder / "torch" / "__init__.py").write_text(torch)
         (folder / "torch" / "distributed.py").write_text(DISTRIBUTED)
         (folder / "script.py").write_text(SCRIPT)
         for rank in range(2):
             os.mkfifo(folder / f"fifo_{rank}")
-        drop = ("RANK", "WORLD_SIZE", "PYTHONPATH")
-        env = {k: v for k, v in os.environ.items() if k not in drop}
-        path = os.pathsep.join(filter(None, [str(folder), SRC, variables.pop("path", "")]))
-        self.popen = subprocess.Popen(
-            [sys.executable, "-c", RUN, "-n", "2", "--max-restarts", "1", *arguments],
-            cwd=folder,
-            env=env | {"PYTHONPATH": path} | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        words = ("-n", 2, "--max-restarts", 1, *arguments)
+        path = os.pathsep.join(filter(None, [str(folder), path]))
+        self.launch = self.start(*words, patches=HURRY, PYTHONPATH=path)
 
     def wait_for(self, condition, what):
         deadline = time.monotonic() + LIMIT_S
         while not (value := condition()):
             assert time.monotonic() < deadline, f"no {what}"
-            assert self.popen.poll() is None, self.popen.communicate()[1].decode()
+            assert self.launch.is_running(), self.launch.finish()
             time.sleep(0.01)
         return value
 
@@ -135,7 +111,7 @@ class Job:
     def _warm(self, count):
         found = set()
         # The process that was started here has one child, which has all the others.
-        for pid in [pid for main in children(self.popen.pid) for pid in children(main)]:
+        for pid in [pid for main in children(self.launch.pid) for pid in children(main)]:
             try:
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -144,38 +120,26 @@ class Job:
                 found.add(pid)
         return found if len(found) == count else None
 
-    def started(self, attempt):
+    def saw(self, attempt):
         """Wait for both workers of an attempt; return what they saw."""
         paths = [self.folder / f"done_{attempt}_{rank}" for rank in range(2)]
         self.wait_for(lambda: all(path.exists() for path in paths), f"attempt {attempt}")
         return [json.loads(path.read_text()) for path in paths]
 
     def fail(self):
-        """Make both workers of the first attempt end."""
+        """Make both workers of the first attempt end; return how the launch ended, and the rest."""
         for rank in range(2):
             (self.folder / f"fifo_{rank}").write_text("now")
-
-    def finish(self):
-        out, err = self.popen.communicate(timeout=LIMIT_S)
-        return self.popen.returncode, out.decode(), err.decode()
-
-    def close(self):
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.communicate()
+        ended = self.launch.finish()
+        files = [self.folder / f"done_1_{rank}" for rank in range(2)]
+        return ended, [json.loads(path.read_text()) for path in files]
 
 
 @pytest.fixture
 def job(tmp_path):
-    jobs = []
-
-    def start(*arguments, **variables):
-        jobs.append(Job(tmp_path, *arguments, **variables))
-        return jobs[-1]
-
-    yield start
-    for each in jobs:
-        each.close()
+    job = Job(tmp_path)
+    yield job
+    job.close()
 
 
 PER_ATTEMPT = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT")
@@ -184,21 +148,18 @@ USERS_OWN = "import os\nvars(os)['site_of_the_user'] = os.environ['TORCHELASTIC_
 ALSO_OF_TORCH = ("json", "contextlib", "importlib", "warnings")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("command", [["script.py", "a b", "--", "-x"], ["-m", "script", "y"]])
 @pytest.mark.parametrize("users_own", [False, True], ids=["", "sitecustomize of the user"])
 def test_a_script_cannot_tell(job, tmp_path, command, users_own):
-    variables = {}
     if users_own:
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(USERS_OWN)
-        variables = {"path": str(tmp_path / "site")}
-    running = job(*command, **variables)
-    before = running.started(0)
-    warm = running.ready()
-    running.fail()
-    code, out, err = running.finish()
+    job.begin(*command, path=str(tmp_path / "site"))
+    before = job.saw(0)
+    warm = job.ready()
+    (code, out, err), after = job.fail()
     assert (code, out) == (0, ""), err
-    after = [json.loads((tmp_path / f"done_1_{rank}").read_text()) for rank in range(2)]
     assert {state.pop("pid") for state in after} == warm
     for first, second in zip(before, after, strict=True):
         del first["pid"]
@@ -212,68 +173,55 @@ def test_a_script_cannot_tell(job, tmp_path, command, users_own):
 
 
 def test_killed_half_started_workers_are_done_without(job):
-    running = job("script.py")
-    running.started(0)
-    warm = running.warm()
+    job.begin("script.py")
+    job.saw(0)
+    warm = job.warm()
     for pid in warm:
         os.kill(pid, signal.SIGKILL)
-    running.fail()
-    assert running.finish()[0] == 0
-    assert not {state["pid"] for state in running.started(1)} & warm
+    (code, _, _), after = job.fail()
+    assert code == 0
+    assert not {state["pid"] for state in after} & warm
 
 
 ONLY_IN_A_SCRIPT = TORCH + "import __main__\nassert hasattr(__main__, '__file__')\n"
 
 
-def test_script_never_runs_in_a_half_started_worker_that_failed(job, tmp_path):
-    running = job("script.py", torch=ONLY_IN_A_SCRIPT)
-    running.started(0)
-    [pid, *_] = running.warm(1)
-    running.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
-    running.fail()
-    code, _, err = running.finish()
+def test_script_never_runs_in_a_half_started_worker_that_failed(job):
+    job.begin("script.py", torch=ONLY_IN_A_SCRIPT)
+    job.saw(0)
+    [pid, *_] = job.warm(1)
+    job.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
+    (code, _, err), _ = job.fail()
     # A second dump of the same attempt would have been an error.
     assert code == 0, err
     assert "assert" not in err
-    assert (tmp_path / "done_1_0").exists()
 
 
 def test_script_has_its_own_module_of_a_name_that_torch_loaded(job, tmp_path):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "colorsys.py").touch()
     (tmp_path / "app" / "script.py").write_text("import colorsys\n" + SCRIPT)
-    running = job("app/script.py", torch="import colorsys\n" + TORCH)
-    [before, _] = running.started(0)
-    [pid, *_] = running.warm(1)
-    running.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
-    running.fail()
-    assert running.finish()[0] == 0
-    states = [json.loads((tmp_path / f"done_1_{rank}").read_text()) for rank in range(2)]
+    job.begin("app/script.py", torch="import colorsys\n" + TORCH)
+    [before, _] = job.saw(0)
+    [pid, *_] = job.warm(1)
+    job.wait_for(lambda: not Path(f"/proc/{pid}/maps").read_text(), "end of the start")
+    (code, _, _), states = job.fail()
+    assert code == 0
     assert pid not in {state["pid"] for state in states}
     assert all(state["modules"] == before["modules"] for state in states)
 
 
-def test_killed_launcher_leaves_no_half_started_worker(job):
-    running = job("script.py")
-    handles = [os.pidfd_open(pid) for pid in running.warm()]
-    running.popen.kill()
-    deadline = time.monotonic() + LIMIT_S
-    try:
-        for handle in handles:
-            left = max(0.0, deadline - time.monotonic())
-            assert select.select([handle], [], [], left)[0]
-    finally:
-        for handle in handles:
-            os.close(handle)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143)])
+def test_none_is_left_when_the_launch_ends(job, signum, code):
+    job.begin("script.py")
+    warm = job.warm()
+    job.launch.send_signal(signum)
+    assert job.launch.finish()[0] == code
+    assert gone(warm) if signum == signal.SIGKILL else not any(map(is_there, warm))
 
 
-def test_job_that_ends_leaves_none(job):
-    running = job("script.py")
-    running.started(0)
-    warm = running.warm()
-    running.popen.send_signal(signal.SIGTERM)
-    assert running.finish()[0] == 128 + signal.SIGTERM
-    assert not any(Path(f"/proc/{pid}").exists() for pid in warm)
+def is_there(pid):
+    return Path(f"/proc/{pid}").exists()
 
 
 def test_none_without_a_restart_or_where_none_is_wanted():

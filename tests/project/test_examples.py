@@ -1,5 +1,6 @@
 """Every example as a user starts it: real processes, under the launcher."""
 
+import importlib
 import os
 import re
 import shutil
@@ -19,7 +20,6 @@ SRC = str(Path(unisono.__file__).parents[1])
 LIMIT_S = 100.0
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-needs_digits = pytest.mark.skipif(find_spec("sklearn") is None, reason="no scikit-learn")
 
 
 def command(script, nprocs, *arguments):
@@ -90,7 +90,7 @@ def torch_tensors(size):
         (two_groups, 2),
         (two_groups, 5),
         *[(lines, n) for lines in (ring, softmax_norm, scatter) for n in (1, 2, 4)],
-        pytest.param(torch_tensors, 3, marks=[needs_torch, pytest.mark.slow]),
+        pytest.param(torch_tensors, 3, marks=[needs_torch]),
     ],
 )
 def test_prints_what_the_oracle_says(expected, nprocs):
@@ -126,7 +126,6 @@ def test_two_jobs():
 
 
 @needs_torch
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["unisono", "torch.distributed.run"])
 def test_torch_ddp_under_both_launchers(launcher):
     start = [sys.executable, "-m", *launcher.split(), *(["run"] if launcher == "unisono" else [])]
@@ -145,7 +144,6 @@ def test_torch_ddp_under_both_launchers(launcher):
 
 
 @needs_torch
-@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_torch_handover_survives_a_crash_of_each_job():
     done = subprocess.run(
@@ -169,7 +167,7 @@ def test_two_groups_needs_two_ranks():
 
 def with_fault(name, old, new, folder):
     """Return a copy of an example in which `old` is replaced; its imports come along."""
-    for path in EXAMPLES.glob("*.py"):
+    for path in (*EXAMPLES.glob("*.py"), EXAMPLES / "digits.csv.gz"):
         shutil.copy(path, folder)
     script = folder / name
     text = script.read_text()
@@ -194,7 +192,7 @@ def test_torch_tensors_says_so_without_torch(tmp_path):
         ("broadcast_weights.py", "src=source)", "src=source if weight.size < 4096 else rank)"),
         pytest.param(
             *("torch_tensors.py", "ReduceOp.AVG", "ReduceOp.SUM"),
-            marks=[needs_torch, pytest.mark.slow],
+            marks=[needs_torch],
         ),
     ],
 )
@@ -206,15 +204,13 @@ def test_fault_is_noticed(name, old, new, tmp_path):
 
 def table_of(lines):
     """Return the summary that train_digits prints, by name."""
-    return dict(re.split(r"  +", line, maxsplit=1) for line in lines if not re.match("epoch", line))
+    return dict(re.findall(r"^(\w.*?)  +(\S.*)$", "\n".join(lines), re.MULTILINE))
 
 
 def difference_in(lines):
     return float(table_of(lines)["largest difference to rank 0 alone"].split()[0])
 
 
-@needs_digits
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nprocs", "epochs", "batch", "accuracy"),
     [
@@ -229,10 +225,14 @@ def test_train_digits(nprocs, epochs, batch, accuracy):
     options = ("--epochs", epochs, "--batch", batch, "--min-accuracy", accuracy)
     code, lines, err = launch(EXAMPLES / "train_digits.py", nprocs, *options)
     assert (code, err) == (0, "")
-    reached = [re.search(r"test accuracy ([\d.]+)%$", line) for line in lines if "epoch" in line]
+    reached = [re.search(r"test accuracy +([\d.]+)%  step", line) for line in lines]
+    reached = [float(found[1]) for found in reached if found]
     assert len(reached) == epochs
-    assert float(reached[-1][1]) >= 100 * accuracy
+    assert reached[-1] >= 100 * accuracy
+    misread = [re.match(r"(\d+) of 297 test images are misread", line) for line in lines]
+    assert [297 - round(2.97 * reached[-1])] == [int(found[1]) for found in misread if found]
     table = table_of(lines)
+    assert {f"rank {rank}" for rank in range(nprocs)} <= set(table)
     assert table["ranks"] == str(nprocs)
     assert table["weights equal on all ranks"] == "yes, bit for bit"
     difference = difference_in(lines)
@@ -242,8 +242,6 @@ def test_train_digits(nprocs, epochs, batch, accuracy):
     assert 0 < int(table["of it communicating and waiting"].partition("%")[0]) < 100
 
 
-@needs_digits
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "failed"),
     [
@@ -272,13 +270,11 @@ def test_train_digits_fails(old, new, failed, tmp_path):
     assert (difference_in(lines) > 1e-3) == ("difference" in failed)
 
 
-@needs_digits
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("rich") is None, reason="rich is not installed")
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals")
 def test_train_digits_on_a_terminal():
     ours, theirs = os.openpty()
-    # The launcher's options as in `make demo`.
+    # The launcher's option as in `make demo`.
     script = [EXAMPLES / "train_digits.py", "--epochs", 5, "--min-accuracy", 0.9]
     arguments = command("--fold=never", 2, *script)
     env = environment(TERM="xterm-256color", COLUMNS="100")
@@ -296,3 +292,16 @@ def test_train_digits_on_a_terminal():
     assert "training on 2 ranks" in text
     assert "100%" in text
     assert "│ weights equal on all ranks         │ yes, bit for bit" in text
+    shown = len(re.findall(r"\d \(is \d\)|   \d    ", text))
+    assert shown >= 10
+    assert text.count("▀") == shown * 4 * 8  # a half block in levels of grey for 2 pixels
+
+
+def test_display_draws_what_it_is_given(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    display = importlib.import_module("display")
+    assert display.chart([0, 1], 0, 2, height=2) == [" █", "▁█"]
+    image = np.random.default_rng(0).integers(0, 2, (8, 8))
+    halves = {" ": (0, 0), "▄": (0, 1), "▀": (1, 0), "█": (1, 1)}
+    drawn = [[halves[text] for text, _ in line] for line in display.picture(image.ravel(), False)]
+    np.testing.assert_array_equal(np.moveaxis(drawn, 2, 1).reshape(8, 8), image)

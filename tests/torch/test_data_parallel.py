@@ -1,116 +1,237 @@
-"""DistributedDataParallel against torch's own, against formulas, and in its corners."""
+"""DistributedDataParallel against formulas, and in its corners."""
 
-import itertools
+import contextlib
+import threading
+import warnings
 
+import numpy as np
 import pytest
+
+import unisono as dist
+from unisono.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    InvalidArgumentError,
+    UnsupportedError,
+    UsageError,
+)
+from unisono.groups.work import Future
 
 torch = pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402
-
-import unisono as dist  # noqa: E402
-from tests.torch import ddp_bodies as bodies  # noqa: E402  needs torch
-from tests.torch import shape_bodies  # noqa: E402
-from unisono.errors import ArgumentTypeError, InvalidArgumentError  # noqa: E402
-from unisono.parallel import DistributedDataParallel, PowerSGDState  # noqa: E402
+from tests.support.torch_world import batch, loss_of, make_model  # noqa: E402  needs torch
+from unisono.parallel import (  # noqa: E402
+    DistributedDataParallel,
+    PowerSGDState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    power_sgd_hook,
+)
 from unisono.parallel.buckets import assign_buckets  # noqa: E402
-from unisono.testing import run  # noqa: E402
+from unisono.parallel.hooks import all_reduce_hook  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("forked_with_torch")
+
+RANKS = 3
+# A test that ends with an error ends with a barrier: a rank that left would fail calls under way.
+on_ranks = pytest.mark.ranks(RANKS, kind="both")
 
 
-def test_two_ranks_have_the_bits_of_torch_on_gloo(tmp_path):
-    results = run(bodies.against_torch, 2, ranks="processes", args=(str(tmp_path / "gloo"),))
-    assert results == [(0.0, 43)] * 2
+def gathered(value):
+    """Return the value of every rank."""
+    values = [None] * RANKS
+    dist.all_gather_object(values, value)
+    return values
 
 
-def test_models_of_many_shapes_have_the_bits_of_torch_on_gloo(tmp_path):
-    path = str(tmp_path / "gloo")
-    for found in run(shape_bodies.shapes, 2, ranks="processes", args=(path,), timeout=120):
-        assert found.keys() == shape_bodies.SHAPES.keys()
-        for name, (different, compared) in found.items():
-            assert (different, compared > 6) == (0, True), name
+@on_ranks
+def test_gradients_are_the_average_of_local_ones(rank):
+    model = DistributedDataParallel(make_model(rank), broadcast_buffers=False)
+    loss_of(model, rank, 0).backward()
+    alone = []
+    for r in range(RANKS):
+        # Rank 0's parameters were copied to all ranks.
+        copy = make_model(0)
+        loss_of(copy, r, 0).backward()
+        alone.append([q.grad for q in copy.parameters()])
+    for q, grads in zip(model.parameters(), zip(*alone, strict=True), strict=True):
+        wanted = sum(g.double() for g in grads) / RANKS
+        assert float((q.grad.double() - wanted).abs().max()) < 1e-6
+    bits = [q.grad.numpy().tobytes() for q in model.parameters()]
+    assert gathered(bits) == [bits] * RANKS
 
 
-def test_three_ranks_differ_from_torch_by_rounding(tmp_path):
-    results = run(bodies.against_torch, 3, ranks="processes", args=(str(tmp_path / "gloo"),))
-    # Sums of three in another order, over three steps; the values are below 4.
-    assert all(worst < 1e-5 and n == 43 for worst, n in results)
+@on_ranks
+def test_no_sync_adds_up(rank):
+    """Two passes without reduction and one with: the sum of three passes, averaged."""
+    model = DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
+    weight = model.module.weight
+    for _ in range(2):
+        weight.grad = None
+        with model.no_sync():
+            for k in range(2):
+                model(torch.full((1, 3), float(rank + k))).sum().backward()
+        assert float(weight.grad[0, 0]) == pytest.approx(2 * rank + 1, abs=1e-6)
+        model(torch.full((1, 3), float(rank + 2))).sum().backward()
+        wanted = sum(3 * r + 3 for r in range(RANKS)) / RANKS
+        assert float(weight.grad[1, 2]) == pytest.approx(wanted, abs=1e-6)
 
 
-@pytest.fixture(scope="module", params=["threads", "processes"])
-def results(request):
-    """What every body returned on each of three ranks, by name."""
-    ranks = run(bodies.everything, 3, ranks=request.param)
-    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+class Branches(torch.nn.Module):
+    """Uses some of its layers."""
+
+    def __init__(self, width=2):
+        super().__init__()
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(3)]
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x, which):
+        return {"out": [sum(self.layers[i](x) for i in which)]}
 
 
-def test_gradients_are_the_average_of_local_ones(results):
-    answers = results["average_of_local"]
-    assert all(worst < 1e-6 for worst, _ in answers)
-    assert all(bits == answers[0][1] for _, bits in answers)
-
-
-def test_no_sync_adds_up(results):
-    for seen in results["without_sync"]:
-        assert seen == pytest.approx([0, 0, 0, 0], abs=1e-6)
-
-
-@pytest.mark.parametrize("body", ["unused", "unused_alone"])
-def test_unused_parameters(results, body):
+@on_ranks
+def test_unused_parameters(rank):
+    """Layer 0 on rank 0, layer 1 on the others, layer 2 nowhere."""
     third, two_thirds = [[np.float32(1 / 3).item()] * 2] * 2, [[2 / 3] * 2] * 2
-    for seen in results[body]:
-        for first, second, nowhere in seen:
-            assert first == third
-            assert np.allclose(second, two_thirds)
+    for width in (2, 1040):  # the larger parameters share no bucket
+        model = DistributedDataParallel(Branches(width), find_unused_parameters=True)
+        for _ in range(2):
+            model.zero_grad()
+            out = model(torch.ones(1, width), [0] if rank == 0 else [1])["out"][0]
+            out.sum().backward()
+            first, second, nowhere = [layer.weight.grad for layer in model.module.layers]
+            assert first[:2, -2:].tolist() == third
+            assert np.allclose(second[:2, -2:].tolist(), two_thirds)
             assert nowhere is None
 
 
-def test_unused_by_mistake_is_named(results):
-    for told in results["unused_by_mistake"]:
-        assert "1 of 3 parameters got no gradient: layers.1.weight" in told
-        assert "find_unused_parameters=True" in told
+@on_ranks
+def test_unused_by_mistake_is_named(rank):
+    model = DistributedDataParallel(Branches())
+    model(torch.ones(1, 2), [0, 2])["out"][0].sum().backward()
+    with pytest.raises(UsageError, match="find_unused_parameters=True") as caught:
+        model(torch.ones(1, 2), [0, 1, 2])
+    assert "1 of 3 parameters got no gradient: layers.1.weight" in str(caught.value)
+    dist.barrier()
 
 
-def test_large_gradients_are_reduced_where_they_are(results):
-    for worst, uses, fresh in results["large"]:
-        assert worst < 1e-5
-        assert uses == [fresh] * 2
+@on_ranks
+def test_large_gradients_are_reduced_where_they_are(rank):
+    """Gradients of 4 MiB and more, one of them not contiguous, which `zero_grad` must free."""
+    wide = [
+        torch.nn.Parameter(torch.zeros(1040, 1041)),
+        torch.nn.Parameter(torch.zeros(1060, 1000).t()),
+    ]
+    module = torch.nn.Module()
+    module.forward = lambda factor: sum((p * factor).sum() for p in wide)
+    for i, p in enumerate(wide):
+        module.register_parameter(f"p{i}", p)
+    model = DistributedDataParallel(module)
+    for step in range(3):
+        if step != 1:
+            module.zero_grad()
+        with model.no_sync():
+            model(float(rank)).backward()
+        before = [p.grad.clone() for p in wide]
+        model(float(rank + step)).backward()
+        for p, own in zip(wide, before, strict=True):
+            wanted = own - rank + sum(2 * r + step for r in range(RANKS)) / RANKS
+            assert float((p.grad - wanted).abs().max()) < 1e-5
+    assert [_uses(p.grad) for p in wide] == [_uses(torch.zeros(1))] * 2
 
 
-def test_large_gradients_in_memory_of_others(results):
-    for scale, first, second in results["lent"]:
-        assert scale == pytest.approx(1040 * 1041)
-        assert (first, second) == (pytest.approx(1), pytest.approx(1))
+def _uses(tensor):
+    """Return how many tensors have this memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def test_state_comes_from_rank_0(results):
-    answers = results["state_of_rank_0"]
-    assert all(answer == answers[0] for answer in answers)
-    first, later, entries = answers[0]
-    assert (first[1], later) == (5.0, 7.0)
-    assert entries == len(bodies.make_model(0).state_dict())
+class Viewed(torch.nn.Module):
+    """Backward gives each parameter a view of what it has to read for another one afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.first = torch.nn.Parameter(torch.zeros(1040 * 1041))
+        self.second = torch.nn.Parameter(torch.zeros(1040 * 1041))
+
+    def forward(self, x):
+        return x * self.scale + (self.first.view(x.shape) + self.second.view(x.shape))
 
 
-@pytest.mark.parametrize(("name", "digits"), [("plain", 24), ("fp16", 11), ("bf16", 8)])
-def test_hooks(results, name, digits):
+@on_ranks
+def test_large_gradients_in_memory_of_others(rank):
+    module = Viewed()
+    model = DistributedDataParallel(module)
+    (model(torch.ones(1040, 1041)) * float(rank)).sum().backward()
+    scale, first, second = [float(p.grad.double().mean()) for p in module.parameters()]
+    assert scale == pytest.approx(1040 * 1041)
+    assert (first, second) == (pytest.approx(1), pytest.approx(1))
+
+
+@on_ranks
+def test_state_comes_from_rank_0(rank):
+    """Parameters, also frozen ones, and buffers come from rank 0; buffers before each pass."""
+    model = make_model(rank)
+    model[0].weight.requires_grad_(False)
+    model[1].running_mean.fill_(rank + 5.0)
+    wrapped = DistributedDataParallel(model)
+    found = [float(model[0].weight.sum()), float(model[1].running_mean[0])]
+    # The first pass follows construction, which has copied them already.
+    loss_of(wrapped, rank, 0).backward()
+    model[1].running_mean.fill_(rank + 7.0)
+    model.eval()
+    with torch.no_grad():
+        wrapped(batch(rank, 1)[0])
+    assert found == [float(make_model(0)[0].weight.detach().sum()), 5.0]
+    assert float(model[1].running_mean[0]) == 7.0
+    assert len(wrapped.state_dict()) == len(make_model(0).state_dict())
+
+
+@on_ranks
+def test_hooks(rank):
+    """One step on a known gradient."""
     exact = np.arange(50) / 7 + 1
-    for got, told in results[name]:
-        error = np.abs(np.array(got) - exact) / exact
+    for hook, digits in ((all_reduce_hook, 24), (fp16_compress_hook, 11), (bf16_compress_hook, 8)):
+        model = DistributedDataParallel(torch.nn.Linear(50, 1, bias=False))
+        model.register_comm_hook(dist.group.WORLD, hook)
+        model(torch.arange(50.0).reshape(1, 50) / 7 + rank).sum().backward()
+        error = np.abs(model.module.weight.grad[0].numpy() - exact) / exact
         # Each share is rounded, and so are the sums.
         assert error.max() <= 3 * 2.0**-digits
-        assert name == "plain" or error.max() > 2.0**-22
-        assert "registered already" in told
+        assert digits == 24 or error.max() > 2.0**-22
+        with pytest.raises(UsageError, match="registered already"):
+            model.register_comm_hook(None, hook)
 
 
-def test_power_sgd(results):
-    answers = results["power_sgd"]
-    assert all(bits == answers[0][1] for _, bits in answers)
-    for answer, _ in answers:
-        assert answer["low rank"] < 1e-5
-        assert answer["bias"] == 0
-        assert answer["sent"] == [(40, 4)]
-        # One approximation of rank 4 is far off, but what it lacks is made up for.
-        assert answer["distance"][0] > 0.4
-        assert answer["distance"][-1] < 0.25 * answer["distance"][0]
+@on_ranks
+def test_power_sgd(rank):
+    """Gradients of rank 2 (exact with r=2), then of full rank with error feedback."""
+    model = DistributedDataParallel(torch.nn.Linear(40, 30))
+    state = PowerSGDState(dist.group.WORLD, 4, start_power_sgd_iter=1, min_compression_rate=1)
+    model.register_comm_hook(state, power_sgd_hook)
+    generator = torch.Generator().manual_seed(5)
+    xs = [torch.randn(2, 40, generator=generator) for _ in range(RANKS)]
+    for _ in range(3):
+        model.zero_grad()
+        model(xs[rank]).sum().backward()
+    wanted = sum(x.sum(0) for x in xs) / RANKS
+    assert float((model.module.weight.grad - wanted).abs().max()) < 1e-5
+    assert float((model.module.bias.grad - 2).abs().max()) == 0
+    targets = torch.randn(RANKS, 30, 40, generator=generator)
+    total, norm = torch.zeros(30, 40), float(targets.mean(0).norm())
+    distance = []
+    for step in range(30):
+        model.zero_grad()
+        out = model(torch.zeros(1, 40))
+        ((model.module.weight * targets[rank]).sum() + out.sum()).backward()
+        total += model.module.weight.grad
+        distance.append(float((total / (step + 1) - targets.mean(0)).norm()) / norm)
+    # One approximation of rank 4 is far off, but later ones make up for what it lacks.
+    assert distance[0] > 0.4
+    assert distance[-1] < 0.25 * distance[0]
+    assert sorted(tuple(q.shape) for q in state.factors.values()) == [(40, 4)]
+    bits = model.module.weight.grad.numpy().tobytes()
+    assert gathered(bits) == [bits] * RANKS
 
 
 def test_power_sgd_arguments():
@@ -119,63 +240,260 @@ def test_power_sgd_arguments():
     assert not PowerSGDState(None, 4).compresses(1, 1000)
 
 
-def test_reductions_begin_while_backward_runs(results):
-    for events in results["order_of_buckets"]:
-        assert [e for e in events if e != "first layer"] == [0, 1, 2, 3]
-        assert events.index("first layer") > events.index(1)
+@on_ranks
+def test_reductions_begin_while_backward_runs(rank):
+    """Reductions begin before backward ends, in one order on all ranks."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=8 * 8 * 4 / 2**20)
+    events = []
+
+    def hook(state, bucket):
+        events.append(bucket.index())
+        assert [tuple(g.shape) for g in bucket.gradients()] == [(8, 8)]
+        assert bucket.is_last() == (bucket.index() == 3)
+        return all_reduce_hook(dist.group.WORLD, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    model[0].register_full_backward_hook(lambda *_: events.append("first layer"))
+    wrapped(torch.ones(1, 8, requires_grad=True)).sum().backward()
+    assert [e for e in events if e != "first layer"] == [0, 1, 2, 3]
+    assert events.index("first layer") > events.index(1)
 
 
-def test_a_failing_hook_fails_backward(results):
+@on_ranks
+def test_a_failing_hook_fails_backward_and_the_next_step(rank):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+
+    def hook(state, bucket):
+        failed = Future()
+        failed.set_exception(RuntimeError("the hook failed"))
+        return failed
+
+    model.register_comm_hook(None, hook)
     unfinished = "the last backward pass of DistributedDataParallel was not finished: "
-    told = ["the hook failed", unfinished + "its reduction failed"]
-    assert results["failing_hook"] == [told] * 3
+    for line in ("the hook failed", unfinished + "its reduction failed"):
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.ones(1, 2)).sum().backward()
+        assert str(caught.value).splitlines()[0] == line
+    dist.barrier()
 
 
-def test_different_modules_are_a_mismatch(results):
-    for told in results["other_model"]:
-        assert "float32[2, 2]" in told
-        assert "float32[3, 2]" in told
+@on_ranks
+def test_different_modules_are_a_mismatch(rank):
+    with pytest.raises(CollectiveMismatchError) as caught:
+        DistributedDataParallel(torch.nn.Linear(2, 3 if rank == 1 else 2))
+    assert "float32[2, 2]" in str(caught.value)
+    assert "float32[3, 2]" in str(caught.value)
+    dist.barrier()
 
 
-def test_sparse_gradients_are_refused(results):
-    for told in results["sparse"]:
-        assert told.startswith("the gradient of 'weight' is torch.sparse_coo; ")
-        assert "; DistributedDataParallel reduces dense gradients" in told
-        assert "sparse=False" in told
+@on_ranks
+def test_sparse_gradients_are_refused(rank):
+    model = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(UnsupportedError, match="sparse=False") as caught:
+        model(torch.tensor([1])).sum().backward()
+    text = str(caught.value)
+    assert text.startswith("the gradient of 'weight' is torch.sparse_coo; ")
+    assert "; DistributedDataParallel reduces dense gradients" in text
+    dist.barrier()
 
 
-def test_gradients_whenever_calls_are_made(results):
-    for wrong in results["moments"]:
-        assert {name: by for name, by in wrong.items() if by > 1e-6} == {}
+class Two(torch.nn.Module):
+    """Two outputs with a weight each; the gradient of a weight is what its output was made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(()))
+        self.second = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.first * x, self.second * x
 
 
-def test_a_changed_module_is_refused(results):
-    told = "parameters changed after DistributedDataParallel was made: "
-    for found in itertools.chain.from_iterable(results["refused"]):
-        assert found == {
-            "frozen": told + "first (frozen or gone)",
-            "gone": told + "first (new, or frozen before); first (frozen or gone)",
-            "added": told + "third (new, or frozen before)",
-            "thawed": told + "fixed (new, or frozen before)",
-            "other_type": told + "first, second (of another dtype or shape)",
-            "error_in_backward": "the last backward pass of DistributedDataParallel was not "
-            "finished: 1 of 2 parameters got no gradient: first",
-        }
+def hook_before_backward(model, x):
+    a, b = model(x)
+    model.register_comm_hook(None, lambda _, bucket: all_reduce_hook(dist.group.WORLD, bucket))
+    (a + b).backward()
 
 
-def test_a_frozen_module_passes_gradients_on(results):
-    found = results["frozen_for_a_while"]
-    p = len(found)
-    assert found == [([7.0, [None, None]], [(p + 1) / 2] * 2)] * p
+def no_sync_around_backward(model, x):
+    a, b = model(x)
+    with model.no_sync():
+        (a + b).backward()
 
 
-def test_a_scripted_module_is_averaged(results):
-    p = len(results["scripted"])
-    assert results["scripted"] == [(p + 1) / 2] * p
+def two_forwards_one_backward(model, x):
+    a, b = model(x)
+    c, d = model(2 * x)
+    (a + b + c + d).backward()
 
 
-def test_a_hook_in_backward_is_refused(results):
-    assert all("during a backward pass" in told for told in results["hook_in_backward"])
+def two_forwards_two_backwards(model, x):
+    a, b = model(x)
+    c, d = model(2 * x)
+    (a + b).backward()
+    (c + d).backward()
+
+
+def one_backward_twice(model, x):
+    a, b = model(x)
+    (a + b).backward(retain_graph=True)
+    (a + b).backward()
+
+
+def a_backward_for_each_output(model, x):
+    a, b = model(x)
+    b.backward()
+    a.backward()
+
+
+def no_sync_in_between(model, x):
+    a, b = model(x)
+    with model.no_sync():
+        c, d = model(x)
+    (a + b).backward()
+    (c + d).backward()
+
+
+def past_the_wrapper(model, x):
+    a, b = model(x)
+    (a + b).backward()
+    (model.module.first * x + model.module.second * x).backward()
+
+
+def after_a_dropped_forward(model, x):
+    model(x)
+    with model.no_sync():
+        sum(model(x)).backward()
+
+
+# By what each rank's x and the average of all of them count in the gradient of both weights.
+MOMENTS = {
+    hook_before_backward: (0, 1),
+    no_sync_around_backward: (0, 1),
+    two_forwards_one_backward: (0, 3),
+    two_forwards_two_backwards: (0, 3),
+    one_backward_twice: (0, 2),
+    a_backward_for_each_output: (0, 1),
+    no_sync_in_between: (1, 1),
+    past_the_wrapper: (1, 1),
+    after_a_dropped_forward: (1, 0),
+}
+
+
+@on_ranks
+def test_gradients_whenever_calls_are_made(rank):
+    x, average = 1.0 + rank, sum(1.0 + r for r in range(RANKS)) / RANKS
+    for find_unused in (False, True):
+        for body, (own, shared) in MOMENTS.items():
+            model = DistributedDataParallel(Two(), find_unused_parameters=find_unused)
+            body(model, x)
+            grads = [float(weight.grad) for weight in model.module.parameters()]
+            wanted = [own * x + shared * average] * 2
+            assert grads == pytest.approx(wanted, abs=1e-6), (body.__name__, find_unused)
+
+
+def frozen(module):
+    module.first.requires_grad_(False)
+
+
+def gone(module):
+    module.first = torch.nn.Parameter(torch.ones(()))
+
+
+def added(module):
+    module.third = torch.nn.Parameter(torch.ones(()))
+
+
+def thawed(module):
+    module.fixed.requires_grad_(True)
+
+
+def other_type(module):
+    module.double()
+
+
+def error_in_backward(module):
+    def fail(gradient):
+        raise ArithmeticError("no gradient")
+
+    module.first.register_hook(fail)
+
+
+CHANGED = "parameters changed after DistributedDataParallel was made: "
+CHANGES = {
+    frozen: CHANGED + "first (frozen or gone)",
+    gone: CHANGED + "first (new, or frozen before); first (frozen or gone)",
+    added: CHANGED + "third (new, or frozen before)",
+    thawed: CHANGED + "fixed (new, or frozen before)",
+    other_type: CHANGED + "first, second (of another dtype or shape)",
+    error_in_backward: "the last backward pass of DistributedDataParallel was not "
+    "finished: 1 of 2 parameters got no gradient: first",
+}
+
+
+def two_steps(model):
+    with contextlib.suppress(ArithmeticError):
+        sum(model(1.0)).backward()
+    model(1.0)
+
+
+@on_ranks
+def test_a_changed_module_is_refused(rank):
+    for passes in (0, 2):
+        for change, line in CHANGES.items():
+            module = Two()
+            module.fixed = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+            model = DistributedDataParallel(module)
+            for _ in range(passes):
+                sum(model(1.0)).backward()
+            change(module)
+            with pytest.raises(UsageError) as caught:
+                two_steps(model)
+            assert str(caught.value).splitlines()[0] == line, (change.__name__, passes)
+    dist.barrier()
+
+
+@on_ranks
+def test_a_frozen_module_passes_gradients_on(rank):
+    """A module through which others learn; the gradients of its input and parameters."""
+    module = Two()
+    torch.nn.init.constant_(module.first, 3.0)
+    torch.nn.init.constant_(module.second, 4.0)
+    model, x = DistributedDataParallel(module), torch.tensor(2.0 + rank, requires_grad=True)
+    module.requires_grad_(False)
+    sum(model(x)).backward()
+    module.requires_grad_(True)
+    assert (float(x.grad), [p.grad for p in module.parameters()]) == (7.0, [None, None])
+    sum(model(1.0 + rank)).backward()
+    assert [float(p.grad) for p in module.parameters()] == [(RANKS + 1) / 2] * 2
+
+
+_compiler = threading.Lock()
+
+
+@on_ranks
+def test_a_scripted_module_is_averaged(rank):
+    """A module compiled by TorchScript inside another; the gradient of its weight."""
+    # Ranks may be threads; neither the filters of warnings nor the compiler is made for several.
+    with _compiler, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        inner = torch.jit.script(torch.nn.Linear(1, 1, bias=False))
+    model = DistributedDataParallel(torch.nn.Sequential(inner))
+    model(torch.tensor([1.0 + rank])).backward()
+    assert float(inner.weight.grad) == (RANKS + 1) / 2
+
+
+@on_ranks
+def test_a_hook_in_backward_is_refused(rank):
+    """A communication hook that comes while gradients do."""
+    model = DistributedDataParallel(Two())
+    model.module.first.register_post_accumulate_grad_hook(
+        lambda _: model.register_comm_hook(dist.group.WORLD, all_reduce_hook)
+    )
+    with pytest.raises(UsageError, match="during a backward pass"):
+        sum(model(1.0)).backward()
+    dist.barrier()
 
 
 def test_buckets_close_when_full_and_follow_backward():

@@ -13,7 +13,6 @@ pytestmark = [
         importlib.util.find_spec("torch") is None or importlib.util.find_spec("expecttest") is None,
         reason="torch, or expecttest that its tests import, is not installed",
     ),
-    pytest.mark.slow,
 ]
 
 # One of each kind; what Gloo passes, 91 tests on 3 ranks, passes as a whole.

@@ -1,19 +1,236 @@
 """The same script under torch.distributed with Gloo and under unisono, in real processes."""
 
+import importlib.util
+import os
+
 import pytest
 
-from tests.worlds import gloo_bodies
-from unisono.testing import run
+import unisono as dist
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_results_are_those_of_gloo(tmp_path, monkeypatch):
-    pytest.importorskip("torch")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    theirs = run(gloo_bodies.with_gloo, 3, ranks="processes", args=(str(tmp_path / "store"),))
-    ours = run(gloo_bodies.with_unisono, 3, ranks="processes")
-    for rank in range(3):
-        assert ours[rank].keys() == theirs[rank].keys()
-        assert len(ours[rank]) > 40
-        for name, expected in theirs[rank].items():
-            assert ours[rank][name] == expected, f"rank {rank}: {name}"
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@pytest.mark.ranks(3, kind="processes")
+def test_results_are_those_of_gloo(rank, tmp_path):
+    import torch
+    import torch.distributed as theirs
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    size, url = dist.get_world_size(), f"file://{tmp_path}/store"
+    theirs.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+    try:
+        expected = script(theirs, torch, rank, size)
+    finally:
+        theirs.destroy_process_group()
+    ours = script(dist, torch, rank, size)
+    assert ours.keys() == expected.keys()
+    assert len(ours) > 40
+    for name, results in expected.items():
+        assert ours[name] == results, f"rank {rank}: {name}"
+
+
+def script(dist, torch, rank, size):
+    """Run what Gloo gets right; return {name: result as a list}."""
+    results = {}
+
+    def note(name, *tensors):
+        results[name] = [(str(t.dtype), t.tolist()) for t in tensors]
+
+    def new(n=6, dtype=torch.float32, shift=0):
+        return (torch.arange(n) + 10 * rank + shift).to(dtype)
+
+    def zeros(count, n=6, dtype=torch.float32):
+        return [torch.zeros(n, dtype=dtype) for _ in range(count)]
+
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.float16,
+    ):
+        for op in ("SUM", "PRODUCT", "MIN", "MAX"):
+            x = new(6, dtype) % 5 + 1
+            dist.all_reduce(x, getattr(dist.ReduceOp, op))
+            note(f"all_reduce {dtype} {op}", x)
+    for op in ("BAND", "BOR", "BXOR"):
+        x = new(6, torch.int32)
+        dist.all_reduce(x, getattr(dist.ReduceOp, op))
+        note(f"all_reduce {op}", x)
+    x = new()
+    dist.broadcast(x, 1)
+    note("broadcast", x)
+    x = new()
+    dist.reduce(x, size - 1)
+    note("reduce", *([x] if rank == size - 1 else []))
+    outs = zeros(size)
+    dist.all_gather(outs, new())
+    note("all_gather", *outs)
+    out = torch.zeros(6 * size)
+    dist.all_gather_into_tensor(out, new())
+    note("all_gather_into_tensor", out)
+    outs = zeros(size)
+    dist.gather(new(), outs if rank == 1 else None, dst=1)
+    note("gather", *outs)
+    out = torch.zeros(6)
+    dist.scatter(out, [new(shift=i) for i in range(size)] if rank == 0 else None, src=0)
+    note("scatter", out)
+    dist.reduce_scatter(out, [new(shift=i) for i in range(size)])
+    note("reduce_scatter", out)
+    dist.reduce_scatter_tensor(out, new(6 * size))
+    note("reduce_scatter_tensor", out)
+    out = torch.zeros(2 * size)
+    dist.all_to_all_single(out, new(2 * size))
+    note("all_to_all_single", out)
+    ins, outs = [1 + (rank + i) % 2 for i in range(size)], [1 + (rank + i) % 2 for i in range(size)]
+    out = torch.zeros(sum(outs), 3)
+    dist.all_to_all_single(out, new(3 * sum(ins)).reshape(-1, 3), outs, ins)
+    note("all_to_all_single uneven", out)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    y = torch.zeros(6)
+    works = [dist.isend(new(), right, tag=3), dist.irecv(y, left, tag=3)]
+    for work in works:
+        work.wait()
+    note("isend irecv", y)
+    y = torch.zeros(6)
+    ops = [dist.P2POp(dist.isend, new(), right), dist.P2POp(dist.irecv, y, left)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    note("batch", y)
+    if rank == 0:
+        dist.send(new(), 1)
+    elif rank == 1:
+        y = torch.zeros(6)
+        results["recv"] = [dist.recv(y), y.tolist()]
+    group = dist.new_group([2, 0])
+    if rank in (0, 2):
+        x = new()
+        dist.all_reduce(x, group=group)
+        note("group", x)
+        results["ranks"] = [
+            dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group),
+            dist.get_group_rank(group, 2), dist.get_global_rank(group, 0),
+        ]  # fmt: skip
+    else:
+        results["ranks"] = [dist.get_rank(group), dist.get_world_size(group), group]
+    x = new()
+    work = dist.all_reduce(x, async_op=True)
+    results["async"] = [work.wait(), work.is_completed(), x.tolist()]
+    futures = dist.all_reduce(x, async_op=True).get_future()
+    results["future"] = futures.then(lambda f: x.tolist()).wait()
+    results["sync"] = [dist.all_reduce(x), dist.barrier(), dist.get_rank(), dist.get_world_size()]
+    results |= newer_names(dist, torch, rank, size)
+    results |= subgroups(dist, torch, rank, size)
+    results |= objects(dist, rank, size)
+    return results
+
+
+def newer_names(dist, torch, rank, size):
+    """The `_single` names, coalesced calls, queries."""
+    results = {}
+    out = torch.zeros(2 * size)
+    returned = [dist.all_gather_single(out, torch.full((2,), float(rank)))]
+    results["all_gather_single"] = out.tolist()
+    part = torch.zeros(2)
+    returned.append(dist.reduce_scatter_single(part, torch.arange(2.0 * size) + rank))
+    results["reduce_scatter_single"] = part.tolist()
+    tensors = [torch.full((n,), float(rank + n)) for n in (1, 4)]
+    with dist._coalescing_manager() as manager:
+        returned += [dist.all_reduce(x) for x in tensors]
+    manager.wait()
+    results["coalesced"] = [x.tolist() for x in tensors]
+    outs = [torch.zeros(n * size) for n in (1, 3)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for n, out in zip((1, 3), outs, strict=True):
+            returned.append(dist.all_gather_single(out, torch.full((n,), float(rank))))
+    manager.wait()
+    results["coalesced gathers"] = [x.tolist() for x in outs]
+    x, y = torch.ones(2), torch.ones(3)
+    returned.append(dist.all_reduce_coalesced([x, y]))
+    results["all_reduce_coalesced"] = [x.tolist(), y.tolist()]
+    returned.append(dist.monitored_barrier())
+    with dist.record_comm("part"):
+        returned.append(dist.barrier())
+    results["returned"] = returned
+    results["queries"] = [
+        dist.is_available(), dist.is_initialized(), dist.is_gloo_available(),
+        dist.is_backend_available("gloo"), dist.is_backend_available("nonesuch"),
+        dist.is_ucc_available(), dist.is_torchelastic_launched(), dist.get_node_local_rank(7),
+        [dist.supports_complex(getattr(dist.ReduceOp, op)) for op in ("SUM", "MAX", "BAND")],
+        [str(dist.Backend(name)) for name in ("GLOO", "Nccl", "other")],
+        str(dist.DebugLevel.INFO.name), dist.default_pg_timeout.total_seconds(),
+    ]  # fmt: skip
+    return results
+
+
+def objects(dist, rank, size):
+    """Object collectives, and what they return."""
+    results = {}
+    mine = {"rank": rank, "text": "x" * 2000 * rank, "nested": [rank, (rank, None)]}
+    got = [None] * size
+    returned = [dist.all_gather_object(got, mine)]
+    results["all_gather_object"] = got
+    got = [None] * size if rank == 1 else None
+    returned.append(dist.gather_object(mine, got, dst=1))
+    results["gather_object"] = got
+    got = [mine, rank, None]
+    returned.append(dist.broadcast_object_list(got, src=2))
+    results["broadcast_object_list"] = got
+    got = [None, "kept"]
+    returned.append(
+        dist.scatter_object_list(got, [(i, "é") for i in range(size)] if rank == 0 else None)
+    )
+    results["scatter_object_list"] = got
+    if rank == 0:
+        returned.append(dist.send_object_list([mine, 3], 1))
+    elif rank == 1:
+        got = [None, None]
+        returned.append(dist.recv_object_list(got, 0))
+        results["recv_object_list"] = got
+    results["objects returned"] = returned
+    return results
+
+
+def subgroups(dist, torch, rank, size):
+    """Groups by size and by lists; group_src and group_dst; who is in them."""
+    results = {}
+    mine, groups = dist.new_subgroups(1)
+    alone = [dist.get_process_group_ranks(mine), dist.get_rank(mine), dist.get_world_size(mine)]
+    results["new_subgroups"] = [alone, [dist.get_rank(group) for group in groups]]
+    mine, groups = dist.new_subgroups_by_enumeration([[2, 0], [1]])
+    results["by enumeration"] = [
+        dist.get_process_group_ranks(mine),
+        [dist.get_world_size(group) for group in groups],
+    ]
+    x = torch.full((2,), float(rank))
+    dist.broadcast(x, group=mine, group_src=0)
+    results["group_src"] = x.tolist()
+    outs = [torch.zeros(2) for _ in range(dist.get_world_size(mine))]
+    last = dist.get_world_size(mine) - 1
+    dist.gather(x, outs if dist.get_rank(mine) == last else None, group=mine, group_dst=last)
+    results["group_dst"] = [out.tolist() for out in outs]
+    before = dist.get_pg_count()
+    dist.new_group([0])
+    results["pg_count"] = dist.get_pg_count() - before
+    mistakes = [
+        lambda: dist.new_subgroups(2), lambda: dist.new_subgroups_by_enumeration([]),
+        lambda: dist.new_subgroups_by_enumeration([[0], [0]]), lambda: dist.new_group([0, 0]),
+        lambda: dist.get_group_rank(mine, 77), lambda: dist.get_global_rank(mine, 77),
+        lambda: dist.get_default_backend_for_device("maia"), lambda: dist.split_group(mine),
+        lambda: dist.shrink_group([], mine), lambda: dist.scatter_object_list([], [1] * size),
+        lambda: dist.P2POp(dist.isend, x), lambda: dist.batch_isend_irecv([3]),
+        lambda: dist.broadcast(x, 0, group_src=0), lambda: dist.init_process_group("gloo"),
+    ]  # fmt: skip
+    results["mistakes"] = [kind_of_error(call) for call in mistakes]
+    return results
+
+
+def kind_of_error(call):
+    """Return which of Python's own errors a call raises, None if none."""
+    try:
+        call()
+    except Exception as error:
+        return next(
+            kind.__name__ for kind in (ValueError, TypeError, Exception) if isinstance(error, kind)
+        )
+    return None

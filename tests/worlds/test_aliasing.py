@@ -6,14 +6,16 @@ import pytest
 import unisono as dist
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 from unisono.schedules import available
-from unisono.testing import run
+
+SIZES = pytest.mark.ranks(1, 2, 3, 4)
 
 
 def parts(collective, size):
     return [None, *available(collective, size)]
 
 
-def gather_from_a_slice(rank):
+@SIZES
+def test_all_gather_of_a_slice_of_its_output(rank):
     p = dist.get_world_size()
     for algorithm in parts("all_gather", p):
         whole = np.full((p, 3), -1.0)
@@ -27,7 +29,8 @@ def gather_from_a_slice(rank):
         assert (crossed == np.repeat(np.arange(p), 3)).all(), (algorithm, crossed)
 
 
-def scatter_into_a_slice(rank):
+@SIZES
+def test_reduce_scatter_into_a_slice_of_its_input(rank):
     p = dist.get_world_size()
     for algorithm in parts("reduce_scatter", p):
         for op, expected in ((dist.ReduceOp.SUM, p), (dist.ReduceOp.PREMUL_SUM(0.5), p / 2)):
@@ -40,7 +43,8 @@ def scatter_into_a_slice(rank):
                 assert (whole.reshape(p, 4)[kept] == np.array(kept)[:, None] + 1).all()
 
 
-def exchange_in_place(rank):
+@SIZES
+def test_all_to_all_in_place(rank):
     p = dist.get_world_size()
     for algorithm in parts("all_to_all", p):
         x = np.arange(p * 2.0) + 100 * rank
@@ -52,7 +56,8 @@ def exchange_in_place(rank):
         assert [row[0] for row in rows] == [10 * r + rank for r in range(p)], (algorithm, rows)
 
 
-def lists(rank):
+@SIZES
+def test_lists_that_share_entries(rank):
     p = dist.get_world_size()
     x = np.full(2, float(rank))
     outs = [np.zeros(2) for _ in range(p)]
@@ -73,7 +78,8 @@ def lists(rank):
     dist.all_gather([np.zeros(0)] * p, np.zeros(0))  # nothing to overwrite
 
 
-def queued(rank):
+@SIZES
+def test_queued_calls_on_one_array(rank):
     """Calls that are queued on one array see what those before them have left."""
     p = dist.get_world_size()
     for n in (3, 50_000):
@@ -97,7 +103,8 @@ def queued(rank):
             assert (whole == expected).all(), (like.strides, whole, expected)
 
 
-def overlaps(rank):
+@pytest.mark.ranks(3)
+def test_overlapping_outputs_are_refused(rank):
     """Results that would overwrite one another are refused before anything is sent."""
     p = dist.get_world_size()
     x, long = np.ones(3), np.zeros(20)
@@ -127,29 +134,15 @@ def overlaps(rank):
             dist.all_reduce(out)
         dist.barrier()
     dist.all_gather([np.zeros((2, 2)).T for _ in range(p)], np.ones((2, 2)))
-    return told[0]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(
-    "body",
-    [gather_from_a_slice, scatter_into_a_slice, exchange_in_place, lists, queued],
-    ids=lambda v: v.__name__,
-)
-def test_shared_memory_gives_the_same_result(body, size):
-    run(body, size)
-
-
-def test_overlapping_outputs_are_refused():
-    assert set(run(overlaps, 3)) == {
+    assert told[0] == (
         "all_gather: tensor_list[0] and tensor_list[1] share memory, so one result would overwrite "
         "the other"
-    }
+    )
 
 
-def torch_overlaps(rank):
-    import torch
-
+@pytest.mark.ranks(2)
+def test_overlapping_tensors_are_refused(rank):
+    torch = pytest.importorskip("torch")
     x = torch.zeros(4)
     with pytest.raises(InvalidArgumentError, match="share memory"):
         dist.all_gather([x, x], torch.ones(4))
@@ -158,8 +151,3 @@ def torch_overlaps(rank):
         dist.all_gather([half[::2], half[:4]], torch.ones(4, dtype=torch.bfloat16))
     with pytest.raises(InvalidArgumentError, match="overlaps itself"):
         dist.all_reduce(torch.zeros(1).expand(3))
-
-
-def test_overlapping_tensors():
-    pytest.importorskip("torch")
-    run(torch_overlaps, 2)

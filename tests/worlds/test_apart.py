@@ -1,97 +1,97 @@
 """Groups of ranks that count as several hosts: programs of messages in C++."""
 
-from functools import partial
-
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.worlds import (
-    algorithm_bodies,
-    apart_bodies,
-    matrix_bodies,
-    mismatch_bodies,
-    quick_bodies,
-    stress_bodies,
-)
-from tests.worlds.test_mismatch import check
-from unisono.base import config
-from unisono.engines import is_native_built
+import unisono as dist
+from tests.support.matrix import matrix
+from tests.worlds import test_algorithms, test_mismatch, test_quick, test_stress
 from unisono.testing import run
 
-pytestmark = [
-    pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
-    pytest.mark.skipif(
-        config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
-    ),
-]
+pytestmark = pytest.mark.native
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
 def per_host(monkeypatch, request):
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", str(request.param))
-    return request.param
-
-
-@pytest.fixture(params=["threads", "processes"])
-def apart(request, per_host):
-    """Return `run`, on threads and on processes; on processes with one rank per host only."""
-    if request.param == "processes" and per_host > 1:
-        pytest.skip("threads will do")
-    return partial(run, ranks=request.param)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32), size=st.integers(2, 5))
 def test_as_the_reference_engine_bit_for_bit(seed, size):
-    stress_bodies.check_engines_agree(size, seed)
+    test_stress.check_engines_agree(size, seed)
 
 
-def test_every_operation_on_every_dtype():
-    results = run(matrix_bodies.matrix, 3, args=("numpy", False), engine="native")
-    assert len({digest for digest, _ in results}) == 1, "ranks differ"
+# Bodies of tests that run on one host elsewhere.
+HEAVY = [
+    *((test_algorithms.test_every_algorithm_by_name, size) for size in (3, 4, 5)),
+    *((test_mismatch.make_every_case, size) for size in (2, 3, 5)),
+    (matrix, 3),
+]
+REPEATED = [
+    (test_quick.test_every_function_repeats_with_other_contents, 2),
+    (test_quick.test_every_function_repeats_with_other_contents, 4),
+    (test_quick.test_a_missing_rank_is_named, 3),
+    (test_quick.test_abort_ends_a_repeated_call, 3),
+    (test_quick.test_a_mismatch_names_both_calls, 3),
+    (test_quick.test_an_even_exchange_among_uneven_ones, 3),
+]
 
 
-@pytest.mark.parametrize("size", [3, 4, 5])
-def test_every_algorithm_by_name(size):
-    calls = run(algorithm_bodies.every_algorithm, size, engine="native")
-    assert min(calls) >= len(algorithm_bodies.COLLECTIVES) * 2
+def name(value):
+    return value.__name__.removeprefix("test_") if callable(value) else None
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_rank_names_both_sides(size):
-    check(run(mismatch_bodies.every_case, size, args=(1, False)), 1)
+@pytest.mark.sweep(5)
+@pytest.mark.parametrize(("body", "size"), HEAVY, ids=name)
+def test_every_call(body, size):
+    run(body, size, engine="native")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_calls_are_repeated_without_python(apart, size):
-    for wrong, seen in apart(quick_bodies.every_function, size):
-        assert wrong == 0
-        assert [seen[i] for i in range(len(seen)) if i % 3] == [True] * 8
+@pytest.mark.sweep(6)
+@pytest.mark.parametrize(
+    ("per_host", "kind"), [(1, "threads"), (2, "threads"), (1, "processes")], indirect=["per_host"]
+)
+@pytest.mark.parametrize(("body", "size"), REPEATED, ids=name)
+def test_repeated_calls(kind, body, size):
+    run(body, size, ranks=kind)
 
 
-def test_a_missing_rank_is_named(apart):
-    quick_bodies.check_missing(apart(quick_bodies.missing, 3, args=(1.0,)), 1.0)
+def two_levels(rank, algorithm):
+    """Run each collective that has two levels, on small whole numbers."""
+    p = dist.get_world_size()
+    for count in (1, 7, 1000, 70_001):
+        rows = np.arange(p * p * count, dtype=np.float32).reshape(p, p * count) % 101
+        whole = rows[:, :count]
+        total = whole.sum(0)
+        for root in range(p):
+            x = whole[rank].copy()
+            dist.broadcast(x, root, algorithm=algorithm)
+            assert (x == whole[root]).all()
+            x = whole[rank].copy()
+            dist.reduce(x, root, algorithm=algorithm)
+            assert (x == (total if rank == root else whole[rank])).all()
+        x = whole[rank].copy()
+        dist.all_reduce(x, algorithm=algorithm)
+        assert (x == total).all()
+        out = np.zeros(p * count, np.float32)
+        dist.all_gather_into_tensor(out, whole[rank], algorithm=algorithm)
+        assert (out == whole.reshape(-1)).all()
+        part = np.zeros(count, np.float32)
+        dist.reduce_scatter_tensor(part, rows[rank].copy(), algorithm=algorithm)
+        assert (part == rows.sum(0)[rank * count : (rank + 1) * count]).all()
 
 
-def test_abort_ends_a_repeated_call(apart):
-    quick_bodies.check_aborted(apart(quick_bodies.aborted, 3))
-
-
-def test_a_mismatch_among_repeated_calls(apart):
-    for texts, x in apart(quick_bodies.odd_one, 3):
-        assert [k for k, _ in texts] == [0, 1, 2, 3]
-        assert x == [9.0] * 3
-
-
-def test_an_even_exchange_among_uneven_ones(apart):
-    quick_bodies.check_one_uneven(apart(quick_bodies.one_uneven, 3))
-
-
-@pytest.mark.parametrize("hosts", [2, 3])
-@pytest.mark.parametrize("algorithm", ["two_level", None])
-def test_two_levels(apart, per_host, hosts, algorithm):
-    size = hosts * per_host
-    if per_host == 1 and algorithm:
-        pytest.skip("there is one level only")
-    apart(apart_bodies.two_levels, size, args=(algorithm,))
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize(
+    ("per_host", "size", "kind", "algorithm"),
+    [
+        *((1, size, kind, None) for size in (2, 3) for kind in ("threads", "processes")),
+        *((2, size, "threads", algorithm) for size in (4, 6) for algorithm in (None, "two_level")),
+    ],
+    indirect=["per_host"],
+)
+def test_two_levels(size, kind, algorithm):
+    run(two_levels, size, ranks=kind, args=(algorithm,))

@@ -1,29 +1,164 @@
 """The coalescing manager: several calls, one message."""
 
+import numpy as np
 import pytest
 
-from tests.support import several
-from tests.worlds import coalesced_manager_bodies as bodies
-from unisono.testing import run
+import unisono as dist
+from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
+from unisono.lowlevel import dispatcher
 
-BODIES = [
-    bodies.calls_made_before,
-    bodies.operations_stay_apart,
-    bodies.gathers_and_scatters,
-    bodies.rules,
-]
+SIZES = pytest.mark.ranks(1, 3, kind="both")
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_on_threads(body, size):
-    run(body, size)
+class Calls:
+    """Counts what this group sends to its backend."""
+
+    def __init__(self, group=None):
+        self.group = group or dist.group.WORLD
+        self.seen = []
+
+    def __enter__(self):
+        def wrapper(schema, device, kernel):
+            def counted(group, *arguments):
+                if group is self.group:
+                    self.seen.append(schema.name)
+                return kernel(group, *arguments)
+
+            return counted
+
+        self.remove = dispatcher.register_wrapper(wrapper)
+        return self.seen
+
+    def __exit__(self, *error):
+        self.remove()
 
 
-def test_on_processes():
-    # `reduces` counts calls by a wrapper, of which a process has one set for all its threads.
-    run(several.run_all, 2, ranks="processes", args=([bodies.reduces, *BODIES],))
+# Processes: a wrapper sees the calls of all threads of its process.
+@pytest.mark.ranks(2, kind="processes")
+def test_one_message_for_each_dtype(rank):
+    p = dist.get_world_size()
+    for async_ops in (False, True):
+        arrays = [np.full(n, rank + n, float) for n in (3, 0, 70_000)] + [np.full((2, 2), rank).T]
+        with Calls() as seen:
+            with dist._coalescing_manager(async_ops=async_ops) as manager:
+                for x in arrays:
+                    assert dist.all_reduce(x) is None
+                assert (arrays[0] == rank + 3).all()  # nothing has happened yet
+                assert seen == []
+            assert len(manager.works) == (2 if async_ops else 0)
+            manager.wait()
+        assert seen == ["all_reduce_coalesced"] * 2, "one message for each dtype"
+        for n, x in zip((3, 0, 70_000, 0), arrays, strict=True):
+            assert (x == sum(r + n for r in range(p))).all()
 
 
-def test_a_wait_has_a_time_out(world):
-    world(bodies.waits_no_longer_than_told, 2)
+@SIZES
+def test_a_call_made_before_is_recorded(rank):
+    """A call that was made before is recorded too, though the C++ engine could repeat it."""
+    x = np.ones(4)
+    for _ in range(8):
+        dist.all_reduce(x)
+    x[:] = 1
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        assert (x == 1).all()
+    assert (x == dist.get_world_size()).all()
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size() ** 2).all()
+
+
+@SIZES
+def test_reduce_ops_stay_apart(rank):
+    """torch takes the reduce op of the first call for all of them."""
+    a, b, c = np.ones(3), np.full(3, rank + 1.0), np.full(2, rank + 1.0)
+    with dist._coalescing_manager():
+        dist.all_reduce(a)
+        dist.all_reduce(b, dist.ReduceOp.MAX)
+        dist.all_reduce(c, op=dist.ReduceOp.MAX)
+    p = dist.get_world_size()
+    assert (a == p).all()
+    assert (b == p).all()
+    assert (c == p).all()
+
+
+@SIZES
+def test_gathers_and_scatters(rank):
+    p = dist.get_world_size()
+    outs = [np.zeros(p * n) for n in (1, 5)]
+    with dist._coalescing_manager() as manager:
+        for n, out in zip((1, 5), outs, strict=True):
+            dist.all_gather_single(out, np.full(n, rank, float))
+    manager.wait()
+    for n, out in zip((1, 5), outs, strict=True):
+        assert out.tolist() == [r for r in range(p) for _ in range(n)]
+    parts = [np.zeros(n) for n in (2, 4)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for n, part in zip((2, 4), parts, strict=True):
+            dist.reduce_scatter_single(part, np.arange(p * n, dtype=float))
+    manager.wait(timeout=60)
+    for n, part in zip((2, 4), parts, strict=True):
+        assert part.tolist() == [p * (rank * n + i) for i in range(n)]
+
+
+@SIZES
+def test_rules(rank):
+    x = np.ones(2)
+
+    def block(*calls):
+        with dist._coalescing_manager():
+            for call in calls:
+                call()
+
+    def reduce():
+        dist.all_reduce(x)
+
+    def gather():
+        dist.all_gather_single(np.ones(2 * dist.get_world_size()), x)
+
+    with pytest.raises(InvalidArgumentError, match="takes one kind of collective"):
+        block(reduce, gather)
+    assert (x == 1).all()
+    with pytest.raises(KeyError):
+        block(reduce, lambda: {}["missing"])
+    assert (x == 1).all(), "a block that failed made a call"
+    with dist._coalescing_manager():
+        work = dist.all_reduce(x, async_op=True)
+        for call in (work.wait, work.is_completed, work.get_future, work.result):
+            with pytest.raises(InvalidArgumentError, match="at the end of its coalescing block"):
+                call()
+        with pytest.raises(InvalidArgumentError, match="is in a coalescing block already"):
+            block()
+        y = np.full(1, rank)
+        dist.broadcast(y, 0)  # other operations run at once
+        assert y[0] == 0
+    p = dist.get_world_size()
+    assert (x == p).all()
+    with dist._coalescing_manager() as manager:
+        pass
+    manager.wait()
+    group = dist.new_group([0])
+    if rank == 0:
+        with dist._coalescing_manager(group):
+            dist.all_reduce(x, group=group)
+            dist.barrier()
+    else:
+        dist.barrier()
+    dist.all_reduce(x)
+    assert (x == p * p).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_wait_has_a_time_out(rank):
+    x, other = np.ones(3), (rank + 1) % dist.get_world_size()
+    if rank == 0:
+        with dist._coalescing_manager(async_ops=True) as manager:
+            dist.all_reduce(x)
+        with pytest.raises(CollectiveTimeoutError, match="1 of 1 works were not done after 0"):
+            manager.wait(timeout=0.01)
+        dist.send(np.ones(1), other)
+        manager.wait(timeout=60)
+    else:
+        dist.recv(np.ones(1), 0)
+        with dist._coalescing_manager():
+            dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()

@@ -37,15 +37,13 @@ def test_the_debug_level_is_the_loggers(logger, monkeypatch):
     assert dist.get_debug_level() is dist.DebugLevel.OFF
 
 
-def test_an_error_carries_the_name_of_its_part():
-    def body(rank):
-        with pytest.raises(errors.CollectiveMismatchError) as caught, dist.record_comm("gradients"):
-            dist.all_reduce(np.ones(2 + rank))
-        assert caught.value.__notes__ == ["in record_comm('gradients')"]
-        with dist.record_comm("again"):
-            dist.barrier()
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_an_error_carries_the_name_of_its_part(rank):
+    with pytest.raises(errors.CollectiveMismatchError) as caught, dist.record_comm("gradients"):
+        dist.all_reduce(np.ones(2 + rank))
+    assert caught.value.__notes__ == ["in record_comm('gradients')"]
+    with dist.record_comm("again"):
+        dist.barrier()
 
 
 def test_breakpoint_stops_one_rank_and_the_others_wait(monkeypatch, capsys):

@@ -47,15 +47,20 @@ def clean_environment(**extra):
     return env | extra
 
 
-def output(command, **env):
-    done = subprocess.run(
+def completed(command, **env):
+    return subprocess.run(
         command,
         env=clean_environment(**env),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         stdin=subprocess.DEVNULL,
+        check=False,
     )
+
+
+def output(command, **env):
+    done = completed(command, **env)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines())
 
@@ -73,6 +78,7 @@ def script(tmp_path):
 
 
 @needs_mpiexec
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_mpiexec(script, tmp_path, world_size):
     command = [MPIEXEC, "-n", str(world_size), sys.executable, script]
@@ -91,70 +97,74 @@ def test_mpiexec_with_a_shell_around_each_rank(script, tmp_path):
 @needs_mpiexec
 def test_two_mpiexec_at_once_are_two_worlds(script, tmp_path):
     command = [str(MPIEXEC), "-n", "2", sys.executable, script]
-    env = clean_environment(TMPDIR=str(tmp_path))
-    both = [
-        subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-        )
-        for _ in range(2)
-    ]
-    for process in both:
-        out, _ = process.communicate(timeout=LIMIT_S)
-        assert (process.returncode, sorted(out.splitlines())) == (0, expected(2))
+    outs = side_by_side([command] * 2, [{"TMPDIR": str(tmp_path)}] * 2)
+    assert [sorted(out.splitlines()) for out in outs] == [expected(2)] * 2
 
 
 @needs_mpiexec
 def test_left_over_variables_of_a_world_of_one_are_refused(tmp_path):
     code = "import unisono; unisono.init_process_group()"
-    done = subprocess.run(
+    done = completed(
         [MPIEXEC, "-n", "2", sys.executable, "-c", code],
-        env=clean_environment(TMPDIR=str(tmp_path), RANK="0", WORLD_SIZE="1"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
+        TMPDIR=str(tmp_path),
+        RANK="0",
+        WORLD_SIZE="1",
     )
     assert done.returncode != 0
     assert "RANK=0 and WORLD_SIZE=1 are set, but mpiexec (MPICH" in done.stderr
 
 
-def ranks_started_by_hand(script, envs):
-    """Start a process per environment, as srun or Kubernetes would; return what each printed."""
+def side_by_side(commands, environments):
+    """Run commands at the same time; return what each printed."""
     with contextlib.ExitStack() as stack:
         processes = []
-        for env in envs:
-            process = subprocess.Popen(
-                [sys.executable, script],
-                env=clean_environment(**env),
-                stdout=subprocess.PIPE,
-                text=True,
+        for command, env in zip(commands, environments, strict=True):
+            process = stack.enter_context(
+                subprocess.Popen(
+                    command,
+                    env=clean_environment(**env),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
             )
-            stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)
-        lines = [process.communicate(timeout=LIMIT_S)[0].rstrip("\n") for process in processes]
-        assert [process.returncode for process in processes] == [0] * len(envs)
-    return lines
+        outs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes)
+    return outs
 
 
-def test_srun_on_one_node(script, tmp_path):
-    common = {
-        "TMPDIR": str(tmp_path),
-        "SLURM_JOB_ID": "4711",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_NODELIST": "node1",
-    }
-    envs = [common | {"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
-    assert ranks_started_by_hand(script, envs) == expected(2)
+def ranks_started_by_hand(script, envs):
+    """Start a process per environment, as srun or Kubernetes would; return what each printed."""
+    outs = side_by_side([[sys.executable, script]] * len(envs), envs)
+    return [out.rstrip("\n") for out in outs]
 
 
-def test_open_mpi_on_one_node(script, tmp_path):
-    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    sizes = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-    common = {"TMPDIR": str(tmp_path), "PMIX_NAMESPACE": "prterun-1@1"} | dict.fromkeys(sizes, "2")
-    envs = [common | dict.fromkeys(names, str(r)) for r in range(2)]
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NODELIST": "node1",
+}
+OPEN_MPI = {
+    "PMIX_NAMESPACE": "prterun-1@1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("job", "names"),
+    [
+        (SLURM, ["SLURM_PROCID", "SLURM_LOCALID"]),
+        (OPEN_MPI, ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"]),
+    ],
+    ids=["srun", "Open MPI"],
+)
+def test_launcher_on_one_node(script, tmp_path, job, names):
+    envs = [{"TMPDIR": str(tmp_path)} | job | dict.fromkeys(names, str(r)) for r in range(2)]
     assert ranks_started_by_hand(script, envs) == expected(2)
 
 
@@ -171,7 +181,7 @@ def test_indexed_job_with_an_address(script):
     assert ranks_started_by_hand(script, envs) == expected(2, meetings=1)
 
 
-def test_batch_script_without_srun_is_told_so(monkeypatch):
+def test_batch_script_without_srun_raises(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_NTASKS", "8")
@@ -197,7 +207,7 @@ def test_local_rank(monkeypatch, env, fallback, local_rank):
     assert get_node_local_rank(fallback) == local_rank
 
 
-def test_local_rank_that_nobody_knows(monkeypatch):
+def test_local_rank_that_is_not_known(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(RendezvousError, match="the local rank is not known"):
         get_node_local_rank()

@@ -1,12 +1,58 @@
 """DeviceMesh: against torch's, whose fake backend lets one process be any rank; and its groups."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
 import unisono as dist
-from tests.worlds import mesh_bodies
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.testing import run
+
+SHAPE, NAMES = (2, 2, 2), ("pp", "dp", "tp")
+
+
+def described(mesh):
+    """Return what can be asked of a mesh, as plain data."""
+    with contextlib.suppress(RuntimeError):
+        ranks = mesh.mesh.tolist()
+    coordinate = mesh.get_coordinate()
+    return {
+        "names": mesh.mesh_dim_names,
+        "shape": tuple(mesh.shape),
+        "ndim": mesh.ndim,
+        "size": mesh.size(),
+        "sizes": [mesh.size(dim) for dim in range(mesh.ndim)],
+        "device": mesh.device_type,
+        "ranks": ranks,
+        "rank": mesh.get_rank(),
+        "coordinate": None if coordinate is None else tuple(coordinate),
+        "local": [mesh.get_local_rank(dim) for dim in range(mesh.ndim)],
+    }
+
+
+def meshes(init_device_mesh, DeviceMesh):
+    """Return many meshes over eight ranks, by the way they are made."""
+    root = init_device_mesh("cpu", SHAPE, mesh_dim_names=NAMES)
+    made = {
+        "root": root,
+        "plain": init_device_mesh("cpu", (4, 2)),
+        "line": DeviceMesh("cpu", range(8)),
+    }
+    made |= {name: root[name] for name in NAMES}
+    made |= {f"{a} {b}": root[a, b] for a, b in (("pp", "dp"), ("pp", "tp"), ("dp", "tp"))}
+    made["slice of a slice"] = root["dp", "tp"]["tp"]
+    made["all"] = root[NAMES]
+    made["flat"] = root["dp", "tp"]._flatten("rest")
+    made["flat, by itself"] = root["pp", "dp"]._flatten()
+    made["flat, all"] = root._flatten("whole")
+    made["cut"] = root._unflatten("tp", (1, 2), ("one", "two"))
+    made["cut, slice"] = made["cut"]["pp", "two"]
+    made["cut, line"] = made["flat"]._unflatten(0, (2, 2), ("a", "b"))
+    made["joined"] = DeviceMesh._concatenate([root["pp"], root["tp"]])
+    made["joined, flat"] = DeviceMesh._concatenate([root["pp"], made["flat"]])
+    made["one of all"] = root._get_all_submeshes("dp")[made["pp tp"].get_coordinate() and 0]
+    return made
 
 
 def of_torch(rank):
@@ -16,14 +62,14 @@ def of_torch(rank):
 
     theirs.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
     try:
-        made = mesh_bodies.meshes(theirs.init_device_mesh, theirs.DeviceMesh)
+        made = meshes(theirs.init_device_mesh, theirs.DeviceMesh)
         return {how: describe(mesh, rank) for how, mesh in made.items()}
     finally:
         theirs.destroy_process_group()
 
 
 def of_unisono(rank):
-    made = mesh_bodies.meshes(dist.init_device_mesh, dist.DeviceMesh)
+    made = meshes(dist.init_device_mesh, dist.DeviceMesh)
     for how, mesh in made.items():
         if mesh.get_coordinate() is not None:
             talk(how, mesh)
@@ -31,7 +77,7 @@ def of_unisono(rank):
 
 
 def describe(mesh, rank):
-    return mesh_bodies.described(mesh) if mesh.get_coordinate() is not None else None
+    return described(mesh) if mesh.get_coordinate() is not None else None
 
 
 def talk(how, mesh):
@@ -59,7 +105,8 @@ def test_every_rank_sees_the_meshes_that_torch_shows_it():
             assert ours[rank][how] == expected, f"rank {rank}: {how}"
 
 
-def permuted(rank):
+@pytest.mark.ranks(4)
+def test_the_order_of_a_group_is_that_of_the_grid(rank):
     """The order of a group is the order of the grid, which torch would sort."""
     mesh = dist.DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("a", "b"))
     talk("permuted", mesh)
@@ -73,7 +120,8 @@ def permuted(rank):
     assert whole.get_group() is dist.group.WORLD
 
 
-def part_of_the_world(rank):
+@pytest.mark.ranks(4)
+def test_a_mesh_of_a_part_of_the_world(rank):
     mesh = dist.init_device_mesh("cpu", (3,), mesh_dim_names=("only",))
     if rank < 3:
         talk("part", mesh)
@@ -92,7 +140,8 @@ def part_of_the_world(rank):
             pair["x"].mesh  # noqa: B018  the access is the test
 
 
-def over_groups(rank):
+@pytest.mark.ranks(4)
+def test_a_mesh_over_groups(rank):
     rows = dist.new_subgroups(2)[0]
     columns = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
     mesh = dist.DeviceMesh.from_group(
@@ -122,7 +171,8 @@ def over_groups(rank):
             bad()
 
 
-def with_other_backends(rank):
+@pytest.mark.ranks(4)
+def test_other_backends(rank):
     override = {"a": "gloo", 1: dist_options()}
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names="ab", backend_override=override)
     assert dist.get_backend(mesh.get_group("a")) == "gloo"
@@ -140,7 +190,8 @@ def dist_options():
     return CPUOptions(engine="reference")
 
 
-def mistakes(rank):
+@pytest.mark.ranks(4)
+def test_mistakes(rank):
     count = dist.get_pg_count()
     init, mesh = dist.init_device_mesh, dist.init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
     bare = dist.init_device_mesh("cpu", (4,))
@@ -182,7 +233,8 @@ def mistakes(rank):
     assert isinstance(caught.value, KeyError)
 
 
-def same_and_different(rank):
+@pytest.mark.ranks(4)
+def test_equal_and_different_meshes(rank):
     a = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     b = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     assert a == b
@@ -196,15 +248,6 @@ def same_and_different(rank):
     assert a.get_group("f") is a["f"].get_group()
     assert a["f"]._get_root_mesh() is a
     assert repr(a) == "DeviceMesh('cpu', x=2, y=2)"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [permuted, part_of_the_world, over_groups, with_other_backends, mistakes, same_and_different],
-    ids=lambda body: body.__name__,
-)
-def test_on_four_threads(body):
-    run(body, 4)
 
 
 def test_a_mesh_makes_the_default_group():

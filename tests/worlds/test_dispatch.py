@@ -8,10 +8,11 @@ import pytest
 
 import unisono as dist
 from tests.support.together import on_threads
+from tests.worlds.test_api import every_call
 from unisono.backends import registry
 from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.groups.world import World, use
 from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
-from unisono.testing import run
 
 
 class BoxArray:
@@ -22,15 +23,28 @@ class BoxArray:
         self.device = "box:0"
 
 
-class BoxBackend(DeviceBackend):
-    """Moves through the CPU backend; has two operations."""
-
-    name = "boxes"
-    device = "box"
+class ThroughCPU(DeviceBackend):
+    """Moves data through the CPU backend."""
 
     def __init__(self, spec, inner=None):
         super().__init__(spec)
         self.inner = inner or registry.make_backend("unisono", "cpu", spec)
+
+    def split(self, spec):
+        return type(self)(spec, self.inner.split(spec))
+
+    def abort(self, reason, failed=False):
+        self.inner.abort(reason, failed)
+
+    def close(self):
+        self.inner.close()
+
+
+class BoxBackend(ThroughCPU):
+    """Has two operations."""
+
+    name = "boxes"
+    device = "box"
 
     def all_reduce(self, tensor, op, options):
         pending = self.inner.all_reduce(tensor.values, op, options)
@@ -40,20 +54,22 @@ class BoxBackend(DeviceBackend):
     def barrier(self, options):
         return self.inner.barrier(options)
 
-    def split(self, spec):
-        return BoxBackend(spec, self.inner.split(spec))
-
-    def abort(self, reason, failed=False):
-        self.inner.abort(reason, failed)
-
-    def close(self):
-        self.inner.close()
-
 
 @pytest.fixture
 def boxes(monkeypatch):
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     dist.register_backend("boxes", lambda spec, device: BoxBackend(spec), devices=["box"])
+
+
+def in_own_worlds(body):
+    """Run a body that makes its default group itself, on two threads."""
+    store = dist.HashStore()
+
+    def in_own_world(rank):
+        with use(World()):
+            return body(rank, store)
+
+    return on_threads(*(partial(in_own_world, rank) for rank in range(2)))
 
 
 def on_boxes(rank, store):
@@ -62,49 +78,37 @@ def on_boxes(rank, store):
         box, plain = BoxArray([1, 2]), np.ones(2)
         dist.all_reduce(box)
         dist.all_reduce(plain)
+        assert plain.tolist() == [2, 2]
         work = dist.all_reduce(box, async_op=True)
         work.wait()
         assert work.result() == [box]
         dist.barrier()
         group = dist.new_group()
         dist.all_reduce(box, group=group)
+        assert box.values.tolist() == [8, 16]
         with pytest.raises(UnsupportedError) as caught:
             dist.broadcast(box, 0)
-        unknown = BoxArray([1])
-        unknown.device = "drum"
-        with pytest.raises(UnsupportedError) as second:
-            dist.all_reduce(unknown)
-        names = dist.get_backend_config(), dist.get_backend(), repr(dist.group.WORLD)
-        return box.values.tolist(), plain.tolist(), caught.value.what, second.value.what, names
+        assert caught.value.what == (
+            "backend 'boxes' (box) has no broadcast (it has: all_reduce, barrier)"
+        )
+        box.device = "drum"
+        with pytest.raises(UnsupportedError) as caught:
+            dist.all_reduce(box)
+        assert caught.value.what == (
+            "all_reduce: group 'default' has no backend for device 'drum' "
+            "(it has cpu: unisono, box: boxes)"
+        )
+        assert dist.get_backend_config() == "cpu:unisono,box:boxes"
+        assert dist.get_backend() == "unisono"
+        shown = repr(dist.group.WORLD)
+        assert "cpu=unisono" in shown
+        assert shown.endswith(" box=boxes>")
     finally:
         dist.destroy_process_group()
 
 
-def in_own_worlds(body, size=2):
-    """Run a body that makes its default group itself, on threads."""
-    from unisono.groups.world import World, use
-
-    store = dist.HashStore()
-
-    def in_own_world(rank):
-        with use(World()):
-            return body(rank, store)
-
-    return on_threads(*(partial(in_own_world, rank) for rank in range(size)))
-
-
 def test_a_made_up_device(boxes):
-    for values, plain, lacks, unknown, names in in_own_worlds(on_boxes):
-        assert values == [8, 16]
-        assert plain == [2, 2]
-        assert lacks == "backend 'boxes' (box) has no broadcast (it has: all_reduce, barrier)"
-        assert unknown == (
-            "all_reduce: group 'default' has no backend for device 'drum' "
-            "(it has cpu: unisono, box: boxes)"
-        )
-        assert names[:2] == ("cpu:unisono,box:boxes", "unisono")
-        assert "cpu=unisono" in names[2]
-        assert names[2].endswith(" box=boxes>")
+    in_own_worlds(on_boxes)
 
 
 def test_every_operation_that_a_backend_lacks_is_named():
@@ -119,7 +123,8 @@ def test_every_operation_that_a_backend_lacks_is_named():
         assert caught.value.what == f"backend 'boxes' (box) has no {name} (it has: no operation)"
 
 
-def kernel_body(rank):
+@pytest.mark.ranks(2)
+def test_a_registered_kernel(rank):
     seen = []
 
     def kernel(group, device, tensor, op, options):
@@ -147,12 +152,8 @@ def kernel_body(rank):
     dist.barrier()
     with pytest.raises(UnsupportedError, match="no backend for device 'box'"):
         dist.all_reduce(box)
-    return seen, box.values.tolist()
-
-
-def test_a_registered_kernel():
-    seen, values = run(kernel_body, 2)[0]
-    assert (seen, values) == ([("default", "box", "SUM", False)], [42])
+    if rank == 0:
+        assert (seen, box.values.tolist()) == ([("default", "box", "SUM", False)], [42])
 
 
 def test_wrappers_see_every_operation_and_compose():
@@ -171,8 +172,6 @@ def test_wrappers_see_every_operation_and_compose():
     dist.init_process_group()
     removers = [dispatcher.register_wrapper(wrapper(name)) for name in ("inner", "outer")]
     try:
-        from tests.worlds.api_bodies import every_call
-
         calls = every_call(None, 1, 0)
         for call in calls.values():
             call()

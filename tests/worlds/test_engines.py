@@ -6,97 +6,69 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from unisono.base import config, log
-from unisono.engines import is_native_built, shared_memory
+from unisono.base import log
+from unisono.engines import shared_memory
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.testing import run
 
-ENGINES = [
-    "reference",
-    pytest.param(
-        "native",
-        marks=[
-            pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
-            pytest.mark.skipif(
-                config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
-            ),
-        ],
-    ),
-]
+BOTH = pytest.mark.parametrize("engine", ["native", "reference"])
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    return request.param
-
-
-def broadcast_from_readonly(rank):
+@pytest.mark.ranks(3, engine="both")
+def test_the_root_of_a_broadcast_may_be_read_only(rank):
     values = np.arange(5.0) if rank == 1 else np.zeros(5)
     values.flags.writeable = rank != 1
     dist.broadcast(values, src=1)
-    return values.tolist(), repr(dist.group.WORLD)
+    assert values.tolist() == [0, 1, 2, 3, 4]
 
 
-def test_the_root_of_a_broadcast_may_be_read_only(engine):
-    for values, shown in run(broadcast_from_readonly, 3, engine=engine):
-        assert values == [0, 1, 2, 3, 4]
-        assert f"engine={engine}" in shown
+def shown(rank):
+    return repr(dist.group.WORLD), repr(dist.new_group([1, 0], sort_ranks=False))
 
 
-def sub_group_shown(rank):
-    return repr(dist.new_group([1, 0], sort_ranks=False))
-
-
-def test_a_sub_group_has_the_engine_that_was_asked_for(engine, caplog, monkeypatch):
+@BOTH
+def test_a_group_and_its_sub_group_have_the_engine_that_was_asked_for(engine, caplog, monkeypatch):
     monkeypatch.setattr(log, "_logged", set())
-    for shown in run(sub_group_shown, 2, engine=engine):
-        assert f"engine={engine}" in shown
+    for group, part in run(shown, 2, engine=engine):
+        assert f"engine={engine}" in group
+        assert f"engine={engine}" in part
     assert "slow" not in caplog.text
 
 
-def all_kinds_in_a_row(rank):
-    """Calls that take the fast way and calls that do not, mixed; each must see the one before."""
-    total = 0
-    for round_number in range(20):
-        mine = np.full(3, rank + round_number, np.int64)
+@pytest.mark.ranks(3, kind="both", engine="both")
+def test_calls_of_all_kinds_keep_in_step(rank):
+    """Calls that C++ repeats and calls that it does not, mixed; each must see the one before."""
+    p = dist.get_world_size()
+    for k in range(20):
+        mine = np.full(3, rank + k, np.int64)
         dist.all_reduce(mine)
         sent = np.arange(rank + 1, dtype=np.int64)
-        sizes = [rank + 1, *[0] * (dist.get_world_size() - 1)]
-        received = [q + 1 if rank == 0 else 0 for q in range(dist.get_world_size())]
+        sizes = [rank + 1, *[0] * (p - 1)]
+        received = [q + 1 if rank == 0 else 0 for q in range(p)]
         got = np.empty(sum(received), np.int64)
         dist.all_to_all_single(got, sent, received, sizes)
         dist.all_reduce(mine, algorithm="ring")
         dist.barrier()
-        total += int(mine.sum() + got.sum())
-    return total
+        assert mine.tolist() == [p * sum(q + k for q in range(p))] * 3
+        assert got.tolist() == [i for q in range(p) for i in range(received[q])]
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_calls_of_all_kinds_keep_in_step(engine, ranks):
-    p = 3
-    sums = [p * sum(q + k for q in range(p)) * 3 for k in range(20)]
-    exchanged = 20 * sum(sum(range(q + 1)) for q in range(p))
-    expected = [sum(sums) + exchanged, sum(sums), sum(sums)]
-    assert run(all_kinds_in_a_row, p, ranks=ranks, engine=engine) == expected
-
-
-def large_sum(rank, count):
-    values = np.arange(count, dtype=np.float32) % 1000 + rank
+@pytest.mark.ranks(2, engine="both")
+def test_many_pieces(rank):
+    count = 3_000_001
+    values = np.arange(count, dtype=np.float32) % 1000
+    expected = 2 * values + 1
+    values += rank
     dist.all_reduce(values)
+    assert (values == expected).all()
     gathered = np.empty(count * 2, np.float32)
     dist.all_gather_into_tensor(gathered, values)
-    return float(values[1]), float(values[-1]), bool((gathered[:count] == gathered[count:]).all())
-
-
-def test_many_pieces(engine):
-    count = 3_000_001
-    last = 2 * ((count - 1) % 1000) + 1
-    assert run(large_sum, 2, args=(count,), engine=engine) == [(3.0, last, True)] * 2
+    assert (gathered.reshape(2, count) == expected).all()
 
 
 def test_an_unknown_engine_is_refused():
     with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
-        run(broadcast_from_readonly, 2, engine="fast")
+        run(shown, 2, engine="fast")
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
@@ -104,12 +76,14 @@ def test_native_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("unisono.engines.shared_memory._engine", None)
     monkeypatch.setattr("unisono.engines.choice.why_absent", "it is not built")
     with pytest.raises(UnsupportedError, match="cannot use the native engine: it is not built"):
-        run(broadcast_from_readonly, 2, engine="native")
+        run(shown, 2, engine="native")
 
 
-def uneven_exchange(rank, seed):
+@pytest.mark.ranks(2, 3, 5, engine="both")
+def test_uneven_exchange(rank):
     """all_to_all of blocks from nothing to several pieces of a slot, as one array and as lists."""
-    p, random = dist.get_world_size(), np.random.default_rng(seed)
+    p = dist.get_world_size()
+    random = np.random.default_rng(p)
     sizes = random.choice([0, 1, 7, 1000, 70_000, 300_000], (p, p))
     blocks = [[np.arange(n) * 3.0 + 100 * i + j for j, n in enumerate(row)]
               for i, row in enumerate(sizes)]  # fmt: skip
@@ -130,12 +104,8 @@ def uneven_exchange(rank, seed):
     assert (out == np.concatenate(expected)).all()
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_uneven_exchange(engine, size):
-    run(uneven_exchange, size, engine=engine, args=(size,))
-
-
-def neighbours(rank):
+@pytest.mark.ranks(3, engine="both")
+def test_lists_of_neighbours(rank):
     """Collectives on lists whose arrays are rows of one, some of which are the input as well."""
     p, n = dist.get_world_size(), 5
     grid = np.full((p, n), -1.0)
@@ -165,20 +135,13 @@ def neighbours(rank):
     assert (rows == whole).all()
 
 
-def test_lists_of_neighbours(engine):
-    run(neighbours, 3, engine=engine)
-
-
 def sum_and_engine(rank):
     values = np.full(100_000, rank + 1.0)
     dist.all_reduce(values)
     return float(values[0]), float(values[-1]), repr(dist.group.WORLD)
 
 
-@pytest.mark.skipif(
-    not is_native_built() or config.get("UNISONO_ENGINE") == "reference",
-    reason="needs the C++ engine",
-)
+@pytest.mark.native
 def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
     """Hosts may look alike in every word, such as two copies of one virtual machine."""
     real = shared_memory._engine
@@ -198,8 +161,8 @@ def test_memory_is_shared_only_where_its_nonce_is_found(monkeypatch, caplog):
 
     monkeypatch.setattr(shared_memory, "_engine", Engine())
     monkeypatch.setattr(log, "_logged", set())
-    for first, last, shown in run(sum_and_engine, 3, engine="native"):
+    for first, last, group in run(sum_and_engine, 3, engine="native"):
         assert (first, last) == (6.0, 6.0)
-        assert "engine=native over=messages" in shown
+        assert "engine=native over=messages" in group
     (told,) = [r for r in caplog.records if "cannot share memory" in r.message]
     assert "(it is not the same)" in told.message

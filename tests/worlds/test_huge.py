@@ -1,18 +1,107 @@
-"""Arrays in huge pages, which ranks of a host read where they lie."""
+"""Arrays in huge pages, if the system has any: other ranks read them without a copy."""
 
+import contextlib
+import mmap
+
+import numpy as np
 import pytest
 
-from tests.worlds import huge_bodies
-from unisono.testing import run
+import unisono as dist
+from unisono.errors import CollectiveMismatchError
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_large_moves(world_size, ranks):
-    run(huge_bodies.moves, world_size, ranks=ranks, args=(600_000,))
+@pytest.mark.ranks(2, 3, kind="both")
+def test_large_moves(rank):
+    """Every round moves other numbers in the same arrays."""
+    p, size = dist.get_world_size(), 600_000
+    given, got = np.empty(p * size, np.int64), np.empty(p * size, np.int64)
+    mine = slice(rank * size, (rank + 1) * size)
+    own, block = np.empty(size, np.int64), np.empty(size, np.int64)
+    step = np.arange(size)
+    for k in range(4):
+        root = k % p
+        for to in range(p):
+            given[to * size : (to + 1) * size] = _number(rank, to, k) + step
+        dist.all_to_all_single(got, given)
+        for source in range(p):
+            part = got[source * size : (source + 1) * size]
+            assert (part == _number(source, rank, k) + step).all()
+        own[:] = given[mine]
+        dist.all_gather_into_tensor(got, own)
+        for source in range(p):
+            part = got[source * size : (source + 1) * size]
+            assert (part == _number(source, source, k) + step).all()
+        dist.broadcast(own, root)
+        assert (own == _number(root, root, k) + step).all()
+        parts = np.split(given, p) if rank == root else None
+        dist.scatter(block, parts, root)
+        assert (block == _number(root, rank, k) + step).all()
+        parts = np.split(got, p) if rank == root else None
+        dist.gather(block, parts, root)
+        if rank == root:
+            for source in range(p):
+                assert (parts[source] == _number(root, source, k) + step).all()
+        # What was posted may be written again at once.
+        given[:] = own[:] = block[:] = -1
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_messages(world_size, ranks):
-    run(huge_bodies.messages, world_size, ranks=ranks, args=(400_000,))
+def _number(source, to, k):
+    return 1_000_000_000 * (source + 10 * to + 100 * k)
+
+
+@pytest.mark.ranks(2, 3, kind="both")
+def test_messages(rank):
+    """Send arrays in a ring, in each way that exists."""
+    p, size = dist.get_world_size(), 400_000
+    right, left = (rank + 1) % p, (rank - 1) % p
+    given, got, step = in_huge_pages(size), in_huge_pages(size), np.arange(size)
+    for k in range(5):
+        given[:] = _number(rank, right, k) + step
+        got[:] = -1
+        if k == 0:  # both send first, and what was sent later is received first
+            dist.send(given, right, tag=1)
+            dist.send(step[:3], right, tag=2)
+            few = np.zeros(3, np.int64)
+            dist.recv(few, left, tag=2)
+            assert (few == step[:3]).all()
+            dist.recv(got, left, tag=1)
+        elif k == 1:
+            works = [dist.irecv(got, left), dist.isend(given, right)]
+            for work in works:
+                work.wait()
+        elif k == 2:
+            work = dist.isend(given, right)
+            assert p > 2 or dist.recv(got) == left
+            assert p == 2 or dist.recv(got, left) == left
+            work.wait()
+        elif k == 3:
+            work = dist.irecv(got[::2], left)
+            dist.send(given[::2], right)
+            work.wait()
+            got[1::2] = _number(left, rank, k) + step[1::2]
+        else:  # a buffer that is too small, then one that is not
+            works = [dist.isend(given, right), dist.isend(given, right)]
+            with pytest.raises(CollectiveMismatchError, match=rf"sent int64\[{size}\]"):
+                dist.recv(got[1:], left)
+            assert (got == -1).all()
+            dist.recv(got, left)
+            for work in works:
+                work.wait()
+        assert (got == _number(left, rank, k) + step).all()
+        # What was sent may be written again at once.
+        given[:] = -2
+    dist.barrier()
+
+
+def in_huge_pages(size):
+    """Return an array of numbers in huge pages."""
+    huge_bytes = 2 << 20
+    # Shared memory, which is what Python maps unasked, has huge pages by other rules.
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, 8 * size + huge_bytes, flags=private)
+    # The kernel may know none.
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    numbers = np.frombuffer(memory, np.int64)
+    gap = -numbers.ctypes.data % huge_bytes // 8
+    return numbers[gap : gap + size]

@@ -109,17 +109,8 @@ class Cluster:
         process = subprocess.Popen(
             self.pods[index].inside(
                 *("unshare", "--pid", "--ipc", "--mount", "--fork", "--kill-child", "--mount-proc"),
-                *(
-                    "sh",
-                    "-c",
-                    CONTAINER,
-                    self._boots[index],
-                    self.folder,
-                    "env",
-                    "-i",
-                    *words,
-                    *command,
-                ),
+                *("sh", "-c", CONTAINER, self._boots[index], self.folder),
+                *("env", "-i", *words, *command),
             ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -156,6 +147,7 @@ def outputs(processes):
     return [out for out, _, _ in results]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("one_node", [False, True], ids=["a node each", "one node"])
 def test_indexed_job_meets_at_its_first_pod(cluster, one_node):
     job = cluster(3, one_node=one_node)

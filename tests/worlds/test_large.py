@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 
 import unisono as dist
 from unisono.engines import is_native_built
-from unisono.testing import run
 
 NBYTES = 5 << 30
 
@@ -21,14 +19,13 @@ def why_not() -> str:
         return "the C++ engine is not built"
     lines = Path("/proc/meminfo").read_text().splitlines()
     free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    if free_kib < 16 << 20:
-        return "needs 16 GiB of free memory"
-    if os.getloadavg()[0] > 1:
-        return "takes minutes on a machine that has other work"
-    return ""
+    return "needs 16 GiB of free memory" if free_kib < 16 << 20 else ""
 
 
-def five_gib(rank):
+@pytest.mark.whole("takes 10 GiB and 16 s")
+@pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
+@pytest.mark.ranks(2, timeout=600)
+def test_five_gib(rank):
     x = np.full(NBYTES, rank + 1, np.uint8)
     marks = np.arange(0, NBYTES, NBYTES // 7)
     dist.all_reduce(x)
@@ -42,9 +39,3 @@ def five_gib(rank):
     else:
         dist.recv(x, 0)
         assert (x[marks] == 77).all()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
-def test_five_gib():
-    run(five_gib, 2, timeout=600)

@@ -1,69 +1,349 @@
 """send, recv, isend, irecv, P2POp, batch_isend_irecv."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 
-from tests.support import several
-from tests.worlds import p2p_bodies
-from unisono.testing import run
+import unisono as dist
+from tests.support.calls import wait_until
+from unisono.errors import (
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    UnisonoError,
+)
 
-BODIES = [
-    (p2p_bodies.pairs, 4),
-    (p2p_bodies.batches, 4),
-    (p2p_bodies.in_group, 4),
-    (p2p_bodies.order, 2),
-    (p2p_bodies.failed_batch, 2),
-    (p2p_bodies.layouts_and_sizes, 2),
-    (p2p_bodies.bad_arguments, 2),
-    (p2p_bodies.both_send_first, 2),
-    (p2p_bodies.far_ahead, 2),
-    (p2p_bodies.without_waiting, 2),
-    (p2p_bodies.asked_in_other_ways, 2),
+
+@pytest.mark.ranks(4, kind="both")
+def test_messages_round_a_ring_with_tags_from_any_source_and_to_oneself(rank):
+    p = dist.get_world_size()
+    right, left = (rank + 1) % p, (rank - 1) % p
+    x, y = np.full(3, float(rank)), np.zeros(3)
+    works = [dist.isend(x, right, tag=4), dist.irecv(y, left, tag=4)]
+    assert [work.wait() for work in works] == [True, True]
+    assert (y == left).all()
+    assert works[1].source_rank() == left
+    for tag in (1, 2):
+        dist.send(np.full(2, tag, np.int8), right, tag=tag) if rank % 2 == 0 else None
+    if rank % 2:
+        for tag in (2, 1):
+            z = np.zeros(2, np.int8)
+            assert dist.recv(z, left, tag=tag) == left
+            assert (z == tag).all()
+    me = np.zeros(3)
+    got = dist.irecv(me, rank)
+    dist.isend(x, rank).wait()
+    got.wait()
+    assert (me == rank).all()
+    with pytest.raises(InvalidArgumentError, match="send to this rank itself"):
+        dist.send(x, rank)
+    dist.barrier()
+    if rank == 0:
+        heard = {}
+        for _ in range(p - 1):
+            z = np.zeros(1, int)
+            source = dist.recv(z)
+            heard[source] = int(z[0])
+        assert heard == {r: 10 * r for r in range(1, p)}
+    else:
+        dist.send(np.array([10 * rank]), 0)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_sent(rank):
+    if rank == 0:
+        works = [dist.isend(np.array([i]), 1) for i in range(20)]
+    else:
+        got = [np.zeros(1, int) for _ in range(20)]
+        works = [dist.irecv(g, 0) for g in got]
+    for work in works:
+        work.wait()
+    if rank == 1:
+        assert [int(g[0]) for g in got] == list(range(20))
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_a_batch_starts_all_its_messages(rank):
+    p = dist.get_world_size()
+    right, left = (rank + 1) % p, (rank - 1) % p
+    x, y, z = np.full(4, float(rank)), np.zeros(4), np.zeros(4)[::-1]
+    ops = [
+        dist.P2POp(dist.irecv, y, left),
+        dist.P2POp(dist.isend, x, right),
+        dist.P2POp(dist.isend, x * 2, group_peer=right, group=dist.group.WORLD),
+        dist.P2POp(dist.irecv, z, group_peer=left),
+    ]
+    assert (ops[0].peer, ops[0].group_peer, ops[0].tag) == (left, left, 0)
+    assert repr(ops[1]) == f"P2POp(isend, peer={right}, tag=0)"
+    works = dist.batch_isend_irecv(ops)
+    assert len(works) == 4
+    for work in works:
+        work.wait()
+    assert (y == left).all()
+    assert (z == 2 * left).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_batch_with_a_mistake_leaves_no_receive_behind(rank):
+    if rank == 0:
+        lost = np.zeros(2)
+        ops = [dist.P2POp(dist.irecv, lost, 1), dist.P2POp(dist.isend, [1, 2], 1)]
+        with pytest.raises(TypeError, match="must be an array"):
+            dist.batch_isend_irecv(ops)
+    dist.barrier()
+    if rank == 1:
+        dist.send(np.ones(2), 0)
+    else:
+        got = np.zeros(2)
+        dist.recv(got, 1)
+        assert (got == 1).all()
+        assert (lost == 0).all()
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_messages_in_a_group(rank):
+    group = dist.new_group([2, 0], sort_ranks=False)
+    x = np.zeros(1)
+    if rank == 2:
+        dist.send(np.array([5.0]), 0, group)
+        dist.send(np.array([6.0]), group=group, group_dst=1)
+        dist.send(np.array([7.0]), group=group, group_dst=1)
+    elif rank == 0:
+        assert dist.recv(x, 2, group) == 2
+        assert x[0] == 5
+        assert dist.recv(x, group=group, group_src=0) == 2
+        assert dist.recv(x, group=group) == 2
+        assert x[0] == 7
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_every_layout_and_size_arrives(rank):
+    for shape in [(), (0,), (3,), (2, 3)]:
+        for dtype in (np.float32, np.complex128, np.bool_, np.int8):
+            x = np.ones(shape, dtype)
+            if rank == 0:
+                dist.send(x, 1)
+            else:
+                y = np.zeros(shape, dtype)
+                dist.recv(y, 0)
+                assert (y == x).all()
+                assert y.shape == x.shape
+    grid = np.arange(24.0).reshape(4, 6)
+    if rank == 0:
+        dist.send(grid[::-1, ::2], 1)
+        dist.send(np.broadcast_to(np.float64(3), 5), 1)
+    else:
+        out = np.zeros((3, 4)).T
+        dist.recv(out, 0)
+        assert (out == grid[::-1, ::2]).all()
+        row = np.zeros(10)
+        dist.recv(row[::2], 0)
+        assert row.tolist() == [3, 0] * 5
+
+
+def check_receive_works(rank):
+    if rank == 0:
+        dist.send(np.full(2, 8.0), 1)
+    else:
+        x = np.zeros(2)
+        dist.recv(x, 0)
+        assert (x == 8).all()
+
+
+def check_mismatches(rank, cases):
+    """Send arrays of rank 0 into others of rank 1; check the whole line, and that it is usable."""
+    for sent, into, text in cases:
+        if rank == 0:
+            dist.send(sent, 1)
+        else:
+            with pytest.raises(CollectiveMismatchError) as caught:
+                dist.recv(into, 0)
+            assert caught.value.what == (
+                f"recv({text}, src=0, tag=0) in group 'default' does not match on rank 1 of 2: "
+                f"rank 0 sent {sent.dtype}[{sent.size}]"
+            )
+            assert (into == 0).all()
+    dist.barrier()
+
+
+def check_time_out(call, request, reason):
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        call()
+    assert caught.value.what == (
+        f"recv(float64[2], {request}) in group 'default' timed out after 50 ms on rank 1 of 2: "
+        + reason
+    )
+
+
+PLAIN = [
+    (np.ones(4), np.zeros(3), "float64[3]"),
+    (np.ones(2, np.float32), np.zeros(1), "float64[1]"),
+]
+NO_SENDER = [
+    (0, "src=0, tag=0", "rank 0 did not match it"),
+    (None, "src=any, tag=0", "no rank sent a message that fits"),
 ]
 
 
-@pytest.mark.parametrize(("body", "size"), BODIES, ids=lambda v: getattr(v, "__name__", v))
-def test_on_threads(body, size):
-    run(body, size)
+@pytest.mark.ranks(2, kind="both")
+def test_mistakes_name_the_other_side_and_leave_the_group_usable(rank):
+    check_mismatches(rank, [*PLAIN, (np.ones(2, np.float32), np.zeros(2, np.int32), "int32[2]")])
+    if rank == 1:
+        x = np.zeros(2)
+        for source, request, reason in NO_SENDER:
+            check_time_out(lambda s=source: dist.recv(x, s, timeout=0.05), request, reason)
+        future = dist.irecv(x, 0, tag=9, timeout=0.05).get_future()
+        check_time_out(future.wait, "src=0, tag=9", "rank 0 did not match it")
+        assert (x == 0).all()
+    dist.barrier()
+    check_receive_works(rank)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_on_processes(size):
-    bodies = [body for body, wanted in BODIES if wanted == size]
-    run(several.run_all, size, ranks="processes", args=(bodies,))
+@pytest.mark.ranks(2, kind="both")
+def test_mistakes_in_calls_that_cpp_answers(rank):
+    check_mismatches(rank, PLAIN)
+    if rank == 0:
+        with pytest.raises(InvalidArgumentError, match="global rank 7 is not in group"):
+            dist.send(np.ones(2), 7)
+    group = dist.group.WORLD
+    usual = group.timeout_s
+    group.set_timeout(0.05)
+    if rank == 1:
+        for source, request, reason in NO_SENDER:
+            check_time_out(lambda s=source: dist.recv(np.zeros(2), s), request, reason)
+    group.set_timeout(usual)
+    dist.barrier()
+    check_receive_works(rank)
 
 
-def test_mistakes(world):
-    told = world(p2p_bodies.mistakes, 2)[1]
-    on = "in group 'default' does not match on rank 1 of 2: rank 0 sent"
-    late = "in group 'default' timed out after 50 ms on rank 1 of 2:"
-    assert told == [
-        f"recv(float64[3], src=0, tag=0) {on} float64[4]",
-        f"recv(int32[2], src=0, tag=0) {on} float32[2]",
-        f"recv(float64[1], src=0, tag=0) {on} float32[2]",
-        f"recv(float64[2], src=0, tag=0) {late} rank 0 did not match it",
-        f"recv(float64[2], src=any, tag=0) {late} no rank sent a message that fits",
-        f"recv(float64[2], src=0, tag=9) {late} rank 0 did not match it",
+@pytest.mark.ranks(2, kind="both")
+def test_bad_arguments_are_refused(rank):
+    x = np.ones(1)
+    for bad in ({"dst": 5}, {"dst": -1}, {}, {"dst": 0, "group_dst": 0}, {"dst": 1, "tag": -1},
+                {"dst": 1, "tag": 2**63}, {"dst": 1, "tag": 0.5}, {"group_dst": 1.5},
+                {"group_dst": True}):  # fmt: skip
+        with pytest.raises(UnisonoError):
+            dist.isend(x, **bad)
+    for bad in ({"src": 5}, {"src": 0, "group_src": 0}, {"src": 1, "tag": "a"}):
+        with pytest.raises(UnisonoError):
+            dist.irecv(x, **bad)
+    with pytest.raises(InvalidArgumentError, match="op must be unisono"):
+        dist.P2POp(dist.send, x, 0)
+    other = dist.new_group()
+    ops = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.isend, x, 0, other)]
+    with pytest.raises(InvalidArgumentError, match="same group"):
+        dist.batch_isend_irecv(ops)
+    with pytest.raises(InvalidArgumentError, match="p2p_op_list is empty"):
+        dist.batch_isend_irecv([])
+    with pytest.raises(InvalidArgumentError, match="must be a list of P2POp"):
+        dist.batch_isend_irecv([1])
+    (late,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0, tag=404)], timeout=0.05)
+    with pytest.raises(TimeoutError, match="tag=404"):
+        late.wait()
+    # A rank that leaves earlier would be the other one's reason.
+    dist.barrier()
+
+
+def check_destroyed_under_a_receive(rank):
+    for is_waited in (False, True):
+        group, waits = dist.new_group(), threading.Event()
+        if rank == 0:
+            work = dist.irecv(np.zeros(1), 1, group, timeout=600)
+
+            def ended(work=work, waits=waits):
+                waits.set()
+                with pytest.raises(ClosedError) as caught:
+                    work.wait(30)
+                return caught.value.what
+
+            pool = ThreadPoolExecutor(1)
+            if is_waited:
+                end = pool.submit(ended)
+                waits.wait(30)
+        # As long as this takes, the other thread should be in its wait.
+        for _ in range(5):
+            dist.barrier()
+        if rank == 0:
+            dist.destroy_process_group(group)
+            assert (end.result() if is_waited else ended()) == (
+                f"recv(float64[1], src=1, tag=0) in group '{1 + is_waited}' ended on rank 0 of 2: "
+                "the group was destroyed here"
+            )
+            pool.shutdown()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_destroyed_group_ends_its_receives(rank):
+    check_destroyed_under_a_receive(rank)
+
+
+@pytest.mark.ranks(2, transport="tcp")
+def test_a_destroyed_group_ends_its_receives_over_tcp(rank):
+    check_destroyed_under_a_receive(rank)
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_two_ranks_that_both_send_first_come_to_their_receives(rank):
+    for size in (1, 1000, 1_000_000):
+        x, y = np.full(size, rank + 1.0), np.zeros(size)
+        dist.send(x, 1 - rank)
+        assert dist.recv(y, 1 - rank) == 1 - rank
+        assert (y == 2 - rank).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_sender_may_be_far_ahead_of_a_receiver_that_asks_in_another_order(rank):
+    sizes = [(i * 37) % 5000 for i in range(150)]
+    if rank == 0:
+        for tag, size in enumerate(sizes):
+            dist.send(np.full(size, tag, np.int32), 1, tag=tag)
+    dist.barrier()
+    if rank == 1:
+        for tag, size in reversed(list(enumerate(sizes))):
+            got = np.zeros(size, np.int32)
+            dist.recv(got, None, tag=tag)
+            assert (got == tag).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_messages_go_on_while_the_caller_does_something_else(rank):
+    size = 700_000
+    x, y, z = np.full(size, rank + 1.0), np.zeros(size), np.zeros(size)
+    dist.isend(x, 1 - rank)
+    works = [
+        dist.irecv(y, 1 - rank),
+        dist.isend(x, 1 - rank, tag=1),
+        dist.irecv(z, 1 - rank, tag=1),
     ]
+    ends = [work.get_future() for work in works]
+    assert wait_until(lambda: all(end.done() for end in ends))
+    assert [end.exception() for end in ends] == [None] * 3
+    assert (y == 2 - rank).all()
+    assert (z == 2 - rank).all()
 
 
-def test_plain_mistakes(world):
-    told = world(p2p_bodies.plain_mistakes, 2)[1]
-    on = "in group 'default' does not match on rank 1 of 2: rank 0 sent"
-    late = "in group 'default' timed out after 50 ms on rank 1 of 2:"
-    assert told == [
-        f"recv(float64[3], src=0, tag=0) {on} float64[4]",
-        f"recv(float64[1], src=0, tag=0) {on} float32[2]",
-        f"recv(float64[2], src=0, tag=0) {late} rank 0 did not match it",
-        f"recv(float64[2], src=any, tag=0) {late} no rank sent a message that fits",
-    ]
-
-
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
-def test_a_destroyed_group_ends_its_receives(transport):
-    told, _ = run(p2p_bodies.destroyed_under_a_receive, 2, transport=transport)
-    for name, (kind, text) in zip("12", told, strict=True):
-        assert kind == "ClosedError"
-        assert text == (
-            f"recv(float64[1], src=1, tag=0) in group '{name}' ended on rank 0 of 2: the group was "
-            "destroyed here"
-        )
+@pytest.mark.ranks(2, kind="both")
+def test_a_small_receive_is_polled_chained_to_dropped_or_ended_by_another(rank):
+    x = np.arange(4.0)
+    polled, chained, dropped, last = (np.zeros(4) for _ in range(4))
+    if rank == 0:
+        dist.barrier()
+        for tag in range(4):
+            dist.isend(x + tag, 1, tag=tag)
+    else:
+        one, other = dist.irecv(polled, 0, tag=0), dist.irecv(chained, 0, tag=1)
+        dist.irecv(dropped, 0, tag=2)
+        assert not one.is_completed()
+        dist.barrier()
+        assert wait_until(one.is_completed)
+        assert one.is_success()
+        assert one.source_rank() == 0
+        seen = other.get_future().then(lambda done: done.value()[0].sum()).wait(60)
+        assert seen == x.sum() + 4
+        assert dist.irecv(last, 0, tag=3).wait()
+        assert [polled.sum(), dropped.sum(), last.sum()] == [6, 14, 18]
+    dist.barrier()

@@ -14,26 +14,23 @@ from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
 from unisono.lowlevel import OPS
 
 
-def on_ranks(body, size, store):
-    return on_threads(*(partial(body, rank, size, store) for rank in range(size)))
-
-
-def body(rank, size, store):
+def check_two_groups(rank, size, store, transport):
     pg = ProcessGroup(PrefixStore("mine", store), rank, size, timeout=30, name="mine")
     other = ProcessGroup(PrefixStore("other", store), size - 1 - rank, size, "gloo", 30)
     try:
         x, y = np.ones(2), np.full(1, rank)
         assert pg.allreduce(x).wait() is True
         other.broadcast(y, 0)
-        text = repr(pg)
-        assert (pg.rank(), pg.size(), pg.timeout_s, pg.ranks) == (
-            rank,
-            size,
-            30,
-            tuple(range(size)),
+        assert x.tolist() == [size] * 2
+        assert y == size - 1, "rank 0 of the second group is the last rank of the first"
+        assert (pg.rank(), pg.size(), pg.timeout_s) == (rank, size, 30)
+        assert pg.ranks == tuple(range(size))
+        assert re.fullmatch(
+            f"<ProcessGroup 'mine' rank={rank} size={size} cpu=unisono "
+            f"engine=(native over=shared-memory|reference) transport={transport}>",
+            repr(pg),
         )
         assert not is_initialized()
-        return x.tolist(), int(y[0]), text
     finally:
         pg.close()
         pg.close()
@@ -44,21 +41,13 @@ def body(rank, size, store):
 
 
 @pytest.mark.parametrize("kind", ["hash", "tcp"])
-def test_over_a_store(kind):
+def test_two_groups_over_a_store(kind):
     if kind == "hash":
         store, transport = HashStore(), "inproc"
     else:
         store, transport = TCPStore("127.0.0.1", 0, is_master=True), "tcp"
     with store:
-        results = on_ranks(body, 3, store)
-    for rank, (x, y, text) in enumerate(results):
-        assert x == [3, 3]
-        assert y == 2, "rank 0 of the second group is rank 2 of the first"
-        assert re.fullmatch(
-            f"<ProcessGroup 'mine' rank={rank} size=3 cpu=unisono "
-            f"engine=(native over=shared-memory|reference) transport={transport}>",
-            text,
-        )
+        on_threads(*(partial(check_two_groups, rank, 3, store, transport) for rank in range(3)))
 
 
 def test_names_of_c10d():
@@ -96,7 +85,7 @@ def test_names_of_c10d():
          "rank 0 of 2 waited 0.05 s for ranks that never came: 1"),
     ],
 )  # fmt: skip
-def test_what_it_refuses(arguments, error, text):
+def test_bad_ranks_and_ranks_that_never_come_are_refused(arguments, error, text):
     with pytest.raises(error) as caught:
         ProcessGroup(HashStore(), *arguments)
     assert caught.value.what == text

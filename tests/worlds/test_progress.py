@@ -1,79 +1,454 @@
 """Asynchronous calls: order, errors and memory, whether C++ or Python runs them."""
 
+import os
+import random
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
 import pytest
 
-from tests.worlds import progress_bodies as bodies
+import unisono as dist
+from tests.support.calls import wait_until
+from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
-from unisono.testing import run
+from unisono.engines.native_queue import _Queued
+from unisono.errors import (
+    ClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    UnisonoError,
+)
+
+LIMIT_S = 60.0
+
+needs_cpp = pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order(world, seed):
-    assert world(bodies.any_order, 3, args=(seed,)) == [True] * 3
+@pytest.mark.ranks(3, kind="both")
+def test_calls_of_all_kinds_on_one_array_in_any_order(rank, seed):
+    p, chosen = dist.get_world_size(), random.Random(seed)
+    x, works, futures = np.arange(6.0) + rank, [], []
+    values = [np.arange(6.0) + r for r in range(p)]
+    for number in range(40):
+        kind = chosen.choice(["native", "finish", "sync", "root", "strided", "callback"])
+        root = chosen.randrange(p)
+        if kind == "sync":
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+        elif kind == "finish":
+            works.append(dist.all_reduce(x, dist.ReduceOp.AVG, async_op=True))
+        elif kind == "strided":
+            works.append(dist.broadcast(x[::2], root, async_op=True))
+        elif kind == "root":
+            works.append(dist.broadcast(x, root, async_op=True))
+        else:
+            works.append(dist.all_reduce(x, dist.ReduceOp.MAX, async_op=True))
+        if kind == "callback":
+            futures.append((works[-1].get_future().then(lambda f, n=number: n), number))
+        if kind in ("root", "strided"):
+            part = slice(None, None, 2 if kind == "strided" else 1)
+            for value in values:
+                value[part] = values[root][part]
+        elif kind == "finish":
+            values = [np.mean(values, axis=0) for _ in range(p)]
+        else:
+            values = [np.max(values, axis=0) for _ in range(p)]
+        if kind == "sync" or chosen.random() < 0.1:
+            dist.barrier()
+            assert np.allclose(x, values[rank], rtol=1e-12), (number, kind)
+    for work in reversed(works):
+        assert work.wait(LIMIT_S)
+    assert np.allclose(x, values[rank], rtol=1e-12)
+    dist.barrier()
+    assert all(future.wait(LIMIT_S) == number for future, number in futures)
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
-def test_calls_end_while_python_is_busy(monkeypatch):
-    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
-    assert run(bodies.while_python_is_busy, 2, ranks="processes") == [[True] * 4] * 2
+@needs_cpp
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_calls_end_while_python_is_busy(rank):
+    p, x, y = dist.get_world_size(), np.zeros(8), np.zeros(100_000)
+    gate = np.zeros(1)
+    for array in (x, y, gate):
+        dist.all_reduce(array)
+    x[:], y[:] = 1, 1
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e6)
+    try:
+        works = [dist.all_reduce(array, async_op=True) for array in (x, y, y, gate)]
+        ends_s = time.monotonic() + LIMIT_S
+        # Nothing in this loop waits, so this thread keeps the interpreter.
+        while not works[-1].is_completed() and time.monotonic() < ends_s:
+            pass
+        assert all(work.is_success() for work in works)
+    finally:
+        sys.setswitchinterval(before)
+    assert (x == p).all()
+    assert (y == p * p).all()
 
 
-def test_a_mismatch_in_the_queue(world):
-    assert world(bodies.mismatch_in_the_queue, 2) == [True] * 2
+@pytest.mark.ranks(2, kind="both")
+def test_a_mismatch_in_the_queue_leaves_the_calls_around_it_alone(rank):
+    p = dist.get_world_size()
+    dist.barrier()
+    for _ in range(3):
+        first, wrong, last = np.ones(4), np.ones(3 + rank % 2), np.ones(5)
+        works = [dist.all_reduce(array, async_op=True) for array in (first, wrong, last)]
+        works[2].wait(LIMIT_S)
+        works[0].wait(LIMIT_S)
+        error = works[1].exception()
+        assert isinstance(error, CollectiveMismatchError)
+        assert "all_reduce(float64[3], SUM)" in error.what, error.what
+        assert "all_reduce(float64[4], SUM)" in error.what, error.what
+        assert (first == p).all()
+        assert (wrong == 1).all()
+        assert (last == p).all()
 
 
-def test_uneven_sizes_in_the_queue(world):
-    assert world(bodies.uneven_in_the_queue, 3) == [True] * 3
+@pytest.mark.ranks(3, kind="both")
+def test_an_uneven_exchange_among_queued_calls(rank):
+    """Rank 0 sends to rank 1 what the other ranks do not expect."""
+    p = dist.get_world_size()
+    dist.barrier()
+    ins = [2, 0, *[1] * (p - 2)] if rank == 0 else [1] * p
+    outs = [2, *[1] * (p - 1)] if rank == 0 else [0 if rank == 1 else 1, *[1] * (p - 1)]
+    given, got = np.full(sum(ins), 10.0 + rank), np.zeros(sum(outs))
+    before, after = np.ones(3), np.ones(3)
+    works = [
+        dist.all_reduce(before, async_op=True),
+        dist.all_to_all_single(got, given, outs, ins, async_op=True),
+        dist.all_reduce(after, async_op=True),
+    ]
+    for work in works:
+        work.wait(LIMIT_S)
+    assert (before == p).all()
+    assert (after == p).all()
+    assert got.tolist() == [10.0 + r for r, n in enumerate(outs) for _ in range(n)]
 
 
-def test_the_memory_of_a_dropped_work(world):
-    assert world(bodies.memory_of_a_dropped_work, 2) == [True] * 2
+class Traced(np.ndarray):
+    """An array that can be referred to weakly."""
 
 
-def test_the_memory_of_a_last_call(world):
-    assert world(bodies.memory_of_a_last_call, 2) == [True] * 2
+def traced():
+    """Return an array, and a weak reference to it."""
+    x = np.ones(1000).view(Traced)
+    return x, weakref.ref(x)
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
-def test_a_callback_runs_outside_the_lock(monkeypatch):
-    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
-    results = run(bodies.callback_in_the_middle_of_a_call, 2, ranks="processes")
-    assert results == [([True] * 3, [2.0] * 6)] * 2
+def exit_code_of_fork(body):
+    """Run a function in the child of a fork; return 42 if it returned True."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 42 if body() else 2
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
-def test_ctrl_c_while_a_call_is_queued(monkeypatch):
-    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
-    assert run(bodies.interrupt_while_queueing, 2, ranks="processes") == [True] * 2
+def at_lines_of_the_queue(at_line):
+    """Call a function at each line of the queue that is traced; it returns whether to go on."""
+
+    def trace(frame, event, arg):
+        if not frame.f_code.co_filename.endswith("engines/native_queue.py"):
+            return None
+        at_line(frame, event)
+        return trace
+
+    return trace
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
-def test_signal_handlers_make_calls(monkeypatch):
-    monkeypatch.delenv("UNISONO_ENGINE", raising=False)
-    assert run(bodies.calls_between_all_lines, 2, ranks="processes") == [True] * 2
+@pytest.mark.ranks(2, kind="both")
+def test_the_array_of_a_dropped_work_lives_as_long_as_the_call(rank):
+    gate = np.zeros(1)
+    dist.barrier()
+    x, alive = traced()
+    if rank == 1:
+        dist.recv(gate, 0)
+    dist.all_reduce(x, async_op=True)
+    del x
+    if rank == 0:
+        assert alive() is not None
+        dist.send(gate, 1)
+    assert wait_until(lambda: alive() is None)
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the reference engine is Python")
-def test_a_message_behind_that_of_a_call(monkeypatch):
+@pytest.mark.ranks(2, kind="both")
+def test_a_last_call_releases_its_array(rank):
+    dist.barrier()
+    for op, chained in ((dist.ReduceOp.AVG, False), (dist.ReduceOp.SUM, True)):
+        x, alive = traced()
+        work = dist.all_reduce(x, op, async_op=True)
+        if chained:
+            work.get_future().then(lambda _: None).wait()
+        work.wait(LIMIT_S)
+        del x, work
+        assert wait_until(lambda alive=alive: alive() is None, 10.0), (op, chained)
+
+
+@needs_cpp
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_ctrl_c_while_a_call_is_queued_frees_no_memory_in_use(rank):
+    gate = np.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        dist.recv(gate, 0)
+        dist.all_reduce(np.ones(1000), async_op=True).wait(LIMIT_S)
+        dist.barrier()
+        return
+
+    def interrupt(frame, _):
+        turn = getattr(frame.f_locals.get("self"), "_turn", None)
+        if turn is not None and not turn.is_free():
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    x, alive = traced()
+    sys.settrace(at_lines_of_the_queue(interrupt))
+    try:
+        # Not with pytest.raises: the traceback that it keeps would keep the array alive.
+        dist.all_reduce(x, async_op=True)
+        raise AssertionError("not interrupted")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    del x
+    assert alive() is not None
+    dist.send(gate, 1)
+    dist.barrier()
+
+
+@needs_cpp
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_a_signal_handler_may_make_calls_between_all_lines(rank):
+    sums = [np.full(4, rank + 1.0) for _ in range(300)]
+    left, works, freed = list(sums), [], 0
+    dist.barrier()
+
+    def call():
+        works.append(dist.all_reduce(left.pop(), async_op=True))
+
+    def call_others(frame, event):
+        nonlocal freed
+        # What a trace function calls is not traced.
+        name, queued = frame.f_code.co_name, frame.f_locals.get("queued")
+        if (
+            event != "line"
+            or len(left) <= 20
+            or name not in ("_append", "_discard_ended", "is_over")
+        ):
+            return
+        if name != "_append" or queued is not None:
+            call()
+        if name == "_append" and queued is not None:
+            freed += queued.flight is None  # before C++ has it
+
+    if rank == 0:
+        sys.settrace(at_lines_of_the_queue(call_others))
+    try:
+        for _ in range(20):
+            call()
+            assert all(work.wait(LIMIT_S) for work in works)
+    finally:
+        sys.settrace(None)
+    while left:
+        call()
+    assert all(work.wait(LIMIT_S) for work in works)
+    assert freed == 0
+    assert all((each == 3.0).all() for each in sums)
+
+
+@pytest.fixture
+def no_shared_memory(monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
-    assert run(bodies.message_behind_a_call, 2, ranks="processes") == [True] * 2
 
 
-def test_a_wait_in_a_forked_child():
-    assert run(bodies.wait_in_a_forked_child, 2, ranks="processes") == [True] * 2
+@needs_cpp
+@pytest.mark.ranks(2, kind="processes")
+def test_a_message_does_not_wait_for_a_call_that_its_receiver_makes_later(rank, no_shared_memory):
+    store = dist.group.WORLD.store
+    x, data = np.ones(24 * 1024, np.float32), np.full(1 << 20, 5.0)
+    dist.all_reduce(x)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.1)  # so that the call has sent what it sends before the other one comes
+        assert dist.isend(data, 1).wait(LIMIT_S / 4)
+        store.set("sent", b"1")
+        assert work.wait(LIMIT_S)
+        return
+    store.wait(["sent"])
+    data[:] = 0
+    dist.recv(data, 0)
+    dist.all_reduce(x)
+    assert (data == 5).all()
+    assert (x == 4).all()
 
 
-def test_a_fork_beside_a_call_of_another_thread():
-    assert run(bodies.fork_beside_a_call, 2, ranks="processes") == [[True] * 2] * 2
+@pytest.mark.ranks(2, kind="processes")
+def test_a_child_of_a_fork_cannot_wait_for_a_call_of_its_parent(rank):
+    gate = np.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        dist.recv(gate, 0)
+    work = dist.all_reduce(np.ones(1), async_op=True)
+
+    def wait():
+        with pytest.raises(UnisonoError, match="parent of this fork"):
+            work.wait()
+        return True
+
+    if rank == 0:
+        assert exit_code_of_fork(wait) == 42
+        dist.send(gate, 1)
+    assert work.wait()
 
 
-def test_repeated_calls_with_lists(world):
-    assert world(bodies.repeated_with_lists, 3) == ["<Work all_gather done>"] * 3
+@pytest.mark.ranks(2, kind="processes")
+def test_a_child_of_a_fork_is_refused_beside_a_call_of_another_thread(rank):
+    busy, gate = dist.new_group([0, 1]), np.zeros(1)
+    if rank == 1:
+        dist.recv(gate, 0)
+        works = [dist.isend(gate, 0), dist.all_reduce_coalesced([gate], async_op=True)]
+        dist.barrier(group=busy)
+        assert all(work.wait() is not False for work in works)
+        return
+    works = [dist.irecv(gate, 1), dist.all_reduce_coalesced([np.ones(1)], async_op=True)]
+    called_by = threading.Thread(target=busy.barrier)
+    called_by.start()
+    limit = Deadline(60.0)
+    while busy._guard.caller == 0:
+        assert not limit.expired()
+
+    def be_refused():
+        for refused in [busy.barrier, *(work.wait for work in works)]:
+            with pytest.raises(ClosedError, match="parent of this fork"):
+                refused()
+        busy.abort()
+        dist.group.WORLD.abort()
+        return True
+
+    assert exit_code_of_fork(be_refused) == 42
+    dist.send(np.ones(1), 1)
+    called_by.join(60.0)
+    assert all(work.wait() is not False for work in works)
 
 
-def test_one_rank_makes_the_call_in_other_words(world):
-    assert world(bodies.in_other_words_among_repeated, 3) == [True] * 3
+@pytest.mark.ranks(3, kind="both")
+def test_repeated_calls_on_lists_that_are_emptied_at_once(rank):
+    p = dist.get_world_size()
+    kept = []
+    for number in range(6):
+        outputs = [np.zeros(50) for _ in range(p)]
+        pieces = [np.full(50, rank * p + r + number) for r in range(p)]
+        part = np.zeros(50, pieces[0].dtype)
+        works = [
+            dist.all_gather(outputs, np.full(50, float(rank + number)), async_op=True),
+            dist.reduce_scatter(part, pieces, async_op=True),
+            dist.barrier(async_op=True),
+        ]
+        kept.append((number, list(outputs), part, works))
+        outputs.clear()
+        pieces.clear()
+    for number, outputs, part, works in kept:
+        for work in works:
+            assert work.wait(LIMIT_S)
+        assert len(works[0].result()) == p
+        assert works[1].result()[0] is part
+        assert works[2].result() == []
+        assert all((output == r + number).all() for r, output in enumerate(outputs))
+        assert (part == sum(r * p + rank + number for r in range(p))).all()
+    assert repr(works[0]) == "<Work all_gather done>"
 
 
-def test_an_abort_ends_repeated_calls(world):
-    assert world(bodies.aborted, 2) == [None, ["CollectiveAbortedError"] * 3]
+@pytest.mark.ranks(3, kind="both")
+def test_one_rank_makes_a_repeated_call_in_other_words(rank):
+    p = dist.get_world_size()
+    for number in range(4):
+        given, got = np.arange(2.0 * p) + 100 * rank, np.zeros(2 * p)
+        first = dist.all_reduce(np.ones(3), async_op=True)
+        if number == 3 and rank == 0:
+            split = [2] * p
+            work = dist.all_to_all_single(got, given, split, split, async_op=True)
+        else:
+            work = dist.all_to_all_single(got, given, async_op=True)
+        last = dist.all_reduce(np.ones(4), async_op=True)
+        for each in (first, work, last):
+            each.wait(LIMIT_S)
+        expected = np.concatenate([np.arange(2.0) + 2 * rank + 100 * r for r in range(p)])
+        assert (got == expected).all(), (number, got, expected)
+        assert (last.result()[0] == p).all()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_an_abort_ends_repeated_calls(rank):
+    x, token = np.ones(2), np.zeros(1)
+    for _ in range(3):
+        dist.all_reduce(x, async_op=True).wait()
+    if rank == 0:
+        dist.recv(token, 1)
+        dist.group.WORLD.abort("enough")
+        return
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    dist.send(token, 0)
+    for work in works:
+        with pytest.raises(CollectiveAbortedError):
+            work.wait(LIMIT_S)
+
+
+@needs_cpp
+@pytest.mark.ranks(2, kind="processes", engine="native")
+def test_a_callback_runs_outside_the_lock(rank):
+    """A call finds a call that is over and not watched yet, and runs its callback."""
+    originals = _Queued.is_over, _Queued.watch
+    lock = dist.group.WORLD.backends["cpu"]._engine._changed
+    begun, was_free = [], []
+
+    def begin():
+        begun.append(dist.all_reduce(np.ones(3), async_op=True))
+
+    def take():
+        was_free.append(lock.acquire(timeout=LIMIT_S / 6))
+        lock.release()
+
+    def take_elsewhere(_):
+        thread = threading.Thread(target=take, daemon=True)
+        thread.start()
+        thread.join()
+
+    def watch(queued):
+        # The callback is known; that there is one, not yet.
+        _Queued.is_over, _Queued.watch = originals
+        assert queued._turn.wait(queued.seq, LIMIT_S)
+        begin()
+        return queued.watch()
+
+    dist.barrier()
+    # The first is made in Python, the next ones by what repeats calls.
+    for _ in range(3):
+        _Queued.is_over, _Queued.watch = (lambda queued: False), watch
+        begin()
+        begun[-1]._pending.add_callback(take_elsewhere)
+    for work in begun:
+        work.wait(LIMIT_S)
+    assert was_free == [True] * 3
+    assert [work.result()[0][0] for work in begun] == [2.0] * 6
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_message_that_has_arrived_is_found_by_polling(rank):
+    if rank == 1:
+        dist.send(np.full(3, 5.0), 0, tag=1)
+        dist.send(np.full(3, 6.0), 0, tag=2)
+        return
+    first, second = np.zeros(3), np.zeros(3)
+    work = dist.irecv(first, 1, tag=1)
+    dist.recv(second, 1, tag=2)  # the first message has come before it
+    give_up = time.monotonic() + 10.0
+    while not work.is_completed() and time.monotonic() < give_up:
+        time.sleep(0.001)
+    assert (work.is_completed(), first.tolist(), second.tolist()) == (True, [5.0] * 3, [6.0] * 3)

@@ -3,15 +3,26 @@
 import inspect
 import pickle
 import pydoc
+import re
+import signal
+import threading
 
 import numpy as np
 import pytest
 
 import unisono as dist
-from tests.worlds import quick_bodies as bodies
+from tests.support.calls import fails
 from unisono.base import config
 from unisono.engines import is_native_built
-from unisono.testing import run
+from unisono.errors import (
+    ClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    UsageError,
+)
+from unisono.groups.dispatch import dispatcher
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
@@ -19,6 +30,13 @@ pytestmark = [
         config.get("UNISONO_ENGINE") == "reference", reason="UNISONO_ENGINE forbids it"
     ),
 ]
+
+
+def repeats():
+    """Return how many calls of the default group were repeated so far, at least."""
+    calls = dist.group.WORLD.calls
+    last = None if calls is None else calls.last()
+    return 0 if last is None else last[0]
 
 
 def test_a_quick_function_still_looks_like_one():
@@ -44,99 +62,334 @@ def test_argument_errors_are_those_of_python():
         dist.all_reduce(np.ones(1))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_function(world, size):
-    for wrong, seen in world(bodies.every_function, size):
-        assert wrong == 0
-        # Of three rounds with the same arguments the second and the third are repeated.
-        assert [seen[i] for i in range(len(seen)) if i % 3] == [size > 1] * 8
+@pytest.mark.ranks(1, 2, 3, 4, kind="both")
+def test_every_function_repeats_with_other_contents(rank):
+    p, seen = dist.get_world_size(), []
+    for n in (1, 40_000):
+        for dtype in (np.float32, np.int64):
+            x, y = np.empty(n, dtype), np.empty((n, 2), dtype)
+            big, part = np.empty(n * p, dtype), np.empty(n, dtype)
+            swapped = np.empty(n * p, dtype)
+            for k in range(1, 4):
+                before = repeats()
+                ours = [np.full(n, r + k, dtype) for r in range(p)]
+                x[:], y[:] = rank + k, rank * k
+                dist.all_reduce(x)
+                dist.all_reduce(y, dist.ReduceOp.MAX)
+                assert (x == sum(ours)).all()
+                assert (y == (p - 1) * k).all()
+                x[:] = rank + k
+                dist.all_gather_into_tensor(big, x)
+                assert (big == np.concatenate(ours)).all()
+                dist.reduce_scatter_tensor(part, big, op=dist.ReduceOp.SUM)
+                assert (part == ours[rank] * p).all()
+                big[:] = np.repeat(np.arange(p) + rank * 100 + k, n)
+                dist.all_to_all_single(swapped, big)
+                assert (swapped == np.repeat(np.arange(p) * 100 + rank + k, n)).all()
+                dist.broadcast(x, p - 1)
+                assert (x == ours[p - 1]).all()
+                x[:] = rank + k
+                dist.reduce(x, 0)
+                assert (x == (sum(ours) if rank == 0 else ours[rank])).all()
+                dist.barrier()
+                seen.append(repeats() > before)
+    # Of three rounds with the same arguments the second and the third are repeated.
+    assert [seen[i] for i in range(len(seen)) if i % 3] == [p > 1] * 8
 
 
-def test_other_arguments(world):
-    for results in world(bodies.other_arguments, 3):
-        assert results[:4] == [[6.0] * 4, [[6.0] * 2] * 2, [6] * 4, [3.0] * 4]
-        assert results[4:8] == [[2.0] * 4, [12.0] * 4, [6.0] * 4, [6.0] * 4]
-        assert results[9] == [0, 0, 1, 1, 2, 2]
-    for rank, results in enumerate(world(bodies.other_arguments, 3)):
-        assert results[8] == [18.0, rank + 1.0] * 4
+@pytest.mark.ranks(3, kind="both")
+def test_a_call_that_differs_in_one_thing_from_a_repeated_call(rank):
+    def check_both(x, total, **how):
+        for _ in range(2):
+            mine = x.copy()
+            dist.all_reduce(mine, **how)
+            assert (mine == total).all(), how
+
+    check_both(np.full(4, rank + 1.0), 6)
+    check_both(np.full((2, 2), rank + 1.0), 6)
+    check_both(np.full(4, rank + 1), 6)
+    check_both(np.full(4, rank + 1.0), 3, op=dist.ReduceOp.MAX)
+    check_both(np.full(4, rank + 1.0), 2, op=dist.ReduceOp.AVG)
+    check_both(np.full(4, rank + 1.0), 12, op=dist.ReduceOp.PREMUL_SUM(2.0))
+    check_both(np.full(4, rank + 1.0), 6, algorithm="ring")
+    check_both(np.full(4, rank + 1.0).astype(">f8"), 6)
+    strided = np.full(8, rank + 1.0)
+    for _ in range(2):
+        dist.all_reduce(strided[::2])
+    assert strided.tolist() == [18.0, rank + 1.0] * 4
+    overlapping = np.zeros(6)
+    mine = overlapping[2 * rank : 2 * rank + 2]
+    mine[:] = rank
+    for _ in range(2):
+        dist.all_gather_into_tensor(overlapping, mine)
+    assert overlapping.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_other_groups(world):
-    pairs = [(0 + 1 + 2 + 3 * k) for k in range(3)]
-    for rank, sums in enumerate(world(bodies.other_groups, 3)):
-        assert sums == ([2.0 * s for s in pairs] if rank < 2 else [float(s) for s in pairs])
+@pytest.mark.ranks(3, kind="both")
+def test_two_groups_of_opposite_order_in_turn(rank):
+    front, whole = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
+    for k in range(3):
+        x = np.full(3, float(rank + k))
+        dist.all_reduce(x, group=whole)
+        if rank < 2:
+            dist.all_reduce(x, group=front)
+        assert x[0] == (3 + 3 * k) * (2 if rank < 2 else 1)
 
 
-def test_a_mismatch_names_both_calls(world):
-    for texts, x in world(bodies.odd_one, 3):
-        assert [k for k, _ in texts] == [0, 1, 2, 3]
-        for _, text in texts:
-            assert "all_reduce(float32[3], SUM)" in text
-            assert "broadcast(float32[3], src=0)" in text
-        # The last good call added the ones of the last round.
-        assert x == [9.0] * 3
+@pytest.mark.ranks(3, kind="both")
+def test_a_mismatch_names_both_calls(rank):
+    x = np.ones(3, np.float32)
+    for _ in range(4):
+        x[:] = 1
+        dist.all_reduce(x)
+        both = "all_reduce(float32[3], SUM)", "broadcast(float32[3], src=0)"
+        with fails(CollectiveMismatchError, *both):
+            dist.broadcast(x, 0) if rank == 1 else dist.all_reduce(x)
+    dist.all_reduce(x)
+    # The last good call added the ones of the last round.
+    assert x.tolist() == [9.0] * 3
 
 
-def test_an_even_exchange_among_uneven_ones(world):
-    bodies.check_one_uneven(world(bodies.one_uneven, 3))
+@pytest.mark.ranks(3, kind="both")
+def test_an_even_exchange_among_uneven_ones(rank):
+    """Rank 0 repeats an even exchange, which is a part of an uneven exchange of the others."""
+    out, x = np.full(3, -1), np.arange(3) + 10 * rank
+    even = [rank, 10 + rank, 20 + rank]
+    # Ranks 1 and 2 swap two rows, and keep none.
+    splits = [1, 0, 2] if rank == 1 else [1, 2, 0]
+    for k in range(4):
+        if k % 2 == 0 or rank == 0:
+            dist.all_to_all_single(out, x)
+        else:
+            dist.all_to_all_single(out, x, splits, splits)
+        uneven = [[0, 10, 20], [1, 21, 22], [2, 11, 12]][rank]
+        assert out.tolist() == (uneven if k % 2 else even)
 
 
-def test_a_missing_rank_is_named(world):
-    bodies.check_missing(world(bodies.missing, 3, args=(1.0,)), 1.0)
+# A rank that is busy with something else may be late to answer that it never entered the call.
+NO_RANK_1 = r"ranks? [\d, and]*\b1\b[\d, and]* (never entered it|.*did not answer)"
 
 
-def test_abort_ends_a_repeated_call(world):
-    bodies.check_aborted(world(bodies.aborted, 3))
+@pytest.mark.ranks(3, kind="both")
+def test_a_missing_rank_is_named(rank):
+    pg, x = dist.group.WORLD, np.ones(2)
+    for _ in range(3):
+        dist.all_reduce(x)
+    pg.set_timeout(0.5)
+    if rank != 1:
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            dist.all_reduce(x)
+        assert "timed out after 0.5 s" in str(caught.value)
+        assert re.search(NO_RANK_1, str(caught.value))
+        with pytest.raises(CollectiveTimeoutError):
+            dist.all_reduce(x)
+        assert "broken" in repr(pg)
+    pg.store.barrier("end", 3, 60.0)
 
 
-def test_order_with_asynchronous_calls(world):
-    assert world(bodies.between_async, 2) == [(1.0, 1.0)] * 2
+@pytest.mark.ranks(3, kind="both")
+def test_abort_ends_a_repeated_call(rank):
+    pg, x = dist.group.WORLD, np.ones(2)
+    for _ in range(3):
+        dist.all_reduce(x)
+    if rank == 0:
+        # Sooner, and the others might still be in the calls before.
+        pg.store.wait(["1", "2"], 30.0)
+        pg.abort("enough")
+    else:
+        pg.store.set(str(rank), b"")
+        with pytest.raises(CollectiveAbortedError, match="enough"):
+            dist.all_reduce(x)
 
 
-def test_a_wrapper_is_never_passed_by(world):
-    assert world(bodies.wrapped, 2) == [["all_reduce", "barrier"]] * 2
+@pytest.mark.ranks(2, kind="both")
+def test_order_with_asynchronous_calls(rank):
+    p, x, y = dist.get_world_size(), np.ones(1), np.ones(1)
+    for _ in range(2):
+        dist.all_reduce(y)
+    y[:] = 1
+    for _ in range(50):
+        work = dist.all_reduce(x, async_op=True)
+        dist.all_reduce(y)
+        y /= p
+        assert work.is_completed()  # it came first
+        x /= p
+    assert (x[0], y[0]) == (1, 1)
 
 
-def test_two_threads_with_a_group_each(world):
-    each = sum(range(200)) * 2.0
-    assert world(bodies.own_group_per_thread, 2) == [[each, 2 * each]] * 2
+@pytest.mark.ranks(2, kind="both")
+def test_a_wrapper_is_never_passed_by(rank):
+    seen, x = [], np.zeros(2)
+    for _ in range(2):
+        dist.all_reduce(x)
+
+    def wrapper(schema, device, kernel):
+        def run(group, *arguments):
+            if group is mine:
+                seen.append(schema.name)
+            return kernel(group, *arguments)
+
+        return run
+
+    mine = dist.group.WORLD
+    remove = dispatcher.register_wrapper(wrapper)
+    try:
+        dist.all_reduce(x)
+        dist.barrier()
+    finally:
+        dist.group.WORLD.store.barrier("wrapped", dist.get_world_size(), 30.0)
+        remove()
+    dist.all_reduce(x)
+    assert seen == ["all_reduce", "barrier"]
 
 
-def test_a_destroyed_group(world):
-    for text in world(bodies.destroyed, 2):
-        assert "was destroyed" in text
+@pytest.mark.ranks(2, kind="both")
+def test_two_threads_with_a_group_each(rank):
+    p = dist.get_world_size()
+    groups = [dist.new_group(list(range(p))) for _ in range(2)]
+    sums = [0.0, 0.0]
+
+    def body(which):
+        x = np.empty(100)
+        for k in range(200):
+            x[:] = k * (which + 1)
+            dist.all_reduce(x, group=groups[which])
+            sums[which] += x[7]
+
+    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sums == [2.0 * sum(range(200)), 4.0 * sum(range(200))]
 
 
-def test_an_overlapping_call_names_both_places(world):
-    (told, x), (_, y) = world(bodies.overlapping, 2)
-    assert x == y == [8.0] * 3
-    # The first thread runs no code of ours, so its call site is where it called C++.
-    assert told.startswith("all_reduce on group 'default' at ")
-    assert "overlaps all_reduce at " in told
-    assert "quick_bodies.py" in told
+@pytest.mark.ranks(2, kind="both")
+def test_a_destroyed_group(rank):
+    x, group = np.ones(2), dist.new_group()
+    for _ in range(3):
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    with pytest.raises(ClosedError, match="was destroyed"):
+        dist.all_reduce(x, group=group)
 
 
-def test_a_stream_keeps_its_order(world):
-    for seen in world(bodies.in_stream, 2):
-        assert seen[1:] == [[12.0] * 2, [24.0] * 2]
-    for rank, seen in enumerate(world(bodies.in_stream, 2)):
-        assert seen[0] == [6.0] * 2
-        assert rank in (0, 1)
+@pytest.mark.ranks(2, kind="both")
+def test_an_overlapping_call_names_both_places(rank):
+    group, x = dist.group.WORLD, np.ones(3)
+    for _ in range(2):
+        dist.all_reduce(x)
+    if rank == 0:
+        first = threading.Thread(target=dist.all_reduce, args=(x,), kwargs={"group": group})
+        first.start()
+        while group.calls.caller == 0 and first.is_alive():
+            first.join(0.001)
+        with pytest.raises(UsageError) as caught:
+            dist.all_reduce(np.ones(2))
+        # The first thread runs no code of ours, so its call site is where it called C++.
+        assert caught.value.what.startswith("all_reduce on group 'default' at ")
+        assert "overlaps all_reduce at " in caught.value.what
+        assert "test_quick.py" in caught.value.what
+        group.send(np.zeros(1), 1)
+        first.join()
+    else:
+        group.recv(np.zeros(1), 0)
+        dist.all_reduce(x)
+    dist.barrier()
+    assert x.tolist() == [8.0] * 3
 
 
-def test_calls_of_a_signal_handler_do_not_take_the_place_of_the_one_that_runs():
-    for right, told in run(bodies.interrupted_by_others, 2, ranks="processes"):
-        assert right
-        assert "rank 0 called all_reduce(float64[1000]" in told
-        assert "rank 1 called all_reduce(int64[1000]" in told
+@pytest.mark.ranks(2, kind="both")
+def test_a_stream_keeps_its_order(rank):
+    x = np.full(2, rank + 1.0)
+    for _ in range(2):
+        dist.all_reduce(x)
+    gate = threading.Event()
+    with dist.stream(dist.Stream()):
+        dist.current_stream().submit(gate.wait)
+        dist.all_reduce(x)
+        assert x.tolist() == [3.0 * 2] * 2
+        gate.set()
+        dist.current_stream().synchronize()
+    assert x.tolist() == [12.0] * 2
+    dist.all_reduce(x)
+    assert x.tolist() == [24.0] * 2
 
 
-def test_plain_messages_run_no_python(world):
-    assert world(bodies.messages_in_cpp, 3) == [[True] * 6] * 3
+@pytest.mark.ranks(2, kind="processes")
+def test_calls_of_a_signal_handler_do_not_take_the_place_of_the_call_that_runs(rank):
+    """A signal handler makes many calls in the middle of one that C++ repeats, which then fails."""
+    store, x = dist.group.WORLD.store, np.ones(1000)
+    for _ in range(3):
+        dist.all_reduce(x)
+    works, sums = [], [np.full(n, rank + 1.0) for n in range(1, 500)]
+
+    def call_others(*_):
+        if rank == 0 and dist.group.WORLD.calls.caller == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.01)  # too early
+            return
+        works.extend(dist.all_reduce(each, async_op=True) for each in sums)
+        store.set("others", "called")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, call_others)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+    else:
+        store.wait(["others"])
+    with fails(
+        CollectiveMismatchError,
+        "rank 0 called all_reduce(float64[1000]",
+        "rank 1 called all_reduce(int64[1000]",
+    ):
+        dist.all_reduce(x if rank == 0 else x.astype(int))
+    if rank != 0:
+        call_others()
+    assert all(work.wait() for work in works)
+    assert all((each == 3).all() for each in sums)
 
 
-def test_calls_with_an_algorithm_are_repeated(world):
-    for results, repeated, texts in world(bodies.with_algorithms, 3):
-        assert results == [[6.0] * 9] * 9
-        assert repeated == [False] * 3 + [True] * 6
-        assert texts == [True] * 3
+@pytest.mark.ranks(3, kind="both")
+def test_plain_messages_run_no_python(rank):
+    p, group = dist.get_world_size(), dist.group.WORLD
+    to, source = (rank + 1) % p, (rank - 1) % p
+    # Once in Python's way: what C++ needs to know is there then.
+    dist.barrier()
+
+    def refuse(*args, **how):
+        raise RuntimeError("came to Python")
+
+    group.send = group.recv = refuse
+    try:
+        for k, how in enumerate([{}, {"tag": 3}, {"group": group, "tag": 4}, {"group": group}]):
+            mine, got = np.full(5, 10 * rank + k), np.zeros(5, int)
+            dist.send(mine, to, **how)
+            assert dist.recv(got, source if k % 2 else None, **how) == source
+            assert got.tolist() == [10 * source + k] * 5
+        for call in (dist.send, dist.recv):
+            with pytest.raises(RuntimeError, match="came to Python"):
+                call(np.ones((4, 4))[:, 1], to)
+    finally:
+        del group.send, group.recv
+    dist.barrier()
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_calls_with_an_algorithm_are_repeated(rank):
+    """Two algorithms and none in turn, with a wrong name each time."""
+    repeated = []
+    for count in (9, 10, 11):
+        found = []
+        for _ in range(3):
+            for how in ({"algorithm": "ring"}, {"algorithm": "recursive_doubling"}, {}):
+                before, x = repeats(), np.full(count, rank + 1.0)
+                dist.all_reduce(x, **how)
+                assert (x == 6).all()
+                found.append(repeats() > before)
+            with pytest.raises(InvalidArgumentError, match="no such"):
+                dist.all_reduce(x, algorithm="no such")
+            # A rank waits at most 1 s until all have refused. A later rank would keep the progress
+            # thread busy, and the next call would be queued behind the refusal, not repeated.
+            dist.barrier()
+        repeated.append(found)
+    # Two of the calls can have the same slot in the table: in 1 of 100 tables.
+    assert [False] * 3 + [True] * 6 in repeated

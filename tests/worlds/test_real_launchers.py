@@ -34,32 +34,18 @@ def script(tmp_path):
 
 def two_at_once(command, **env):
     """Start a command twice; return the sorted lines of each."""
-    processes = [
-        subprocess.Popen(
-            command,
-            env=clean_environment(**env),
-            stdout=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
-        for _ in range(2)
-    ]
+    how = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+    env = clean_environment(**env)
+    processes = [subprocess.Popen(command, env=env, **how) for _ in range(2)]
     outs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     return [sorted(out.splitlines()) for out in outs]
 
 
-OPEN_MPI = [str(MPIRUN), "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable]
-
-
-@needs_open_mpi
-def test_open_mpi(script, tmp_path):
-    assert output([*OPEN_MPI, script], TMPDIR=str(tmp_path)) == expected(3)
-
-
 @needs_open_mpi
 def test_two_jobs_of_open_mpi_at_once_are_two_worlds(script, tmp_path):
-    assert two_at_once([*OPEN_MPI, script], TMPDIR=str(tmp_path)) == [expected(3)] * 2
+    command = [MPIRUN, "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, script]
+    assert two_at_once(command, TMPDIR=str(tmp_path)) == [expected(3)] * 2
 
 
 CONFIGURATION = """
@@ -91,7 +77,7 @@ def slurm(tmp_path_factory):
     for name in ("state", "spool"):
         (folder / name).mkdir()
     with contextlib.ExitStack() as probes:
-        # Ports below those that the system gives out, so that nobody gets them in between.
+        # Ports below those that the system gives out, so that no other process gets them.
         sockets = [probes.enter_context(socket.socket()) for _ in range(2)]
         ports = [_bind_somewhere(each, 20000 + os.getpid() % 5000) for each in sockets]
     host = os.uname().nodename.partition(".")[0]
@@ -105,11 +91,9 @@ def slurm(tmp_path_factory):
             stack.callback(process.wait, LIMIT_S)
             stack.callback(process.terminate)
         deadline = time.monotonic() + LIMIT_S
+        state = ["sinfo", "-h", "-o", "%T"]
         while (
-            "idle"
-            not in subprocess.run(
-                ["sinfo", "-h", "-o", "%T"], env=env, capture_output=True, text=True, check=False
-            ).stdout
+            b"idle" not in subprocess.run(state, env=env, capture_output=True, check=False).stdout
         ):
             logs = [path.read_text(errors="replace") for path in folder.glob("*.log")]
             assert time.monotonic() < deadline, logs
@@ -125,9 +109,9 @@ def _bind_somewhere(probe, first):
 
 
 @needs_slurm
-@pytest.mark.parametrize("flags", [[], ["--mpi=pmi2"]], ids=["plain", "pmi2"])
-def test_srun(slurm, script, tmp_path, flags):
-    command = ["srun", "-n", "3", *flags, sys.executable, script]
+@pytest.mark.whole("a variant of srun")
+def test_srun_with_pmi2(slurm, script, tmp_path):
+    command = ["srun", "-n", "3", "--mpi=pmi2", sys.executable, script]
     assert output(command, TMPDIR=str(tmp_path), **slurm) == expected(3)
 
 
@@ -138,21 +122,17 @@ def test_two_jobs_of_srun_at_once_are_two_worlds(slurm, script, tmp_path):
 
 
 @needs_slurm
-def test_allocation_without_srun_is_told_so(slurm, script):
-    done = subprocess.run(
-        ["salloc", "-n", "2", sys.executable, script],
-        env=clean_environment(**slurm),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        stdin=subprocess.DEVNULL,
-    )
+def test_an_allocation_without_srun_is_an_error(slurm, script):
+    command = ["salloc", "-n", "2", sys.executable, script]
+    how = {"env": clean_environment(**slurm), "stdin": subprocess.DEVNULL, "timeout": LIMIT_S}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     assert done.returncode != 0
     assert "SLURM_NTASKS=2 means several processes" in done.stderr
     assert "hint: start the script with srun" in done.stderr
 
 
 @needs_slurm
+@pytest.mark.whole("a variant of srun")
 def test_unisono_run_under_srun(slurm, script, tmp_path):
     command = ["srun", "-n", "1", sys.executable, "-m", "unisono", "run", "-n", "2", script]
     assert output(command, TMPDIR=str(tmp_path), **slurm) == expected(2)

@@ -1,55 +1,312 @@
-"""Calls made in streams, on threads and on processes."""
+"""Calls made in streams: what waits for what, and what does not."""
 
+import asyncio
+import threading
+
+import numpy as np
 import pytest
 
-from tests.support.several import run_all
-from tests.worlds import stream_bodies
+import unisono as dist
+from tests.support.calls import fails
+from unisono.errors import (
+    ClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_calls_in_streams(world, size):
-    world(
-        run_all,
-        size,
-        args=(
-            [
-                stream_bodies.chain,
-                stream_bodies.synchronous,
-                stream_bodies.order,
-                stream_bodies.point_to_point,
-                stream_bodies.layouts,
-                stream_bodies.objects,
-                stream_bodies.futures,
-                stream_bodies.bad_argument,
-                stream_bodies.refused_behind_another,
-            ],
-        ),
-    )
+def gated(name="compute"):
+    """Return a stream that stands still, and a function that lets it go on."""
+    stream, is_open = dist.Stream(name), threading.Event()
+    stream.submit(lambda: is_open.wait(60))
+    return stream, is_open.set
 
 
-def test_a_stream_does_not_wait_unless_told_to(world):
-    world(stream_bodies.not_waited_for, 2)
+def frozen():
+    x = np.ones(2)
+    x.flags.writeable = False
+    return x
 
 
-def test_a_failure_before_the_call_reaches_the_others(world):
-    told = world(stream_bodies.failure_before_the_call, 3)
-    assert told[1] is None
-    for rank in (0, 2):
-        # Whether it had entered the call by then or not.
-        assert f"on rank {rank} of 3: " in told[rank]
-        assert (
-            "ZeroDivisionError in the stream before all_reduce (division by zero) on rank 1"
-        ) in told[rank]
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_the_host_never_waits_in_a_chain_of_streams(rank):
+    """compute -> communication -> end event -> another stream; the host never waits."""
+    p, x, y = dist.get_world_size(), np.zeros(4), np.zeros(4)
+    compute, open_gate = gated()
+    other = dist.Stream("other")
+    with dist.stream(compute):
+        compute.submit(np.copyto, x, rank + 1.0)
+        work = dist.all_reduce(x, async_op=True)
+    with dist.stream(other):
+        assert work.wait() is True  # the host goes on, `other` waits
+        other.submit(np.multiply, x, 10, y)
+        end = other.record_event()
+    assert not any((compute.query(), work.is_completed(), end.query(), other.query()))
+    assert (x == 0).all()
+    open_gate()
+    end.synchronize(60)
+    assert end.query()
+    assert work.is_completed()
+    assert work.is_success()
+    total = p * (p + 1) / 2
+    assert (x == total).all()
+    assert (y == 10 * total).all()
+    assert work.result()[0] is x
+    compute.synchronize(60)
 
 
-def test_the_time_out_counts_while_a_call_waits_for_its_stream(world):
-    first, second = world(stream_bodies.stream_that_never_comes, 2)
-    told = "all_reduce waited 0.1 s for the stream that it was called in"
-    assert first == f"all_reduce in group '1' did not begin: it {told.partition(' ')[2]}"
-    assert "in group '1'" in second
-    assert f"{told} on rank 0" in second
+@pytest.mark.ranks(2, kind="both")
+def test_a_stream_does_not_wait_for_a_call_by_itself(rank):
+    x, seen = np.ones(2), []
+    compute = dist.Stream("compute")
+    with dist.stream(compute):
+        if rank == 0:
+            work = dist.all_reduce(x, async_op=True)
+            compute.submit(seen.append, work.is_completed())
+            compute.synchronize(60)
+            assert seen == [False]
+            dist.send(np.ones(1), 1)
+        else:
+            with dist.stream(dist.default_stream()):
+                dist.recv(np.ones(1), 0)
+            work = dist.all_reduce(x, async_op=True)
+        work.synchronize()
+        compute.synchronize(60)
+    assert (x == 2).all()
 
 
-def test_destroying_a_group_ends_the_calls_that_wait(world):
-    for told in world(stream_bodies.destroyed, 2):
-        assert told == "group '1' was destroyed before this all_reduce began"
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_a_synchronous_call_is_a_call_and_a_wait_of_its_stream(rank):
+    p, x, y = dist.get_world_size(), np.ones(3), np.zeros(3)
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        compute.submit(np.multiply, x, 2, x)
+        assert dist.all_reduce(x) is None
+        compute.submit(np.copyto, y, x)
+        outs = [np.zeros(3) for _ in range(p)]
+        dist.all_gather(outs, y)
+        assert not compute.query()
+        assert (x == 1).all()
+        open_gate()
+        compute.synchronize(60)
+        assert (x == 2 * p).all()
+        assert (np.stack(outs) == 2 * p).all()
+        # A barrier stops the host, as in torch.
+        compute.submit(np.copyto, x, 5)
+        dist.barrier()
+        assert (x == 5).all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_calls_without_a_stream_queue_behind_those_that_wait_for_a_stream(rank):
+    p, x, y = dist.get_world_size(), np.zeros(2), np.ones(2)
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        compute.submit(np.copyto, x, 3)
+        first = dist.all_reduce(x, async_op=True)
+    second = dist.broadcast(y, 0, async_op=True)
+    assert not second.is_completed()
+    open_gate()
+    dist.all_reduce(y)
+    assert first.is_completed()
+    assert (x == 3 * p).all()
+    assert (y == p).all()
+    # No call waits any more: calls go straight to the engine again.
+    dist.all_reduce(y)
+    assert (y == p * p).all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_messages_in_streams(rank):
+    """Sends and receives of a ring in streams; big enough that a send waits for its receive."""
+    p = dist.get_world_size()
+    mine, theirs = np.zeros(300_000), np.zeros(300_000)
+    compute = dist.Stream("compute")
+    with dist.stream(compute):
+        compute.submit(np.copyto, mine, float(rank))
+        ops = [
+            dist.P2POp(dist.isend, mine, (rank + 1) % p),
+            dist.P2POp(dist.irecv, theirs, (rank - 1) % p),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        compute.submit(np.add, theirs, 1, theirs)
+        compute.synchronize(60)
+        assert (theirs == (rank - 1) % p + 1).all()
+        compute.submit(np.copyto, mine, float(10 + rank))
+        if rank == 0:
+            dist.send(mine, 1, tag=3)
+        elif rank == 1:
+            assert dist.recv(theirs, tag=3) == 0  # stops the host, because it returns the source
+            assert (theirs == 10).all()
+        compute.synchronize(60)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_a_strided_array_is_read_when_the_call_begins(rank):
+    p, table = dist.get_world_size(), np.zeros((4, 3))
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        compute.submit(np.copyto, table, 1.0)
+        dist.all_reduce(table[:, 1])
+        dist.all_reduce(table[:, 2], dist.ReduceOp.PREMUL_SUM(2))
+    open_gate()
+    compute.synchronize(60)
+    assert (table == [1, p, 2 * p]).all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_object_calls_stop_the_host(rank):
+    compute, x = dist.Stream("compute"), np.zeros(1)
+    with dist.stream(compute):
+        compute.submit(np.copyto, x, 1)
+        dist.all_reduce(x)
+        heard = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, {"rank": rank, "large": np.full(100_000, rank)})
+        compute.synchronize(60)
+    assert [one["rank"] for one in heard] == list(range(dist.get_world_size()))
+    assert all((one["large"] == one["rank"]).all() for one in heard)
+    assert x[0] == dist.get_world_size()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_futures_of_calls_in_streams_can_be_chained_and_awaited(rank):
+    p, x, y = dist.get_world_size(), np.ones(2), np.ones(2)
+    compute = dist.Stream("compute")
+    with dist.stream(compute):
+        future = dist.all_reduce(x, async_op=True).get_future()
+        doubled = future.then(lambda f: f.value()[0] * 2)
+        assert (doubled.wait(60) == 2 * p).all()
+
+        async def body():
+            return await dist.all_reduce(y, async_op=True)
+
+        assert asyncio.run(body()) is True
+        assert (y == p).all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_an_argument_found_wrong_when_the_call_begins_fails_work_and_stream(rank):
+    compute, x = dist.Stream("compute"), np.ones(2)
+    with dist.stream(compute):
+        work = dist.all_reduce(frozen(), async_op=True)
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            work.wait(60)
+        dist.all_reduce(frozen())
+        compute.submit(np.copyto, x, 9)
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            compute.synchronize(60)
+        assert (x == 1).all()
+        dist.all_reduce(x)
+        compute.synchronize(60)
+    assert (x == dist.get_world_size()).all()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.ranks(2, 3, kind="both")
+def test_a_call_found_wrong_behind_a_call_in_a_stream_is_refused_once(rank):
+    x = np.ones(2)
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        first = dist.all_reduce(x, async_op=True)
+    opener = threading.Timer(0.02, open_gate)
+    opener.start()
+    if rank == 1:
+        with pytest.raises(InvalidArgumentError, match="read-only"):
+            dist.all_reduce(frozen())
+    else:
+        with pytest.raises(CollectiveMismatchError, match="rank 1 called all_reduce, but refused"):
+            dist.all_reduce(np.ones(2))
+    opener.join()
+    first.wait()
+    assert (x == dist.get_world_size()).all()
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size() ** 2).all()
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_a_failure_before_the_call_reaches_the_other_ranks(rank):
+    compute, x = dist.Stream("compute"), np.ones(2)
+    group = dist.new_group()
+    with dist.stream(compute):
+        if rank == 1:
+            compute.submit(lambda: 1 / 0)
+        work = dist.all_reduce(x, group=group, async_op=True)
+    if rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            work.wait_on_host()
+        with pytest.raises(ZeroDivisionError):
+            compute.synchronize(60)
+    else:
+        # Whether this rank has entered the call by then or not.
+        with fails(
+            CollectiveAbortedError,
+            f"on rank {rank} of 3: ",
+            "ZeroDivisionError in the stream before all_reduce (division by zero) on rank 1",
+        ):
+            work.wait()
+    with pytest.raises(CollectiveAbortedError):
+        dist.all_reduce(x, group=group)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_the_time_out_counts_while_a_call_waits_for_its_stream(rank):
+    group = dist.new_group()
+    compute, open_gate = gated()
+    text = "all_reduce waited 0.1 s for the stream that it was called in"
+    if rank == 0:
+        with dist.stream(compute):
+            work = dist.all_reduce(np.ones(1), group=group, async_op=True, timeout=0.1)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.wait()
+        start = "all_reduce in group '1' did not begin: it"
+        assert caught.value.what == f"{start} {text.partition(' ')[2]}"
+    else:
+        with fails(CollectiveAbortedError, "in group '1'", f"{text} on rank 0"):
+            dist.all_reduce(np.ones(1), group=group)
+    open_gate()
+    compute.synchronize(60)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_destroying_a_group_ends_the_calls_that_wait(rank):
+    group = dist.new_group()
+    compute, open_gate = gated()
+    with dist.stream(compute):
+        work = dist.all_reduce(np.ones(1), group=group, async_op=True)
+    dist.destroy_process_group(group)
+    with pytest.raises(ClosedError) as caught:
+        work.wait()
+    open_gate()
+    compute.synchronize(60)
+    dist.barrier()
+    assert caught.value.what == "group '1' was destroyed before this all_reduce began"
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_a_call_does_not_overtake_the_calls_that_wait_for_their_streams(rank):
+    x, gate, ready, later = np.full(2, rank + 1.0), threading.Event(), dist.Stream(), dist.Stream()
+    later.submit(gate.wait, 60)
+    works = []
+    for stream in (ready, later):
+        with dist.stream(stream):
+            works.append(dist.all_reduce(x, async_op=True))
+    works[0].wait()
+    works.append(dist.all_reduce(x, dist.ReduceOp.PRODUCT, async_op=True))
+    gate.set()
+    for work in works:
+        work.wait()
+    # 1 + 2 = 3, 3 + 3 = 6, 6 * 6 = 36
+    assert x.tolist() == [36.0, 36.0]

@@ -1,24 +1,28 @@
 """new_subgroups and its kin, split_group, shrink_group, monitored_barrier."""
 
+import os
+import signal
+
+import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support import several
-from tests.support.lateness import best_s
-from tests.worlds import subgroup_bodies
+from tests.support.calls import check_usable, fails
 from unisono.backends import registry
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    CollectiveAbortedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    PeerLostError,
+)
+from unisono.groups import world
 from unisono.lowlevel import DeviceBackend
 from unisono.testing import run
 
-BODIES = [
-    subgroup_bodies.blocks,
-    subgroup_bodies.lists,
-    subgroup_bodies.split,
-    subgroup_bodies.split_the_world,
-    subgroup_bodies.monitored,
-    subgroup_bodies.names,
-]
+NOT_MINE = dist.GroupMember.NON_GROUP_MEMBER
 
 
 @pytest.fixture(autouse=True)
@@ -26,59 +30,303 @@ def no_launcher(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_on_threads(body):
-    run(body, 4)
+def members(group):
+    """Ask the ranks themselves who is in a group."""
+    out = np.zeros(dist.get_world_size(group), int)
+    dist.all_gather_into_tensor(out, np.array([dist.get_rank()]), group)
+    assert out.tolist() == dist.get_process_group_ranks(group)
+    return out.tolist()
 
 
-def test_on_processes():
-    bodies = [body for body in BODIES if body is not subgroup_bodies.blocks]
-    run(several.run_all, 4, ranks="processes", args=(bodies,))
+@pytest.mark.ranks(4)
+def test_blocks_of_equal_size(rank):
+    before = dist.get_pg_count()
+    mine, groups = dist.new_subgroups(2, group_desc="pair")
+    assert dist.get_pg_count() == before + 2
+    assert groups == [mine, NOT_MINE] if rank < 2 else [NOT_MINE, mine]
+    assert mine.name == "pair"
+    assert members(mine) == ([0, 1] if rank < 2 else [2, 3])
+    whole, groups = dist.new_subgroups(4)
+    assert (groups, members(whole)) == ([whole], [0, 1, 2, 3])
+    # Of a group: only its members call.
+    odd = dist.new_group([3, 1])
+    if odd != NOT_MINE:
+        alone, groups = dist.new_subgroups(1, group=odd, timeout=7)
+        assert groups == ([alone, NOT_MINE] if rank == 1 else [NOT_MINE, alone])
+        assert members(alone) == [rank]
+        assert alone.timeout_s == 7
+    assert members(dist.new_group()) == [0, 1, 2, 3]  # all ranks still have the same count
+    for bad in (0, 3, 5, -1):
+        with pytest.raises(InvalidArgumentError, match="must be positive and divide"):
+            dist.new_subgroups(bad)
+    with pytest.raises(InvalidArgumentError, match="LOCAL_WORLD_SIZE"):
+        dist.new_subgroups()
 
 
-def test_blocks_are_those_of_a_host_by_default(monkeypatch):
+@pytest.fixture
+def two_ranks_on_a_host(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    run(subgroup_bodies.blocks_of_a_host, 4)
 
 
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_ranks_that_make_different_groups(engine):
-    # A bound that shows that nobody sat out the time-out of 60 s.
-    assert max(run(subgroup_bodies.told_differently, 3, engine=engine)) < 20
+@pytest.mark.ranks(4)
+def test_blocks_are_those_of_a_host_by_default(rank, two_ranks_on_a_host):
+    mine, _ = dist.new_subgroups()
+    assert members(mine) == ([0, 1] if rank < 2 else [2, 3])
 
 
-def test_ranks_that_make_different_groups_hear_so_within_a_second():
-    body = subgroup_bodies.told_differently
-    assert best_s(lambda: max(run(body, 3, ranks="processes")), 1.0) < 1.0
+@pytest.mark.ranks(4, kind="both")
+def test_subgroups_from_lists(rank):
+    mine, groups = dist.new_subgroups_by_enumeration([[2, 0], [3]])
+    assert [g != NOT_MINE for g in groups] == [rank in (0, 2), rank == 3]
+    assert mine is {0: groups[0], 1: None, 2: groups[0], 3: groups[1]}[rank]
+    if mine:
+        assert members(mine) == ([3] if rank == 3 else [0, 2])
+    count = dist.get_pg_count()
+    for bad, text in (
+        ([], "is empty"),
+        (None, "must be a list of lists"),
+        ([[0, 1], [1, 2]], r"rank 1 is in ranks_per_subgroup_list\[0\] and again in .*\[1\]"),
+        ([[0, 4]], r"\[4\] are outside the world"),
+        ([[0, 0]], "must be distinct"),
+        ([[]], "at least one"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            dist.new_subgroups_by_enumeration(bad)
+    assert dist.get_pg_count() == count
+    assert members(dist.new_group()) == [0, 1, 2, 3]
 
 
-def test_shrink(world):
-    world(subgroup_bodies.shrink, 4)
+@pytest.mark.ranks(4, kind="both")
+def test_split_group(rank):
+    parent = dist.new_group([3, 1, 0], sort_ranks=False)
+    if parent == NOT_MINE:
+        with pytest.raises(InvalidArgumentError, match="does not belong to the given group"):
+            dist.split_group(parent, [[0]])
+        return
+    me = dist.get_rank(parent)
+    for name in ("a", None):
+        child = dist.split_group(parent, [[2, 0], [1]], timeout=5, group_desc=name)
+        assert members(child) == ([1] if me == 1 else [3, 0])
+        assert child.timeout_s == 5
+        assert child.name == (name or child.key)
+    nested = dist.split_group(child, [list(range(child.size()))[::-1]], backend="cpu:unisono")
+    assert members(nested) == members(child)
+    some = dist.split_group(parent, [[1]])
+    assert (some is None) == (me != 1)
+    dist.destroy_process_group(child)
+    assert members(nested) == ([1] if me == 1 else [3, 0])
+    for bad, text in (
+        ({}, "split_ranks must be a list of lists"),
+        ({"split_ranks": []}, "is empty"),
+        ({"split_ranks": [[0], [0]]}, "again in"),
+        ({"split_ranks": [[3]]}, "outside group"),
+        ({"split_ranks": [[0]], "backend": "gloo"}, "the parent group '.*' has 'cpu:unisono'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            dist.split_group(parent, **bad)
 
 
-def test_shrink_the_world(world):
-    assert world(subgroup_bodies.shrink_the_world, 4) == [0, None, 1, 2]
+@pytest.mark.ranks(4, kind="both")
+def test_split_the_world(rank):
+    child = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    assert members(child) == ([0, 1] if rank < 2 else [2, 3])
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_shrink_a_group(rank):
+    group = dist.new_group([0, 1, 3])
+    survivors = dist.new_group([0, 3])
+    if rank == 2:
+        return
+    if rank == 1:
+        # A group goes on being one for a rank that was left out, until it looks.
+        dist.group.WORLD.store.wait(["shrunk"], 30)
+        with pytest.raises(CollectiveAbortedError):
+            dist.barrier(group, timeout=5)
+        return
+    work = dist.all_reduce(np.ones(1), group=group, async_op=True)
+    dist.barrier(survivors)  # no rank aborts before both have begun
+    smaller = dist.shrink_group([1], group, dist.SHRINK_ABORT)
+    dist.group.WORLD.store.set("shrunk", "yes")
+    assert members(smaller) == [0, 3]
+    with pytest.raises((CollectiveAbortedError, ClosedError)):
+        work.wait()
+    with pytest.raises(ClosedError):
+        dist.barrier(group)
+    for call, kind, text in (
+        (lambda: dist.shrink_group([], smaller), InvalidArgumentError, "at least one"),
+        (lambda: dist.shrink_group([0, 0], smaller), InvalidArgumentError, "distinct"),
+        (lambda: dist.shrink_group([2], smaller), InvalidArgumentError, "outside group"),
+        (lambda: dist.shrink_group([1 - smaller.rank()], smaller, 2), ValueError, "shrink_flags"),
+        (lambda: dist.shrink_group([smaller.rank()], smaller), ValueError, "must not call"),
+        (lambda: dist.shrink_group([0, 1], smaller), ValueError, "must not call"),
+        (lambda: dist.shrink_group(1, smaller), ArgumentTypeError, "must be a list"),
+        (lambda: dist.shrink_group(["1"], smaller), ArgumentTypeError, "integer"),
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    assert members(smaller) == [0, 3]
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_shrink_the_world(rank):
+    old = dist.group.WORLD
+    pair = dist.new_group([2, 3])
+    if rank == 1:
+        return
+    made = dist.shrink_group([1])
+    assert made is dist.group.WORLD
+    assert dist.get_world_size() == 3
+    assert dist.get_process_group_ranks() == [0, 1, 2]
+    x = np.full(3, float(rank))
+    dist.broadcast(x, 2)  # global rank 2 of now is 3 of then
+    assert (x == 3).all()
+    for gone in (old, pair):
+        if gone != NOT_MINE:
+            with pytest.raises(ClosedError):
+                dist.barrier(gone)
+    group = dist.new_group([0, 2])
+    assert group == NOT_MINE if rank == 2 else members(group) == [0, 2]
+    dist.barrier()
+    assert dist.get_rank() == (rank if rank == 0 else rank - 1)
+
+
+def shrink_after_a_death(rank, victim):
+    group = dist.new_group()
+    x = np.ones(100_000)
+    dist.all_reduce(x, group=group)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError):
+        dist.all_reduce(x, group=group)
+    smaller = dist.shrink_group([victim], group)
+    x[:] = 1
+    dist.all_reduce(x, group=smaller)
+    assert (x == 3).all()
+    dist.shrink_group([victim])
+    dist.all_reduce(x)
+    assert (x == 9).all()
+    assert dist.get_process_group_ranks() == [0, 1, 2]
+    return dist.get_rank()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_shrink_after_a_death(victim):
-    results = run(
-        subgroup_bodies.shrink_after_a_death, 4, ranks="processes", args=(victim,), dead={victim}
-    )
+    where = {"ranks": "processes", "dead": {victim}}
+    results = run(shrink_after_a_death, 4, args=(victim,), **where)
     assert [r for r in results if r is not None] == [0, 1, 2]
 
 
+@pytest.mark.ranks(4, kind="both")
+def test_monitored_barrier_of_a_group(rank):
+    for _ in range(3):
+        dist.monitored_barrier()
+    group = dist.new_group([1, 3], sort_ranks=True)
+    if rank in (1, 3):
+        dist.monitored_barrier(group, timeout=20, wait_all_ranks=True)
+    else:
+        with pytest.warns(UserWarning, match="running monitored_barrier on a rank"):
+            assert dist.monitored_barrier(group) is None
+
+
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("absent", [(2,), (1, 3), (0,)])
-def test_monitored_barrier_names_who_is_missing(world, absent):
-    world(subgroup_bodies.monitored_missing, 4, args=(absent,))
+@pytest.mark.ranks(4, kind="both")
+def test_monitored_barrier_names_the_ranks_that_are_missing(rank, absent):
+    """Late ranks read it, too; the group stays usable."""
+    store, present = dist.group.WORLD.store, [r for r in range(4) if r not in absent]
+    group = dist.new_group(present)
+    if rank not in absent:
+        dist.barrier(group)  # a busy machine must not make a present rank late
+        start = f"timed out after 2.0 s on rank {rank}: rank"
+        with fails(CollectiveTimeoutError, start, "never entered it") as caught:
+            dist.monitored_barrier(timeout=2)
+        # On a busy machine the verdict of rank 0 may come too late for the others.
+        assert caught.value.context.peers in ([absent, (0,)] if rank else [absent])
+        assert caught.value.context.usable
+        store.set(f"done/{rank}", "yes")
+    else:
+        store.wait([f"done/{r}" for r in present], 30)
+        if 0 not in absent:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                dist.monitored_barrier(timeout=30)
+            assert caught.value.context.peers == absent
+        else:
+            dist.group.WORLD.counts["monitored_barrier"] += 1
+    dist.monitored_barrier(timeout=30)
+    check_usable()
+
+
+def barrier_after_deaths(rank, victims):
+    whole = dist.new_group()
+    dist.barrier()
+    if rank in victims:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        dist.monitored_barrier(timeout=30, wait_all_ranks=True)
+    if 0 not in victims:
+        assert caught.value.context.peers == victims
+        assert "lost rank" in caught.value.what
+    # A rank that leaves is lost too, and not all others know the first loss yet.
+    smaller = dist.shrink_group(list(victims), whole)
+    dist.barrier(smaller)
+    return caught.value.what
 
 
 @pytest.mark.parametrize("victims", [(2,), (1, 3)])
-def test_monitored_barrier_names_who_was_lost(victims):
-    results = run(
-        subgroup_bodies.monitored_killed, 4, ranks="processes", args=(victims,), dead=set(victims)
-    )
+def test_monitored_barrier_names_the_ranks_that_were_lost(victims):
+    where = {"ranks": "processes", "dead": set(victims)}
+    results = run(barrier_after_deaths, 4, args=(victims,), **where)
     assert len({r.partition(" on rank")[2][3:] for r in results if r is not None}) == 1
+
+
+@pytest.mark.ranks(1)
+def test_queries_of_backends(rank):
+    assert dist.is_gloo_available()
+    assert dist.is_backend_available("cpu:gloo")
+    assert not dist.is_backend_available("cpu:gloo,cuda:nonesuch")
+    assert not dist.is_nccl_available() or "nccl" in dist.Backend.backend_list
+    assert not dist.is_ucc_available()
+    assert dist.get_default_backend_for_device("cpu:0") == "unisono"
+    with pytest.raises(InvalidArgumentError, match="no backend is registered for device 'tpu'"):
+        dist.get_default_backend_for_device("tpu")
+    ops = dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX
+    assert [dist.supports_complex(op) for op in ops] == [True, True, False]
+    assert dist.get_backend() == dist.Backend("UNISONO") == dist.Backend.UNISONO
+
+
+# What differs -> (what rank 1 calls, what the others call, a part of the error's first line)
+DIFFERENT = {
+    "members": (
+        lambda: dist.new_group([0, 1]), lambda: dist.new_group([0, 2]), "called new_group([0, 2])"),
+    "order": (lambda: dist.new_group([0, 1]), lambda: dist.new_group([1, 0], sort_ranks=False),
+        "called new_group([1, 0])"),
+    "backend": (lambda: dist.new_group([0, 1]), lambda: dist.new_group([0, 1], backend="gloo"),
+        "called new_group([0, 1], backend='cpu:"),
+    "group or call": (dist.barrier, dist.new_group, "called barrier()"),
+    "enumeration": (lambda: dist.new_subgroups_by_enumeration([[0], [1, 2]]),
+        lambda: dist.new_subgroups_by_enumeration([[0, 1], [2]]),
+        "called new_subgroups_by_enumeration([[0, 1], [2]])"),
+    "size": (lambda: dist.new_subgroups(1), lambda: dist.new_subgroups(3),
+        "called new_subgroups_by_enumeration([[0, 1, 2]])"),
+    "split": (lambda: dist.split_group(split_ranks=[[0], [1, 2]]),
+        lambda: dist.split_group(split_ranks=[[0, 1, 2]]), "called split_group([[0, 1, 2]])"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(3, kind="both", engine="both")
+def test_ranks_that_make_different_groups_all_fail(rank):
+    for one, other, text in DIFFERENT.values():
+        with fails(CollectiveMismatchError, text, "rank 1 called") as caught:
+            (one if rank == 1 else other)()
+        assert caught.value.context.usable
+    own_error = InvalidArgumentError if rank == 1 else CollectiveMismatchError
+    with fails(own_error, "ranks [99] are outside the world"):
+        dist.new_group([0, 99] if rank == 1 else [0, 1])
+    with fails(own_error, "group_size=2 must be positive and divide"):
+        dist.new_subgroups(2 if rank == 1 else 3)
+    assert len(world.current().groups) == 1
+    check_usable(dist.new_group())
 
 
 def test_names_of_backends(monkeypatch):

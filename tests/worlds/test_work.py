@@ -1,52 +1,211 @@
 """Work and Future: waiting, polling, chaining, awaiting."""
 
+import asyncio
 import logging
+import threading
 
+import numpy as np
 import pytest
 
-from tests.support import several
-from tests.worlds import work_bodies
+import unisono as dist
 from unisono import Future, collect_all
-from unisono.errors import CollectiveTimeoutError, UsageError
-from unisono.testing import run
-
-BODIES = [
-    work_bodies.states,
-    work_bodies.dropped,
-    work_bodies.chains,
-    work_bodies.awaited,
-    work_bodies.threads,
-]
+from unisono.errors import (
+    ClosedError,
+    CollectiveAbortedError,
+    CollectiveTimeoutError,
+    UsageError,
+)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "tcp"])
-@pytest.mark.parametrize("body", BODIES, ids=lambda v: v.__name__)
-def test_on_threads(body, transport):
-    run(body, 2, transport=transport)
+@pytest.mark.ranks(2, kind="both")
+def test_a_work_before_and_after_its_end(rank):
+    """A work before and after its end; wait with a limit that expires and later succeeds."""
+    x = np.full(3, 1.0)
+    gate = np.zeros(1)
+    if rank == 0:
+        work = dist.all_reduce(x, async_op=True)
+        assert not work.is_completed()
+        assert not work.is_success()
+        assert work.exception() is None
+        assert repr(work) == "<Work all_reduce pending>"
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.wait(0.02)
+        assert caught.value.what == "all_reduce was not done after 0.02 s of waiting; it goes on"
+        with pytest.raises(CollectiveTimeoutError, match=r"no value after 0\.02 s"):
+            work.get_future().wait(0.02)
+        dist.send(gate, 1)
+    else:
+        dist.recv(gate, 0)
+        work = dist.all_reduce(x, async_op=True)
+    assert work.wait(30) is True
+    assert work.wait() is True
+    assert work.wait(0) is True
+    work.synchronize()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.exception() is None
+    assert work.result()[0] is x
+    assert work.source_rank() == -1
+    assert repr(work) == "<Work all_reduce done>"
+    assert (x == 2).all()
 
 
-def test_on_processes():
-    run(several.run_all, 2, ranks="processes", args=(BODIES,))
+@pytest.mark.ranks(2, kind="both")
+def test_a_call_happens_though_its_work_is_dropped(rank):
+    p, x = dist.get_world_size(), np.ones(4)
+    for _ in range(20):
+        dist.all_reduce(x, async_op=True)
+        x = x  # the work is gone
+    dist.barrier()
+    assert (x == float(p) ** 20).all()
+    y = np.ones(2)
+    ten_times = threading.Event()
+
+    def times_ten(future):
+        y.__imul__(10)
+        ten_times.set()
+
+    dist.all_reduce(y, async_op=True).get_future().then(times_ten)
+    dist.barrier()
+    # The call has ended everywhere; its callbacks run beside what comes after it.
+    assert ten_times.wait(60)
+    assert (y == 10 * p).all()
 
 
-def test_a_wait_in_a_callback_is_refused():
-    for told in run(work_bodies.waiting_in_a_callback, 2):
-        assert len(told) == 3
-        assert told[0] == "all_reduce on group 'default' waits for the thread it runs on"
-        assert set(told[1:]) == {
-            "wait() in a callback, on the thread that runs the operations of this group, would "
-            "wait for itself"
-        }
+@pytest.mark.ranks(2, kind="both")
+def test_futures_can_be_chained(rank):
+    p = dist.get_world_size()
+    x, y, z = np.ones(2), np.ones(3), np.ones(4)
+    inner = []
+
+    def second(future):
+        assert (future.value()[0] == p).all()
+        inner.append(dist.all_reduce(y, async_op=True))
+        return "started"
+
+    first = dist.all_reduce(x, async_op=True).get_future().then(second)
+    third = first.then(lambda f: f.value() + "!")
+    assert third.wait(30) == "started!"
+    inner[0].wait()
+    assert (y == p).all()
+    broken = first.then(lambda f: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.wait(30)
+    with pytest.raises(ZeroDivisionError):
+        broken.then(lambda f: f.value()).wait(30)
+    futures = [dist.all_reduce(a, async_op=True).get_future() for a in (x, z)]
+    assert dist.collect_all(futures).wait(30) == futures
+    values = dist.collect_all(futures).then(lambda f: [v.value()[0] for v in f.value()]).wait(30)
+    assert values[1] is z
+    coalesced = dist.all_reduce_coalesced([x, z], async_op=True)
+    assert coalesced.then(lambda f: len(f.value())).wait(30) == 2
 
 
-def test_a_destroyed_group_ends_what_is_queued():
-    told = run(work_bodies.destroyed, 2)[0]
-    assert told[0][0] in ("CollectiveAbortedError", "ClosedError")
-    assert "destroyed" in told[0][1]
-    assert told[1] == (
-        "ClosedError",
-        "group '1' was destroyed before all_reduce(float64[1], SUM) ran",
+@pytest.mark.ranks(2, kind="both")
+def test_a_work_can_be_awaited(rank):
+    async def body():
+        x, y = np.ones(2), np.ones(3)
+        assert await dist.all_reduce(x, async_op=True) is True
+        await asyncio.gather(*[wait(dist.all_reduce(a, async_op=True)) for a in (x, y)])
+        return x[0], y[0]
+
+    async def wait(work):
+        return await work
+
+    async def too_late():
+        with pytest.raises(CollectiveTimeoutError, match="timed out after 50 ms"):
+            await dist.irecv(np.zeros(1), 0, tag=77, timeout=0.05)
+
+    async def given_up():
+        work = dist.irecv(np.zeros(1), 0, tag=78)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(wait(work), 0.02)
+        return work
+
+    result = asyncio.run(body())
+    asyncio.run(too_late())
+    work = asyncio.run(given_up())
+    dist.barrier()
+    # The loop is closed now; the message must not fall over it.
+    if rank == 0:
+        for to in range(dist.get_world_size()):
+            dist.isend(np.ones(1), to, tag=78).wait()
+    work.wait()
+    return result
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_several_threads_may_wait(rank):
+    """Calls of several threads on one group are put in some order; each has a group here."""
+    p = dist.get_world_size()
+    works = [dist.all_reduce(np.full(2, float(i)), async_op=True) for i in range(30)]
+    seen = []
+    watchers = [threading.Thread(target=lambda w=w: seen.append(w.wait())) for w in works]
+    for watcher in watchers:
+        watcher.start()
+    for watcher in watchers:
+        watcher.join()
+    assert seen == [True] * 30
+    assert [w.result()[0][0] for w in works] == [float(i * p) for i in range(30)]
+
+
+@pytest.mark.ranks(2)
+def test_a_wait_in_a_callback_is_refused(rank):
+    """On the progress thread a wait would be for itself: an error at once, no hang."""
+    told = []
+
+    def callback(future):
+        for call in (
+            lambda: dist.all_reduce(np.ones(1)),
+            lambda: dist.all_reduce(np.ones(1), async_op=True).wait(),
+            lambda: dist.all_reduce(np.ones(1), async_op=True).get_future().wait(),
+        ):
+            try:
+                call()
+            except UsageError as error:
+                told.append(error.what)
+        return True
+
+    # The other rank comes once the callback is there, which so runs on the progress thread; the
+    # second operation is queued behind it, so that a third one would have to wait.
+    token = np.zeros(1)
+    for turn in range(2):
+        if rank != turn:
+            dist.recv(token, turn)
+        work = dist.all_reduce(np.ones(1), async_op=True)
+        last = dist.all_reduce(np.ones(1), async_op=True)
+        if rank == turn:
+            done = work.get_future().then(callback)
+            dist.send(token, 1 - turn)
+            assert done.wait(30) is True
+        else:
+            for _ in range(2):
+                dist.all_reduce(np.ones(1), async_op=True)
+        last.wait()
+        dist.barrier()
+    itself = (
+        "wait() in a callback, on the thread that runs the operations of this group, would wait "
+        "for itself"
     )
+    assert told == ["all_reduce on group 'default' waits for the thread it runs on", *[itself] * 2]
+
+
+@pytest.mark.ranks(2)
+def test_a_destroyed_group_ends_what_is_queued(rank):
+    group = dist.new_group()
+    if rank == 1:
+        dist.barrier()
+        dist.destroy_process_group(group)
+        return
+    works = [dist.all_reduce(np.ones(1), group=group, async_op=True) for _ in range(2)]
+    dist.destroy_process_group(group)
+    with pytest.raises((CollectiveAbortedError, ClosedError), match="destroyed"):
+        works[0].wait(30)
+    with pytest.raises(ClosedError) as caught:
+        works[1].wait(30)
+    text = "group '1' was destroyed before all_reduce(float64[1], SUM) ran"
+    assert caught.value.what == text
+    dist.barrier()
 
 
 def test_a_future_by_hand(caplog):

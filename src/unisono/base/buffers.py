@@ -22,6 +22,7 @@ from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnsupportedE
 
 Array = np.ndarray[Any, Any]
 
+_PANDAS = "pass a writable copy; of a pandas object: values = df.to_numpy(copy=True)"
 _OBJECTS = "make it an array first; objects have calls of their own, such as all_reduce_object"
 _DLPACK_DEVICES = {1: "cpu", 2: "cuda", 3: "cpu", 8: "metal", 10: "rocm", 13: "cpu", 14: "xpu"}
 
@@ -160,9 +161,10 @@ def _array_of_buffer(obj: Any, name: str) -> Array:
     try:
         buffer = memoryview(obj)
     except TypeError:
+        hint = _PANDAS if type(obj).__module__.startswith("pandas.") else None
         raise ArgumentTypeError(
             f"{name} must be an array (NumPy, torch, DLPack, buffer), got {type(obj).__name__}",
-            hint=_OBJECTS if isinstance(obj, int | float | list | tuple | dict) else None,
+            hint=_OBJECTS if isinstance(obj, int | float | list | tuple | dict) else hint,
         ) from None
     try:
         return np.asarray(buffer)
@@ -176,7 +178,9 @@ def _view_numpy(array: Array, dtype: DType, owner: object, write: bool, name: st
     shape, flags = array.shape, array.flags
     if write:
         if not flags.writeable:
-            raise InvalidArgumentError(f"{name} is read-only but the operation writes into it")
+            raise InvalidArgumentError(
+                f"{name} is read-only but the operation writes into it", hint=_PANDAS
+            )
         if not flags.c_contiguous and _overlaps_itself(array):
             raise InvalidArgumentError(
                 f"{name} overlaps itself (shape {list(shape)}, strides {list(array.strides)}), so "

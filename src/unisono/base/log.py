@@ -15,6 +15,8 @@ import threading
 from unisono.base import config
 from unisono.errors import InvalidArgumentError
 
+_WHO = "%(asctime)s rank %(rank)s pid %(process)d %(name)s %(levelname)s %(message)s"
+_rank: int | None = None
 _logged: set[tuple[object, ...]] = set()
 _logged_lock = threading.Lock()
 
@@ -30,6 +32,17 @@ class _LastResort(logging.Handler):
                 print(f"unisono: {self.format(record)}", file=sys.stderr)
 
 
+def set_rank(rank: int | None) -> None:
+    """Set the rank that lines of UNISONO_LOG name; None means the environment's RANK, if any."""
+    global _rank
+    _rank = rank
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    record.rank = config.environ().get("RANK", "-") if _rank is None else _rank
+    return True
+
+
 def _make_root() -> logging.Logger:
     root = logging.getLogger("unisono")
     level = config.get("UNISONO_LOG").upper()
@@ -40,7 +53,8 @@ def _make_root() -> logging.Logger:
         known = ", ".join(logging.getLevelNamesMapping())
         raise InvalidArgumentError(f"UNISONO_LOG={level!r} is not a level (known: {known})")
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    handler.setFormatter(logging.Formatter(_WHO))
+    handler.addFilter(_add_rank)
     root.addHandler(handler)
     root.setLevel(level)
     return root

@@ -156,13 +156,11 @@ def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
 
 def _opaque(dtype: np.dtype[np.generic]) -> DType:
     """Return the type of elements that move as bytes."""
-    if dtype.hasobject or dtype.kind == "T":
+    if dtype.hasobject or dtype.kind == "T" or not dtype.itemsize:
         raise UnsupportedError(
-            f"dtype {str(dtype)!r} is not supported: its elements are Python objects",
+            f"dtype {str(dtype)!r} is not supported: its elements are no plain bytes",
             hint="use the calls for objects, such as broadcast_object_list",
         )
-    if not dtype.itemsize:
-        raise UnsupportedError(f"dtype {str(dtype)!r} is not supported: its elements have no bytes")
     native = dtype.newbyteorder("=")
     return DType(str(native), "x", np.dtype((np.void, dtype.itemsize)), native)
 

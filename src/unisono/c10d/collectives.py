@@ -13,11 +13,12 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from unisono.base.types import ReduceOp
 from unisono.errors import InvalidArgumentError, UsageError
+from unisono.groups.keywords import check_keywords
 from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
@@ -30,10 +31,12 @@ def group_rank_of(
     global_rank: int | None,
     group_rank: int | None,
     default: int | None = None,
+    how: Iterable[str] = (),
 ) -> int:
     """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
 
     Raises:
+        ArgumentTypeError: Neither given, but a keyword that belongs to no call, in `how`.
         InvalidArgumentError: Both or neither given, or not a member.
     """
     if global_rank is not None and group_rank is not None:
@@ -43,6 +46,7 @@ def group_rank_of(
     if global_rank is None:
         global_rank = default
     if global_rank is None:
+        check_keywords(call.removeprefix("i"), call, how)
         raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
     try:
         return group.group_rank(global_rank)
@@ -67,17 +71,25 @@ def root_of(
     global_rank: int | None,
     group_rank: int | None,
     default: int | None = None,
+    how: Iterable[str] = (),
 ) -> int:
     """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
     with reporting_bad_arguments(pg, call):
-        return group_rank_of(pg, call, global_rank, group_rank, default)
+        return group_rank_of(pg, call, global_rank, group_rank, default, how)
 
 
 def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
     """Call a method of the group; return its work if `async_op`."""
     if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
-    work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
+    try:
+        work: Work = getattr(pg, name)(*arguments, async_op=async_op, **how)
+    except TypeError as error:
+        if not isinstance(error, UsageError):
+            # The method has parameters that the function has not, such as `root`.
+            with reporting_bad_arguments(pg, name):
+                check_keywords(name, name, how)
+        raise
     return work if async_op else None
 
 
@@ -108,7 +120,7 @@ def broadcast(
     """
     if (pg := member_group(group, "broadcast")) is None:
         return None
-    root = root_of(pg, "broadcast", src, group_src)
+    root = root_of(pg, "broadcast", src, group_src, None, how)
     return _call("broadcast", pg, async_op, tensor, root, **how)
 
 
@@ -170,7 +182,7 @@ def reduce(
     """
     if (pg := member_group(group, "reduce")) is None:
         return None
-    root = root_of(pg, "reduce", dst, group_dst)
+    root = root_of(pg, "reduce", dst, group_dst, None, how)
     return _call("reduce", pg, async_op, tensor, root, op, **how)
 
 

@@ -41,7 +41,7 @@ def isend(
         sent = port.isend(tensor, dst, tag, tensor)
         if sent is not None:
             return Work(sent, "send")
-    peer = group_rank_of(pg, "isend", dst, group_dst)
+    peer = group_rank_of(pg, "isend", dst, group_dst, None, how)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
 
@@ -81,7 +81,7 @@ def send(
     """
     if (pg := member_group(group, "send")) is None:
         return
-    peer = group_rank_of(pg, "send", dst, group_dst)
+    peer = group_rank_of(pg, "send", dst, group_dst, None, how)
     pg.send(tensor, peer, tag, **how)
 
 

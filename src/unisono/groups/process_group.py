@@ -27,6 +27,7 @@ from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.dispatch import backend_of, dispatcher
+from unisono.groups.keywords import check_keywords
 from unisono.groups.operations import CHECKS, as_integer
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.stream_queue import StreamQueue
@@ -465,11 +466,7 @@ class ProcessGroup(C10dNames):
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
-            call = _label or op
-            raise ArgumentTypeError(
-                f"{call}() got an unexpected keyword argument {next(iter(unknown))!r} "
-                f"(known besides its own: async_op, timeout, algorithm, deterministic)"
-            )
+            check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
         return CallOptions(
             async_op, deadline, algorithm, _label, deterministic, _split_sizes, _partial

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
 
+from unisono.base import log
 from unisono.base.streams import stream_variable
 from unisono.engines import repeat
 from unisono.errors import (
@@ -51,6 +52,7 @@ class World:
         self._default = group
         if self is process_world:
             repeat.set_default(group)
+            log.set_rank(None if group is None else group.rank())
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
         """Close one sub-group, or everything, newest group first."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import SpawnContext, check_start
 
 
@@ -35,14 +37,17 @@ def launch(
         [nprocs] results.
 
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid, or the function, an argument
             or a result cannot be pickled.
         WorkerFailedError: A process died without an exception.
         Exception: The exception of the rank that failed first. Its cause is a WorkerFailedError
             that names the rank and ends with its traceback. The other ranks have been stopped.
     """
-    check_start(nprocs, start_method)
-    payload = _pickled((fn, tuple(args)), "the function or its arguments")
+    check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
+    call = fn, tuple(args)
+    with _pickling(call, "the function or its arguments") as dumps:
+        payload = Payload(call, dumps)
     context = SpawnContext(
         _call,
         (payload,),
@@ -52,6 +57,7 @@ def launch(
         use_death_signal=start_method != "forkserver",
         return_results=True,
     )
+    del payload  # The children have opened it.
     try:
         context.join()
     except WorkerFailedError as failure:
@@ -65,15 +71,21 @@ def launch(
         for process in context.processes:
             if process.exitcode is not None:
                 process.close()
+    if missing := [rank for rank in range(nprocs) if rank not in context.results]:
+        raise WorkerFailedError(f"ranks {missing} exited with code 0 before `fn` returned")
     return [pickle.loads(context.results[rank]) for rank in range(nprocs)]
 
 
-def _call(rank: int, payload: bytes) -> bytes:
-    fn, args = pickle.loads(payload)
-    return _pickled(fn(rank, *args), f"the result of rank {rank}")
+def _call(rank: int, payload: Payload) -> bytes:
+    fn, args = payload.load()
+    result = fn(rank, *args)
+    with _pickling(result, f"the result of rank {rank}") as dumps:
+        return dumps(result)
 
 
-def _pickled(value: object, what: str) -> bytes:
+@contextlib.contextmanager
+def _pickling(value: object, what: str) -> Iterator[Callable[..., bytes]]:
+    """Yield a function like `pickle.dumps` for a value; an error of it names the value."""
     pickler = _cloudpickle()
     if pickler is None and _is_not_importable(value):
         raise InvalidArgumentError(
@@ -81,7 +93,7 @@ def _pickled(value: object, what: str) -> bytes:
             hint="pip install cloudpickle, or define it in a module and import it",
         )
     try:
-        return bytes((pickler or pickle).dumps(value))
+        yield (pickler or pickle).dumps
     except Exception as error:
         hint = None if pickler else "pip install cloudpickle: it pickles lambdas and closures too"
         raise InvalidArgumentError(

@@ -1,8 +1,9 @@
 """`spawn`: run a function in N processes, each with the environment of its rank.
 
-Each child gets its environment, and reports its exception, over a socket pair. The parent starts
-all children, then opens the store, and then sends the environments. A forked child thus inherits
-neither the store's sockets nor a lock of its server thread. The parent's environment never changes.
+Each child imports the main module, gets its environment and reports its exception over a socket
+pair. The function and its arguments are in a file in memory. The parent starts all children, then
+opens the store, and then sends the environments. A forked child thus inherits neither the store's
+sockets nor a lock of its server thread. The parent's environment never changes.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.spawn
 import os
 import pickle
+import runpy
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, overload
@@ -25,6 +29,7 @@ from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
 from unisono.errors import (
+    ArgumentTypeError,
     Context,
     InvalidArgumentError,
     LaunchError,
@@ -32,6 +37,7 @@ from unisono.errors import (
     WorkerFailedError,
 )
 from unisono.launcher.environment import LOOPBACK, Place, new_launch_id, worker_environment
+from unisono.launcher.payload import CallArguments
 from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
@@ -40,6 +46,12 @@ from unisono.stores import TCPStore
 _START_METHODS = ("spawn", "fork", "forkserver")
 _POLL_S = 0.5
 _KILL_TIMEOUT_S = 10.0
+_MAIN_LOCK = threading.Lock()
+_STARTING_FILES = (__file__, multiprocessing.spawn.__file__, "<frozen runpy>", runpy.__file__)
+_IMPORT_HINT = (
+    "define the function at the top level of a module that a child can import, or use "
+    "`unisono.launch`, which with cloudpickle also takes functions of a notebook"
+)
 
 
 def _watch_parent(use_death_signal: bool) -> None:
@@ -59,43 +71,68 @@ def _watch_parent(use_death_signal: bool) -> None:
 
 
 def _child(
-    fn: Callable[..., object],
+    call: CallArguments,
+    main: dict[str, str],
     rank: int,
-    args: Sequence[object],
     link: Connection,
     use_death_signal: bool,
     return_results: bool,
 ) -> None:
     _watch_parent(use_death_signal)
-    os.environ.update(link.recv())
     # The parent shows the traceback, so this hook prints nothing. Hooks that wrap it must run: a
     # process group reports to the other ranks in its hook why this rank failed.
     sys.excepthook = lambda *error: None
+    process: Any = multiprocessing.current_process()
+    hint: str | None = GUARD_HINT
     try:
+        process._inheriting = True  # as multiprocessing does; `is_importing_main` reads it
+        multiprocessing.spawn.prepare(main)
+        del process._inheriting
+        hint = _IMPORT_HINT
+        fn, args = call.load()
+        hint = None
+        link.send(_ChildReport())
+        os.environ.update(link.recv())
         result = fn(rank, *args)
         if return_results:
             link.send(_ChildReport(result=result))
     except KeyboardInterrupt:
         # Ctrl-C reaches the parent too, and the parent reports it.
         sys.exit(128 + signal.SIGINT)
-    except Exception as error:
-        # Drop the frame of this function, so that the traceback begins in the user's code.
-        below = error.__traceback__ and error.__traceback__.tb_next
-        text = "".join(traceback.format_exception(type(error), error, below)).rstrip()
-        link.send(_ChildReport(text=text, error=_pickled(error)))
+    except (Exception, SystemExit) as error:
+        if hint is None and isinstance(error, SystemExit):
+            raise
+        # Drop the frames above the user's code, which the user has not written.
+        below = error.__traceback__
+        while below is not None and below.tb_frame.f_code.co_filename in _STARTING_FILES:
+            below = below.tb_next
+        trace = traceback.format_exception(type(error), error, below or error.__traceback__)
+        text = "".join(trace).rstrip()
+        pickled = _pickled(error) if hint is None else b""
+        link.send(_ChildReport(text=text, error=pickled, hint=hint))
         sys.excepthook(type(error), error, below)
-        sys.exit(1)
+        sys.exit((isinstance(error, SystemExit) and error.code) or 1)
 
 
 class _ChildReport(NamedTuple):
-    """The result of a child's function, or its traceback and pickled exception."""
+    """The last report of a child; an empty report follows when the function is loaded.
 
-    result: Any = None
-    text: str | None = None
+    Attributes:
+        result: Result of the function, pickled; None before its end.
+        text: Traceback, or "".
+        error: The exception, pickled; empty if it was raised before the function was called.
+        hint: Hint for the user.
+        missing: Text that replaces the traceback if the child leaves none.
+    """
+
+    result: bytes | None = None
+    text: str = ""
     error: bytes = b""
+    hint: str | None = None
+    missing: str = "it left no traceback; see its standard error"
 
 
-def _pickled(error: Exception) -> bytes:
+def _pickled(error: BaseException) -> bytes:
     """Return a pickled exception for the parent to raise; empty if it cannot be pickled."""
     try:
         # Only cloudpickle can pickle an exception whose class is defined in a notebook.
@@ -106,21 +143,29 @@ def _pickled(error: Exception) -> bytes:
 
 
 @contextlib.contextmanager
-def _importable_main() -> Iterator[None]:
-    """Hide `__main__.__file__` of a program that was read from standard input.
+def _hidden_main(start_method: str) -> Iterator[dict[str, str]]:
+    """Keep multiprocessing from importing the main module in a child that starts meanwhile.
 
-    Otherwise multiprocessing would try to run the file `<stdin>` in each child.
+    `_child` imports the module, because only `_child` can report an error to the parent.
+
+    Yields:
+        The arguments by which `multiprocessing.spawn.prepare` imports the module. They are empty
+        if the program was not read from a file, or if children are forked.
     """
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if path is None or os.path.exists(path):
-        yield
+    if start_method == "fork":
+        yield {}
         return
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = path
+    module = sys.modules["__main__"]
+    with _MAIN_LOCK:
+        data = multiprocessing.spawn.get_preparation_data("")
+        main = {key: text for key, text in data.items() if key.startswith("init_main")}
+        spec = getattr(module, "__spec__", None)
+        # A child of multiprocessing does not import a module of this name: it is its own.
+        module.__spec__ = ModuleSpec("__main__", None)
+        try:
+            yield main if os.path.exists(main.get("init_main_from_path", "/")) else {}
+        finally:
+            module.__spec__ = spec
 
 
 class SpawnContext:
@@ -146,21 +191,26 @@ class SpawnContext:
         self.processes: list[BaseProcess] = []
         self.results: dict[int, Any] = {}
         self._links: dict[int, Connection] = {}
-        self._texts: dict[int, str] = {}
-        self._errors: dict[int, bytes] = {}
+        self._reports: dict[int, _ChildReport] = {}
         self._running = set(range(nprocs))
         self._stopped: set[int] = set()
-        self._exits = ExitLog(lambda rank: self._texts.get(rank, ""))
+        self._exits = ExitLog(lambda rank: self._reports[rank].text)
         self._store: TCPStore | None = None
+        call = CallArguments(fn, tuple(args))
         try:
-            with _importable_main():
-                context: Any = multiprocessing.get_context(start_method)
+            context: Any = multiprocessing.get_context(start_method)
+            with _hidden_main(start_method) as main:
+                starting = _ChildReport()
+                for name in main.values():
+                    text = f"it ended while it imported {name}; see its standard error"
+                    starting = _ChildReport(hint=GUARD_HINT, missing=text)
+                self._reports = dict.fromkeys(range(nprocs), starting)
                 for rank in range(nprocs):
-                    self._links[rank], child_link = multiprocessing.Pipe(duplex=True)
-                    with child_link:
+                    self._links[rank], link = multiprocessing.Pipe(duplex=True)
+                    with link:
                         process = context.Process(
                             target=_child,
-                            args=(fn, rank, args, child_link, use_death_signal, return_results),
+                            args=(call, main, rank, link, use_death_signal, return_results),
                             name=f"unisono-rank-{rank}",
                             daemon=daemon,
                         )
@@ -227,7 +277,7 @@ class SpawnContext:
     def error_of(self, rank: int) -> Exception | None:
         """Return the exception of a child; None if it raised none, or if it cannot be pickled."""
         try:
-            error = pickle.loads(self._errors.get(rank, b""))
+            error = pickle.loads(self._reports[rank].error)
         except Exception:
             return None
         return error if isinstance(error, Exception) else None
@@ -255,12 +305,11 @@ class SpawnContext:
     def _read(self, rank: int) -> None:
         link = self._links.get(rank)
         try:
-            if link is not None and link.poll(0):
+            while link is not None and link.poll(0):
                 message = link.recv()
-                if message.text is None:
+                self._reports[rank] = message
+                if message.result is not None:
                     self.results[rank] = message.result
-                else:
-                    self._texts[rank], self._errors[rank] = message.text, message.error
         except (EOFError, OSError):
             self._links.pop(rank).close()
 
@@ -273,9 +322,14 @@ class SpawnContext:
         lines += [f"then {other.line_with_reason()}" for other in others]
         if left := leavers(first, self._exits.left_s):
             lines.append(left)
-        lines.append(first.text or "it left no traceback; see its standard error")
+        report = self._reports[first.rank]
+        lines.append(first.text or report.missing)
+        # A signal is no error of the child's code. The traceback of an error may end with the hint.
+        no_hint = first.exit_code < 0 or (report.hint or "") in first.text
         context = Context(rank=first.rank, world_size=len(self.processes))
-        raise WorkerFailedError("\n".join(lines), context=context)
+        raise WorkerFailedError(
+            "\n".join(lines), context=context, hint=None if no_hint else report.hint
+        )
 
     def _stop(self, grace_s: float) -> None:
         """Stop the children that still run, and release all resources of this context."""
@@ -307,16 +361,34 @@ class SpawnContext:
             self._store = None
 
 
-def check_start(nprocs: int, start_method: str) -> None:
+def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: str) -> None:
     """Check the arguments and the caller of `spawn` or `launch`.
 
+    Args:
+        call: The call with the names of its arguments, for the hint.
+        fn: See `spawn`.
+        args: See `spawn`.
+        nprocs: See `spawn`.
+        start_method: See `spawn`.
+
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid.
         UsageError: The caller is a child that is running the parent's script again, and would
             start children, too.
     """
     if is_importing_main():
         raise UsageError("processes cannot be started by one that is starting", hint=GUARD_HINT)
+    is_list = isinstance(args, Sequence) and not isinstance(args, (str, bytes))
+    for name, value, expected, fits in (
+        ("fn", fn, "a function", callable(fn)),
+        ("args", args, "a tuple or list of arguments", is_list),
+        ("nprocs", nprocs, "an integer", hasattr(nprocs, "__index__")),
+    ):
+        if not fits:
+            raise ArgumentTypeError(
+                f"{name} must be {expected}, got {type(value).__name__}", hint=call
+            )
     if nprocs < 1:
         raise InvalidArgumentError(f"nprocs must be at least 1, got {nprocs}")
     if start_method not in _START_METHODS:
@@ -373,6 +445,7 @@ def spawn(
         None, or with `join=False` the context of the running children.
 
     Raises:
+        ArgumentTypeError: `fn`, `args` or `nprocs` has the wrong type.
         InvalidArgumentError: `nprocs` or `start_method` is invalid.
         UsageError: A child, which runs the script to find `fn`, has reached this call, too.
         WorkerFailedError: A child failed (`join=True`). The others have been stopped. The text
@@ -380,7 +453,7 @@ def spawn(
 
     Source: torch 2.13, torch.multiprocessing.spawn.
     """
-    check_start(nprocs, start_method)
+    check_start("spawn(fn, args, nprocs), args=(x,)", fn, args, nprocs, start_method)
     # The kernel sends the signal when the *thread* that forked ends. A thread that does not wait
     # for the children may end before them. The fork server lives as long as its children, so its
     # end is not a usable sign.

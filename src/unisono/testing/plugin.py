@@ -1,19 +1,41 @@
-"""A pytest plug-in: the fixture `world`, which runs a body on threads and on processes.
+"""A pytest plug-in: the marker `ranks` and the fixture `world` run tests on several ranks.
 
 Enable it with `pytest_plugins = ["unisono.testing.plugin"]` in a conftest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, cast
 
 import pytest
 
+from unisono.errors import LaunchError, WorkerFailedError
 from unisono.testing.ranks import run
+from unisono.testing.report import frames_of
 
 __all__ = ["world"]
+
+_BOTH = {"kind": ("threads", "processes"), "engine": ("native", "reference")}
+
+_MARKER = (
+    "ranks(*sizes, kind='threads', engine=None, **options): call the test function as "
+    "`f(rank, *fixtures)` on every rank of a world of each size. `kind` and `engine` can be "
+    "'both'. The options are those of `unisono.testing.run`."
+)
+
+
+class _World(NamedTuple):
+    """One value of the parameter `rank`: the world on whose ranks the test function is called."""
+
+    size: int
+    kind: Literal["threads", "processes"]
+    engine: str | None
+
+    def __str__(self) -> str:
+        return "-".join(str(part) for part in self if part is not None)
 
 
 @pytest.fixture(params=["threads", "processes"])
@@ -24,3 +46,71 @@ def world(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
         assert world(body, 4) == [...]
     """
     return partial(run, ranks=request.param)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of each size, kind and engine that the marker asks for."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is not None:
+        metafunc.parametrize("rank", list(_worlds(mark)), ids=str)
+
+
+def _worlds(mark: pytest.Mark) -> Iterator[_World]:
+    for size in mark.args:
+        for kind in _choices(mark, "kind", "threads"):
+            for engine in _choices(mark, "engine", None):
+                yield _World(size, kind, engine)
+
+
+def _choices(mark: pytest.Mark, name: str, default: str | None) -> tuple[Any, ...]:
+    value = mark.kwargs.get(name, default)
+    return _BOTH[name] if value == "both" else (value,)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Call a test with the marker on every rank of its world."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    world = cast("_World", pyfuncitem.funcargs["rank"])
+    names = pyfuncitem._fixtureinfo.argnames
+    args = [pyfuncitem.funcargs[name] for name in names if name != "rank"]
+    options = {name: value for name, value in mark.kwargs.items() if name not in _BOTH}
+    run(pyfuncitem.obj, world.size, ranks=world.kind, engine=world.engine, args=args, **options)
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the traceback of each rank that failed, and nothing of how ranks are run."""
+    report = yield
+    if report.failed and call.excinfo is not None and (text := _text(call.excinfo)):
+        shown: Any = call.excinfo.getrepr(style="native", chain=False)
+        shown.reprtraceback.reprentries[0].lines[:] = f"{text}\n".splitlines(keepends=True)
+        if shown.reprcrash is not None:
+            # The short summary shows this line.
+            error = call.excinfo.value
+            shown.reprcrash.message = str(error.__cause__ or error).partition("\n")[0]
+        report.longrepr = shown
+    return report
+
+
+def _text(raised: pytest.ExceptionInfo[BaseException]) -> str | None:
+    """Return the frames above `run` and the text about the ranks; None if `run` is absent."""
+    frames = list(traceback.walk_tb(raised.tb))
+    depth = next((i for i, (f, _) in enumerate(frames) if f.f_code is run.__code__), None)
+    own = str(raised.value) if isinstance(raised.value, LaunchError | WorkerFailedError) else ""
+    ranks = str(raised.value.__cause__ or "")
+    if depth is None or not (own or isinstance(raised.value.__cause__, LaunchError)):
+        return None
+    above = frames_of(traceback.extract_tb(raised.tb)[:depth])
+    parts = [ranks, "" if own in ranks else own]
+    return "".join(traceback.format_list(above)) + "\n\n".join(filter(None, parts))

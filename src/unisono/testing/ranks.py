@@ -11,15 +11,18 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any, Literal, NamedTuple
 
 from unisono.backends import CPUOptions
 from unisono.base.config import VARIABLES, environ
 from unisono.c10d.lifecycle import init_process_group
-from unisono.errors import LaunchError, PeerError, WorkerFailedError
+from unisono.errors import LaunchError, PeerError, UnisonoError, WorkerFailedError
 from unisono.groups.world import World, current, use
 from unisono.launcher import SpawnContext
 from unisono.stores import HashStore, Store
+from unisono.testing.modules import Modules
+from unisono.testing.report import Failure, report
 
 __all__ = ["run"]
 
@@ -28,12 +31,12 @@ Body = Callable[..., Any]
 
 @dataclass
 class _RankResult:
-    """The result of one rank, or its error with the traceback as text."""
+    """The result of one rank, or its error and the text about it."""
 
     time_s: float
     result: Any = None
     error: BaseException | None = None
-    text: str = ""
+    failure: Failure | None = None
 
 
 class _Call(NamedTuple):
@@ -43,6 +46,10 @@ class _Call(NamedTuple):
     args: Sequence[Any]
     timeout: float
     options: CPUOptions
+
+
+# The results by rank, and why ranks without a result have none.
+_Ended = tuple[list[_RankResult | None], UnisonoError | None]
 
 
 def run(
@@ -62,7 +69,8 @@ def run(
     and for processes. The world is destroyed afterwards.
 
     Args:
-        fn: The function. For processes it must be importable, and its results picklable.
+        fn: The function. For processes its name must be in its module, and its results must be
+            picklable. A process that cannot import the module loads it from its file.
         world_size: Number of ranks.
         ranks: "threads" (fast, one process) or "processes" (as in production).
         args: Further arguments, the same on every rank.
@@ -74,28 +82,29 @@ def run(
             None.
 
     Raises:
-        Exception: That of the rank that failed first, with the traceback of that rank as its
-            cause. Errors that report only the failure of another rank do not count.
+        Exception: That of the rank that failed first. Its cause has the tracebacks of all ranks
+            that failed. Errors that report only the failure of another rank do not count.
         LaunchError: A rank did not end, or a rank died. The text names the rank or the cause.
     """
     call = _Call(fn, args, timeout, CPUOptions(transport=transport, engine=engine))
     if ranks == "threads":
-        outcomes = _run_threads(call, world_size)
+        outcomes, end = _run_threads(call, world_size)
     elif ranks == "processes":
-        outcomes = _run_processes(call, world_size, dead)
+        outcomes, end = _run_processes(call, world_size, dead)
     else:
         raise ValueError(f"ranks must be 'threads' or 'processes', got {ranks!r}")
     failed = [
-        (isinstance(outcome.error, PeerError), outcome.time_s, rank)
+        (isinstance(outcome.error, PeerError), outcome.time_s, rank, outcome)
         for rank, outcome in enumerate(outcomes)
         if outcome is not None and outcome.error is not None
     ]
-    if failed:
-        _, _, rank = min(failed)
-        outcome = outcomes[rank]
-        assert outcome is not None
-        assert outcome.error is not None
-        raise outcome.error from LaunchError(f"rank {rank} of {world_size} failed:\n{outcome.text}")
+    failed.sort(key=lambda each: each[:3])
+    text = report({rank: o.failure for *_, rank, o in failed if o.failure}, world_size, ranks)
+    if isinstance(end, WorkerFailedError) and failed:
+        text, end = f"{text}\n\n{end.what}", None
+    error = end or next((outcome.error for *_, outcome in failed), None)
+    if error is not None:
+        raise error from (LaunchError(text) if text else None)
     for rank, outcome in enumerate(outcomes):
         if outcome is None and rank not in dead:
             raise LaunchError(f"rank {rank} of {world_size} ended without a result")
@@ -117,14 +126,14 @@ def _body(rank: int, call: _Call, world_size: int = -1, store: Store | None = No
         if (group := current().default) is not None:
             # Without this the other ranks would wait for this rank until their time-out.
             group.report_failure("".join(traceback.format_exception_only(error)).strip())
-        return _RankResult(time.monotonic(), error=error, text=traceback.format_exc().rstrip())
+        return _RankResult(time.monotonic(), error=error, failure=Failure.of(error))
     else:
         return _RankResult(time.monotonic(), result=result)
     finally:
         current().close()
 
 
-def _run_threads(call: _Call, world_size: int) -> list[_RankResult | None]:
+def _run_threads(call: _Call, world_size: int) -> _Ended:
     store = HashStore()
     outcomes: list[_RankResult | None] = [None] * world_size
 
@@ -147,33 +156,33 @@ def _run_threads(call: _Call, world_size: int) -> list[_RankResult | None]:
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if stuck := [thread.name for thread in threads if thread.is_alive()]:
-        raise LaunchError(f"{', '.join(stuck)} did not end within {2 * call.timeout:g} s")
-    return outcomes
+        text = f"{', '.join(stuck)} did not end within {2 * call.timeout:g} s"
+        return outcomes.copy(), LaunchError(text)
+    return outcomes, None
 
 
-def _run_processes(call: _Call, world_size: int, dead: Collection[int]) -> list[_RankResult | None]:
+def _run_processes(call: _Call, world_size: int, dead: Collection[int]) -> _Ended:
+    server: Any = forkserver._forkserver
+    if server._preload_modules == ["__main__"]:  # the default; a caller's own list stays
+        # The server that ranks are forked from imports unisono once for all ranks.
+        forkserver.set_forkserver_preload(["__main__", __name__])
     context = SpawnContext(
         _process_rank,
-        (call, _settings()),
+        (Modules(call.fn, *call.args), call, _settings()),
         world_size,
         start_method="forkserver",
         use_death_signal=False,
         return_results=True,
     )
-    failure: WorkerFailedError | None = None
+    end: UnisonoError | None = None
     try:
-        ended = context.join(2 * call.timeout, stop_on_failure=not dead)
+        if not context.join(2 * call.timeout, stop_on_failure=not dead):
+            context.kill()
+            end = LaunchError(f"the ranks did not end within {2 * call.timeout:g} s")
     except WorkerFailedError as error:
-        ended, failure = True, error
-    if not ended:
-        context.kill()
-        raise LaunchError(f"the ranks did not end within {2 * call.timeout:g} s")
-    outcomes = [context.results.get(rank) for rank in range(world_size)]
-    missing = [rank for rank, o in enumerate(outcomes) if o is None and rank not in dead]
-    failed = any(outcome is not None and outcome.error is not None for outcome in outcomes)
-    if missing and failure is not None and not failed:
-        raise failure
-    return outcomes
+        if any(rank not in context.results and rank not in dead for rank in range(world_size)):
+            end = error
+    return [context.results.get(rank) for rank in range(world_size)], end
 
 
 def _settings() -> dict[str, str]:
@@ -182,7 +191,7 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in environ().items() if name in names}
 
 
-def _process_rank(rank: int, call: _Call, settings: dict[str, str]) -> _RankResult:
+def _process_rank(rank: int, _: None, call: _Call, settings: dict[str, str]) -> _RankResult:
     # The fork server that made this process may have been started with other settings.
     for name in _settings().keys() - settings.keys():
         del os.environ[name]
@@ -192,5 +201,6 @@ def _process_rank(rank: int, call: _Call, settings: dict[str, str]) -> _RankResu
         pickle.loads(pickle.dumps(outcome))
     except Exception as error:
         cause = LaunchError(f"rank {rank}: neither result nor error can be pickled: {error!r}")
-        return _RankResult(outcome.time_s, error=cause, text=outcome.text)
+        failure = outcome.failure or Failure.of(cause)
+        return _RankResult(outcome.time_s, error=cause, failure=failure)
     return outcome

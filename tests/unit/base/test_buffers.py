@@ -135,7 +135,9 @@ def test_buffer_protocol(code):
 
 
 @pytest.mark.parametrize(
-    "owner", [array.array("d", [1, 2]), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 2)], ids=repr
+    "owner",
+    [array.array("d", [1, 2]), (ctypes.c_double * 2)(1, 2), mmap.mmap(-1, 2)],
+    ids=["array", "ctypes", "mmap"],
 )
 def test_buffers_that_are_no_memoryview(owner):
     assert device_of(owner) == "cpu"
@@ -225,7 +227,7 @@ def test_refused(obj, error, text):
 
 @pytest.mark.parametrize("dtype", ["O", [("a", "O")]], ids=str)
 def test_refused_dtypes(dtype):
-    with pytest.raises(UnsupportedError, match="its elements are Python objects"):
+    with pytest.raises(UnsupportedError, match="its elements are no plain bytes"):
         view(np.zeros(2, dtype), write=False)
 
 

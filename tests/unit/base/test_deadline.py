@@ -56,10 +56,13 @@ def test_counts_down_and_stops_at_zero(monkeypatch):
 
 
 def test_earlier_is_before_the_deadline_but_not_at_once(monkeypatch):
-    monkeypatch.setattr(module.time, "monotonic", lambda: 100.0)
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
     deadline = Deadline(10)
     assert (deadline.remaining(), deadline.earlier(0.5).remaining()) == (10, 9.5)
     assert deadline.earlier(60).remaining() == 2
+    now = 101.0
+    assert deadline.earlier(0.5).remaining() == 8.5
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Warnings are seen once: by the program's own handlers, or on standard error."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -39,3 +40,33 @@ def test_a_callback_that_raises(settings, level, first):
     else:
         assert (lines[0], lines[-1]) == (first, "ZeroDivisionError: division by zero")
         assert done.stderr.count("done-callback raised") == 1
+
+
+LINES = """
+import os
+import unisono as dist
+from unisono.base.log import get_logger
+log = get_logger("base.test")
+for rank in ("-", "7"):
+    log.warning("before any group")
+    os.environ["RANK"] = "7"
+with dist.HashStore() as store:
+    dist.init_process_group(store=store, rank=0, world_size=1)
+    log.warning("in a group")
+    dist.destroy_process_group()
+log.warning("afterwards")
+"""
+
+
+def test_lines_name_rank_and_process():
+    with subprocess.Popen(
+        [sys.executable, "-c", LINES],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "UNISONO_LOG": "WARNING"},
+    ) as process:  # fmt: skip
+        lines = process.communicate(timeout=60)[1].splitlines()
+    assert process.returncode == 0
+    found = [re.fullmatch(r"\S+ \S+ rank (\S+) pid (\d+) unisono.base.test WARNING .*", line)
+             for line in lines]  # fmt: skip
+    assert [match.groups() for match in found] == [
+        (rank, str(process.pid)) for rank in ("-", "7", "0", "7")
+    ], lines

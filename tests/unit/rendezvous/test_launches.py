@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-LAUNCHES = 50
-
 # Each worker is counted in its launch's store, and passes a barrier with the other one.
 WORKER = """
 import os, socket
@@ -44,15 +42,16 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids].count(0
 """
 
 
-@pytest.mark.timeout(320)  # a hundred and fifty processes, on however few cores
-def test_fifty_launches_at_once():
+@pytest.mark.timeout(320)  # three processes for each launch, on however few cores
+@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.whole("150 processes"))])
+def test_many_launches_at_once(count):
     done = subprocess.run(
-        [sys.executable, "-c", LAUNCHERS, str(LAUNCHES), WORKER],
+        [sys.executable, "-c", LAUNCHERS, str(count), WORKER],
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert done.stdout == f"{LAUNCHES}\n", done.stderr
+    assert done.stdout == f"{count}\n", done.stderr
 
 
 TWO_ATTEMPTS = """
@@ -74,6 +73,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.whole("loads torch in five processes")
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_restarted_workers_of_torchrun_find_nothing_of_those_before(tmp_path):
     script = tmp_path / "script.py"

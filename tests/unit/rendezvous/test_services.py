@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import shutil
-import subprocess
-import sys
+import signal
 
+import numpy as np
 import pytest
 
+import unisono as dist
 from tests.support import services
-from tests.support.nodes import CONF, Job, kill
+from tests.support.nodes import CONF, Job
 from unisono.errors import StoreError, StoreTimeoutError
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
@@ -26,25 +29,21 @@ KINDS = [
     for kind, need in NEEDS.items()
 ]
 
-SCRIPT = """
-import sys
-import numpy as np
-import unisono as dist
-from unisono.rendezvous import rendezvous
-url, rank, how = sys.argv[1:]
-for turn in range(2):
-    if how == "store":
-        store, _, _ = next(rendezvous(url, int(rank), 2, timeout=30))
-        dist.init_process_group(store=store, rank=int(rank), world_size=2, timeout=30)
-    else:
-        dist.init_process_group(init_method=url, rank=int(rank), world_size=2, timeout=30)
-    x = np.full(3, float(rank) + 1 + turn)
-    dist.all_reduce(x)
-    assert (x == 3 + 2 * turn).all(), x
-    dist.destroy_process_group()
-    if how == "store":
-        store.close()
-"""
+
+def two_worlds(rank, url, how):
+    """Make two worlds one after another at a place, and reduce in each."""
+    for turn in range(2):
+        if how == "store":
+            store, _, _ = next(rendezvous(url, rank, 2, timeout=30))
+            dist.init_process_group(store=store, rank=rank, world_size=2, timeout=30)
+        else:
+            dist.init_process_group(init_method=url, rank=rank, world_size=2, timeout=30)
+        x = np.full(3, rank + 1.0 + turn)
+        dist.all_reduce(x)
+        np.testing.assert_array_equal(x, 3 + 2 * turn)
+        dist.destroy_process_group()
+        if how == "store":
+            store.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -97,18 +96,23 @@ def test_keys_of_a_dead_run_are_not_trusted(place):
         each.close()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("how", ["store", "init_method"])
 def test_worlds_one_after_another(place, how):
+    forks = multiprocessing.get_context("forkserver")
     ranks = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, f"{place}/{how}", str(rank), how])
-        for rank in range(2)
+        forks.Process(target=two_worlds, args=(rank, f"{place}/{how}", how)) for rank in range(2)
     ]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+        rank.close()
+    assert codes == [0, 0]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl for a certificate")
@@ -141,28 +145,26 @@ def test_secured(kind, tmp_path, monkeypatch):
                 next(rendezvous(url, 0, 1, timeout=0.2))
 
 
+@pytest.mark.sweep(1)
 def test_nodes_of_a_launch_meet_and_restart_and_the_name_is_free_again(place, tmp_path):
     backend, _, places = place.partition("://")
-    job = Job(tmp_path)
-    try:
-        flags = [
-            "--nnodes=2",
-            f"--rdzv-backend={backend}",
-            f"--rdzv-endpoint={places}",
-            f"--rdzv-conf={CONF}",
-            "--max-restarts=1",
-            "--rdzv-id=same",
-        ]
+    flags = [
+        "--nnodes=2",
+        f"--rdzv-backend={backend}",
+        f"--rdzv-endpoint={places}",
+        f"--rdzv-conf={CONF}",
+        "--max-restarts=1",
+        "--rdzv-id=same",
+    ]
+    with Job(tmp_path) as job:
         for turn in range(2):
             agents = [job.start(*flags) for _ in range(2)]
             ups = [up for agent in agents for up in agent.next_ups(1)]
             assert sorted(up.rank for up in ups) == [0, 1]
             if turn == 0:
-                kill(ups[0].pid)
+                os.kill(ups[0].pid, signal.SIGKILL)
                 again = [up for agent in agents for up in agent.next_ups(1)]
                 assert {(up.restart, up.total) for up in again} == {(1, 2)}
             job.stop()
-            assert [agent.finish() for agent in agents] == [0, 0], agents[0].err
-            (tmp_path / "stop").unlink()
-    finally:
-        job.close()
+            assert [agent.ended() for agent in agents] == [0, 0], agents[0].err
+            job.restart()

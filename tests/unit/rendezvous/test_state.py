@@ -80,6 +80,12 @@ def test_no_restart_left():
     assert (state.phase, state.reason, state.blamed) == (Phase.FAILED, "boom", "n1")
 
 
+def test_a_second_consequence_changes_nothing():
+    state = apply(joined(limits(3, restarts=1), 3), Failed("n0", 1, False, "peer lost"))
+    assert apply(state, Failed("n1", 1, False, "peer lost, too")) is state
+    assert (state.restarts, state.blamed) == (0, "n0")
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_consequence_of_a_lost_node_costs_no_restart(restarts):
     rules = limits(1, 2, restarts=restarts)

@@ -7,11 +7,13 @@ from unisono.schedules.verify import verify
 
 PAIRS = sorted({(c, a) for c in COLLECTIVES for p in (1, 8, 12) for a in available(c, p)})
 WORLD_SIZES = [*range(1, 34), 64]
+# Small ones, powers of two and their neighbours: where algorithms fold, wrap and end.
+CORNERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17)
 
 
-def worlds(collective, algorithm):
+def worlds(collective, algorithm, sizes):
     """Give (world size, root, pipeline) for all that an algorithm must be proved for."""
-    for p in WORLD_SIZES:
+    for p in sizes:
         if algorithm not in available(collective, p):
             continue
         roots = sorted({0, 1 % p, p // 2, p - 1}) if collective in ROOTED else [-1]
@@ -22,8 +24,9 @@ def worlds(collective, algorithm):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
-def test_proved_right_for_every_world_size(collective, algorithm):
-    for p, root, pipeline in worlds(collective, algorithm):
+def test_proved_right_for_every_world_size(collective, algorithm, drawn):
+    sizes = drawn(WORLD_SIZES, 2, always=CORNERS)
+    for p, root, pipeline in worlds(collective, algorithm, sizes):
         verify(build(collective, algorithm, p, root, pipeline))
 
 
@@ -45,9 +48,7 @@ REDUCTIONS = [pair for pair in PAIRS if pair[0] in REDUCING]
 def test_the_order_of_reduction_is_proved_or_refuted(collective, algorithm):
     """An algorithm says that it reduces in the order of ranks exactly if it always does."""
     refuted, told = [], set()
-    for p, root, pipeline in worlds(collective, algorithm):
-        if p not in (1, 2, 3, 5, 8, 12):
-            continue
+    for p, root, pipeline in worlds(collective, algorithm, (1, 2, 3, 5, 8, 12)):
         try:
             verify(build(collective, algorithm, p, root, pipeline), rank_order=True)
         except ScheduleError as error:
@@ -59,10 +60,10 @@ def test_the_order_of_reduction_is_proved_or_refuted(collective, algorithm):
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_collective_has_an_algorithm_for_every_world_size(collective, world_size):
-    assert "linear" in available(collective, world_size)
-    assert "linear" in available(collective, world_size, uneven=collective in ("all_to_all",))
+def test_every_collective_has_an_algorithm_for_every_world_size(collective):
+    for world_size in WORLD_SIZES:
+        assert "linear" in available(collective, world_size)
+        assert "linear" in available(collective, world_size, uneven=collective == "all_to_all")
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), PAIRS)

@@ -267,6 +267,26 @@ def test_killed_in_the_middle_of_a_write(path):
             assert other.multi_get(["k", "j"]) == [b"before", b"after"]
 
 
+def test_a_record_whose_bytes_have_not_all_come_is_not_read(path):
+    """NFS may show the length of a record before its content."""
+    with FileStore(path) as store:
+        store.set("k", "before")
+        with open(path, "r+b") as file:
+            begin = file.seek(0, os.SEEK_END)
+            store.set("k", "after")
+            file.seek(begin)
+            record = file.read()
+            file.seek(begin)
+            file.write(record[:-5] + bytes(5))
+            file.flush()
+            with pytest.raises(StoreError, match="is damaged at byte"):
+                FileStore(path)
+            file.seek(begin)
+            file.write(record)
+        with FileStore(path) as other:
+            assert other.get("k") == b"after"
+
+
 def test_writers_lose_nothing_while_others_are_killed_in_the_middle_of_a_write(path):
     writers = [run(ADD, path) for _ in range(2)]
     with FileStore(path) as store:

@@ -79,7 +79,8 @@ def test_barrier_withdrawal():
     assert table.withdraw("b", "x") == 0
     table.arrive("b", 2, "y", lambda: released.append("y"))
     assert released == []
-    with pytest.raises(InvalidArgumentError, match="world_size=2, now with world_size=3"):
+    text = "barrier 'b' was entered with world_size=2, now with world_size=3"
+    with pytest.raises(InvalidArgumentError, match=f"^{text}"):
         table.arrive("b", 3, "z", lambda: None)
 
 

@@ -29,21 +29,26 @@ class OomWatch:
             os.close(self._log)
 
     def hint(self, pid: int) -> str:
-        """Return a text about the end of a process that was killed by SIGKILL."""
+        """Return a text about the end of a process that was killed by SIGKILL.
+
+        The text is empty if a counter excludes the kernel as the sender of the signal.
+        """
         self._read_log()
         if any(f"Killed process {pid}{end}" in self._log_text for end in (" ", ",")):
             return "out of memory: the kernel's log names this process"
         cgroup, host = (
-            now - before for now, before in zip(self._counts(), self._before, strict=True)
+            None if now is None or before is None else now - before
+            for now, before in zip(self._counts(), self._before, strict=True)
         )
-        if cgroup > 0:
+        if cgroup:
             limit = read_text(self._limit).strip() or "unknown"
             return f"out of memory: its cgroup's limit of {limit} bytes was reached"
-        if host > 0:
+        if host:
             return "probably out of memory: the kernel killed a process on this host for that"
-        return "out of memory? see dmesg"
+        # Either counter rises before the kernel sends the signal.
+        return "out of memory? see dmesg" if cgroup is None and host is None else ""
 
-    def _counts(self) -> tuple[int, int]:
+    def _counts(self) -> tuple[int | None, int | None]:
         return _field(self._events, "oom_kill"), _field("/proc/vmstat", "oom_kill")
 
     def _read_log(self) -> None:
@@ -78,9 +83,9 @@ def _cgroup_files() -> tuple[str, str]:
     return f"{unified}/memory.events", f"{unified}/memory.max"
 
 
-def _field(path: str, name: str) -> int:
+def _field(path: str, name: str) -> int | None:
     for line in read_text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdecimal():
             return int(value)
-    return 0
+    return None

@@ -1,0 +1,99 @@
+"""Pickled objects in a file in memory, from which child processes load them."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+import weakref
+from collections.abc import Callable
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+_ALIGNMENT = 64
+
+
+class Payload:
+    """Objects that are pickled once and loaded by several processes.
+
+    multiprocessing writes the arguments of a new process to a pipe. That write would never end if
+    the process died before it had read them. A Payload in these arguments is a descriptor only.
+    Each process maps the file privately. It thus copies the pages of an array that it writes to.
+
+    Args:
+        value: The objects.
+        dumps: `pickle.dumps`, or a function with the same arguments.
+    """
+
+    def __init__(self, value: object, dumps: Callable[..., Any] = pickle.dumps) -> None:
+        views: list[memoryview] = []
+        # The buffers stay out of the pickle, because `append` returns None.
+        stream = dumps(value, protocol=5, buffer_callback=lambda each: views.append(each.raw()))
+        parts = []
+        self._own(_memory_file())
+        with open(self._fd, "wb", closefd=False) as file:
+            for view in (memoryview(stream), *views):
+                parts.append((file.tell(), view.nbytes, view.readonly))
+                file.write(view)
+                file.write(bytes(-view.nbytes % _ALIGNMENT))
+            self._parts_at = file.tell()
+            pickle.dump(parts, file)
+
+    def _own(self, fd: int) -> None:
+        self._fd = fd
+        weakref.finalize(self, os.close, fd)
+
+    def load(self) -> Any:
+        """Return the objects; they are new objects at each call."""
+        view = memoryview(mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY))
+        views = view, view.toreadonly()
+        stream, *buffers = (
+            views[readonly][start : start + nbytes]
+            for start, nbytes, readonly in pickle.loads(view[self._parts_at :])
+        )
+        return pickle.loads(stream, buffers=buffers)
+
+    def __getstate__(self) -> tuple[Any, int]:
+        """Return how a new process opens the file; possible only while that process starts."""
+        return DupFd(self._fd), self._parts_at
+
+    def __setstate__(self, state: tuple[Any, int]) -> None:
+        """Open the file in the new process."""
+        descriptor, self._parts_at = state
+        self._own(descriptor.detach())
+
+
+def _memory_file() -> int:
+    try:
+        return os.memfd_create("unisono-payload")
+    except (AttributeError, OSError):
+        with tempfile.TemporaryFile() as file:
+            return os.dup(file.fileno())
+
+
+class CallArguments:
+    """A function and its arguments for one child.
+
+    A forked child inherits them. For another child they become a Payload of its own when the child
+    starts, because only then multiprocessing can pickle its locks, queues and connections.
+    """
+
+    def __init__(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
+        self._value: Any = fn, args
+
+    def load(self) -> Any:
+        """Return the function and its arguments."""
+        return self._value.load() if isinstance(self._value, Payload) else self._value
+
+    def __getstate__(self) -> dict[str, Payload]:
+        """Return the Payload; it stays open here until the next child starts."""
+        self._payload = Payload(self._value, _forking_dumps)
+        return {"_value": self._payload}
+
+
+def _forking_dumps(value: object, *, protocol: int, buffer_callback: Any) -> memoryview:
+    file = io.BytesIO()
+    ForkingPickler(file, protocol, True, buffer_callback).dump(value)
+    return file.getbuffer()

@@ -1,0 +1,30 @@
+"""The variables that the launcher sets for a worker of several nodes with different roles."""
+
+from unisono.launcher.environment import Place, worker_environment
+from unisono.rendezvous.dynamic import WorkerWorld
+from unisono.rendezvous.state import Node
+
+NODES = tuple(
+    Node(id=name, host=name, address=name, nprocs=nprocs, role=role)
+    for name, nprocs, role in [("a", 2, "train"), ("b", 3, "store"), ("c", 4, "train")]
+)
+
+
+def test_ranks_of_a_worker_of_the_third_node():
+    world = WorkerWorld(members=NODES, group_rank=2, master_addr="a", master_port=1, restarts=5)
+    variables = worker_environment(
+        1, Place(world=world, run_id="job", max_restarts=7), inherited={}
+    )
+    expected = {
+        "RANK": "6",  # 2 + 3 workers of the nodes before
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "9",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "2",
+        "GROUP_WORLD_SIZE": "3",
+        "ROLE_RANK": "3",  # 2 workers of the nodes before have this role
+        "ROLE_WORLD_SIZE": "6",
+        "TORCHELASTIC_RESTART_COUNT": "5",
+        "TORCHELASTIC_MAX_RESTARTS": "7",
+    }
+    assert {name: variables[name] for name in expected} == expected

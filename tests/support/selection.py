@@ -1,0 +1,113 @@
+"""Which tests run: `make test` takes a sample of the sweeps, `make test-all` takes everything.
+
+Markers:
+    sweep(keep): Of all parameter sets of this test function, `keep` run. They are drawn anew with
+        each commit, so that over time all of them run.
+    whole(reason): Runs in `make test-all` only.
+    alone: Bounds a time, so that no other test must run beside it.
+
+The fixture `drawn` does the same for a loop inside a test. A test that is named with its parameters
+on the command line always runs.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MARKERS = (
+    "sweep(keep): only this number of the function's parameter sets run without --all",
+    "whole(reason): runs with --all only",
+    "alone: bounds a time; no other test may run beside it",
+)
+LEFT_OUT = pytest.StashKey[Counter]()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all", action="store_true", help="run every test, and every case of every sweep"
+    )
+    parser.addoption("--sample", help="a text that draws the sample; by default the commit")
+
+
+def pytest_configure(config):
+    config.stash[LEFT_OUT] = Counter()
+    for line in MARKERS:
+        config.addinivalue_line("markers", line)
+
+
+def pytest_report_header(config):
+    if not config.option.all:
+        return f"sample of the sweeps: {seed(config)}"
+    return None
+
+
+def seed(config):
+    """Return the text that draws the sample: the commit, or "" outside a repository."""
+    if config.option.sample is None:
+        config.option.sample = ""
+        command = ["git", "rev-parse", "--short=12", "HEAD"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        config.option.sample = done.stdout.strip()
+    return config.option.sample
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.all:
+        return
+    named = [arg for arg in config.args if "[" in arg]
+    kept, left = [], []
+    drawn = sample(items, seed(config))
+    for item in items:
+        out = item.get_closest_marker("whole") or item.nodeid not in drawn
+        (left if out and item.nodeid not in named else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+    whole = sum(item.get_closest_marker("whole") is not None for item in left)
+    config.stash[LEFT_OUT] = Counter({"whole": whole, "sweep": len(left) - whole})
+
+
+@pytest.fixture
+def drawn(request):
+    """Return a function that draws `keep` of the values, and all of `always`; all with --all."""
+
+    def draw(values, keep, always=()):
+        if request.config.option.all:
+            return list(values)
+        others = [value for value in values if value not in always]
+        source = random.Random(seed(request.config) + request.node.nodeid)
+        chosen = [*always, *source.sample(others, min(keep, len(others)))]
+        return [value for value in values if value in chosen]
+
+    return draw
+
+
+def sample(items, text):
+    """Return the names of all tests but those that the sample of a sweep leaves out."""
+    functions = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    drawn = set()
+    for name, cases in functions.items():
+        mark = cases[0].get_closest_marker("sweep")
+        names = [item.nodeid for item in cases]
+        if mark is not None and len(names) > mark.args[0]:
+            names = random.Random(text + name).sample(names, mark.args[0])
+        drawn.update(names)
+    return drawn
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    left = config.stash[LEFT_OUT]
+    if hasattr(config, "workerinput") or not left.total():
+        return
+    terminalreporter.write_line(
+        f"not run: {left['sweep']} cases of sweeps and {left['whole']} tests marked `whole`; "
+        "`make test-all` runs them"
+    )

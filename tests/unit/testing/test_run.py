@@ -1,0 +1,282 @@
+"""`unisono.testing.run` in another project: modules found by file, texts of failures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from unisono.errors import LaunchError
+from unisono.testing import run
+
+CONFTEST = 'pytest_plugins = ["unisono.testing.plugin"]\n'
+
+# No folder of this project is on sys.path, and pytest makes up the name `deep.er.test_plain`.
+PLAIN = """
+    import functools
+    import numpy as np
+    import pytest
+    import unisono as dist
+    from unisono.testing import run
+
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    def moved(rank, point, by=0):
+        dist.barrier()
+        assert type(point) is Point
+        return Point(point.x + rank + by)
+
+    def test_classes_of_this_file_travel(world):
+        assert [p.x for p in world(moved, 2, args=[Point(5)])] == [5, 6]
+
+    def test_partial():
+        assert run(functools.partial(moved, by=1), 1, args=[Point(1)], ranks="processes")[0].x == 2
+
+    @pytest.mark.ranks(2, kind="processes")
+    class TestClass:
+        def test_method(self, rank):
+            dist.all_reduce(data := np.ones(2))
+            assert data.tolist() == [2.0, 2.0]
+"""
+
+# The package's folder is not on sys.path either: its modules import one another.
+PACKAGED = """
+    import pytest
+    from .helpers import Box
+
+    def doubled(rank, box):
+        return Box(2 * box.value)
+
+    def test_packaged(world):
+        assert [box.value for box in world(doubled, 2, args=[Box(4)])] == [8, 8]
+"""
+HELPERS = """
+    class Box:
+        def __init__(self, value):
+            self.value = value
+"""
+
+FAILING = """
+    import pytest
+    import unisono as dist
+
+    def inner(rank, total):
+        hidden = pytest
+        long = "x" * 1000
+        assert total == 3, "wrong total"
+
+    def on_rank_1(rank):
+        if rank == 1:
+            inner(rank, 4)
+        dist.barrier()
+
+    def raises(rank):
+        raise ValueError("same\\nlines")
+
+    def caller(world):
+        world(on_rank_1, 3)
+
+    def test_one(world):
+        caller(world)
+
+    def test_equal(world):
+        world(raises, 4)
+
+    @pytest.mark.ranks(2, kind="both")
+    def test_marker(rank):
+        if rank == 0:
+            raise KeyError("zero") from OSError("cause")
+        assert rank == 2
+
+    @pytest.mark.ranks(1, kind="both")
+    def test_error_of_unisono(rank):
+        dist.send(b"", 7)
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Run pytest on the project; return the text of each failure by name, and the summary."""
+    root = tmp_path_factory.mktemp("project")
+    files = {
+        "conftest.py": CONFTEST,
+        "deep/er/test_plain.py": PLAIN,
+        "pkg/__init__.py": "",
+        "pkg/test_packaged.py": PACKAGED,
+        "pkg/helpers.py": HELPERS,
+        "test_failing.py": FAILING,
+    }
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "--rootdir", root, root]
+    done = subprocess.run(
+        [*command, "-q", "-p", "no:cacheprovider"],
+        capture_output=True,
+        text=True,
+        cwd=root.parent,
+        timeout=200,
+        check=False,
+    )
+    output = done.stdout.replace(str(root), "ROOT")
+    # Python marks the failing part of a line, each version in another way.
+    output = re.sub(r"^ +[~^]+\n", "", output, flags=re.MULTILINE)
+    body, _, summary = output.partition("= short test summary info =")
+    parts = re.split(r"^_+ (\w+\S*) _+\n", body, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)), summary + done.stderr
+
+
+def test_processes_load_modules_that_no_import_finds(reports):
+    _, summary = reports
+    assert "test_plain" not in summary
+    assert "test_packaged" not in summary
+    assert re.search(r"^8 failed, 6 passed", summary, re.MULTILINE), summary
+
+
+def test_each_rank_that_failed_shows_its_own_traceback(reports):
+    texts, summary = reports
+    above = """\
+  File "ROOT/test_failing.py", line 22, in test_one
+    caller(world)
+  File "ROOT/test_failing.py", line 19, in caller
+    world(on_rank_1, 3)
+"""
+    frames = """\
+Traceback (most recent call last):
+  File "ROOT/test_failing.py", line 12, in on_rank_1
+    inner(rank, 4)
+  File "ROOT/test_failing.py", line 8, in inner
+    assert total == 3, "wrong total"
+AssertionError: wrong total
+"""
+    start = f"{above}rank 1 of 3 (thread): AssertionError: wrong total\n{frames}assert 4 == 3\n\n"
+    assert texts["test_one[threads]"].startswith(start)
+    start = f"""{above}rank 1 of 3 (process): AssertionError: wrong total\n{frames}\
+local variables on rank 1:
+  rank = 1
+  total = 4
+"""
+    found = texts["test_one[processes]"]
+    assert found.startswith(start)
+    long, *others = [line for line in found.removeprefix(start).splitlines() if line]
+    assert re.fullmatch(r"  long = 'x+\.\.\.x+'", long)
+    assert len(long) < 220
+    assert len(others) == 2
+    assert {line[:17] for line in others} == {"rank 0 of 3 (proc", "rank 2 of 3 (proc"}
+    for line in others:
+        assert re.match(r"rank . of 3 \(process\): Peer(Failed|Lost)Error: barrier ", line)
+    assert "test_one[threads] - rank 1 of 3 (thread): " in summary
+
+
+def test_equal_tracebacks_are_shown_once(reports):
+    texts, _ = reports
+    for kind in ("threads", "processes"):
+        assert (
+            texts[f"test_equal[{kind}]"]
+            == f"""\
+  File "ROOT/test_failing.py", line 25, in test_equal
+    world(raises, 4)
+ranks 0, 1, 2 and 3 of 4 ({kind}): ValueError: same
+Traceback (most recent call last):
+  File "ROOT/test_failing.py", line 16, in raises
+    raise ValueError("same\\nlines")
+ValueError: same
+lines
+"""
+        )
+
+
+def test_the_marker_shows_nothing_but_the_ranks(reports):
+    texts, _ = reports
+    zero = """\
+: KeyError: 'zero'
+OSError: cause
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "ROOT/test_failing.py", line 30, in test_marker
+    raise KeyError("zero") from OSError("cause")
+KeyError: 'zero'"""
+    one = """\
+Traceback (most recent call last):
+  File "ROOT/test_failing.py", line 31, in test_marker
+    assert rank == 2
+AssertionError"""
+    ends = {
+        "thread": f": AssertionError: assert 1 == 2\n{one}: assert 1 == 2",
+        "process": f": AssertionError\n{one}\nlocal variables on rank 1:\n  rank = 1",
+    }
+    for kind, end in ends.items():
+        wanted = {f"rank 0 of 2 ({kind}){zero}", f"rank 1 of 2 ({kind}){end}"}
+        text = texts[f"test_marker[2-{kind}{'s' if kind == 'thread' else 'es'}]"]
+        assert set(re.split(r"\n\n(?=rank)", text.rstrip())) == wanted
+
+
+def test_frames_inside_unisono_are_not_shown_with_its_errors(reports):
+    texts, _ = reports
+    for kind in ("threads", "processes"):
+        files = re.findall(r'File "(.*?)"', texts[f"test_error_of_unisono[1-{kind}]"])
+        assert files == ["ROOT/test_failing.py"]
+
+
+def test_the_cause_has_the_text_without_pytest(tmp_path):
+    """A script may define the function itself: multiprocessing runs the script as `__main__`."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""\
+        from unisono.testing import run
+
+        class Point:
+            def __init__(self, x):
+                self.x = x
+
+        def made(rank, point):
+            return Point(point.x + rank)
+
+        def fails(rank):
+            if rank == 1:
+                raise RuntimeError("on rank 1")
+
+        if __name__ == "__main__":
+            print([point.x for point in run(made, 2, args=[Point(3)], ranks="processes")])
+            for kind in ("threads", "processes"):
+                try:
+                    run(fails, 2, ranks=kind)
+                except RuntimeError as error:
+                    print(error)
+                    print(error.__cause__)
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    text = """\
+on rank 1
+rank 1 of 2 ({}): RuntimeError: on rank 1
+Traceback (most recent call last):
+  File "{}", line 12, in fails
+    raise RuntimeError("on rank 1")
+RuntimeError: on rank 1
+"""
+    wanted = [text.format(kind, script) for kind in ("thread", "process")]
+    assert done.stdout == "[3, 4]\n" + "".join(wanted)
+
+
+def sleeps_or_raises(rank, released):
+    if rank == 0:
+        raise ValueError("rank 0 is first")
+    released.wait()
+
+
+def test_a_rank_that_does_not_end_hides_no_failure():
+    released = threading.Event()
+    with pytest.raises(LaunchError, match=r"rank-1 did not end within 0\.2 s") as caught:
+        run(sleeps_or_raises, 2, args=[released], timeout=0.1)
+    released.set()
+    assert str(caught.value.__cause__).startswith("rank 0 of 2 (thread): ValueError: rank 0 is")
