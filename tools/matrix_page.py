@@ -45,6 +45,8 @@ numbers. AVG of integers rounds toward zero. SUM and PRODUCT of bool are "or" an
 wrap around, as in NumPy.
 
 Layout, size, number of ranks and engine do not change any cell.
+
+Records, texts, dates and `longdouble` move as bytes.
 """
 
 

@@ -37,10 +37,12 @@ bool is_plain(PyObject* object, bool writes) {
   return PyArray_CHKFLAGS(array, needed) && PyArray_ISNOTSWAPPED(array);
 }
 
-// Add dtype and shape to the key.
+// Add dtype and shape to the key. False: many dtypes share the number of its dtype, for example the
+// texts of all lengths.
 bool add_kind(PyArrayObject* array, Key* key) {
   const int dimensions = PyArray_NDIM(array);
-  bool fits = key->add(PyArray_TYPE(array)) && key->add(dimensions);
+  const int type = PyArray_TYPE(array);
+  bool fits = (type < NPY_STRING || type > NPY_TIMEDELTA) && key->add(type) && key->add(dimensions);
   for (int i = 0; i < dimensions && fits; ++i) fits = key->add(PyArray_DIM(array, i));
   return fits;
 }

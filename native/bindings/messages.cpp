@@ -348,6 +348,8 @@ void bind_p2p(nb::module_& m) {
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),
          "Return a code; append the outcome of what has ended.")
     .def("cancel", &cancel, nb::arg("number"), nb::arg("outcomes"), "As wait().")
+    .def("has_receive", &Messages::has_receive, nb::arg("from_"), nb::arg("context"),
+         nb::arg("tag"), "Whether a receive from this rank waits.")
     .def("number_of", &number_of, nb::arg("into"), nb::arg("after") = 0,
          "Return the last receive into this memory after that number; 0: none.")
     .def("last_number", &Messages::last_number, "Number of the last started operation.")
@@ -360,7 +362,7 @@ void bind_p2p(nb::module_& m) {
         return messages.peer_down(peer, left ? Code::left : Code::lost);
       },
       nb::arg("peer"), nb::arg("left"), nb::call_guard<nb::gil_scoped_release>())
-    .def("fail_context", &Messages::fail_context, nb::arg("context"),
+    .def("fail_context", &Messages::fail_context, nb::arg("context"), nb::arg("after") = 0,
          nb::call_guard<nb::gil_scoped_release>())
     .def("forget_context", &Messages::forget_context, nb::arg("context"),
          nb::call_guard<nb::gil_scoped_release>())

@@ -79,7 +79,7 @@ constexpr const char* kBuild = "gcc " __VERSION__;
 
 // Processes with different layouts of shared memory must not meet. Increase this with each change
 // of a layout in shared/layout.hpp or messages/ring.hpp.
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
   if (nonce.size() != sizeof(unisono::Header::nonce)) throw nb::value_error("nonce: 16 bytes");
@@ -164,6 +164,8 @@ NB_MODULE(_engine, m) {
   nb::class_<unisono::Group, unisono::Runner>(m, "Group")
     .def(nb::new_(&make_group), nb::arg("segment"), nb::arg("rank"), nb::arg("pids"),
          nb::arg("crowded"))
+    .def("fail", &unisono::Group::fail, nb::arg("by"),
+         "End every wait for what that rank of the group has not finished.")
     .def("leave", &unisono::Group::leave, "Mark this rank as gone, for the other ranks.");
 
   bind_interface(m);
@@ -177,5 +179,6 @@ NB_MODULE(_engine, m) {
     .def(nb::init<std::shared_ptr<unisono::Messages>, uint64_t, std::vector<int>,
                   const std::vector<int>&, unisono::Group*>(),
          nb::arg("messages"), nb::arg("context"), nb::arg("ranks"), nb::arg("hosts"),
-         nb::arg("agreement").none(), nb::keep_alive<1, 6>());
+         nb::arg("agreement").none(), nb::keep_alive<1, 6>())
+    .def("finished", &unisono::Steps::finished, "Return the number of the last finished run.");
 }

@@ -16,6 +16,10 @@ namespace {
 constexpr int64_t kLeftNs = 5'000'000'000;
 constexpr int64_t kLostNs = 300'000'000;
 
+// How often a ring and the wires of a rank are looked at when a context fails. A look takes up to
+// 0.5 MiB from each.
+constexpr int kMostLooks = 32;
+
 }  // namespace
 
 // ---- one operation ------------------------------------------------------------------------
@@ -77,29 +81,51 @@ std::unique_ptr<Operation> Messages::copy_of(const Operation& op) const {
 // ---- a context ----------------------------------------------------------------------------
 
 bool Messages::is_unwanted(const Envelope& envelope) const {
-  if (is_failed(envelope.context)) return true;
+  if (is_failed(envelope)) return true;
   if (envelope.tag >= 0 || forgotten_.empty()) return false;
   const auto found = forgotten_.find(envelope.context);
   return found != forgotten_.end() && envelope.tag >= found->second;
 }
 
+// Discard the messages of programs that no receive will take.
+void Messages::discard_messages() {
+  discard_messages([&](const Envelope& each) { return each.tag < 0 && is_unwanted(each); });
+}
+
 void Messages::forget_tags(uint64_t context, int64_t oldest) {
   const Lock lock(lock_);
   forgotten_[context] = oldest;
-  discard_messages([&](const Envelope& each) { return is_unwanted(each); });
+  discard_messages();
 }
 
-void Messages::fail_context(uint64_t context) {
+void Messages::fail_context(uint64_t context, int64_t after) {
   const Lock lock(lock_);
-  failed_.push_back(context);
-  discard_messages([&](const Envelope& each) { return each.context == context; });
-  end_all([&](Operation& op) { return op.envelope.context == context ? Code::aborted : Code::ok; });
+  receive_all();
+  failed_[context] = after;
+  discard_messages();
+  end_all([&](Operation& op) {
+    return op.envelope.context == context && is_failed(op.envelope) ? Code::aborted : Code::ok;
+  });
+}
+
+// Receive what is in the rings and wires now. The limit is for ranks that send all the time.
+void Messages::receive_all() {
+  const bool all = std::exchange(takes_all_, true), loans = std::exchange(takes_loans_, true);
+  look_for_senders();
+  for (int source = 0; source < ranks_; ++source) {
+    for (int look = 0; look < kMostLooks; ++look) {
+      const bool moved = peer(source).active && pull(source);
+      if (!(pull_wires(source, true) || moved)) break;
+    }
+  }
+  takes_all_ = all;
+  takes_loans_ = loans;
 }
 
 // Sends of the context go on, because they may be a rank's last messages before it leaves.
 void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
-  failed_.erase(std::remove(failed_.begin(), failed_.end(), context), failed_.end());
+  failed_.erase(context);
   forgotten_.erase(context);
   discard_messages([&](const Envelope& each) { return each.context == context; });
   end_all([&](Operation& op) {

@@ -76,4 +76,10 @@ bool Matching::has_receive_from(int source) const {
                      [&](const Operation* op) { return op->takes_from(source); });
 }
 
+bool Matching::has_receive_for(int source, uint64_t context, int64_t tag) const {
+  return std::any_of(posted_.begin(), posted_.end(), [&](const Operation* op) {
+    return same_address(op->envelope, {context, tag, 0, 0}) && op->peer == source;
+  });
+}
+
 }  // namespace unisono

@@ -16,12 +16,31 @@ namespace unisono {
 
 using Ranks = std::shared_ptr<const std::vector<int>>;
 
+// Set in the `info` of a receive that takes shorter messages, too.
+constexpr uint32_t kPartial = uint32_t{1} << 31;
+
 struct Envelope {
   uint64_t context;
   int64_t tag;
   uint64_t nbytes;
   uint32_t info;  // a word about the payload that must be equal at both ends
+
+  // Whether a receive with this envelope may take a message.
+  bool fits(const Envelope& message) const {
+    const bool is_partial = (info & kPartial) != 0;
+    return (info & ~kPartial) == message.info &&
+           (is_partial ? message.nbytes <= nbytes : message.nbytes == nbytes);
+  }
 };
+
+// Whether steps/steps.cpp made this tag. The tags of the reference engine are lower, and that
+// engine posts a receive only when it waits for it.
+inline bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
+
+// The number of the run of a program, or of the call of the reference engine, with this tag.
+inline int64_t run_of(int64_t tag) {
+  return is_of_program(tag) ? (-tag - 1) / 2 : tag + (int64_t{1} << 62);
+}
 
 // A send or a receive. The payload's memory belongs to the caller and must stay valid until `done`.
 struct Operation {
@@ -82,6 +101,7 @@ class Matching {
   void post(Operation* op);          // a receive that was taken goes back to its place
   bool unpost(const Operation* op);  // returns whether it was posted
   bool has_receive_from(int source) const;
+  bool has_receive_for(int source, uint64_t context, int64_t tag) const;
 
   std::vector<Operation*>& posted() { return posted_; }
   std::list<Arrival>& arrivals() { return arrivals_; }

@@ -104,6 +104,11 @@ Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks amo
   return outcome_of(op);
 }
 
+bool Messages::has_receive(int from, uint64_t context, int64_t tag) {
+  const Lock lock(lock_);
+  return matching_.has_receive_for(from, context, tag);
+}
+
 // ---- started operations ------------------------------------------------------------------
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
@@ -221,7 +226,7 @@ void Messages::post_recv(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   const auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
-  const Code down = is_failed(op.envelope.context) ? Code::aborted : down_for(op);
+  const Code down = is_failed(op.envelope) ? Code::aborted : down_for(op);
   if (down != Code::ok) return finish(op, down);
   matching_.post(&op);
 }
@@ -262,7 +267,7 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
 
 void Messages::begin_send(Operation& op) {
   if (closed_) return finish(op, Code::closed);
-  if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
+  if (is_failed(op.envelope)) return finish(op, Code::aborted);
   if (op.peer == rank_) {
     accept_message(rank_, op.envelope, op.data);
     return finish(op, Code::ok);
@@ -282,7 +287,7 @@ void Messages::begin_recv(Operation& op) {
   if (closed_) return finish(op, Code::closed);
   auto arrival = matching_.find_arrival(op);
   if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
-  if (is_failed(op.envelope.context)) return finish(op, Code::aborted);
+  if (is_failed(op.envelope)) return finish(op, Code::aborted);
   matching_.post(&op);
   progress(&op);
   const Code down = op.done || op.started ? Code::ok : down_for(op);
@@ -292,7 +297,7 @@ void Messages::begin_recv(Operation& op) {
 void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival) {
   const Envelope& got = arrival->envelope;
   Peer& from = peer(arrival->source);
-  const bool fits = op.envelope.nbytes == got.nbytes && op.envelope.info == got.info;
+  const bool fits = op.envelope.fits(got);
   if (op.order == 0) matching_.assign_order(&op);
   op.source = arrival->source;
   op.got_nbytes = got.nbytes;
@@ -320,8 +325,12 @@ void Messages::note_end(const Operation& op) {
   server_is_due_ |= !op.quiet;
 }
 
-bool Messages::is_failed(uint64_t context) const {
-  return std::find(failed_.begin(), failed_.end(), context) != failed_.end();
+// Whether a message is lost with its context. The rank that has broken the context has finished
+// the runs before, so all their messages come.
+bool Messages::is_failed(const Envelope& envelope) const {
+  if (failed_.empty()) return false;
+  const auto found = failed_.find(envelope.context);
+  return found != failed_.end() && (envelope.tag >= 0 || run_of(envelope.tag) > found->second);
 }
 
 // The code with which a receive must end because its sender is gone. `source` becomes the rank to

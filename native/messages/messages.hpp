@@ -94,6 +94,9 @@ class Messages {
   Outcome send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns);
   Outcome recv(int from, const Envelope& envelope, char* data, Ranks among, int64_t timeout_ns);
 
+  // Whether a receive from this rank waits.
+  bool has_receive(int from, uint64_t context, int64_t tag);
+
   // Start a send or a receive. A number that is not 0 names the operation that goes on.
   Outcome start_send(int to, const Envelope& envelope, const char* data);
   // The server thread does not complete the receive before `watch`.
@@ -141,7 +144,8 @@ class Messages {
   // any more. A true result of peer_down() means that messages of the rank may still come over
   // wires, and the server must receive them.
   bool peer_down(int rank, Code code);
-  void fail_context(uint64_t context);
+  // The operations of programs up to run `after` go on, and messages that have come are kept.
+  void fail_context(uint64_t context, int64_t after = 0);
   void forget_context(uint64_t context);
 
   // Wait until queued sends are in rings and wires, or for the time-out, and then end all
@@ -248,7 +252,7 @@ class Messages {
   void finish(Operation& op, Code code);
   void note_end(const Operation& op);
   Code down_for(Operation& op);
-  bool is_failed(uint64_t context) const;
+  bool is_failed(const Envelope& envelope) const;
   Operation& open_operation(std::unique_ptr<Operation> op);
   Outcome start(Operation& op);
   void cancel_unfinished(Operation& op);
@@ -260,7 +264,9 @@ class Messages {
   std::unique_ptr<Operation> copy_of(const Operation& op) const;
   bool is_unwanted(const Envelope& envelope) const;
   void discard_partial(Peer& from);
+  void discard_messages();
   void discard_messages(const std::function<bool(const Envelope&)>& unwanted);
+  void receive_all();
   void end_all(const std::function<Code(Operation&)>& code_of);
   void end_peer(int rank, Code code);
   bool is_drained(const Peer& gone) const;
@@ -302,7 +308,7 @@ class Messages {
   HugePages huge_pages_;
   bool ignores_pages_ = false;
   Matching matching_;
-  std::vector<uint64_t> failed_;                     // contexts that are broken
+  std::unordered_map<uint64_t, int64_t> failed_;  // contexts that are broken, and after which run
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest tag; see forget_tags
   std::unordered_map<uint64_t, std::unique_ptr<Operation>> open_;
   size_t watched_ = 0;                    // operations of open_ that are not quiet

@@ -21,10 +21,6 @@ size_t step_of(const Envelope& envelope) {
   return is_long ? kLongStepBytes : kStepBytes;
 }
 
-// Whether steps/steps.cpp made this tag. The tags of the reference engine are lower, and that
-// engine posts a receive only when it waits for it.
-bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
-
 }  // namespace
 
 // Move all bytes that can be moved; return whether there were any. A look at a wire costs a system
@@ -167,12 +163,12 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
     op->source = source;
-    if (op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info) {
+    op->got_nbytes = envelope.nbytes;
+    op->got_info = envelope.info;
+    if (op->envelope.fits(envelope)) {
       from.into = op;
       op->started = true;
     } else {
-      op->got_nbytes = envelope.nbytes;
-      op->got_info = envelope.info;
       finish(*op, Code::mismatch);
     }
   } else if (!is_unwanted(envelope)) {
@@ -306,7 +302,7 @@ void Messages::accept_message(int source, const Envelope& envelope, const char* 
     op->source = source;
     op->got_nbytes = envelope.nbytes;
     op->got_info = envelope.info;
-    const bool fits = op->envelope.nbytes == envelope.nbytes && op->envelope.info == envelope.info;
+    const bool fits = op->envelope.fits(envelope);
     if (fits) copy_bytes(op->data, data, envelope.nbytes);
     finish(*op, fits ? Code::ok : Code::mismatch);
   } else if (!is_unwanted(envelope) && !closed_) {

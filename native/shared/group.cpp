@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include <poll.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,7 +18,8 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       rank_(rank),
       ranks_(segment_->ranks()),
       is_crowded_(is_crowded),
-      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
+      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1),
+      current_(epoch_) {
   for (int peer = 0; peer < ranks_; ++peer) {
     // Without pidfds (kernels before 5.3) the death of a peer is detected at the deadline.
     long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
@@ -34,20 +34,12 @@ Group::~Group() {
   }
 }
 
-void Group::leave() {
-  if (fork_guard_.is_forked()) return;
-  RankWords& mine = segment_->words(rank_);
-  uint32_t member = kMember;
-  // acquire: exit_of()
-  mine.membership.compare_exchange_strong(member, kLeft, std::memory_order_release);
-  futex_wake_all(mine.flag);
-}
-
-void Group::abort() {
-  aborted_.store(true, std::memory_order_relaxed);
-  if (fork_guard_.is_forked()) return;
-  segment_->words(rank_).membership.store(kAborted,
-                                          std::memory_order_release);  // acquire: exit_of()
+// After a failure, `current_` stays at the epoch that this rank has not finished.
+void Group::end_epoch(Code code) {
+  ++epoch_;
+  const bool is_over =
+    code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
+  if (is_over) current_.store(epoch_, std::memory_order_relaxed);
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
@@ -61,7 +53,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
     status = compare(&words);
     *even = words.even;
   }
-  ++epoch_;
+  end_epoch(status.code);
   return status;
 }
 
@@ -181,9 +173,7 @@ Status Group::compare(AgreementWords* common) {
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);
     // The rank entered this epoch and then aborted: report the errors of a broken group.
-    if (theirs.membership.load(std::memory_order_relaxed) == kAborted) {
-      return {Code::aborted, peer, -1};
-    }
+    if (has_ended(peer)) return {Code::aborted, peer, -1};
     const AgreementWords& words = theirs.agreements[epoch_ & 1];
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
@@ -216,7 +206,7 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
     const bool last_post = sends(step->op) && (step + 1 == end || !sends((step + 1)->op));
     if (last_post) publish(static_cast<uint64_t>(step->stage));
   }
-  ++epoch_;
+  end_epoch(status.code);
   return status;
 }
 
@@ -350,7 +340,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     }
     theirs.sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (woken_early ? spin(peer, value) : has_reached(peer, value)) return {};
-    if (aborted_.load(std::memory_order_relaxed)) return {Code::aborted, peer, step};
+    if (is_broken()) return {Code::aborted, peer, step};
     if (late_ && late_called_ns_ != deadline_ns_ &&
         deadline_ns_ - now_ns() < late_ns(timeout_ns_)) {
       late_called_ns_ = deadline_ns_;
@@ -361,7 +351,9 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
       // A rank that ended inside this epoch may be the cause of the peer's delay.
       const uint64_t needed = other == peer ? value : epoch_ * kStages;
       const std::atomic<uint64_t>& flag = segment_->words(other).flag;
-      if (other == rank_ || flag.load(std::memory_order_acquire) >= needed) continue;
+      if (other == rank_) continue;
+      if (has_ended(other)) return {Code::aborted, other, step};
+      if (flag.load(std::memory_order_acquire) >= needed) continue;
       const Code end = exit_of(other);
       // A second look, because the rank may have raised its flag just before it ended.
       if (end != Code::ok && flag.load(std::memory_order_acquire) < needed) {
@@ -370,15 +362,6 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     }
     if (now_ns() >= deadline_ns_) return {Code::timeout, peer, step};
   }
-}
-
-// How a peer has ended; Code::ok if it has not.
-Code Group::exit_of(int peer) const {
-  // acquire: pairs with the stores in leave() and abort()
-  const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);
-  if (membership != kMember) return membership == kLeft ? Code::left : Code::aborted;
-  pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
-  return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
 }
 
 }  // namespace unisono

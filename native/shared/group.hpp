@@ -48,7 +48,9 @@ class Group final : public Runner {
 
   void wake_waiters() override;
   void abort() override;
-  bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
+  // A rank has reported that the group is broken. Epochs that the rank has finished go on.
+  void fail(int by);
+  bool is_aborted() const override { return broken_by_.load(std::memory_order_relaxed) >= 0; }
 
   // Mark this rank as gone, so that the other ranks do not wait for it. In the child of a fork: do
   // nothing.
@@ -96,6 +98,9 @@ class Group final : public Runner {
   bool spin(int peer, uint64_t value);
   Status wait_slowly(int peer, uint64_t value, int step);
   Code exit_of(int peer) const;
+  bool is_broken() const;
+  bool has_ended(int peer) const;
+  void end_epoch(Code code);
 
   const ForkGuard fork_guard_;
   std::shared_ptr<Segment> segment_;
@@ -106,11 +111,12 @@ class Group final : public Runner {
   int rank_;
   int ranks_;
   bool is_crowded_;
-  uint64_t epoch_;  // 1 at first, unless a test has raised this rank's flag before
+  uint64_t epoch_;                 // 1 at first, unless a test has raised this rank's flag before
+  std::atomic<uint64_t> current_;  // the first epoch that is not finished, for other threads
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;
-  std::atomic<bool> aborted_{false};
+  std::atomic<int> broken_by_{-1};  // the rank that has broken the group; this rank: abort()
   std::vector<int> pidfds_;
   std::function<bool()> poll_;
   int64_t late_called_ns_ = 0;  // the deadline of the call for which late_ was called

@@ -172,7 +172,7 @@ Status Group::finish_direct() {
     }
     has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
   }
-  ++epoch_;
+  end_epoch(Code::ok);
   if (!has_failed) return {};
   remote_reader_.disable();
   return {Code::divided, rank_, -1};

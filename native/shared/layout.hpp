@@ -64,6 +64,10 @@ struct alignas(kInterferenceBytes) RankWords {
 
   // Whether the owner has left a call before all ranks had read its posts directly; see Group::run.
   std::atomic<uint32_t> abandoned_posts;
+
+  // The first epoch that the owner does not finish, because it has aborted; 0: there is none.
+  // Written before `membership` becomes kAborted.
+  std::atomic<uint64_t> ended_in;
 };
 
 struct alignas(kInterferenceBytes) Header {

@@ -65,6 +65,8 @@ Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduc
     status = {Code::no_memory, rank_};
   }
   end_run();
+  const bool agreed_not = status.code == Code::mismatch || status.code == Code::uneven;
+  if (status.is_ok() || agreed_not) finished_.store(epoch_, std::memory_order_relaxed);
   if (status.is_ok()) scatter_lists(buffers);
   return status;
 }

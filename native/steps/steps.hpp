@@ -39,6 +39,9 @@ class Steps final : public Runner {
   void abort() override { aborted_.store(true, std::memory_order_relaxed); }
   bool is_aborted() const override { return aborted_.load(std::memory_order_relaxed); }
 
+  // The number of the last run that this rank has finished; equal to that of the other ranks.
+  int64_t finished() const { return finished_.load(std::memory_order_relaxed); }
+
  private:
   struct Sending {
     Operation* op;
@@ -107,6 +110,7 @@ class Steps final : public Runner {
   std::vector<int> followers_;  // the other ranks of this host, if this rank is the leader there
   int leader_ = -1;             // the leader of this rank's host
   int64_t epoch_ = 0;
+  std::atomic<int64_t> finished_{0};
   std::atomic<bool> aborted_{false};
 
   // State of the current run.

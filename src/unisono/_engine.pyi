@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 6
+ABI: int = 7
 
 BUILD: str = "gcc 12.2.0"
 
@@ -64,6 +64,9 @@ class Runner:
 
 class Group(Runner):
     def __init__(self, segment: Segment, rank: int, pids: Sequence[int], crowded: bool) -> None: ...
+    def fail(self, by: int) -> None:
+        """End every wait for what that rank of the group has not finished."""
+
     def leave(self) -> None:
         """Mark this rank as gone, for the other ranks."""
 
@@ -260,6 +263,9 @@ class Messages:
     def cancel(self, number: int, outcomes: list[tuple[int, int, int, int, int]]) -> int:
         """As wait()."""
 
+    def has_receive(self, from_: int, context: int, tag: int) -> bool:
+        """Whether a receive from this rank waits."""
+
     def number_of(self, into: object, after: int = 0) -> int:
         """Return the last receive into this memory after that number; 0: none."""
 
@@ -271,7 +277,7 @@ class Messages:
 
     def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...
     def peer_down(self, peer: int, left: bool) -> bool: ...
-    def fail_context(self, context: int) -> None: ...
+    def fail_context(self, context: int, after: int = 0) -> None: ...
     def forget_context(self, context: int) -> None: ...
     def close(self, timeout_s: float) -> list[int]:
         """Return the sockets, to be read until they end."""
@@ -303,3 +309,5 @@ class Steps(Runner):
         hosts: Sequence[int],
         agreement: Group | None,
     ) -> None: ...
+    def finished(self) -> int:
+        """Return the number of the last finished run."""

@@ -85,10 +85,6 @@ def receive_later(wait):
         work.wait()
 
 
-DTYPES = (
-    "bool, int8, int16, int32, int64, uint8, uint16, uint32, uint64, float16, float32, float64, "
-    "complex64, complex128, bfloat16, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz"
-)
 KNOWN = "(known besides its own: async_op, timeout, algorithm, deterministic)"
 
 # Class of the error -> first line -> call, in a world of one rank or without a world. Parameters of
@@ -205,8 +201,10 @@ IN_A_WORLD["ArgumentType"] = {
 IN_A_WORLD["Unsupported"] = {
     "all_reduce: reduce op BAND is not defined on float64 (defined: AVG, MAX, MIN, "
     "PREMUL_SUM, PRODUCT, SUM)": lambda: dist.all_reduce(x(), dist.ReduceOp.BAND),
-    f"all_reduce: dtype 'str32' is not supported (supported: {DTYPES})":
+    "all_reduce: reduce op SUM is not defined on <U1 (defined: none: it only moves)":
         lambda: dist.all_reduce(np.array(["a"])),
+    "broadcast: dtype 'object' is not supported: its elements are no plain bytes":
+        lambda: dist.broadcast(np.array([None]), 0),
 }
 IN_A_WORLD["CollectiveTimeout"] = {
     "the future of recv had no value after 0.01 s; it goes on":

@@ -62,6 +62,7 @@ class CallOptions(NamedTuple):
             operation's name, and it must be equal on all ranks.
         deterministic: Reduce in the order of ranks.
         split_sizes: Rows of dimension 0 of each rank if the parts differ; equal parts if None.
+        partial: A receive takes shorter messages, too.
     """
 
     async_op: bool
@@ -70,6 +71,7 @@ class CallOptions(NamedTuple):
     label: str | None = None
     deterministic: bool = False
     split_sizes: Sequence[int] | None = None
+    partial: bool = False
 
 
 class Pending(Completion):
@@ -79,10 +81,11 @@ class Pending(Completion):
         outputs: The arrays that hold the result.
         source: Global rank that sent the message of a receive; None before its end, and for other
             calls.
+        count: Elements that a receive got; None as for `source`.
         deadline: When a waiting thread must call `expire`; None if the backend watches the time.
     """
 
-    __slots__ = ("_runs_here", "deadline", "outputs", "source")
+    __slots__ = ("_runs_here", "count", "deadline", "outputs", "source")
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Pending(Completion):
         self.outputs = list(outputs)
         self.deadline = deadline
         self.source: int | None = None
+        self.count: int | None = None
         self._runs_here = runs_here
 
     def expire(self) -> None:

@@ -38,7 +38,6 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
 
@@ -287,9 +286,7 @@ class CPUBackend(DeviceBackend):
         if self._comm.closed() is not None:
             # In the child of a fork only the parent may abort the group.
             return
-        me = self._comm.transport.rank
-        failure = Failure("failed" if failed else "aborted", reason, [me], me)
-        self._comm.transport.fail(self._comm.context, failure, self._comm.others)
+        self._engine.abort(reason, failed)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)

@@ -14,10 +14,10 @@ import numpy as np
 from unisono.backends.api import CallOptions, Pending
 from unisono.base.buffers import as_bytes, view
 from unisono.base.deadline import Deadline
-from unisono.base.types import code_of, dtype_of_numpy
+from unisono.base.types import PARTIAL, code_of, dtype_of_numpy
 from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
-from unisono.errors import ClosedError, UsageError
+from unisono.errors import ClosedError, InvalidArgumentError, UsageError
 from unisono.transports import Key, Transfer
 from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages, Outcome
@@ -40,8 +40,10 @@ class _Message(Pending):
 
         def ended(transfer: Transfer) -> None:
             if transfer.error is None and self._message_call.op == "recv":
+                data = self._message_call.data
                 self.source = transfer.peer
-                self._message_call.data.unpack()
+                self.count = transfer.into.nbytes // data.dtype.itemsize
+                data.unpack()
             self.finish(
                 message_error(self._comm, self._message_call, transfer.error, self.deadline)
             )
@@ -76,6 +78,13 @@ def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOpti
     to = comm.ranks[peer]
     message = _open(comm, MessageCall("send", data, to, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
+    if to == comm.transport.rank and not (
+        options.async_op or comm.transport.mailbox.has_receive(to, key)
+    ):
+        raise InvalidArgumentError(
+            f"send to this rank itself ({to}) would wait for its own receive",
+            hint="use isend, or call irecv before",
+        )
     message.follow(comm.transport.send(to, key, as_bytes(data.array), code_of(data.dtype)))
     return _wait_or_cancel(message, options)
 
@@ -88,7 +97,8 @@ def recv(
     source = None if peer is None else comm.ranks[peer]
     message = _open(comm, MessageCall("recv", data, source, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
-    into, info = as_bytes(data.array), code_of(data.dtype)
+    into = as_bytes(data.array)
+    info = code_of(data.dtype) | (PARTIAL if options.partial else 0)
     message.follow(comm.transport.recv(source, key, into, info, comm.others))
     return _wait_or_cancel(message, options)
 

@@ -6,7 +6,7 @@ import enum
 import zlib
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -76,12 +76,13 @@ class DType:
     `storage` is the NumPy dtype that the engines use. For bfloat16 and float8, which NumPy lacks,
     it is the unsigned integer of the same width. The bits are moved unchanged.
     `kind` is b(ool), i(nt), u(int), f(loat), c(omplex), or x for types that move but do not
-    reduce.
+    reduce. `opaque` is the NumPy dtype of elements that move as bytes, such as records and texts.
     """
 
     name: str
     kind: str
     storage: np.dtype[np.generic]
+    opaque: np.dtype[Any] | None = None
 
     @property
     def itemsize(self) -> int:
@@ -101,7 +102,9 @@ _BY_NAME["bfloat16"] = DType("bfloat16", "f", np.dtype(np.uint16))
 for _name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"):
     _BY_NAME[_name] = DType(_name, "x", np.dtype(np.uint8))
 
-# Cache of dtype_of_numpy, because NumPy takes a microsecond to return a name.
+# Cache of dtype_of_numpy, because NumPy takes a microsecond to return a name. It is emptied at this
+# size, because texts have a dtype per length.
+_MOST_CACHED = 4096
 _BY_NUMPY: dict[np.dtype[np.generic], DType] = {}
 
 _ARITHMETIC = {RedOpType.SUM, RedOpType.AVG, RedOpType.PRODUCT, RedOpType.PREMUL_SUM}
@@ -137,12 +140,44 @@ def all_dtypes() -> tuple[DType, ...]:
 
 
 def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
-    """Return the element type of a NumPy array, ml_dtypes' extension types included."""
+    """Return the element type of a NumPy array, ml_dtypes' extension types included.
+
+    Raises:
+        UnsupportedError: The elements are Python objects, or have no bytes.
+    """
     # The name drops the byte order on purpose: '>f4' is float32 and gets packed.
     found = _BY_NUMPY.get(dtype)
     if found is None:
-        found = _BY_NUMPY[dtype] = dtype_named(dtype.name)
+        if len(_BY_NUMPY) >= _MOST_CACHED:
+            _BY_NUMPY.clear()
+        found = _BY_NUMPY[dtype] = _BY_NAME.get(dtype.name) or _opaque(dtype)
     return found
+
+
+def _opaque(dtype: np.dtype[np.generic]) -> DType:
+    """Return the type of elements that move as bytes."""
+    if dtype.hasobject or dtype.kind == "T" or not dtype.itemsize:
+        raise UnsupportedError(
+            f"dtype {str(dtype)!r} is not supported: its elements are no plain bytes",
+            hint="use the calls for objects, such as broadcast_object_list",
+        )
+    native = dtype.newbyteorder("=")
+    return DType(str(native), "x", np.dtype((np.void, dtype.itemsize)), native)
+
+
+def _instead_of_reducing(dtype: np.dtype[Any]) -> str:
+    """Return a hint for a reduction of an opaque dtype."""
+    if dtype.names is not None:
+        fields = ((name, _BY_NAME.get(dtype[name].base.name)) for name in dtype.names)
+        usable = [f"array[{name!r}]" for name, of in fields if of is not None and of.kind != "x"]
+        if usable:
+            return f"reduce the fields one by one: {', '.join(usable)}"
+        return "no field can be reduced; gather the arrays, and combine them on each rank"
+    if dtype.kind in "mM":
+        return "reduce the numbers: array.view(np.int64)"
+    if dtype.kind in "fc":
+        return f"convert it: array.astype(np.{'float64' if dtype.kind == 'f' else 'complex128'})"
+    return "gather the arrays, and combine them on each rank"
 
 
 def reduce_ops_of(dtype: DType) -> Set[RedOpType]:
@@ -163,12 +198,19 @@ def require_reducible(dtype: DType, op: ReduceOp) -> None:
         )
     if op.op not in reduce_ops_of(dtype):
         has = ", ".join(sorted(o.name for o in reduce_ops_of(dtype))) or "none: it only moves"
-        raise UnsupportedError(f"reduce op {op.name} is not defined on {dtype} (defined: {has})")
+        raise UnsupportedError(
+            f"reduce op {op.name} is not defined on {dtype} (defined: {has})",
+            hint=None if dtype.opaque is None else _instead_of_reducing(dtype.opaque),
+        )
+
+
+PARTIAL = 1 << 31
+"""Added to the number of a dtype by a receive that takes shorter messages, too."""
 
 
 def code_of(dtype: DType) -> int:
     """Return the number that stands for a dtype in a message; equal in every process."""
-    return zlib.crc32(dtype.name.encode())
+    return zlib.crc32(dtype.name.encode()) & ~PARTIAL
 
 
 _BY_CODE = {code_of(dtype): dtype for dtype in _BY_NAME.values()}

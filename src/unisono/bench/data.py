@@ -94,8 +94,8 @@ class Data:
             case "all_to_all":
                 return np.concatenate([self._pattern(r, whole)[mine] for r in range(plan.nprocs)])
             case "sendrecv":
-                peer = self.rank ^ 1
-                return self._pattern(peer, count) if peer < plan.nprocs else None
+                peer = plan.peer_of(self.rank)
+                return None if peer is None else self._pattern(peer, count)
         return None
 
     def _gathered(self, count: int) -> Array:

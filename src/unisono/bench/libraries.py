@@ -168,9 +168,9 @@ class _MPI:
 def _ping_pong(
     data: Data, send: Callable[[int], object], receive: Callable[[int], object]
 ) -> TimedCall:
-    """Return a round trip between ranks 2i and 2i + 1; an unpaired last rank does nothing."""
-    peer = data.rank ^ 1
-    if peer >= data.plan.nprocs:
+    """Return a round trip between the ranks of a pair; an unpaired rank does nothing."""
+    peer = data.plan.peer_of(data.rank)
+    if peer is None:
         return lambda: None
     first, second = (send, receive) if data.rank < peer else (receive, send)
 

@@ -173,6 +173,20 @@ class BenchPlan:
         if "sendrecv" in self.ops and self.nprocs < 2:
             raise InvalidArgumentError("sendrecv needs at least 2 ranks, got --nproc-per-node 1")
 
+    def peer_of(self, rank: int) -> int | None:
+        """Return the rank with which a rank exchanges messages, on another host if there is one.
+
+        An unpaired last rank, or the ranks of an unpaired last host, get None.
+        """
+        share = self.nprocs // self.hosts if self.hosts > 1 else 1
+        peer = (rank // share ^ 1) * share + rank % share
+        return peer if peer < self.nprocs else None
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return the pairs of `peer_of`, the lower rank first."""
+        peers = ((rank, self.peer_of(rank)) for rank in range(self.nprocs))
+        return [(rank, peer) for rank, peer in peers if peer is not None and rank < peer]
+
     @classmethod
     def from_json(cls, text: str) -> BenchPlan:
         """Return the plan that `to_json` wrote."""

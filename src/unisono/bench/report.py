@@ -169,6 +169,8 @@ class Table:
         self._comment(f"Collective test starting: {op}")
         if op == "sendrecv":
             self._comment("ping-pong; time is half of the round trip")
+            pairs = " ".join(f"{low}-{high}" for low, high in self._plan.pairs())
+            self._comment(f"pairs of ranks: {pairs}")
         self._print("#" + _aligned(names)[1:], "bold")
         self._print("#" + _aligned(units)[1:], "bold")
 

@@ -77,16 +77,11 @@ def send(
     """Send to another rank; the tensor may be changed on return.
 
     Raises:
-        InvalidArgumentError: The receiver is this rank (use isend).
+        InvalidArgumentError: The receiver is this rank, and no `irecv` waits for the message.
     """
     if (pg := member_group(group, "send")) is None:
         return
     peer = group_rank_of(pg, "send", dst, group_dst, None, how)
-    if peer == pg.rank():
-        raise InvalidArgumentError(
-            f"send to this rank itself ({pg.ranks[peer]}) would wait for its own receive",
-            hint="use isend and irecv",
-        )
     pg.send(tensor, peer, tag, **how)
 
 
@@ -97,19 +92,34 @@ def recv(
     group: Any = None,
     tag: int = 0,
     group_src: int | None = None,
+    *,
+    partial: bool = False,
     **how: Any,
 ) -> int:
     """Receive from a rank, or from any rank; return the sender's global rank (-1: not a member).
 
+    Args:
+        tensor: [...] any layout.
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None.
+        tag: Of the message.
+        group_src: The sender's rank in the group, instead of `src`.
+        partial: Take a message of fewer elements, too, and return the number of its elements
+            instead of the sender. They are the first of the tensor in C order; the other elements
+            keep their values.
+        **how: timeout.
+
     Raises:
-        CollectiveMismatchError: The message has another size or dtype. The message is dropped, the
-            tensor keeps its values, and the group stays usable.
+        CollectiveMismatchError: The message has another dtype or size (`partial`: more elements).
+            The message is dropped, the tensor keeps its values, and the group stays usable.
         CollectiveTimeoutError: No message in time; the group stays usable.
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
     peer = None if src is None and group_src is None else group_rank_of(pg, "recv", src, group_src)
-    return pg.recv(tensor, peer, tag, **how).source_rank()
+    if not partial:
+        return pg.recv(tensor, peer, tag, **how).source_rank()
+    return pg.recv(tensor, peer, tag, _partial=True, **how)._received()
 
 
 class P2POp:

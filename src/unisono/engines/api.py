@@ -225,8 +225,15 @@ class Engine(ABC):
         """Return the number of this rank's last call; the first call has number 1."""
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
-        """End all running and waiting tasks, here and on the other ranks."""
+    def abort(self, reason: str, failed: bool = False) -> None:
+        """End all running and waiting tasks, here and on the other ranks.
+
+        A call that has ended here goes on where it has not ended yet.
+
+        Args:
+            reason: The cause, as the end of a sentence.
+            failed: Whether this rank raised, instead of a call of abort().
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -206,11 +206,6 @@ def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str
     ]
 
 
-def break_group(comm: Communicator, failure: Failure) -> None:
-    """Send a failure to every member, and end all calls of this group here."""
-    comm.transport.fail(comm.context, failure, comm.others)
-
-
 # ---- from a failure to the error of this rank -------------------------------------------------
 
 

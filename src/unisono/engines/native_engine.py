@@ -23,7 +23,7 @@ from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
-from unisono.base.types import DType, ReduceOp, all_dtypes, dtype_named
+from unisono.base.types import DType, ReduceOp, dtype_named
 from unisono.engines.api import Call, Communicator, Exchange, Task
 from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
@@ -49,9 +49,8 @@ _log = get_logger("engines.native")
 Array = np.ndarray[Any, Any]
 
 # A dtype without reductions, such as float8, is bytes to the C++ engine.
-_CODES: dict[str, int] = dict.fromkeys((d.name for d in all_dtypes()), 0)
-if _engine is not None:
-    _CODES |= dict.fromkeys(_CODES, _engine.dtype_codes()["uint8"]) | _engine.dtype_codes()
+_CODES: dict[str, int] = {} if _engine is None else _engine.dtype_codes()
+_BYTES = _CODES.get("uint8", 0)
 
 # How long a rank that takes no part any more has for its reason. Only two kinds of ranks need all
 # of it: a stopped rank, and a rank whose connections are held open by a child process.
@@ -239,6 +238,17 @@ class NativeEngine(QueueEngine):
             shared = _uneven(program, counts, self.comm.rank, self.comm.size, task.dtype.itemsize)
         self._execute(replace(task, program=shared or program))
 
+    def finished(self) -> int:
+        # Calls over shared memory are not counted: the memory shows which calls a rank has ended.
+        return 0 if self._steps is None else int(self._steps.finished())
+
+    def _break(self, failure: Failure) -> None:
+        super()._break(failure)
+        # The group may have been broken before, by a rank that has finished the call that has
+        # failed here. This rank waits no more, and other ranks must not wait for it.
+        if self._group is not None:
+            self._group.abort()
+
     def close(self) -> None:
         self.calls.close()
         if self._group is not None:
@@ -323,7 +333,7 @@ class NativeEngine(QueueEngine):
             task.input,
             task.output,
             itemsize=dtype.itemsize,
-            dtype=_CODES[dtype.name],
+            dtype=_CODES.get(dtype.name, _BYTES),
             op=task.op.op.value,
             fingerprint=fingerprint,
             even=even,
@@ -403,7 +413,11 @@ class NativeEngine(QueueEngine):
         def end(failure: Failure) -> None:
             self._failure_known.set()
             for each in runners:
-                each.abort()
+                # Another rank may have finished the call that runs here.
+                if each is self._group and failure.by in comm.others:
+                    each.fail(comm.ranks.index(failure.by))
+                else:
+                    each.abort()
 
         comm.transport.on_failure(comm.context, end)
         self._connected = True

@@ -17,7 +17,6 @@ from unisono.base.worker import Worker
 from unisono.engines.api import Call, Communicator, Engine, Task
 from unisono.engines.errors import (
     Expired,
-    break_group,
     broken_group_error,
     to_failure,
 )
@@ -86,6 +85,7 @@ class OrderedEngine(Engine):
         self._changed = threading.Condition()
         self._queue: deque[tuple[Task, Completion]] = deque()
         self._closed = False
+        self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
@@ -114,9 +114,21 @@ class OrderedEngine(Engine):
     def last_number(self) -> int:
         return int(self._turn.last)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, failed: bool = False) -> None:
         me = self.comm.transport.rank
-        break_group(self.comm, Failure("aborted", reason, [me], me))
+        self._break(Failure("failed" if failed else "aborted", reason, [me], me))
+
+    def finished(self) -> int:
+        """Return the number of the last call that has ended here; see `Failure.after`."""
+        return self._finished
+
+    def _break(self, failure: Failure) -> None:
+        """Send a failure to every member, and end the calls of this group here."""
+        comm = self.comm
+        if failure.by == comm.transport.rank:
+            words = (failure.kind, failure.reason, failure.peers, failure.by, failure.table)
+            failure = Failure(*words, after=self.finished())
+        comm.transport.fail(comm.context, failure, comm.others)
 
     def close(self) -> None:
         if self.comm.closed():
@@ -218,10 +230,11 @@ class OrderedEngine(Engine):
             if task.finish is not None:
                 task.finish()
         except CollectiveMismatchError as error:
+            self._finished = call.seq
             return error
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
-            break_group(comm, failure)
+            self._break(failure)
             failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
             if isinstance(error, (Failure, LinkDown, Expired)):
                 # The transport keeps the error, and its stack frames would keep the task's buffers.
@@ -229,6 +242,7 @@ class OrderedEngine(Engine):
             else:
                 failed.__cause__ = error
             return failed
+        self._finished = call.seq
         return None
 
     @abstractmethod

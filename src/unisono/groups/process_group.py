@@ -462,12 +462,15 @@ class ProcessGroup(C10dNames):
         deterministic: bool = False,
         _label: str | None = None,
         _split_sizes: Sequence[int] | None = None,
+        _partial: bool = False,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
             check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
         deadline = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, deadline, algorithm, _label, deterministic, _split_sizes)
+        return CallOptions(
+            async_op, deadline, algorithm, _label, deterministic, _split_sizes, _partial
+        )
 
     def __repr__(self) -> str:
         if not self.backends:

@@ -96,6 +96,10 @@ class Work:
 
     _source_rank = source_rank
 
+    def _received(self) -> int:
+        """Return the number of elements that a receive got, -1 if not known."""
+        return -1 if self._pending.count is None else self._pending.count
+
     def synchronize(self) -> None:
         """Make the current stream wait for the operation; the default stream is the thread."""
         self.wait()

@@ -87,7 +87,7 @@ class Transport(ABC):
         failure = self._failures.get(key.context)
         if self._closed:
             transfer.finish(ClosedError("the transport is closed"))
-        elif failure is not None:
+        elif failure is not None and failure.ends(*key[1:]):
             transfer.finish(failure)
         elif peer == self.rank:
             self.mailbox.deliver(peer, key.context, key[1:], data, info)
@@ -97,7 +97,8 @@ class Transport(ABC):
         else:
             self._transmit(peer, key, transfer)
             # The context may have broken after the check above, before this transfer was queued.
-            if not transfer.done() and (failure := self._failures.get(key.context)) is not None:
+            failure = self._failures.get(key.context)
+            if not transfer.done() and failure is not None and failure.ends(*key[1:]):
                 self._cancel(lambda other: other is transfer, failure)
         return transfer
 
@@ -405,7 +406,7 @@ class Transport(ABC):
         if not self._failures.add(context, failure):
             return False
         self.mailbox.fail_context(context, failure)
-        self._cancel(lambda transfer: transfer.context == context, failure)
+        self._cancel(lambda each: each.context == context and failure.ends(*each.tag), failure)
         return True
 
 

@@ -127,9 +127,14 @@ class Failures:
         return self._failures.get(context)
 
     def add(self, context: int, failure: Failure) -> bool:
-        """Break a context and call its callback; return False if it was broken already."""
+        """Break a context and call its callback.
+
+        Returns:
+            False if it was broken already, unless this failure ends further calls.
+        """
         with self._lock:
-            if context in self._failures:
+            known = self._failures.get(context)
+            if known is not None and known.after <= failure.after:
                 return False
             self._failures[context] = failure
             callback = self._callbacks.get(context)

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from unisono.transports.messages import Arrival, LinkDown, MessageMismatch
+from unisono.transports.messages import Arrival, Failure, Key, LinkDown, MessageMismatch
 from unisono.transports.transfers import Messages, Tag, Transfer
 
 
@@ -35,7 +35,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._entries: dict[tuple[int, Tag], _Entry] = {}
         self._down: dict[int, LinkDown] = {}
-        self._failed: dict[int, BaseException] = {}
+        self._failed: dict[int, Failure] = {}
         self._closed: BaseException | None = None
         # If set, it carries all messages, and gets all calls that end them.
         self.messages: Messages | None = None
@@ -45,9 +45,8 @@ class Mailbox:
         with self._lock:
             arrival = self._take_arrival(transfer)
             if arrival is None:
-                error = (
-                    self._closed or self._failed.get(transfer.context) or self._down_for(transfer)
-                )
+                failed = self._failure_for(transfer.context, transfer.tag)
+                error = self._closed or failed or self._down_for(transfer)
                 if error is None:
                     entry = self._entries.setdefault((transfer.context, transfer.tag), _Entry())
                     entry.posted.append(transfer)
@@ -81,10 +80,18 @@ class Mailbox:
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
             if transfer is None:
-                if self._closed is None and context not in self._failed:
+                if self._closed is None and self._failure_for(context, tag) is None:
                     self._entries.setdefault((context, tag), _Entry()).arrivals.append(arrival)
                 return
         _fill(transfer, arrival)
+
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
+        if self.messages is not None:
+            return self.messages.has_receive(peer, key)
+        with self._lock:
+            entry = self._entries.get((key.context, key[1:]))
+            return entry is not None and any(each.peer == peer for each in entry.posted)
 
     def cancel(self, transfer: Transfer) -> bool:
         """Remove a posted receive; return False if a message has matched it already."""
@@ -117,15 +124,20 @@ class Mailbox:
         if self.messages is not None:
             self.messages.peer_down(error)
 
-    def fail_context(self, context: int, error: BaseException) -> None:
-        """End every receive of one context, now and later, and drop its messages."""
+    def fail_context(self, context: int, error: Failure) -> None:
+        """End the receives of one context that `error` ends, now and later.
+
+        Messages that have come are kept: a receive that is posted later takes them.
+        """
         with self._lock:
-            self._failed.setdefault(context, error)
-            failed = self._clear_context(context)
+            self._failed[context] = error
+            failed = self._take_posted(
+                lambda each: self._failure_for(each.context, each.tag) is not None
+            )
         for transfer in failed:
             transfer.finish(error)
         if self.messages is not None:
-            self.messages.fail(context)
+            self.messages.fail(context, error)
 
     def forget_context(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
@@ -151,6 +163,10 @@ class Mailbox:
     def down(self, peer: int) -> LinkDown | None:
         """Return why there is no link to `peer`, or None."""
         return self._down.get(peer)
+
+    def _failure_for(self, context: int, tag: Tag) -> Failure | None:
+        failure = self._failed.get(context)
+        return failure if failure is not None and failure.ends(*tag) else None
 
     def _down_for(self, transfer: Transfer) -> LinkDown | None:
         if transfer.peer is not None:
@@ -210,7 +226,7 @@ class Mailbox:
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
     """Copy a message into the memory of its receive and complete it."""
-    if arrival.data.nbytes != transfer.into.nbytes or arrival.info != transfer.info:
+    if not transfer.fits(arrival.data.nbytes, arrival.info):
         transfer.finish(MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info))
         return
     transfer.into[:] = arrival.data

@@ -105,17 +105,31 @@ class Failure(Exception):
         peers: Ranks to blame.
         by: The rank that detected the failure.
         table: Lines that list which rank could not reach which other rank.
+        after: The last call that `by` has finished. On other ranks it goes on, because `by` has
+            sent all its data, and all ranks have entered it. The C++ engine counts runs of
+            programs instead of calls.
     """
 
     def __init__(
-        self, kind: str, reason: str, peers: Iterable[int], by: int, table: Iterable[str] = ()
+        self,
+        kind: str,
+        reason: str,
+        peers: Iterable[int],
+        by: int,
+        table: Iterable[str] = (),
+        after: int = 0,
     ) -> None:
-        super().__init__(kind, reason, tuple(peers), by, tuple(table))
+        super().__init__(kind, reason, tuple(peers), by, tuple(table), after)
         self.kind = kind
         self.reason = reason
         self.peers = tuple(peers)
         self.by = by
         self.table = tuple(table)
+        self.after = after
+
+    def ends(self, kind: Kind, number: int) -> bool:
+        """Whether it ends the messages with this tag."""
+        return kind is not Kind.COLLECTIVE or number > self.after
 
     @property
     def words(self) -> list[object]:

@@ -251,6 +251,10 @@ class NativeMessages:
             self.release(transfer)
         return transfer
 
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
+        return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
+
     def watch(self, transfer: NativeTransfer) -> None:
         """Make the server move the bytes of a receive and detect its end."""
         self.native.watch(transfer.number)
@@ -362,11 +366,12 @@ class NativeMessages:
         if self.native.peer_down(error.peer, error.left):
             self.ensure_server()
 
-    def fail(self, context: int) -> None:
-        """End all transfers of a broken context, now and later."""
-        self.native.fail_context(context)
+    def fail(self, context: int, failure: Failure) -> None:
+        """End the transfers of a broken context that it `ends`, now and later."""
+        self.native.fail_context(context, failure.after)
         for transfer in self._of_context(context):
-            self.cancel(transfer)
+            if failure.ends(*transfer.tag):
+                self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
@@ -460,8 +465,9 @@ class NativeMessages:
         error = self.status_of(outcome, transfer.context)
         if isinstance(error, Cancelled):
             error = transfer._cause or error
-        if error is None and transfer.peer is None:
+        if error is None and transfer.receives:
             transfer.peer = outcome[2]
+            transfer.into = transfer.into[: outcome[3]]
         transfer.finish(error)
 
     # ---- threads --------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
 from unisono.base.completion import Completion
-from unisono.transports.messages import Arrival, Key, Kind, LinkDown
+from unisono.base.types import PARTIAL
+from unisono.transports.messages import Arrival, Failure, Key, Kind, LinkDown
 
 Tag = tuple[Kind, int]
 
@@ -42,6 +43,12 @@ class Transfer(Completion):
         self.info = info
         self.among = among
 
+    def fits(self, nbytes: int, info: int) -> bool:
+        """Whether this receive takes such a message; it then has the size of the message."""
+        if self.info & PARTIAL and self.info & ~PARTIAL == info and nbytes < self.into.nbytes:
+            self.into = self.into[:nbytes]
+        return self.into.nbytes == nbytes and self.info & ~PARTIAL == info
+
     def watch(self) -> None:
         """Make sure that the transfer ends without a waiting thread."""
 
@@ -72,14 +79,17 @@ class Messages(Protocol):
     def peer_down(self, error: LinkDown) -> None:
         """End the transfers with a lost rank, after everything that it sent is received."""
 
-    def fail(self, context: int) -> None:
-        """End all transfers of a broken context, now and later."""
+    def fail(self, context: int, failure: Failure) -> None:
+        """End the transfers of a broken context that it `ends`, now and later."""
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
 
     def close(self) -> None:
         """End all transfers."""
+
+    def has_receive(self, peer: int, key: Key) -> bool:
+        """Whether a receive from this rank waits."""
 
     def has_left(self, peer: int) -> bool:
         """Whether a rank has closed its end in shared memory."""

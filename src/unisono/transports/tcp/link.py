@@ -242,7 +242,7 @@ class Link:
         if frame.key.kind in _DATA:
             transfer = self._mailbox.claim(self.peer, frame.key.context, frame.key[1:])
             if transfer is not None:
-                fits = transfer.into.nbytes == frame.nbytes and transfer.info == frame.info
+                fits = transfer.fits(frame.nbytes, frame.info)
                 return _In(frame, transfer, transfer.into if fits else None)
         elif frame.nbytes > _CONTROL_MAX_BYTES:
             raise ValueError(f"it sent a control message of {frame.nbytes} bytes")

@@ -1,0 +1,55 @@
+// How a rank leaves or aborts a group, and how other ranks detect it.
+#include "shared/group.hpp"
+
+#include <poll.h>
+
+#include "core/futex.hpp"
+
+namespace unisono {
+
+void Group::leave() {
+  if (fork_guard_.is_forked()) return;
+  RankWords& mine = segment_->words(rank_);
+  uint32_t member = kMember;
+  // acquire: exit_of()
+  mine.membership.compare_exchange_strong(member, kLeft, std::memory_order_release);
+  futex_wake_all(mine.flag);
+}
+
+void Group::abort() {
+  broken_by_.store(rank_, std::memory_order_relaxed);
+  if (fork_guard_.is_forked()) return;
+  RankWords& mine = segment_->words(rank_);
+  uint64_t none = 0;
+  mine.ended_in.compare_exchange_strong(none, current_.load(std::memory_order_relaxed));
+  mine.membership.store(kAborted, std::memory_order_release);  // acquire: exit_of(), has_ended()
+}
+
+void Group::fail(int by) {
+  int known = broken_by_.load(std::memory_order_relaxed);
+  while (known != rank_ && !broken_by_.compare_exchange_weak(known, by)) continue;
+}
+
+// Whether the rank that has broken the group has not finished this epoch.
+bool Group::is_broken() const {
+  const int by = broken_by_.load(std::memory_order_relaxed);
+  return by >= 0 && (by == rank_ || !has_reached(by, epoch_ * kStages) || has_ended(by));
+}
+
+// Whether a peer has aborted and does not finish this epoch.
+bool Group::has_ended(int peer) const {
+  const RankWords& theirs = segment_->words(peer);
+  return theirs.membership.load(std::memory_order_acquire) == kAborted &&
+         theirs.ended_in.load(std::memory_order_relaxed) <= epoch_;
+}
+
+// How a peer has ended; Code::ok if it has not.
+Code Group::exit_of(int peer) const {
+  // acquire: pairs with the stores in leave() and abort()
+  const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);
+  if (membership != kMember) return membership == kLeft ? Code::left : Code::aborted;
+  pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
+  return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
+}
+
+}  // namespace unisono

@@ -1,0 +1,65 @@
+"""Receives of shorter messages, and messages of a rank to itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import CollectiveMismatchError, InvalidArgumentError
+from unisono.testing import run
+
+
+def short_messages(rank, counts):
+    for count in counts:
+        if rank == 0:
+            dist.send(np.arange(count, dtype=np.float32), 1)
+            continue
+        x = np.full(counts[-1], -1, np.float32)
+        assert dist.recv(x, 0, partial=True) == count
+        assert (x[:count] == np.arange(count)).all()
+        assert (x[count:] == -1).all()
+    if rank == 0:
+        dist.send(np.arange(5.0), 1, tag=3)
+        dist.send(np.arange(5.0), 1, tag=3)
+        dist.send(np.arange(9.0), 1, tag=3)
+        dist.send(np.arange(3.0), 1, tag=4)
+    else:
+        # Every second element of an array, and a message that came before its receive.
+        x = np.full(16, -1.0)
+        dist.recv(y := np.empty(3), 0, tag=4)
+        assert dist.recv(x[::2], tag=3, partial=True) == 5
+        assert x.tolist() == [0, -1, 1, -1, 2, -1, 3, -1, 4, -1, -1, -1, -1, -1, -1, -1]
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 sent float64\[5\]"):
+            dist.recv(np.empty(5, np.int64), 0, tag=3, partial=True)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0 sent float64\[9\]") as caught:
+            dist.recv(np.empty(8), 0, tag=3, partial=True)
+        assert "the message was dropped" in str(caught.value)
+        assert y.tolist() == [0, 1, 2]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("wires", [False, True])
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_partial_receive_takes_shorter_messages_and_counts_them(engine, wires, monkeypatch):
+    if wires:
+        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+    counts = [0, 1, 1000, 3_000_000, 4_000_000]
+    run(short_messages, 2, args=(counts,), ranks="processes", engine=engine)
+
+
+def to_itself(rank):
+    with pytest.raises(InvalidArgumentError, match="would wait for its own receive"):
+        dist.send(np.ones(3), rank)
+    x = np.zeros(3)
+    work = dist.irecv(x, rank, tag=2)
+    with pytest.raises(InvalidArgumentError, match="would wait for its own receive"):
+        dist.send(np.ones(3), rank, tag=1)
+    dist.send(np.full(3, float(rank)), rank, tag=2)
+    assert work.wait()
+    assert x.tolist() == [rank] * 3
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_send_to_itself_needs_a_posted_receive(engine):
+    run(to_itself, 2, engine=engine)
