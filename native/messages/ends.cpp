@@ -101,7 +101,9 @@ void Messages::forget_tags(uint64_t context, int64_t oldest) {
 void Messages::fail_context(uint64_t context, int64_t after) {
   const Lock lock(lock_);
   receive_all();
-  failed_[context] = after;
+  // Two threads may report two failures, in either order.
+  int64_t& last = failed_.try_emplace(context, after).first->second;
+  last = std::min(last, after);
   discard_messages();
   end_all([&](Operation& op) {
     return op.envelope.context == context && is_failed(op.envelope) ? Code::aborted : Code::ok;

@@ -46,7 +46,7 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   timeout_ns_ = timeout_ns;
   deadline_ns_ = 0;
   idler_ = nullptr;
-  Status status = begin_epoch();
+  Status status = has_ended(rank_) ? Status{Code::aborted, rank_, -1} : begin_epoch();
   if (status.is_ok()) {
     AgreementWords words{fingerprint, *even};
     enter_epoch(words, 0);
@@ -60,6 +60,10 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
 Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
+  // Queued calls may follow a call that has failed here. The flag of a later epoch would tell the
+  // other ranks that this rank has posted everything in the epoch that it did not finish.
+  if (has_ended(rank_)) return {Code::aborted, rank_, -1};
+  const uint64_t first_epoch = epoch_;
   timeout_ns_ = timeout_ns;
   // A call of one piece reads the clock only if a wait gets long; see wait_slowly().
   const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
@@ -80,7 +84,8 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
     return status;
   }
   // Other ranks may still read here, and the caller will now change the memory that they read.
-  segment_->words(rank_).abandoned_posts.store(1, std::memory_order_relaxed);
+  uint64_t none = 0;
+  segment_->words(rank_).abandoned_in.compare_exchange_strong(none, first_epoch);
   full_fence();
   return status;
 }

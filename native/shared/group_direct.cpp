@@ -6,7 +6,7 @@
 // ranks have read or have reported that they cannot; in the second case all use slots.
 //
 // A rank that must leave earlier, for example because of a time-out, sets its word
-// `abandoned_posts`. A rank that may have read changed data finds the word afterwards and discards
+// `abandoned_in`. A rank that may have read changed data finds the word afterwards and discards
 // its result.
 #include <cstring>
 #include <new>
@@ -161,13 +161,14 @@ Status Group::finish_direct() {
     status = wait_for(peer, epoch_ * kStages, -1);
     if (!status.is_ok()) return status;
   }
-  // The reads are older than the following loads of `abandoned_posts`. Pairs with the fence in
+  // The reads are older than the following loads of `abandoned_in`. Pairs with the fence in
   // run().
   full_fence();
   bool has_failed = has_failed_;
   for (int i = 1; i < ranks_; ++i) {
     const RankWords& theirs = segment_->words(other(i));
-    if (theirs.abandoned_posts.load(std::memory_order_relaxed) != 0) {
+    const uint64_t abandoned_in = theirs.abandoned_in.load(std::memory_order_relaxed);
+    if (abandoned_in != 0 && abandoned_in <= epoch_) {
       return {Code::aborted, other(i), -1};
     }
     has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;

@@ -62,8 +62,9 @@ struct alignas(kInterferenceBytes) RankWords {
   unsigned char nonce[kNonceBytes];
   uint64_t nonce_at;
 
-  // Whether the owner has left a call before all ranks had read its posts directly; see Group::run.
-  std::atomic<uint32_t> abandoned_posts;
+  // The first epoch of the call that the owner has left before all ranks had read its posts
+  // directly; 0: there is none. See Group::run.
+  std::atomic<uint64_t> abandoned_in;
 
   // The first epoch that the owner does not finish, because it has aborted; 0: there is none.
   // Written before `membership` becomes kAborted.

@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 7
+ABI: int = 8
 
 BUILD: str = "gcc 12.2.0"
 

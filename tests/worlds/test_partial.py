@@ -48,6 +48,21 @@ def test_a_partial_receive_takes_shorter_messages_and_counts_them(engine, wires,
     run(short_messages, 2, args=(counts,), ranks="processes", engine=engine)
 
 
+def in_a_stream(rank):
+    side = dist.Stream("side")
+    with dist.stream(side):
+        if rank == 0:
+            dist.send(np.ones(2), 1)
+        else:
+            assert dist.recv(np.zeros(5), 0, partial=True) == 2
+    side.synchronize(60)
+    dist.barrier()
+
+
+def test_a_partial_receive_in_a_stream_counts():
+    run(in_a_stream, 2)
+
+
 def to_itself(rank):
     with pytest.raises(InvalidArgumentError, match="would wait for its own receive"):
         dist.send(np.ones(3), rank)

@@ -64,7 +64,7 @@ class StreamCall(Pending):
 
     def _ended(self, real: Pending) -> None:
         if real.source is not None:
-            self.source = real.source
+            self.source, self.count = real.source, real.count
         self.finish(real.error)
 
 

@@ -130,7 +130,10 @@ class Mailbox:
         Messages that have come are kept: a receive that is posted later takes them.
         """
         with self._lock:
-            self._failed[context] = error
+            known = self._failed.get(context)
+            # Two threads may report two failures, in either order.
+            if known is None or error.after < known.after:
+                self._failed[context] = error
             failed = self._take_posted(
                 lambda each: self._failure_for(each.context, each.tag) is not None
             )
