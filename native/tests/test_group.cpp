@@ -225,7 +225,7 @@ void test_abort_and_leave_end_a_wait() {
   });
 }
 
-// The flag of a later epoch would tell other ranks that the aborted epoch is posted.
+// To other ranks the flag of a later epoch would mean that the aborted epoch is posted.
 void test_no_call_runs_after_an_abort() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
