@@ -60,8 +60,8 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
 Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
-  // Queued calls may follow a call that has failed here. The flag of a later epoch would tell the
-  // other ranks that this rank has posted everything in the epoch that it did not finish.
+  // Queued calls may follow a call that has failed here. From the flag of a later epoch other ranks
+  // would conclude that this rank has posted everything in the epoch that it did not finish.
   if (has_ended(rank_)) return {Code::aborted, rank_, -1};
   const uint64_t first_epoch = epoch_;
   timeout_ns_ = timeout_ns;
