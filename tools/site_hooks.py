@@ -43,7 +43,7 @@ _NAMES = {page: name for name, page in PROJECT.items()}
 
 _LINK = re.compile(r"(!?\[(?:[^\[\]]|\[[^\]]*\])*\])\(\s*([^)#\s]+)(#[^)\s]*)?\)")
 _FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-_COPIED = {".json", ".png", ".svg"}  # other files become pages
+_COPIED = {".gz", ".json", ".png", ".svg"}  # other files become pages
 _LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml"}
 
 

@@ -640,7 +640,7 @@ WITHOUT_A_WORLD["StoreConnection"] = {
 WITHOUT_A_WORLD["Handshake"] = {
     "the store server at 127.0.0.1:{} does not let this client in: {}token{}": lambda: serving(
         lambda store: TCPStore(HERE, store.port, timeout=1.0, token="b"), token="a"),
-    "protocol version 99 called, this is version 3": lambda: Hello.parse(hello_of_version(99)),
+    "protocol version 99 called, this is version 4": lambda: Hello.parse(hello_of_version(99)),
     "a stranger called: first bytes b'GET / HT', expected b'unisono{}'":
         lambda: Hello.parse(b"GET / HTTP".ljust(HELLO.size)),
 }

@@ -78,3 +78,12 @@ def test_a_name_that_is_also_a_module_is_shown_from_there(api_pages):
     assert "\n::: unisono.schedules.select.select\n" in api_pages.pages()["lowlevel.md"]
     assert "\n::: unisono.rendezvous.registry.rendezvous\n" in api_pages.pages()["stores.md"]
     assert "\n::: unisono.lowlevel.build\n" in api_pages.pages()["lowlevel.md"]
+
+
+def test_files_that_are_no_text_are_copied(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    pytest.importorskip("mkdocs")
+    hooks = import_module("site_hooks")
+    for path in ROOT.glob("examples/*.*"):
+        if b"\0" in path.read_bytes():
+            assert hooks.page_of(f"examples/{path.name}") == f"source/examples/{path.name}"

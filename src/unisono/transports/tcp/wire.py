@@ -13,7 +13,7 @@ from unisono.errors import HandshakeError
 from unisono.transports.messages import Key, Kind
 
 _MAGIC = b"unisono\x00"
-_VERSION = 3
+_VERSION = 4
 
 HELLO = struct.Struct("<8sIIIII16s")
 """magic, version, world size, sender's rank, receiver's rank, channel, receiver's token."""
