@@ -77,6 +77,7 @@ check: $(STAMP)
 	@$(BIN)/python tools/tidy.py
 
 docs: $(STAMP)
+	@$(BIN)/python tools/stub.py
 	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
@@ -85,7 +86,6 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
-	@$(BIN)/python tools/stub.py
 	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.

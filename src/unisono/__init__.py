@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "backends": "BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
-    "base.types": "RedOpType ReduceOp",
+    "base.types": "Array RedOpType ReduceOp",
     "launcher": "launch spawn",
     "engines.choice": "EngineInfo engine_info",
     "groups.c10d_methods": (
@@ -61,6 +61,7 @@ _HOMES = {
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
     "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
+    "groups.keywords": "CallKeywords",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",

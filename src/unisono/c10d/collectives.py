@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from unisono.base.types import ReduceOp
+from unisono.base.deadline import Timeout
+from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.errors import InvalidArgumentError, UsageError
-from unisono.groups.keywords import check_keywords
+from unisono.groups.keywords import AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 
 def group_rank_of(
@@ -78,7 +79,7 @@ def root_of(
         return group_rank_of(pg, call, global_rank, group_rank, default, how)
 
 
-def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
+def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
     """Call a method of the group; return its work if `async_op`."""
     if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
@@ -95,12 +96,12 @@ def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any)
 
 @repeatable
 def broadcast(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank `src` into the tensors of all ranks.
 
@@ -126,7 +127,11 @@ def broadcast(
 
 @repeatable
 def all_reduce(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace every rank's tensor by the reduction over all ranks.
 
@@ -152,11 +157,11 @@ def all_reduce(
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Any],
+    tensors: Arrays,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Future | None:
     """all_reduce of several tensors of one dtype, as one message.
 
@@ -168,13 +173,13 @@ def all_reduce_coalesced(
 
 @repeatable
 def reduce(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
 
@@ -188,11 +193,11 @@ def reduce(
 
 @repeatable
 def all_gather(
-    tensor_list: Sequence[Any],
-    tensor: Any,
-    group: Any = None,
+    tensor_list: Arrays,
+    tensor: Array,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank i into tensor_list[i] on all ranks.
 
@@ -208,11 +213,11 @@ def all_gather(
 
 @repeatable
 def all_gather_into_tensor(
-    output_tensor: Any,
-    input_tensor: Any,
-    group: Any = None,
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Concatenate the tensors of all ranks in the output of each rank.
 
@@ -229,11 +234,11 @@ def all_gather_into_tensor(
 
 
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Any]],
-    input_tensor_list: Sequence[Any],
-    group: Any = None,
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Future | None:
     """all_gather of several tensors of one dtype, as one message.
 
@@ -248,13 +253,13 @@ def all_gather_coalesced(
 
 @repeatable
 def gather(
-    tensor: Any,
-    gather_list: Sequence[Any] | None = None,
+    tensor: Array,
+    gather_list: Arrays | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank i into gather_list[i] on rank `dst` (global rank 0 by default).
 
@@ -268,13 +273,13 @@ def gather(
 
 @repeatable
 def scatter(
-    tensor: Any,
-    scatter_list: Sequence[Any] | None = None,
+    tensor: Array,
+    scatter_list: Arrays | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy scatter_list[i] of rank `src` (global rank 0 by default) into rank i's tensor.
 
@@ -288,12 +293,12 @@ def scatter(
 
 @repeatable
 def reduce_scatter(
-    output: Any,
-    input_list: Sequence[Any],
+    output: Array,
+    input_list: Arrays,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
     return _call("reduce_scatter", group, async_op, output, input_list, op, **how)
@@ -301,12 +306,12 @@ def reduce_scatter(
 
 @repeatable
 def reduce_scatter_tensor(
-    output: Any,
-    input: Any,
+    output: Array,
+    input: Array,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
 
@@ -325,11 +330,11 @@ def reduce_scatter_tensor(
 
 @repeatable
 def all_to_all(
-    output_tensor_list: Sequence[Any],
-    input_tensor_list: Sequence[Any],
-    group: Any = None,
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
 
@@ -340,13 +345,13 @@ def all_to_all(
 
 @repeatable
 def all_to_all_single(
-    output: Any,
-    input: Any,
+    output: Array,
+    input: Array,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the j-th part of rank i's input into the i-th part of rank j's output.
 
@@ -369,7 +374,11 @@ def all_to_all_single(
 
 
 def scan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace rank r's tensor by the reduction over ranks 0..r.
 
@@ -393,7 +402,11 @@ def scan(
 
 
 def exscan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own.
 
@@ -409,11 +422,11 @@ def exscan(
 
 @repeatable
 def barrier(
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
-    timeout: Any = None,
-    **how: Any,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
 ) -> Work | None:
     """Return on no rank before every rank has called it.
 

@@ -6,23 +6,25 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Unpack
 
 from unisono.base.deadline import Timeout
+from unisono.base.types import Array
 from unisono.c10d.collectives import group_rank_of
 from unisono.errors import InvalidArgumentError
+from unisono.groups.keywords import CallKeywords
 from unisono.groups.operations import repeatable
 from unisono.groups.work import Work
-from unisono.groups.world import member_group, resolve
+from unisono.groups.world import Group, member_group, resolve
 
 
 def isend(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Start sending to a rank, also to this rank; the tensor must stay until it is done.
 
@@ -46,12 +48,12 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Start receiving from a rank, or from any rank without `src` and `group_src`."""
     if (pg := member_group(group, "irecv")) is None:
@@ -67,12 +69,12 @@ def irecv(
 
 @repeatable
 def send(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> None:
     """Send to another rank; the tensor may be changed on return.
 
@@ -87,14 +89,14 @@ def send(
 
 @repeatable
 def recv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
     *,
     partial: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> int:
     """Receive from a rank, or from any rank; return the sender's global rank (-1: not a member).
 
@@ -137,9 +139,9 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: Array,
         peer: int | None = None,
-        group: Any = None,
+        group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:

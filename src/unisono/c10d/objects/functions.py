@@ -32,7 +32,7 @@ from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.c10d.objects.serializer import Serializer
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
 from unisono.groups.operations import list_on_root, one_each
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 Function = Callable[[Any, Any], Any]
 
@@ -40,7 +40,7 @@ Function = Callable[[Any, Any], Any]
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_src: int | None = None,
     *,
@@ -78,7 +78,7 @@ def broadcast_object_list(
 def all_gather_object(
     object_list: list[Any],
     obj: Any,
-    group: Any = None,
+    group: Group = None,
     *,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
@@ -109,7 +109,7 @@ def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_dst: int | None = None,
     *,
     timeout: Timeout | None = None,
@@ -139,7 +139,7 @@ def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_src: int | None = None,
     *,
     timeout: Timeout | None = None,
@@ -174,7 +174,7 @@ def scatter_object_list(
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_dst: int | None = None,
     use_batch: bool = False,
@@ -208,7 +208,7 @@ def send_object_list(
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_src: int | None = None,
     use_batch: bool = False,
@@ -256,7 +256,7 @@ def recv_object_list(
 def all_reduce_object(
     obj: Any,
     op: Function,
-    group: Any = None,
+    group: Group = None,
     *,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
@@ -301,7 +301,7 @@ def reduce_object(
     obj: Any,
     op: Function,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_dst: int | None = None,
     *,
     timeout: Timeout | None = None,
