@@ -117,7 +117,7 @@ $(DEMO): pyproject.toml $(STUB)
 	@test -x $(BIN)/python || { $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
 		'unisono needs Python 3.11 or newer; choose another: make PYTHON=python3.12')" \
 		&& $(PYTHON) -m venv .venv; }
-	@echo "2/3 installing NumPy, rich and the build tools (50 MB)"
+	@echo "2/3 installing NumPy, rich, shtab and the build tools (50 MB)"
 	@$(BIN)/python -c "import tomllib; file = tomllib.load(open('pyproject.toml', 'rb')); \
 		print(*file['build-system']['requires'], *file['project']['dependencies'], \
 		*file['project']['optional-dependencies']['cli'], sep='\n')" >.venv/demo.txt
