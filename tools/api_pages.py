@@ -46,6 +46,7 @@ PAGES = (
     Page(
         "collectives", "Collectives",
         "Operations that all ranks of a group call together.",
+        "In the examples, `rank` is `dist.get_rank()`. "
         "[Reductions](../reductions.md) defines the results, [Matrix](../matrix.md) the dtypes.",
         homes="c10d.collectives c10d.monitored_barrier base.types groups.keywords",
     ),

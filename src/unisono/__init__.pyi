@@ -266,6 +266,12 @@ def broadcast(
         CollectiveTimeoutError, PeerLostError: See `unisono.errors`.
 
     Cost: at least ceil(log2 p) rounds; large tensors about 2(p-1)/p of their size per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([7 - rank])
+        >>> dist.broadcast(x, src=0)
+        >>> x
+        array([7])
     """
 
 @overload
@@ -323,6 +329,12 @@ def all_reduce(
         CollectiveTimeoutError, PeerLostError: See `unisono.errors`. The group is broken then.
 
     Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([10, rank])
+        >>> dist.all_reduce(x)
+        >>> x
+        array([20,  1])
     """
 
 @overload
@@ -361,6 +373,12 @@ def all_reduce_coalesced(
     """all_reduce of several tensors of one dtype, as one message.
 
     As in torch, an asynchronous call returns a `Future` of the tensors.
+
+    Examples: On rank 1 of 2
+        >>> x, y = np.array([rank]), np.array([10, 20])
+        >>> dist.all_reduce_coalesced([x, y])
+        >>> x, y
+        (array([1]), array([20, 40]))
     """
 
 @overload
@@ -401,6 +419,12 @@ def reduce(
     """Replace the tensor of rank `dst` by the reduction over all ranks.
 
     The other ranks' tensors keep their values (torch leaves them unspecified).
+
+    Examples: On rank 0 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.reduce(x, dst=0, op=dist.ReduceOp.PRODUCT)
+        >>> x
+        array([6])
     """
 
 @overload
@@ -450,6 +474,12 @@ def all_gather(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(2), np.zeros(2)]
+        >>> dist.all_gather(parts, np.array([rank, 5.0]))
+        >>> parts
+        [array([0., 5.]), array([1., 5.])]
     """
 
 @overload
@@ -495,6 +525,12 @@ def all_gather_into_tensor(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(4)
+        >>> dist.all_gather_into_tensor(x, np.array([rank, 5.0]))
+        >>> x
+        array([0., 5., 1., 5.])
     """
 
 @overload
@@ -534,6 +570,12 @@ def all_gather_coalesced(
 
     `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
     call returns a `Future`.
+
+    Examples: On rank 1 of 2
+        >>> parts = [[np.zeros(1), np.zeros(2)] for _ in range(2)]
+        >>> dist.all_gather_coalesced(parts, [np.full(1, 7.0), np.array([rank, 5.0])])
+        >>> parts
+        [[array([7.]), array([0., 5.])], [array([7.]), array([1., 5.])]]
     """
 
 @overload
@@ -574,6 +616,12 @@ def gather(
     """Copy the tensor of rank i into gather_list[i] on rank `dst` (global rank 0 by default).
 
     `gather_list` is required on `dst` and must be empty or None elsewhere.
+
+    Examples: On rank 0 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)] if rank == 0 else None
+        >>> dist.gather(np.array([rank + 5.0]), parts, dst=0)
+        >>> parts
+        [array([5.]), array([6.])]
     """
 
 @overload
@@ -620,6 +668,12 @@ def scatter(
     """Copy scatter_list[i] of rank `src` (global rank 0 by default) into rank i's tensor.
 
     `scatter_list` is required on `src` and must be empty or None elsewhere.
+
+    Examples: On rank 1 of 2
+        >>> x, parts = np.zeros(1), [np.array([5.0]), np.array([6.0])]
+        >>> dist.scatter(x, parts if rank == 0 else None, src=0)
+        >>> x
+        array([6.])
     """
 
 @overload
@@ -662,7 +716,14 @@ def reduce_scatter(
     async_op: Literal[False] = False,
     **how: Unpack[CallKeywords],
 ) -> None:
-    """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
+    """Fill the output of rank i with the reduction of input_list[i] over all ranks.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter(x, [np.array([rank + 1.0]), np.array([rank + 5.0])])
+        >>> x
+        array([11.])
+    """
 
 @overload
 def reduce_scatter(
@@ -712,6 +773,12 @@ def reduce_scatter_tensor(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter_tensor(x, np.array([rank + 1.0, rank + 5.0]))
+        >>> x
+        array([11.])
     """
 
 @overload
@@ -753,6 +820,12 @@ def all_to_all(
     """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
 
     Sizes may differ from pair to pair; both ranks of a pair must give the same size.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)]
+        >>> dist.all_to_all(parts, [np.array([rank + 10.0]), np.array([rank + 20.0])])
+        >>> parts
+        [array([20.]), array([21.])]
     """
 
 @overload
@@ -805,6 +878,12 @@ def all_to_all_single(
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
         CollectiveMismatchError: A rank sends another size than the receiver expects; names the
             pairs.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(2 + 2 * rank)
+        >>> dist.all_to_all_single(x, np.arange(3.0) + 10 * rank, [1 + rank, 1 + rank], [1, 2])
+        >>> x
+        array([ 1.,  2., 11., 12.])
     """
 
 @overload
@@ -863,6 +942,12 @@ def scan(
 
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.scan(x)
+        >>> x
+        array([5])
     """
 
 @overload
@@ -906,6 +991,12 @@ def exscan(
 
     Cost: small: one round more than scan; large: the same as scan.
     Source: MPI_Exscan, which leaves rank 0's result undefined.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.exscan(x)
+        >>> x
+        array([2])
     """
 
 @overload
@@ -944,6 +1035,11 @@ def barrier(
     """Return on no rank before every rank has called it.
 
     `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
+
+    Examples: On rank 1 of 2
+        >>> work = dist.barrier(async_op=True)
+        >>> work.wait()
+        True
     """
 
 @overload
@@ -998,6 +1094,13 @@ def isend(
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
         **how: timeout.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> works = [dist.isend(x, dst=1 - rank), dist.irecv(received, src=1 - rank)]
+        >>> dist.wait_all(works)
+        >>> received
+        array([0])
     """
 
 @overload
@@ -1018,7 +1121,14 @@ def irecv(
     group_src: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work:
-    """Start receiving from a rank, or from any rank without `src` and `group_src`."""
+    """Start receiving from a rank, or from any rank without `src` and `group_src`.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank])
+        >>> work = dist.irecv(x) if rank == 1 else dist.isend(x, dst=1)
+        >>> work.wait(), work.source_rank(), x
+        (True, 0, array([0]))
+    """
 
 @overload
 def irecv(

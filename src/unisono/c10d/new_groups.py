@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.c10d.collectives import reporting_bad_arguments
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.operations import as_integer

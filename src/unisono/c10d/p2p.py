@@ -10,7 +10,7 @@ from typing import Unpack
 
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array
-from unisono.c10d.collectives import group_rank_of
+from unisono.c10d.arguments import group_rank_of
 from unisono.errors import InvalidArgumentError
 from unisono.groups.keywords import CallKeywords
 from unisono.groups.operations import repeatable
@@ -35,6 +35,13 @@ def isend(
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
         **how: timeout.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> works = [dist.isend(x, dst=1 - rank), dist.irecv(received, src=1 - rank)]
+        >>> dist.wait_all(works)
+        >>> received
+        array([0])
     """
     if (pg := member_group(group, "isend")) is None:
         return None
@@ -55,7 +62,14 @@ def irecv(
     group_src: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None:
-    """Start receiving from a rank, or from any rank without `src` and `group_src`."""
+    """Start receiving from a rank, or from any rank without `src` and `group_src`.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank])
+        >>> work = dist.irecv(x) if rank == 1 else dist.isend(x, dst=1)
+        >>> work.wait(), work.source_rank(), x
+        (True, 0, array([0]))
+    """
     if (pg := member_group(group, "irecv")) is None:
         return None
     port = pg.plain_port
@@ -80,6 +94,13 @@ def send(
 
     Raises:
         InvalidArgumentError: The receiver is this rank, and no `irecv` waits for the message.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 5])
+        >>> dist.send(x, dst=1) if rank == 0 else dist.recv(x, src=0)
+        0
+        >>> x
+        array([5])
     """
     if (pg := member_group(group, "send")) is None:
         return
@@ -115,6 +136,13 @@ def recv(
         CollectiveMismatchError: The message has another dtype or size (`partial`: more elements).
             The message is dropped, the tensor keeps its values, and the group stays usable.
         CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank, rank, rank])
+        >>> dist.send(x[:2], dst=1) if rank == 0 else dist.recv(x, src=0, partial=True)
+        2
+        >>> x
+        array([0, 0, 1])
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
@@ -172,6 +200,13 @@ def batch_isend_irecv(
 
     Raises:
         InvalidArgumentError: The list is empty, mixes groups, or is no list of P2POp.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        >>> dist.wait_all(dist.batch_isend_irecv(ops))
+        >>> received
+        array([0])
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(
         isinstance(op, P2POp) for op in p2p_op_list

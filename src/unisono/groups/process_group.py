@@ -238,7 +238,15 @@ class ProcessGroup(C10dNames):
     def all_gather_into_tensor_coalesced(
         self, outputs: Arrays, tensors: Arrays, **how: Unpack[How]
     ) -> Work:
-        """all_gather_into_tensor of several tensors of one dtype, as one message."""
+        """all_gather_into_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(2), np.zeros(4)
+            >>> inputs = [np.full(1, rank + 5.0), np.full(2, rank + 7.0)]
+            >>> work = dist.group.WORLD.all_gather_into_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([5., 6.]), array([7., 7., 8., 8.]))
+        """
         return self._call_collective("all_gather_into_tensor_coalesced", (outputs, tensors), how)
 
     def gather(
@@ -283,7 +291,15 @@ class ProcessGroup(C10dNames):
         op: ReduceOp = ReduceOp.SUM,
         **how: Unpack[How],
     ) -> Work:
-        """reduce_scatter_tensor of several tensors of one dtype, as one message."""
+        """reduce_scatter_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(1), np.zeros(2)
+            >>> inputs = [np.arange(2.0), np.arange(4.0)]
+            >>> work = dist.group.WORLD.reduce_scatter_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([2.]), array([4., 6.]))
+        """
         return self._call_collective("reduce_scatter_tensor_coalesced", (outputs, tensors, op), how)
 
     def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
@@ -318,6 +334,11 @@ class ProcessGroup(C10dNames):
         """Raise CollectiveMismatchError on all ranks unless all pass the same text; move no data.
 
         On a broken group the call does nothing, so that the working ranks can make new groups.
+
+        Examples: On rank 1 of 2
+            >>> dist.group.WORLD.agree(f"version {rank}")
+            Traceback (most recent call last):
+            unisono.errors.CollectiveMismatchError: ...
         """
         if self.size() > 1 and next(iter(self.backends.values())).broken() is None:
             self._call_collective("agree", (text,), how)
@@ -337,7 +358,14 @@ class ProcessGroup(C10dNames):
         return self._call_kernel("recv", (tensor, peer, tag), how)
 
     def recv_any_source(self, tensor: Array, tag: int = 0, **how: Unpack[How]) -> Work:
-        """Receive from any rank; the work's `source_rank` is the sender."""
+        """Receive from any rank; the work's `source_rank` is the sender.
+
+        Examples: On rank 0 of 2
+            >>> pg, x = dist.group.WORLD, np.array([rank])
+            >>> work = pg.send(x, 0) if rank == 1 else pg.recv_any_source(x)
+            >>> x, work.source_rank()
+            (array([1]), 1)
+        """
         return self._call_kernel("recv_any_source", (tensor, tag), how)
 
     # ---- life -----------------------------------------------------------------------------
