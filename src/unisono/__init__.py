@@ -50,9 +50,9 @@ _HOMES = {
         "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
     ),
     "c10d.other_names": (
-        "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
-        "_coalescing_manager _get_process_group_name _make_nccl_premul_sum _rank_not_in_group "
-        "default_pg_timeout reduce_op"
+        "DistBackendError DistError DistNetworkError DistStoreError GroupName ProcessGroupGloo "
+        "ProcessGroupNCCL RankType _coalescing_manager _get_process_group_name "
+        "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "c10d.monitored_barrier": "monitored_barrier",

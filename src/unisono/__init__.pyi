@@ -51,6 +51,8 @@ from unisono.c10d.other_names import DistError as DistError
 from unisono.c10d.other_names import DistNetworkError as DistNetworkError
 from unisono.c10d.other_names import DistStoreError as DistStoreError
 from unisono.c10d.other_names import GroupName as GroupName
+from unisono.c10d.other_names import ProcessGroupGloo as ProcessGroupGloo
+from unisono.c10d.other_names import ProcessGroupNCCL as ProcessGroupNCCL
 from unisono.c10d.other_names import RankType as RankType
 from unisono.c10d.other_names import _coalescing_manager as _coalescing_manager
 from unisono.c10d.other_names import _get_process_group_name as _get_process_group_name
@@ -144,6 +146,8 @@ __all__ = [
     "PickleSerializer",
     "PrefixStore",
     "ProcessGroup",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
     "QueueEmptyError",
     "RankType",
     "RedOpType",

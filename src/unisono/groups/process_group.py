@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
@@ -59,7 +60,8 @@ class ProcessGroup(C10dNames):
         store: Shared by exactly the members; wrap it in a PrefixStore if it has other users.
         rank: This process's rank in the group.
         size: Number of ranks.
-        backend: "unisono", or one per device: "cpu:unisono,cuda:nccl".
+        backend: "unisono", or one per device: "cpu:unisono,cuda:nccl". As in c10d, a timedelta
+            here is the time-out.
         timeout: Default of every call: UNISONO_TIMEOUT if it is set, else 1,800 s.
         name: Name of the group in errors.
         options: Passed on to the backends.
@@ -74,12 +76,16 @@ class ProcessGroup(C10dNames):
         store: Store,
         rank: int,
         size: int,
-        backend: str | None = None,
+        backend: str | timedelta | None = None,
         timeout: Timeout | None = None,
         name: str = "default",
         *,
         options: Any = None,
     ) -> None:
+        if isinstance(backend, timedelta):
+            if timeout is not None:
+                raise InvalidArgumentError(f"ProcessGroup got two time-outs: {backend}, {timeout}")
+            backend, timeout = None, backend
         if size < 1 or not 0 <= rank < size:
             raise InvalidArgumentError(f"rank {rank} of {size}: expected 0 <= rank < size")
         ranks, timeout_s = tuple(range(size)), group_timeout_s(timeout)
