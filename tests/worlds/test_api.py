@@ -3,13 +3,12 @@
 import inspect
 import threading
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
-from tests.worlds.test_algorithms import calls
+from tests.support.operations import COLLECTIVES, Operations
 from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
 
 NOT_A_MEMBER = -100
@@ -57,7 +56,8 @@ def test_before_init():
 
 def every_call(group, p, rank, **how):
     """Return {name: call} of every collective function on arrays that fit."""
-    return {name: partial(made[0], group=group, **how) for name, made in calls(rank, p).items()}
+    calls = Operations(rank, p, how={"group": group, **how})
+    return {name: getattr(calls, name) for name in COLLECTIVES}
 
 
 @pytest.mark.ranks(1, 3, kind="both")
