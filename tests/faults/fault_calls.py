@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import unisono as dist
+from tests.support import operations
+from tests.support.operations import Operations
 from unisono.base.completion import Completion
 from unisono.errors import UnisonoError
-
-COUNT = 3
 
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
 NOTICE_S = 1.0
@@ -57,42 +57,14 @@ def attempt(call, *args, **how):
     return Caught("", "", (), None, began_s)
 
 
-def _ones(count=COUNT):
-    return np.ones(count, np.float32)
+def _caller(name):
+    """Return a function that makes a call of this name in a group."""
+    return lambda group, **how: getattr(
+        Operations(group.rank(), group.size(), ranks=group.ranks, how={"group": group, **how}), name
+    )()
 
 
-def _each(group):
-    return [_ones() for _ in range(group.size())]
-
-
-def _on_root(group):
-    return _each(group) if group.rank() == 0 else None
-
-
-COLLECTIVES = {
-    "broadcast": lambda g, **how: g.broadcast(_ones(), 0, **how),
-    "all_reduce": lambda g, **how: g.all_reduce(_ones(), **how),
-    "all_reduce_coalesced": lambda g, **how: g.all_reduce_coalesced([_ones(), _ones()], **how),
-    "reduce": lambda g, **how: g.reduce(_ones(), 0, **how),
-    "all_gather": lambda g, **how: g.all_gather(_each(g), _ones(), **how),
-    "all_gather_into_tensor": lambda g, **how: g.all_gather_into_tensor(
-        _ones(COUNT * g.size()), _ones(), **how
-    ),
-    "all_gather_coalesced": lambda g, **how: g.all_gather_coalesced(
-        [[_ones()] for _ in range(g.size())], [_ones()], **how
-    ),
-    "gather": lambda g, **how: g.gather(_ones(), _on_root(g), 0, **how),
-    "scatter": lambda g, **how: g.scatter(_ones(), _on_root(g), 0, **how),
-    "reduce_scatter": lambda g, **how: g.reduce_scatter(_ones(), _each(g), **how),
-    "reduce_scatter_tensor": lambda g, **how: g.reduce_scatter_tensor(
-        _ones(), _ones(COUNT * g.size()), **how
-    ),
-    "all_to_all": lambda g, **how: g.all_to_all(_each(g), _each(g), **how),
-    "all_to_all_single": lambda g, **how: g.all_to_all_single(
-        _ones(COUNT * g.size()), _ones(COUNT * g.size()), **how
-    ),
-    "barrier": lambda g, **how: g.barrier(**how),
-}
+COLLECTIVES = {name: _caller(name) for name in operations.COLLECTIVES}
 
 
 def groups_for(names, ranks=None, timeout=None):

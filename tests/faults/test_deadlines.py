@@ -38,8 +38,6 @@ OBJECTS = {
 }
 
 BEYOND = {
-    "scan": lambda g, t: g.scan(np.ones(2), timeout=t),
-    "exscan": lambda g, t: g.exscan(np.ones(2), timeout=t),
     "all_gather, uneven": lambda g, t: g.all_gather(
         [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
     ),
