@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
 from unisono.errors import CollectiveMismatchError, UnsupportedError
 from unisono.testing import run
 
@@ -44,26 +45,29 @@ def _same(got, expected):
     return got.dtype == expected.dtype and got.tobytes() == expected.tobytes()
 
 
+class Opaque(Operations):
+    def value(self, rank, part=0, count=None):
+        return _values(self.dtype, self.count if count is None else count, rank + 10 * part)
+
+    # NumPy's concatenation has the machine's byte order.
+    def write(self, before, after):
+        return super().write(before.astype(self.dtype), after.astype(self.dtype))
+
+    def check(self, *what):
+        assert all(_same(got, after) for got, after in self.made), what
+
+
 def _move(rank, size, dtype):
-    of = [_values(dtype, 2 * size, each) for each in range(size)]
-    mine = of[rank].copy()
-    dist.broadcast(mine, src=1)
-    assert _same(mine, of[1])
-    every = np.empty(2 * size * size, dtype)
-    dist.all_gather_into_tensor(every, of[rank])
-    assert _same(every, np.concatenate(of).astype(dtype))
-    listed = [np.empty(2 * size, dtype) for _ in range(size)]
-    dist.all_gather(listed, of[rank])
-    assert all(map(_same, listed, of))
-    mine = np.empty(2 * size, dtype)
-    dist.all_to_all_single(mine, of[rank])
-    assert _same(mine, np.concatenate([each[2 * rank : 2 * rank + 2] for each in of]).astype(dtype))
-    mine = np.empty(rank + 1, dtype)
-    dist.scatter(mine, [of[2][: each + 1] for each in range(size)] if rank == 2 else None, src=2)
-    assert _same(mine, of[2][: rank + 1])
-    dist.gather(of[rank], listed if rank == 0 else None, dst=0)
-    assert rank or all(map(_same, listed, of))
+    calls = Opaque(rank, size, 2, dtype=np.dtype(dtype))
+    for calls.root, name in enumerate(
+        ("gather", "broadcast", "all_gather_into_tensor", "all_gather", "all_to_all_single")
+    ):
+        getattr(calls, name)()
+    calls.root, calls.uneven = 2, [1, 2, 3]
+    calls.scatter()
+    calls.check(dtype)
     # Every second element, in reverse order.
+    of = [_values(dtype, 2 * size, each) for each in range(size)]
     got = np.zeros(2 * size, dtype)
     sent = dist.isend(of[rank][::-2], (rank + 1) % size)
     dist.recv(got[::2], (rank - 1) % size)
