@@ -5,13 +5,12 @@ import json
 import math
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.programs import python
 from unisono.bench import launch as bench_launch
 from unisono.bench.data import Data
 from unisono.bench.launch import run_ranks
@@ -24,7 +23,6 @@ from unisono.errors import InvalidArgumentError, LaunchError
 from unisono.testing.hosts import why_no_hosts
 
 QUICK = ("-n", "2", "--rounds", "2", "-w", "0")
-LIMIT_S = 100.0
 
 
 def installed(*modules):
@@ -398,8 +396,7 @@ def test_ranks_on_several_hosts_are_right(tmp_path):
     path = tmp_path / "out.json"
     words = ["--hosts=2", "--nproc-per-node=2", "-b1024", "-e1024", "--peer=gloo"]
     # A process of its own, because the command moves to another network.
-    command = [sys.executable, "-m", "unisono", "bench", "all_reduce", *QUICK, "--json", path]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=LIMIT_S)
+    done = python("-m", "unisono", "bench", "all_reduce", *QUICK, "--json", path, *words)
     assert done.returncode == 0, done.stderr
     assert "# unisono bench: 4 ranks on 2 hosts; " in done.stdout
     results = json.loads(path.read_text())["rows"][0]["results"]
@@ -476,8 +473,7 @@ def test_plot_of_one_size_is_refused(tmp_path):
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_the_price_of_the_agreement_is_measured(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks/checks.py"
-    options = ["--rounds", "1", "--sizes", "8,64", "--json", str(tmp_path / "rows")]
-    subprocess.run([sys.executable, str(script), *options], check=True, timeout=120)
+    python(script, "--rounds=1", "--sizes=8,64", "--json", tmp_path / "rows", check=True)
     rows = json.loads((tmp_path / "rows").read_text())["rows"]
     names = [
         "all_reduce",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
@@ -16,13 +14,13 @@ import numpy as np
 import pytest
 
 import unisono
+from tests.support import tools
 from unisono.errors import UnsupportedError
 from unisono.groups.operations import CHECKS, OPS
 from unisono.refused import INCIDENTAL, REFUSED
 from unisono.testing import run
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
+PAGE = (tools.ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
 
 
@@ -114,11 +112,7 @@ def calls(
 @pytest.fixture(scope="module")
 def tool():
     pytest.importorskip("torch.distributed")
-    path = ROOT / "tools/compatibility_page.py"
-    spec = importlib.util.spec_from_file_location("tools_compatibility_page", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tools.tool("compatibility_page")
 
 
 def test_page_is_up_to_date(tool):

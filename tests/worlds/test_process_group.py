@@ -1,13 +1,12 @@
 """ProcessGroup without a default group, and c10d's names of its methods."""
 
 import re
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.support.programs import python
 from tests.support.together import on_threads
 from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
 from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
@@ -122,7 +121,5 @@ for free in range(30):
 
 
 def test_a_process_without_descriptors_says_so():
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=100
-    )
+    done = python("-c", FEW_DESCRIPTORS)
     assert (done.returncode, done.stdout[:6]) == (0, "joined"), done.stderr

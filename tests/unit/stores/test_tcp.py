@@ -10,8 +10,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -19,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
 from unisono.base import sockets
 from unisono.base.deadline import Deadline
@@ -55,9 +54,7 @@ def master():
 
 @pytest.fixture
 def server_process():
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with start_python("-c", SERVER_PROCESS) as process:
         try:
             yield process, int(process.stdout.readline())
         finally:
@@ -473,8 +470,7 @@ def test_killed_clients_do_no_harm(master):
     with contextlib.ExitStack() as stack:
         victims = []
         for state in states:
-            command = [sys.executable, "-c", VICTIM, str(master.port), *state]
-            victim = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            victim = stack.enter_context(start_python("-c", VICTIM, master.port, *state))
             stack.callback(victim.kill)
             victims.append(victim)
         for victim in victims:
@@ -571,7 +567,7 @@ def test_child_of_a_fork_has_connections_of_its_own(master):
         "for _ in range(200): store.add('n', 1)\n"
         "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    python("-c", script, check=True)
     assert master.get("n") == b"400"
 
 
@@ -583,9 +579,7 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
         "if pid == 0: sys.stdin.read(); os._exit(0)\n"
         "print(store.port, flush=True); time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
+    with start_python("-c", script) as parent:
         port = int(parent.stdout.readline())
         with TCPStore("127.0.0.1", port, timeout=30) as client:
             thread, outcome = in_thread(lambda: client.get("never"))
@@ -612,7 +606,7 @@ def test_grandchild_keeps_its_files(server_kind):
         "for file in files: os.fstat(file)\n"
         "os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    python("-c", script, check=True)
 
 
 def test_one_value_in_a_queue_wakes_one_waiter(master):
@@ -663,7 +657,7 @@ def test_too_few_descriptors_are_an_error_not_a_hang(free):
         "except OSError: pass\n"
         "os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    python("-c", script, check=True)
 
 
 def test_open_and_close_leave_nothing():
