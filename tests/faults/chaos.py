@@ -4,8 +4,6 @@
 the last of the others had its error; the tests run a few.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

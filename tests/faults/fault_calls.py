@@ -1,7 +1,5 @@
 """Every operation as one call, and what became of a call: shared by the bodies of all tests."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

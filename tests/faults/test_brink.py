@@ -1,7 +1,5 @@
 """A call that its time-out ends at any moment: right numbers or an error, on every rank."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A call that a rank has finished before it raises is no failure on the other ranks."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

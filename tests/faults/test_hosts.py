@@ -1,7 +1,5 @@
 """Worlds across hosts, each a network namespace."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

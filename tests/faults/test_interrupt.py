@@ -1,7 +1,5 @@
 """Ctrl-C inside every call that blocks: it comes through at once, and the others hear of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """SIGKILL of a rank before, inside and between collectives: the others know who, and at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

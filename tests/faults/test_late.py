@@ -1,7 +1,5 @@
 """Ranks that never arrive: the others say who."""
 
-from __future__ import annotations
-
 import re
 import time
 

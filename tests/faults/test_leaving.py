@@ -1,7 +1,5 @@
 """How a rank may go, other than by SIGKILL, and what the others hear of it."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import json

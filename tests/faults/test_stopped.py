@@ -1,7 +1,5 @@
 """SIGSTOP of a rank: the others time out and name it; after SIGCONT it hears of it, too."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The calls of a step: those of every operation, in memory of any layout, and some more."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

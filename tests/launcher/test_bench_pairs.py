@@ -1,7 +1,5 @@
 """The pairs of ranks of the benchmark of messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.programs import python

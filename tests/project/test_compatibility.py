@@ -1,7 +1,5 @@
 """Every public name of torch.distributed is here with its signature, or is refused."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The documents tell the truth: generated pages, commands, links, and the README's texts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

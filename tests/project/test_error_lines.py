@@ -6,8 +6,6 @@
 # Tables: ruff would use three times the lines.
 # fmt: off
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools
@@ -22,6 +20,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.ports import free_port
 from unisono import errors
 from unisono.backends import CPUOptions, registry
 from unisono.base import buffers, log
@@ -42,8 +41,7 @@ from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.stores.files.lock import FileLock
 from unisono.stores.services.store import Entry, ServiceStore, Unreachable
 from unisono.stores.table import checked_sum
-from unisono.stores.tcp import client as tcp_client
-from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp import wire
 from unisono.stores.tcp.connection import Connection, ConnectionPool
 from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 from unisono.stores.tcp.wire import Op, ReplyDecoder, encode_request
@@ -266,12 +264,6 @@ def listening(call):
     """Call with the port of a socket that accepts connections and does not answer."""
     with socket.create_server((HERE, 0)) as server:
         call(server.getsockname()[1])
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return probe.getsockname()[1]
 
 
 def large_multi_get():
@@ -750,18 +742,6 @@ def test_without_a_world(monkeypatch, request, name, line, call):
 def test_unknown_instruction_set():
     line = "UNISONO_CPU='mmx' is no instruction set of this machine (it has: {})"
     check("InvalidArgument", line, native_engine._choose_isa, "mmx")
-
-
-def test_append_beyond_the_largest_value(monkeypatch, caplog):
-    monkeypatch.setenv("UNISONO_ENGINE", "reference")
-    for module in (tcp_client, python_server):
-        monkeypatch.setattr(module, "MAX_VALUE_BYTES", 8)
-    line = "append of 1 bytes to the 8 bytes of 'k': a value has at most 8 bytes"
-    with TCPStore(HERE, 0, is_master=True, wait_for_workers=False) as store:
-        store.append("k", "12345678")
-        check("InvalidArgument", line, store.append, "k", "9")
-        assert store.get("k") == b"12345678"
-    assert "the value becomes too long" in caplog.text
 
 
 def test_a_destroyed_group(alone):

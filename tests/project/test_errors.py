@@ -1,7 +1,5 @@
 """The catalogue of errors: complete, and every first line asserted by some test."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """Every public name has one home, can be imported, and is documented."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from importlib import import_module

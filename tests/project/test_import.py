@@ -1,7 +1,5 @@
 """`import unisono` needs NumPy and the standard library, and loads little of them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

@@ -1,7 +1,5 @@
 """The workflows of GitHub Actions and the tool for wheels fit the project."""
 
-from __future__ import annotations
-
 import re
 import sys
 import sysconfig

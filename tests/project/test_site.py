@@ -1,7 +1,5 @@
 """The pages of the API name every public object; `make site` fills in the docstrings."""
 
-from __future__ import annotations
-
 import re
 from importlib import import_module
 

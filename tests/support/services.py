@@ -1,7 +1,5 @@
 """Real servers of other projects, on free ports, for as long as a test needs them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil

@@ -1,14 +1,15 @@
 """The functions of the module, against torch.distributed's signatures and rules."""
 
 import inspect
-import threading
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.operations import COLLECTIVES, Operations
+from tests.support.together import on_threads
 from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
 
 NOT_A_MEMBER = -100
@@ -241,22 +242,14 @@ def test_disjoint_groups_at_once(rank):
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     others = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first, second = halves[rank // 2], others[rank // 2]
-    failed = []
 
     def work(group):
-        try:
-            for number in range(50):
-                x = np.full(5, float(number))
-                group.all_reduce(x)
-                assert (x == 2 * number).all()
-        except Exception as error:
-            failed.append(error)
+        for number in range(50):
+            x = np.full(5, float(number))
+            group.all_reduce(x)
+            assert (x == 2 * number).all()
 
-    thread = threading.Thread(target=work, args=(second,))
-    thread.start()
-    work(first)
-    thread.join()
-    assert not failed, failed
+    on_threads(partial(work, first), partial(work, second))
 
 
 @pytest.mark.ranks(2, kind="both")

@@ -1,7 +1,5 @@
 """Elements that move as bytes: records, texts, dates, long doubles."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

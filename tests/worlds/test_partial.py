@@ -1,7 +1,5 @@
 """Receives of shorter messages, and messages of a rank to itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

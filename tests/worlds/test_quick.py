@@ -6,6 +6,7 @@ import pydoc
 import re
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails
 from tests.support.operations import COLLECTIVES, Operations
+from tests.support.together import on_threads
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -236,11 +238,7 @@ def test_two_threads_with_a_group_each(rank):
             dist.all_reduce(x, group=groups[which])
             sums[which] += x[7]
 
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(partial(body, 0), partial(body, 1))
     assert sums == [2.0 * sum(range(200)), 4.0 * sum(range(200))]
 
 

@@ -1,7 +1,5 @@
 """The extension module is used only where it fits the Python sources."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

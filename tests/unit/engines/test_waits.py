@@ -1,7 +1,5 @@
 """Waits in C++, and what Python raises meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import os
@@ -13,13 +11,13 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.transport_worlds import WAYS, connected, use_native
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension
 from unisono.engines import is_native_built
 from unisono.testing import run
-from unisono.transports import InprocTransport, Key, native_messages
+from unisono.transports import Key, native_messages
 from unisono.transports.messages import Cancelled, Kind
-from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -119,13 +117,8 @@ def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatc
 @pytest.fixture
 def world():
     """The transports of two ranks, both in this process, with messages in C++."""
-    addresses = {}
-    world = [InprocTransport(rank, 2, addresses.__getitem__) for rank in range(2)]
-    addresses.update(enumerate(transport.address for transport in world))
-    everybody = [NativeMessages.make(transport) for transport in world]
-    for transport, messages in zip(world, everybody, strict=True):
-        messages.introduce([each.endpoint for each in everybody], [True, True], crowded=True)
-        transport.use_messages(messages)
+    world = connected("inproc", 2)
+    use_native(world, WAYS["rings"])
     yield world
     for transport in world:
         transport.close()

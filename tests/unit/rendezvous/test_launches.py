@@ -1,7 +1,5 @@
 """Many launches at once without a port, and attempts that share torchrun's store."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

@@ -1,7 +1,5 @@
 """redis:// and etcd://, and a launch whose nodes meet there."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """benchmarks/store.py on small numbers, without the servers of others."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

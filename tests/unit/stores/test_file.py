@@ -1,7 +1,5 @@
 """FileStore: what only a store in a file can do, and suffer."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -13,6 +11,7 @@ import threading
 
 import pytest
 
+from tests.support.together import on_threads
 from unisono.base import process_identity
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
@@ -300,18 +299,10 @@ def test_writers_lose_nothing_while_others_are_killed_in_the_middle_of_a_write(p
 
 
 def test_empty_file_made_beforehand_is_one_store_for_all(path):
-    stores = []
     for _ in range(10):
         with open(path, "wb"):
             pass
-        stores.clear()
-        threads = [
-            threading.Thread(target=lambda: stores.append(FileStore(path, 8))) for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        stores = on_threads(*[lambda: FileStore(path, 8)] * 8)
         assert stores[0].add("n", 1) == 1
         assert [store.add("n", 1) for store in stores[1:]] == list(range(2, 9))
         for store in stores:

@@ -1,7 +1,5 @@
 """Six seconds of nonsense, 30 with --all; `make fuzz-stores` takes ten minutes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.programs import python

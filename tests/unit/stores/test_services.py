@@ -1,7 +1,5 @@
 """Stores on real servers of Redis and etcd."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

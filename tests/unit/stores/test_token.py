@@ -1,7 +1,5 @@
 """Who gets into a store server: tokens, replays, false servers, and other machines."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """`unisono.testing.run` in another project: modules found by file, texts of failures."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 import threading

@@ -1,7 +1,5 @@
 """Large messages over several connections to a rank: order, sizes, and how many there are."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import wait_until
 from tests.support.transport_worlds import LARGE, SOON, WAYS, tcp_world, use_native, works
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -142,18 +141,12 @@ def test_any_source_gets_large_messages_in_order():
             assert sent.wait_until(Deadline(SOON))
 
 
-def until(condition):
-    patience = Deadline(SOON)
-    while not condition():
-        assert not patience.expired()
-
-
 def test_the_first_large_message_makes_the_other_connections():
     with wired([3, 3, 3]) as world:
         works(world[0], world[1], LARGE - 1)
         assert wires(world[0]) == {1: {0}}
         works(world[0], world[1], LARGE)
-        until(lambda: wires(world[0]) == {1: {0, 1, 2}} == {1: wires(world[1])[0]})
+        assert wait_until(lambda: wires(world[0]) == {1: {0, 1, 2}} == {1: wires(world[1])[0]})
         assert wires(world[2]) == {}
 
 
@@ -163,8 +156,8 @@ def test_the_lower_number_of_two_ranks_counts_and_both_say_so(mine, theirs, used
         for _ in range(2):
             works(a, b, 3 * LARGE)
             works(b, a, 3 * LARGE)
-        until(lambda: wires(a) == {1: set(range(used))})
-        until(lambda: wires(b) == {0: set(range(used))})
+        assert wait_until(lambda: wires(a) == {1: set(range(used))})
+        assert wait_until(lambda: wires(b) == {0: set(range(used))})
     for rank, number, other in [(0, mine, theirs), (1, theirs, mine)]:
         told = f"UNISONO_CHANNELS is {number} on rank {rank}, {other} on rank {1 - rank}"
         assert told in caplog.text
@@ -195,7 +188,7 @@ def test_worlds_that_come_and_go_leave_no_descriptors():
         with wired([4, 4]) as (a, b):
             # The connections may be under way when the world ends.
             works(a, b, LARGE)
-            until(lambda turn=turn, a=a: turn % 2 or len(wires(a)[1]) == 4)
+            assert wait_until(lambda turn=turn, a=a: turn % 2 or len(wires(a)[1]) == 4)
     del a, b
     gc.collect()  # the bells' pipes go with the object
     assert set(os.listdir("/proc/self/fd")) <= before

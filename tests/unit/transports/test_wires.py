@@ -1,7 +1,5 @@
 """Messages over wires between processes, and every way in which a wire ends."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
