@@ -11,6 +11,7 @@ import fcntl
 import functools
 import importlib
 import os
+import pickle
 import re
 import socket
 import threading
@@ -99,6 +100,14 @@ IN_A_WORLD["InvalidArgument"] = {
     "broadcast: global rank 3 is not in group 'default' (ranks [0])":
         lambda: dist.broadcast(x(), 3),
     "reduce: root=1 is not a rank of group 'default' (0..0)": lambda: dist.reduce(x(), group_dst=1),
+    "gather: root=9 is not a rank of group 'default' (0..0)":
+        lambda: dist.group.WORLD.gather(x(), [x()], 9),
+    "gather: gather_list has 2 entries, expected one for each of 1 ranks":
+        lambda: dist.gather(x(), [x(), x()]),
+    **{f"{call}: global rank 7 is not in group 'default' (ranks [0])": wrong for call, wrong in {
+        "send": lambda: dist.send(x(), 7), "irecv": lambda: dist.irecv(x(), 7),
+        "P2POp": lambda: dist.P2POp(dist.isend, x(), 7),
+        "scatter_object_list": lambda: dist.scatter_object_list([0], [x()], 7)}.items()},
     "isend: dst=-1 is not a rank of group 'default' (0..0)": lambda: dist.isend(x(), group_dst=-1),
     "isend: tag=-1 is outside 0..2**63-1": lambda: dist.isend(x(), 0, tag=-1),
     "send to this rank itself (0) would wait for its own receive": lambda: dist.send(x(), 0),
@@ -199,6 +208,8 @@ IN_A_WORLD["ArgumentType"] = {
 IN_A_WORLD["Unsupported"] = {
     "all_reduce: reduce op BAND is not defined on float64 (defined: AVG, MAX, MIN, "
     "PREMUL_SUM, PRODUCT, SUM)": lambda: dist.all_reduce(x(), dist.ReduceOp.BAND),
+    "scan: reduce op MAX is not defined on complex128 (defined: AVG, PREMUL_SUM, PRODUCT, SUM)":
+        lambda: dist.scan(x() * 1j, MAX),
     "all_reduce: reduce op SUM is not defined on <U1 (defined: none: it only moves)":
         lambda: dist.all_reduce(np.array(["a"])),
     "broadcast: dtype 'object' is not supported: its elements are no plain bytes":
@@ -715,6 +726,7 @@ def check(name, line, call, *args):
     assert type(caught.value) is getattr(errors, f"{name}Error")
     pattern = re.escape(line).replace(r"\{\}", ".*")
     assert re.fullmatch(pattern, caught.value.what.partition("\n")[0]), caught.value.what
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.fixture

@@ -15,20 +15,6 @@ from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoErr
 NOT_A_MEMBER = -100
 
 
-def test_every_name_of_the_module_can_be_loaded():
-    assert set(dist.__all__) <= set(dir(dist))
-    for name in dist.__all__:
-        assert getattr(dist, name) is not None
-
-
-def test_a_second_tier_and_a_third_one_exist():
-    import unisono.lowlevel
-
-    for name in unisono.lowlevel.__all__:
-        assert getattr(unisono.lowlevel, name) is not None
-    assert not set(unisono.lowlevel.__all__) & set(dist.__all__), "a name in two tiers"
-
-
 def test_rendezvous_is_a_function_although_a_package_has_its_name(tmp_path):
     import unisono.rendezvous  # noqa: F401
 

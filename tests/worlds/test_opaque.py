@@ -6,7 +6,6 @@ import pytest
 import unisono as dist
 from tests.support.operations import Operations
 from unisono.errors import CollectiveMismatchError, UnsupportedError
-from unisono.testing import run
 
 RECORD = np.dtype([("id", "<i4"), ("at", "<M8[s]"), ("name", "S5"), ("xy", "<f8", (2,))])
 SWAPPED = np.dtype([("id", ">i4"), ("ok", "?", (3,))])
@@ -73,31 +72,22 @@ def _move(rank, size, dtype):
     assert _same(got[::2].copy(), of[rank - 1][::-2].copy())
 
 
-def _moves(rank, size):
+@pytest.mark.ranks(3, kind="both", engine="both")
+def test_elements_move_as_bytes(rank):
     for dtype in DTYPES:
         for _ in range(2):
-            _move(rank, size, dtype)
+            _move(rank, 3, dtype)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "engine"),
-    [("threads", "native"), ("processes", "native"), ("threads", "reference")],
-)
-def test_elements_move_as_bytes(ranks, engine):
-    run(_moves, 3, args=(3,), ranks=ranks, engine=engine)
-
-
-def _large(rank):
+@pytest.mark.ranks(2, kind="processes")
+def test_elements_larger_than_a_slot_move(rank):
     x = _values("V600000", 3, rank)
     dist.broadcast(x, src=0)
     assert _same(x, _values("V600000", 3, 0))
 
 
-def test_elements_larger_than_a_slot_move():
-    run(_large, 2, ranks="processes")
-
-
-def _differ(rank):
+@pytest.mark.ranks(2, engine="both")
+def test_ranks_with_different_dtypes_get_an_error(rank):
     other = np.dtype([("id", "<i4"), ("at", "<M8[s]"), ("name", "S5"), ("zz", "<f8", (2,))])
     with pytest.raises(CollectiveMismatchError) as caught:
         dist.broadcast(np.zeros(2, other if rank else RECORD), src=0)
@@ -115,11 +105,6 @@ def _differ(rank):
     dist.barrier()
 
 
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_ranks_with_different_dtypes_get_an_error(engine):
-    run(_differ, 2, engine=engine)
-
-
 REFUSED = [
     (RECORD, "SUM", "reduce the fields one by one: array['id'], array['xy']"),
     ([("a", "S3")], "MAX", "no field can be reduced"),
@@ -131,7 +116,8 @@ REFUSED = [
 ]
 
 
-def _refusals(rank):
+@pytest.mark.ranks(2)
+def test_reductions_and_objects_are_refused_with_a_hint(rank):
     for dtype, op, hint in REFUSED:
         x = np.zeros(2, dtype)
         with pytest.raises(UnsupportedError, match=f"reduce op {op} is not defined on") as caught:
@@ -144,7 +130,3 @@ def _refusals(rank):
     with pytest.raises(UnsupportedError, match="no plain bytes"):
         dist.broadcast(np.zeros(2, "V0"), src=0)
     dist.barrier()
-
-
-def test_reductions_and_objects_are_refused_with_a_hint():
-    run(_refusals, 2)

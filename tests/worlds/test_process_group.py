@@ -10,7 +10,6 @@ from tests.support.programs import python
 from tests.support.together import on_threads
 from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
 from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
-from unisono.lowlevel import OPS
 
 
 def check_two_groups(rank, size, store, transport):
@@ -49,29 +48,9 @@ def test_two_groups_over_a_store(kind):
         on_threads(*(partial(check_two_groups, rank, 3, store, transport) for rank in range(3)))
 
 
-def test_names_of_c10d():
-    pg = ProcessGroup(HashStore(), 0, 1)
-    try:
-        x, out = np.ones(2), np.zeros(2)
-        for schema in OPS.values():
-            for name in schema.c10d_methods:
-                assert callable(getattr(pg, name)), schema
-        assert pg.allreduce(x).wait()
-        assert pg.allgather([out], x).wait()
-        assert (out == 1).all()
-        assert pg._allgather_base(out, x * 3).wait()
-        assert (out == 3).all()
-        assert pg._reduce_scatter_base(out, x * 4).wait()
-        assert (out == 4).all()
-        assert pg.alltoall([out], [x * 5]).wait()
-        assert pg.alltoall_base(out, x * 6).wait()
-        assert (out == 6).all()
-        assert pg.allreduce_coalesced([x]).wait()
-        assert pg.allgather_coalesced([[out]], [x]).wait()
-        assert ProcessGroup.allreduce.__name__ == "allreduce"
-        assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
-    finally:
-        pg.close()
+def test_methods_of_c10d_say_what_they_stand_for():
+    assert ProcessGroup.allreduce.__name__ == "allreduce"
+    assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
 
 
 @pytest.mark.parametrize(

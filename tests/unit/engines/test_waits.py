@@ -15,7 +15,6 @@ from tests.support.transport_worlds import WAYS, connected, use_native
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension
 from unisono.engines import is_native_built
-from unisono.testing import run
 from unisono.transports import Key, native_messages
 from unisono.transports.messages import Cancelled, Kind
 
@@ -211,28 +210,26 @@ def test_a_cancel_that_is_interrupted_anywhere_ends_the_receive(world):
     assert n > 5
 
 
-def test_a_receive_that_was_interrupted_as_it_began_takes_no_message():
-    def body(rank):
-        messages = dist.group.WORLD.backends["cpu"]._comm.transport.messages
-        dist.barrier()
-        if rank == 0:
-            dist.recv(np.zeros(1), 1)
-            dist.send(np.full(3, 7.0), 1)
-            return
-        dead, box = np.zeros(3), np.zeros(3)
-        begun = messages.begun
-        messages.begun = _raise
-        with pytest.raises(Ended):
-            dist.irecv(dead, 0)
-        messages.begun = begun
-        assert messages.native.number_of(dead) == 0
-        dist.send(np.zeros(1), 0)
-        dist.recv(box, 0)
-        assert (box == 7).all()
-        assert not dead.any()
-        assert not messages._held
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_a_receive_that_was_interrupted_as_it_began_takes_no_message(rank):
+    messages = dist.group.WORLD.backends["cpu"]._comm.transport.messages
+    dist.barrier()
+    if rank == 0:
+        dist.recv(np.zeros(1), 1)
+        dist.send(np.full(3, 7.0), 1)
+        return
+    dead, box = np.zeros(3), np.zeros(3)
+    begun = messages.begun
+    messages.begun = _raise
+    with pytest.raises(Ended):
+        dist.irecv(dead, 0)
+    messages.begun = begun
+    assert messages.native.number_of(dead) == 0
+    dist.send(np.zeros(1), 0)
+    dist.recv(box, 0)
+    assert (box == 7).all()
+    assert not dead.any()
+    assert not messages._held
 
 
 class Interrupted:
@@ -252,39 +249,35 @@ class Interrupted:
     [np.zeros(6)[::2], np.zeros(3, "O"), "not an array"],
     ids=["every second", "objects", "no memory"],
 )
-def test_the_interrupt_is_told_whatever_the_receive_was_called_with(memory):
-    def body(rank):
-        port = dist.group.WORLD.plain_port
-        real, port._native = port._native, Interrupted(port._native)
-        with pytest.raises(Ended):
-            port.irecv(memory, 1 - rank, 0, memory, 1.0)
-        port._native = real
-        assert not port._messages._held
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_the_interrupt_is_told_whatever_the_receive_was_called_with(rank, memory):
+    port = dist.group.WORLD.plain_port
+    real, port._native = port._native, Interrupted(port._native)
+    with pytest.raises(Ended):
+        port.irecv(memory, 1 - rank, 0, memory, 1.0)
+    port._native = real
+    assert not port._messages._held
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(count):
-    def body(rank):
-        if rank == 0:
-            dist.recv(np.zeros(1), 1)
-            dist.send(np.full(count, 7.0), 1, tag=1)
-            return
-        port = dist.group.WORLD.plain_port
-        memory = np.zeros(8)
-        first = dist.irecv(memory[:count], 0, tag=1)
-        real = port._native
-        for begun in (None, real):
-            port._native = Interrupted(begun)
-            with pytest.raises(Ended):
-                dist.irecv(memory, 0, tag=2)
-        port._native = real
-        dist.send(np.zeros(1), 0)
-        first.wait()
-        assert (memory[:count] == 7).all()
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(rank, count):
+    if rank == 0:
+        dist.recv(np.zeros(1), 1)
+        dist.send(np.full(count, 7.0), 1, tag=1)
+        return
+    port = dist.group.WORLD.plain_port
+    memory = np.zeros(8)
+    first = dist.irecv(memory[:count], 0, tag=1)
+    real = port._native
+    for begun in (None, real):
+        port._native = Interrupted(begun)
+        with pytest.raises(Ended):
+            dist.irecv(memory, 0, tag=2)
+    port._native = real
+    dist.send(np.zeros(1), 0)
+    first.wait()
+    assert (memory[:count] == 7).all()
 
 
 def _wait(received, ends):

@@ -16,7 +16,6 @@ from unisono.base import process_identity
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
     ClosedError,
-    InvalidArgumentError,
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
@@ -348,14 +347,12 @@ def test_exit_without_close_signs_off(path):
     assert not os.path.exists(path)
 
 
-def test_closed_store_and_bad_world_size(path):
+def test_closed_store(path):
     store = FileStore(path)
     store.close()
     store.close()
     with pytest.raises(ClosedError):
         store.set("k", "v")
-    with pytest.raises(InvalidArgumentError):
-        FileStore(path, 0)
 
 
 def test_file_system_without_flock(path, monkeypatch):
