@@ -70,6 +70,11 @@ def groups_for(names, ranks=None, timeout=None):
     return {name: dist.new_group(ranks, timeout=timeout, group_desc=name) for name in names}
 
 
+def calls_in(groups):
+    """Return {name: call} of all collectives, each in the group of its name."""
+    return {n: lambda n=n, **how: COLLECTIVES[n](groups[n], **how) for n in COLLECTIVES}
+
+
 def attempt_at_once(calls, entered=lambda: None):
     """Make all calls at the same time, each on a thread; return how each ended.
 
@@ -167,7 +172,7 @@ def calls_take_s():
     """Return how long the slowest rank takes for all calls now; the same on all ranks."""
     groups = groups_for(COLLECTIVES)
     began_s = time.monotonic()
-    attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+    attempt_at_once(calls_in(groups))
     slowest_s = np.array([time.monotonic() - began_s])
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
     return float(slowest_s[0])

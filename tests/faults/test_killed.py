@@ -18,6 +18,7 @@ from tests.faults.fault_calls import (
     attempt,
     attempt_async,
     attempt_at_once,
+    calls_in,
     groups_for,
     store,
     wait_for_count,
@@ -49,7 +50,7 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     if rank not in waiting:
         wait_for_count("heard", len(waiting))
         return None
-    calls = {n: (lambda n=n, **how: COLLECTIVES[n](groups[n], **how)) for n in COLLECTIVES}
+    calls = calls_in(groups)
     source = groups[RECV].group_rank(victim)
     box = np.zeros(2)
     calls[RECV] = lambda **how: groups[RECV].recv(box, source, **how)

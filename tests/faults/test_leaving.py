@@ -165,6 +165,14 @@ tell(attempt(dist.all_reduce, np.ones(4)))
 """
 
 
+def check_told(ends, kind, text):
+    """Check what ranks 0 and 2 of three were told of rank 1."""
+    for told, returncode, err in (ends[0], ends[2]):
+        assert returncode == 0, err
+        assert (told["kind"], told["peers"]) == (kind, [1]), told
+        assert re.search(text, told["text"].splitlines()[0]), told
+
+
 @pytest.mark.parametrize(
     ("way", "kind", "text", "code"),
     [
@@ -192,10 +200,7 @@ def test_a_script_that_goes(way, kind, text, code):
     with ranks_of(GOES.replace("WAY", way), 3) as (processes, _):
         ends = [outcome(process) for process in processes]
     assert ends[1][1] == code, ends[1]
-    for told, returncode, err in (ends[0], ends[2]):
-        assert returncode == 0, err
-        assert (told["kind"], told["peers"]) == (kind, [1]), told
-        assert re.search(text, told["text"].splitlines()[0]), told
+    check_told(ends, kind, text)
     if way.startswith("raise"):
         assert ends[1][2].rstrip().endswith("ValueError: no such file")
 
@@ -223,10 +228,8 @@ def test_a_child_of_multiprocessing_that_raises():
     with ranks_of(CHILD_RAISES, 3) as (processes, _):
         ends = [outcome(process) for process in processes]
     assert [code for _, code, _ in ends] == [0, 1, 0], ends
-    for told, _, err in (ends[0], ends[2]):
-        assert err == ""
-        assert (told["kind"], told["peers"]) == ("PeerFailedError", [1]), told
-        assert "rank 1 raised ValueError: no such file" in told["text"].splitlines()[0]
+    assert ends[0][2] == ends[2][2] == ""
+    check_told(ends, "PeerFailedError", "rank 1 raised ValueError: no such file")
 
 
 CHILD_LIVES_ON = """
@@ -346,10 +349,8 @@ if rank != 1:
 """
     with ranks_of(script, 3) as (processes, _):
         ends = [outcome(process) for process in processes]
-    for told, returncode, err in (ends[0], ends[2]):
-        assert returncode == 0, err
-        assert (told["kind"], told["peers"]) == ("RendezvousError", [1]), told
-        assert "never came: 1" in told["text"].splitlines()[0]
+    check_told(ends, "RendezvousError", "never came: 1")
+    for told, _, _ in (ends[0], ends[2]):
         assert told["ended_s"] - told["began_s"] < 2.0 + BUSY_S
 
 

@@ -32,7 +32,7 @@ from unisono.stores import TCPStore, start_server
 from unisono.stores.tcp import client as tcp_client
 from unisono.stores.tcp import python_server, wire
 from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
+from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
@@ -76,10 +76,27 @@ def in_thread(call):
     return thread, outcome
 
 
-def raw_client(port: int) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+def raw_client(port: int, *requests: bytes) -> socket.socket:
+    """Return a socket whose requests the server has read, if there are any."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
     sock.sendall(encode_request(Op.VALIDATE, wire.MAGIC))
+    if requests:
+        sock.sendall(b"".join(requests) + encode_request(Op.PING, 7))
+        assert sock.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
     return sock
+
+
+@pytest.fixture
+def known_hosts(monkeypatch):
+    """Return a function: name -> the names whose addresses it has from then on."""
+    real, known = socket.getaddrinfo, {}
+
+    def look_up(name, *args, **options):
+        names = known.get(name, [name])
+        return [info for each in names for info in real(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known.update
 
 
 def resident_bytes() -> int:
@@ -132,16 +149,10 @@ def test_loopback_server_is_not_reachable_from_outside():
         ("192.0.2.1", {}, {"0.0.0.0"}),
     ],
 )
-def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, monkeypatch):
+def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, known_hosts):
     if any(":" in name for name in listening) and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    real = socket.getaddrinfo
-
-    def look_up(name, *args, **options):
-        names = known_as.get(name, [name])
-        return [info for each in names for info in real(each, *args, **options)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    known_hosts(known_as)
     listeners = listen(host, 0)
     try:
         assert {sock.getsockname()[0] for sock in listeners} == listening
@@ -184,19 +195,12 @@ def test_refused_connection_names_the_address_within_the_timeout():
 
 
 @pytest.fixture
-def node1(monkeypatch):
+def node1(known_hosts):
     """A host with two sockets, the first of them silent; returns a socket bound to the second."""
+    known_hosts(node1=["127.0.0.3", "127.0.0.1"])
     with socket.socket() as there:
         there.bind(("127.0.0.1", 0))
-        port = there.getsockname()[1]
-        real = socket.getaddrinfo
-
-        def look_up(name, *args, **options):
-            names = ["127.0.0.3", "127.0.0.1"] if name == "node1" else [name]
-            return [info for each in names for info in real(each, *args, **options)]
-
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        silent, caller = unacceptable("127.0.0.3", port)
+        silent, caller = unacceptable("127.0.0.3", there.getsockname()[1])
         with silent, caller:
             yield there
 
@@ -227,18 +231,11 @@ def test_silent_addresses_are_told(node1):
     assert table == [f"127.0.0.1:{port}: connection refused", f"127.0.0.3:{port}: timed out"]
 
 
-def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
-    with contextlib.ExitStack() as stack:
-        unused = stack.enter_context(socket.socket())
+def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch, known_hosts):
+    known_hosts(node1=["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"])
+    with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        real = socket.getaddrinfo
-
-        def look_up(name, *args, **options):
-            names = ["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"] if name == "node1" else [name]
-            return [info for each in names for info in real(each, *args, **options)]
-
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
         monkeypatch.setattr(socket, "gethostname", lambda: "node2")
         with pytest.raises(StoreConnectionError) as caught:
             TCPStore("node1", port, timeout=0)
@@ -409,9 +406,8 @@ def test_many_waiters_need_no_thread_in_the_server(master):
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])
 def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
-    with raw_client(master.port) as first, master.clone() as popper:
-        first.sendall(encode_request(Op.WAIT, ["/q"]) + encode_request(Op.PING, 7))
-        assert first.recv(4) == (7).to_bytes(4, "little")
+    waiting = encode_request(Op.WAIT, ["/q"])
+    with raw_client(master.port, waiting) as first, master.clone() as popper:
         thread, outcome = in_thread(lambda: popper.queue_pop("q"))
         assert wait_until(lambda: popper._pool._busy)
         master.queue_push("q", "job")
@@ -425,9 +421,7 @@ def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
 
 
 def test_dead_client_leaves_the_barrier(master):
-    with raw_client(master.port) as dead:
-        dead.sendall(encode_request(Op.BARRIER, "/b", 2) + encode_request(Op.PING, 7))
-        assert dead.recv(4) == (7).to_bytes(4, "little")
+    raw_client(master.port, encode_request(Op.BARRIER, "/b", 2)).close()
     with pytest.raises(StoreTimeoutError):
         master.barrier("b", 2, 0.1)
 
@@ -600,33 +594,20 @@ def test_grandchild_keeps_its_files(server_kind):
 
 
 def test_one_value_in_a_queue_wakes_one_waiter(master):
-    request = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, ["/q"])
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for _ in range(2):
-            address = ("127.0.0.1", master.port)
-            client = stack.enter_context(socket.create_connection(address, timeout=20))
-            client.sendall(request + encode_request(Op.PING, 7))
-            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
-            clients.append(client)
+    waiting = encode_request(Op.WAIT, ["/q"])
+    with raw_client(master.port, waiting) as first, raw_client(master.port, waiting) as second:
         master.queue_push("q", "x")
         assert master.queue_len("q") == 1
-        assert select.select(clients, [], [], 20)[0] == clients[:1]
+        assert select.select([first, second], [], [], 20)[0] == [first]
 
 
 def test_all_wait_for_the_keys_of_all(master):
     """Each of n waits for n keys, of which one goes again: nobody wakes before all are there."""
     count = 100
     names = [f"/rank{i}" for i in range(count)]
-    hello = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, names)
+    waiting = encode_request(Op.WAIT, names)
     with contextlib.ExitStack() as stack:
-        clients = []
-        for _ in range(count):
-            address = ("127.0.0.1", master.port)
-            client = stack.enter_context(socket.create_connection(address, timeout=20))
-            client.sendall(hello + encode_request(Op.PING, 7))
-            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
-            clients.append(client)
+        clients = [stack.enter_context(raw_client(master.port, waiting)) for _ in range(count)]
         for name in names[:-1]:
             master.set(name[1:], "here")
         master.delete_key(names[50][1:])
