@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.oracle import outcome
 from tests.support.programs import python
 from unisono.bench import launch as bench_launch
 from unisono.bench.data import Data
@@ -175,33 +176,14 @@ def reduced(arrays, redop):
 
 def results(op, ranks, plan):
     """Return what every rank's output must be, computed from all inputs; None: undefined."""
-    given, p, root = [data.input.copy() for data in ranks], plan.nprocs, plan.root
-    none = [None] * p
+    given = [data.input.copy() for data in ranks]
+    if op == "sendrecv":
+        return [given[1], given[0], None]
 
-    def on_root(value):
-        return [value if rank == root else None for rank in range(p)]
+    def blocks(rank):
+        return np.split(given[rank], plan.nprocs)
 
-    match op:
-        case "all_reduce":
-            return [reduced(given, plan.redop)] * p
-        case "reduce":
-            return on_root(reduced(given, plan.redop))
-        case "broadcast":
-            return [given[root]] * p
-        case "all_gather":
-            return [np.concatenate(given)] * p
-        case "gather":
-            return on_root(np.concatenate(given))
-        case "reduce_scatter":
-            return np.split(np.asarray(reduced(given, plan.redop)), p)
-        case "scatter":
-            return np.split(given[root], p)
-        case "all_to_all":
-            parts = [np.split(array, p) for array in given]
-            return [np.concatenate([parts[r][me] for r in range(p)]) for me in range(p)]
-        case "sendrecv":
-            return [given[1], given[0], None]
-    return none
+    return outcome(op, given, plan.root, lambda arrays: reduced(arrays, plan.redop), blocks)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

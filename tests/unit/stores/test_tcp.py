@@ -559,9 +559,10 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
     script = (
         "import os, sys, time; from unisono.stores import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True)\n"
-        "pid = os.fork()\n"
-        "if pid == 0: sys.stdin.read(); os._exit(0)\n"
-        "print(store.port, flush=True); time.sleep(60)\n"
+        "port = store.port\n"
+        # The child prints, because only then has it closed what it inherited.
+        "if os.fork() == 0: print(port, flush=True); sys.stdin.read(); os._exit(0)\n"
+        "time.sleep(60)\n"
     )
     with start_python("-c", script) as parent:
         port = int(parent.stdout.readline())
