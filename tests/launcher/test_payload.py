@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -15,25 +13,18 @@ import pytest
 
 import unisono.launcher
 from tests.launcher import launch_targets as targets
+from tests.support.programs import python
 from unisono.errors import WorkerFailedError
 from unisono.launcher import launch, spawn
 from unisono.launcher.payload import Payload
 
 SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 100.0
 LARGE = 1_600_000  # more than the pipe of a new process holds
 
 
 def run(script, *, text):
     script.write_text(text)
-    return subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return python(script, env=os.environ | {"PYTHONPATH": SRC})
 
 
 START = f"""
@@ -91,15 +82,7 @@ def test_child_that_is_killed_before_it_has_read(monkeypatch):
 
 def test_spawn_of_a_function_that_no_file_has(tmp_path):
     code = "from unisono.launcher import spawn\ndef work(rank): pass\nspawn(work, nprocs=1)\n"
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=code,
-        env=os.environ | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = python("-", input=code, env=os.environ | {"PYTHONPATH": SRC})
     last = done.stderr[done.stderr.index("WorkerFailedError: ") :]
     assert "AttributeError: Can't get attribute 'work' on <module '__main__'" in last
     assert "hint: define the function at the top level of a module" in last

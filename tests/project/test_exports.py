@@ -1,7 +1,5 @@
 """Every public name has one home, can be imported, and is documented."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import inspect

@@ -2,11 +2,13 @@
 
 import queue
 import socket
-import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from tests.support.ports import free_port
+from tests.support.together import on_threads
 from unisono.errors import RendezvousError
 from unisono.rendezvous import endpoint
 from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerWorld
@@ -156,13 +158,8 @@ def test_reports_are_exchanged_after_the_end(agents):
         agent.rendezvous.stopped()
         assert agent.order() == End(False, "boom")
         assert agent.rendezvous.blamed == "n1"
-    texts = []
-    other = threading.Thread(
-        target=lambda: texts.append(both[0].rendezvous.exchange("zero", LIMIT_S))
-    )
-    other.start()
-    texts.append(both[1].rendezvous.exchange("one", LIMIT_S))
-    other.join()
+    exchanges = [agent.rendezvous.exchange for agent in both]
+    texts = on_threads(*map(partial, exchanges, ("zero", "one"), [LIMIT_S] * 2))
     assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
 
 
@@ -220,9 +217,7 @@ def test_local_addresses():
 
 
 def test_first_agent_on_the_host_serves_the_store():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {"hosting": None, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
     first = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)
     second = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)

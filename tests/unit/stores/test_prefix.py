@@ -1,12 +1,10 @@
 """PrefixStore: views of another store."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
 
-from unisono.errors import ArgumentTypeError, ClosedError
+from unisono.errors import ClosedError
 from unisono.stores import HashStore, PrefixStore, Store
 
 
@@ -53,11 +51,6 @@ def test_closing_a_view_keeps_the_store_open():
         view.get("k")
     base.set("k", "v")
     assert base.get("k") == b"v"
-
-
-def test_needs_a_store():
-    with pytest.raises(ArgumentTypeError, match="needs a Store, got NoneType"):
-        PrefixStore("a", None)
 
 
 def test_a_store_of_a_user_may_have_some_of_the_methods():
