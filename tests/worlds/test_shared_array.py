@@ -340,13 +340,25 @@ def test_ranks_that_disagree(rank):
 
 WRONG = {
     "object": (lambda _: dist.shared_array(3, object), UnsupportedError, "no plain bytes"),
-    "dtype": (lambda _: dist.shared_array(3, "no dtype"), ArgumentTypeError, "'no dtype'"),
-    "shape": (lambda _: dist.shared_array("ab"), ArgumentTypeError, "shape='ab'"),
-    "negative": (lambda _: dist.shared_array((2, -1)), InvalidArgumentError, "(2, -1)"),
+    "dtype": (
+        lambda _: dist.shared_array(3, "no dtype"),
+        ArgumentTypeError,
+        "no array has shape=3",
+    ),
+    "shape": (lambda _: dist.shared_array("ab"), ArgumentTypeError, "no array has shape='ab'"),
+    "negative": (
+        lambda _: dist.shared_array((2, -1)),
+        InvalidArgumentError,
+        "an array cannot have shape=(2",
+    ),
     "too large": (lambda _: dist.shared_array(2**62), InvalidArgumentError, "too big"),
-    "both": (lambda s: s.sync(0, rows=slice(1)), InvalidArgumentError, "not both"),
+    "both": (
+        lambda s: s.sync(0, rows=slice(1)),
+        InvalidArgumentError,
+        "sync takes src or rows, not both",
+    ),
     "source": (lambda s: s.sync(9), InvalidArgumentError, "global rank 9"),
-    "rows": (lambda s: s.sync(rows=2), ArgumentTypeError, "must be a slice, got int"),
+    "rows": (lambda s: s.sync(rows=2), ArgumentTypeError, "rows must be a slice, got int"),
     "step": (lambda s: s.sync(rows=slice(0, 3, 2)), InvalidArgumentError, "consecutive rows"),
 }
 

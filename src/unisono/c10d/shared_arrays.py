@@ -203,12 +203,14 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
         sizes = tuple(map(operator.index, shape if np.iterable(shape) else (shape,)))
         kind = np.dtype(dtype)
     except TypeError as error:
-        raise ArgumentTypeError(f"shape={shape!r}, dtype={dtype!r}: {error}") from None
+        raise ArgumentTypeError(f"no array has shape={shape!r}, dtype={dtype!r}: {error}") from None
     dtype_of_numpy(kind)
     try:
         np.broadcast_to(np.empty((), kind), sizes)
     except ValueError as error:
-        raise InvalidArgumentError(f"shape={shape!r}, dtype={dtype!r}: {error}") from None
+        raise InvalidArgumentError(
+            f"an array cannot have shape={shape!r}, dtype={dtype!r}: {error}"
+        ) from None
     if not hasattr(os, "memfd_create"):
         raise UnsupportedError("shared_array needs memfd_create, which this system does not have")
     return sizes, kind
