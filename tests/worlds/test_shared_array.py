@@ -138,6 +138,19 @@ def test_torch_tensor_is_a_view(rank):
     assert tensor.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
+def in_a_stream(rank):
+    shared = dist.shared_array((2, 3))
+    with dist.stream(dist.Stream()):
+        shared.array[rank] = rank + 1
+        shared.sync(rows=slice(rank, rank + 1))
+        assert shared.array.tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_sync_in_a_stream_blocks(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "1")
+    run(in_a_stream, 2)
+
+
 @pytest.mark.ranks(4)
 def test_sub_group(rank):
     group = dist.new_group([1, 3])

@@ -26,6 +26,7 @@ from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.base.host import available_memory_bytes, reason_of
 from unisono.base.log import get_logger, log_once
+from unisono.base.streams import on_host
 from unisono.base.types import dtype_of_numpy
 from unisono.c10d.collectives import group_rank_of
 from unisono.c10d.objects.call import ObjectCall
@@ -69,6 +70,7 @@ class SharedArray:
         ]
         self._copies = copies
 
+    @on_host
     def sync(
         self, src: int | None = None, *, rows: slice | None = None, timeout: Timeout | None = None
     ) -> None:
@@ -218,21 +220,20 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 def _share(pg: ProcessGroup, call: ObjectCall, nbytes: int) -> tuple[mmap.mmap, list[int]]:
     """Return this rank's mapping, and for each rank the rank in the group that made its memory."""
+    me = pg.rank()
     hosts = _on_all(pg, call, nbytes, lambda: _host(pg))
-    first = hosts.index(hosts[pg.rank()])
+    first = hosts.index(hosts[me])
     mapped: list[mmap.mmap] = []
     with contextlib.ExitStack() as stack:
-        made = _on_all(
-            pg, call, nbytes, lambda: _made(nbytes, stack) if first == pg.rank() else None
-        )
+        made = _on_all(pg, call, nbytes, lambda: _made(nbytes, stack) if first == me else None)
 
         def attach() -> int:
             owner = first
             try:
-                fd = _opened(made[first], stack)
+                fd = made[me][1] if first == me else _opened(made[first], stack)
             except OSError as error:
                 log_once(_log, logging.WARNING, _APART, reason_of(error))
-                owner, fd = pg.rank(), _made(nbytes, stack)[1]
+                owner, fd = me, _made(nbytes, stack)[1]
             mapped.append(mmap.mmap(fd, nbytes))
             return owner
 
