@@ -12,7 +12,8 @@ from unisono.rendezvous import endpoint
 from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerWorld
 from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
-from unisono.rendezvous.state import Limits, Node
+from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dumps, loads
+from unisono.rendezvous.transitions import apply
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 LIMIT_S = 90.0
@@ -105,6 +106,29 @@ def test_restart_has_a_fresh_store(agents):
     assert [w.group_rank for w in first] == [w.group_rank for w in second]
     with TCPStore("127.0.0.1", second[0].master_port) as store:
         assert not store.check(["old"])
+
+
+def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
+    # The first node is lost before it has opened the workers' store.
+    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    first = Node(id="first", host="h", address="", nprocs=1)
+    store = PrefixStore("unisono/rendezvous/job", open_store(), owns_store=True)
+    store.add("beat/first", 1)
+    store.set("state", dumps(apply(State(), Join(first, limits))))
+    [agent] = agents(1, limits)
+    with store:
+        while (text := store.get("state")) and loads(text).phase is not Phase.RUNNING:
+            pass
+        assert loads(text).order == ("first", agent.name)
+        # Its heartbeat shows that the agent has read the state of this world.
+        seen = store.add(f"beat/{agent.name}", 0)
+        while store.add(f"beat/{agent.name}", 0) < seen + 2:
+            pass
+        store.set("state", dumps(apply(loads(text), Lost("first", "no heartbeat"))))
+    # The first order is a world: the agent has no workers that it could stop.
+    world = agent.order()
+    assert isinstance(world, WorkerWorld)
+    assert (world.epoch, [node.id for node in world.members]) == (2, [agent.name])
 
 
 def test_workers_may_say_that_they_were_the_reason(agents):
