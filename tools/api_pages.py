@@ -61,6 +61,11 @@ PAGES = (
         homes="c10d.objects",
     ),
     Page(
+        "shared-arrays", "Shared arrays",
+        "Arrays with one copy per host, which all its ranks read and write in place.",
+        homes="c10d.shared_arrays",
+    ),
+    Page(
         "work", "Works and futures",
         "Handles of calls with `async_op=True`.",
         homes="groups.work",

@@ -60,6 +60,7 @@ _HOMES = {
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
+    "c10d.shared_arrays": "SharedArray shared_array",
     "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
     "groups.keywords": "CallKeywords",
     "groups.process_group": "ProcessGroup",

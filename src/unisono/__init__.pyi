@@ -85,6 +85,8 @@ from unisono.c10d.queries import is_torchelastic_launched as is_torchelastic_lau
 from unisono.c10d.queries import is_ucc_available as is_ucc_available
 from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
+from unisono.c10d.shared_arrays import SharedArray as SharedArray
+from unisono.c10d.shared_arrays import shared_array as shared_array
 from unisono.engines.choice import EngineInfo as EngineInfo
 from unisono.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
@@ -158,6 +160,7 @@ __all__ = [
     "SHRINK_DEFAULT",
     "ScatterOptions",
     "Serializer",
+    "SharedArray",
     "Store",
     "Stream",
     "TCPStore",
@@ -235,6 +238,7 @@ __all__ = [
     "send_object_list",
     "set_debug_level",
     "set_debug_level_from_env",
+    "shared_array",
     "should_stop",
     "shrink_group",
     "spawn",

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -102,6 +103,24 @@ def test_arrays_arrive_whole_and_each_rank_may_write_to_its_own(method):
     sums = [float((writable + rank).sum()) for rank in range(3)]
     assert seen == [(expected, int(fixed.sum()), False, "text") for expected in sums]
     assert np.array_equal(writable, np.arange(100_000.0))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_ranks_together_have_an_array_once(method):
+    array = np.arange(10**6)
+    found = launch(targets.share_of_memory, 3, (array,), start_method=method)
+    sums, shares = zip(*found, strict=True)
+    assert sums == (int(array.sum()),) * 3
+    assert sum(shares) == pytest.approx(array.nbytes, rel=0.05)
+
+
+def test_forked_ranks_inherit_their_arguments():
+    array = np.arange(3)
+    lock = threading.Lock()  # cannot be pickled
+    seen = launch(targets.locked, 2, (lock, array), start_method="fork")
+    assert seen == [[0, 1, 2], [1, 2, 3]]
+    assert array.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
-from unisono.launcher.payload import Payload
+from unisono.launcher.payload import CallArguments, Payload
 from unisono.launcher.spawn import SpawnContext, check_start
 
 R = TypeVar("R")
@@ -45,11 +45,15 @@ def launch(
     installed, `fn` may be a lambda or be defined in a notebook; without it, it must be
     importable. In a script the call belongs under `if __name__ == "__main__":`.
 
+    The ranks share the pages of large arrays in `args`. A rank that writes to an array copies the
+    pages that it writes to, so no other rank sees the change.
+
     Args:
         fn: The function.
         nprocs: Number of processes.
         args: Further arguments, the same for every rank.
-        start_method: "spawn", "fork" or "forkserver".
+        start_method: "spawn", "fork" or "forkserver". With "fork" the processes inherit `fn` and
+            `args`, which need not be picklable.
 
     Returns:
         [nprocs] results.
@@ -64,8 +68,10 @@ def launch(
     """
     check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
     call = fn, tuple(args)
-    with _pickling(call, "the function or its arguments") as dumps:
-        payload = Payload(call, dumps)
+    payload: CallArguments | Payload = CallArguments(*call)
+    if start_method != "fork":  # A forked child inherits the call, so that nothing is copied.
+        with _pickling(call, "the function or its arguments") as dumps:
+            payload = Payload(call, dumps)
     context = SpawnContext(
         _call,
         (payload,),
@@ -94,7 +100,7 @@ def launch(
     return [pickle.loads(context.results[rank]) for rank in range(nprocs)]
 
 
-def _call(rank: int, payload: Payload) -> bytes:
+def _call(rank: int, payload: CallArguments | Payload) -> bytes:
     fn, args = payload.load()
     result = fn(rank, *args)
     with _pickling(result, f"the result of rank {rank}") as dumps:
