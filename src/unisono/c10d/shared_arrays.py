@@ -28,7 +28,7 @@ from unisono.base.host import available_memory_bytes, reason_of
 from unisono.base.log import get_logger, log_once
 from unisono.base.streams import on_host
 from unisono.base.types import dtype_of_numpy
-from unisono.c10d.collectives import group_rank_of
+from unisono.c10d.arguments import group_rank_of
 from unisono.c10d.objects.call import ObjectCall
 from unisono.engines import memory_host
 from unisono.errors import (
