@@ -15,6 +15,7 @@ import pickle
 import re
 import socket
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -560,12 +561,16 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "bucket_cap_mb=0, expected more than 0":
         parallel(lambda torch: torch.nn.Linear(1, 1), bucket_cap_mb=0),
     "no parameter of the module needs a gradient": parallel(lambda torch: torch.nn.ReLU()),
+    # ---- stores and groups
+    "a store key must be UTF-8, got b'\\xff': {}": lambda: HashStore().set(b"\xff", b""),
+    "ProcessGroup got two time-outs: 0:00:01, 2":
+        lambda: dist.ProcessGroup(HashStore(), 0, 1, timedelta(seconds=1), 2),
 }
 WITHOUT_A_WORLD["ArgumentType"] = {
     "backend must be a string, got 5": lambda: init(5),
     "the name of a backend must be a string, got 5": lambda: dist.Backend(5),
     "PrefixStore needs a Store, got str": lambda: PrefixStore("p", "store"),
-    "a store key must be str, got int: 5": lambda: HashStore().set(5, b""),
+    "a store key must be str or bytes, got int: 5": lambda: HashStore().set(5, b""),
     "a store value must be str or bytes, got float": lambda: HashStore().set("k", 1.5),
     "amount must be int, got float": lambda: HashStore().add("k", 1.5),
     "url must be str, got int": lambda: dist.rendezvous(5),

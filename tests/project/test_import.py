@@ -18,6 +18,7 @@ OPTIONAL = {
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
     "pytest": {"testing/plugin.py"},
     "rich": {"bench", "cli"},
+    "shtab": {"cli/completion.py"},
     "torch": {"torch", "parallel"},
 }
 

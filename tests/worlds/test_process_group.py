@@ -1,6 +1,7 @@
 """ProcessGroup without a default group, and c10d's names of its methods."""
 
 import re
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,15 @@ import pytest
 
 from tests.support.programs import python
 from tests.support.together import on_threads
-from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
+from unisono import (
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    TCPStore,
+    is_initialized,
+)
 from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
 
 
@@ -46,6 +55,31 @@ def test_two_groups_over_a_store(kind):
         store, transport = TCPStore("127.0.0.1", 0, is_master=True), "tcp"
     with store:
         on_threads(*(partial(check_two_groups, rank, 3, store, transport) for rank in range(3)))
+
+
+def test_groups_across_jobs_as_scripts_make_them():
+    def member(rank, store):
+        limit = timedelta(seconds=30)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, limit)
+        plain = ProcessGroup(PrefixStore("plain", store), rank, 2, limit)
+        x = np.full(2, rank + 1)
+        assert gloo.allreduce(x).wait()
+        assert x.tolist() == [3, 3]
+        y = np.full(2, rank)
+        assert plain.broadcast([y], 1).wait()
+        assert y.tolist() == [1, 1]
+        assert gloo.timeout_s == plain.timeout_s == 30
+        assert isinstance(gloo, ProcessGroup)
+        assert gloo.config.device_backend_map["cpu"] == "gloo"
+        gloo.close()
+        plain.close()
+
+    with HashStore() as store:
+        on_threads(*(partial(member, rank, store) for rank in range(2)))
+        with pytest.raises(InvalidArgumentError, match="unknown backend 'nccl'"):
+            ProcessGroupNCCL(store, 0, 1, timedelta(seconds=1))
+        with pytest.raises(InvalidArgumentError, match="got two time-outs: 0:00:01, 2"):
+            ProcessGroup(store, 0, 1, timedelta(seconds=1), 2)
 
 
 def test_methods_of_c10d_say_what_they_stand_for():

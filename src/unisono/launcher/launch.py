@@ -7,20 +7,38 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.payload import Payload
 from unisono.launcher.spawn import SpawnContext, check_start
 
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+# Type checkers compare a tuple of arguments, but not a list, with the parameters of `fn`.
+@overload
+def launch(fn: Callable[[int], R], nprocs: int, *, start_method: str = ...) -> list[R]: ...
+
+
+@overload
+def launch(
+    fn: Callable[[int, *Ts], R],
+    nprocs: int,
+    args: tuple[*Ts] | list[Any],
+    *,
+    start_method: str = ...,
+) -> list[R]: ...
+
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     nprocs: int,
     args: Sequence[object] = (),
     *,
     start_method: str = "spawn",
-) -> list[Any]:
+) -> list[R]:
     """Call `fn(rank, *args)` in `nprocs` new processes and return the results, by rank.
 
     `init_process_group()` needs no arguments inside `fn`, as with `spawn`. With cloudpickle

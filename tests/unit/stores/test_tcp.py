@@ -319,6 +319,22 @@ def test_multi_tenant_shares_the_server_until_the_last_store_closes():
         TCPStore("127.0.0.1", second.port, timeout=0)
 
 
+def test_a_second_master_is_a_client_of_the_launchers_server(monkeypatch):
+    with TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.port))
+        with pytest.raises(StoreConnectionError, match="in use"):
+            TCPStore("127.0.0.1", server.port, is_master=True)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        with TCPStore("127.0.0.1", server.port, is_master=True) as second:
+            second.set("k", "v")
+            assert (server.is_master, second.is_master) == (True, False)
+            assert (server.libuvBackend, second.clone().libuvBackend) == (False, True)
+        assert server.get("k") == b"v"
+        monkeypatch.setenv("MASTER_PORT", "1")
+        with pytest.raises(StoreConnectionError, match="in use"):
+            TCPStore("127.0.0.1", server.port, is_master=True)
+
+
 def test_listen_fd_of_another_port():
     (listener,) = listen("127.0.0.1", 0)
     with listener, pytest.raises(InvalidArgumentError, match="is bound to port"):
