@@ -49,6 +49,7 @@ BEYOND = {
     "reduce_object": lambda g, t: dist.reduce_object(1, max, 0, g, timeout=t),
     "should_stop": lambda g, t: dist.should_stop(g, timeout=t),
     "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
+    "shared_array": lambda g, t: dist.shared_array(2, float, g, timeout=t),
     "split_group": lambda g, t: dist.split_group(g, [[0, 1], [2]], t),
     "new_subgroups": lambda g, t: dist.new_subgroups(1, g, t),
     "agree": lambda g, t: g.agree("save(3)", timeout=t),
@@ -305,6 +306,8 @@ SAME = {
     "all_gather_single": "all_gather_into_tensor",
     "new_subgroups_by_enumeration": "new_group",
     "reduce_scatter_single": "reduce_scatter_tensor",
+    "ProcessGroupGloo": "ProcessGroup",
+    "ProcessGroupNCCL": "ProcessGroup",
     "Store": "TCPStore",
 }
 

@@ -44,7 +44,7 @@ def test_a_quick_function_still_looks_like_one():
     assert inspect.getdoc(dist.all_reduce).startswith("Replace every rank's tensor")
     assert pickle.loads(pickle.dumps(dist.all_reduce)) is dist.all_reduce
     shown = pydoc.render_doc(dist.all_reduce, renderer=pydoc.plaintext)
-    assert "tensor: 'Any'," in shown
+    assert "tensor: 'Array'," in shown
     assert "op: 'ReduceOp' = ReduceOp.SUM," in shown
     assert type("Holder", (), {"call": dist.barrier})().call.__func__ is dist.barrier
 
