@@ -60,6 +60,11 @@ PAGES = (
         homes="c10d.objects",
     ),
     Page(
+        "counters", "Counters and locks",
+        "Numbers and locks that the ranks of a group share.",
+        homes="c10d.counters",
+    ),
+    Page(
         "work", "Works and futures",
         "Handles of calls with `async_op=True`.",
         homes="groups.work",

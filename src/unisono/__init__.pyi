@@ -30,6 +30,8 @@ from unisono.c10d.collectives import reduce_scatter_single as reduce_scatter_sin
 from unisono.c10d.collectives import reduce_scatter_tensor as reduce_scatter_tensor
 from unisono.c10d.collectives import scan as scan
 from unisono.c10d.collectives import scatter as scatter
+from unisono.c10d.counters import Counter as Counter
+from unisono.c10d.counters import Lock as Lock
 from unisono.c10d.debug import DebugLevel as DebugLevel
 from unisono.c10d.debug import breakpoint as breakpoint
 from unisono.c10d.debug import get_debug_level as get_debug_level
@@ -137,6 +139,7 @@ __all__ = [
     "BackendConfig",
     "BarrierOptions",
     "BroadcastOptions",
+    "Counter",
     "DebugLevel",
     "DeviceMesh",
     "DistBackendError",
@@ -151,6 +154,7 @@ __all__ = [
     "GroupMember",
     "GroupName",
     "HashStore",
+    "Lock",
     "P2POp",
     "PickleSerializer",
     "PrefixStore",
