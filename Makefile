@@ -83,6 +83,7 @@ check: $(STAMP)
 	@$(BIN)/python tools/tidy.py
 
 docs: $(STAMP)
+	@$(BIN)/python tools/stub.py
 	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
@@ -91,7 +92,6 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
-	@$(BIN)/python tools/stub.py
 	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.
@@ -123,7 +123,7 @@ $(DEMO): pyproject.toml $(STUB)
 	@test -x $(BIN)/python || { $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
 		'unisono needs Python 3.11 or newer; choose another: make PYTHON=python3.12')" \
 		&& $(PYTHON) -m venv .venv; }
-	@echo "2/3 installing NumPy, rich and the build tools (50 MB)"
+	@echo "2/3 installing NumPy, rich, shtab and the build tools (50 MB)"
 	@$(BIN)/python -c "import tomllib; file = tomllib.load(open('pyproject.toml', 'rb')); \
 		print(*file['build-system']['requires'], *file['project']['dependencies'], \
 		*file['project']['optional-dependencies']['cli'], sep='\n')" >.venv/demo.txt

@@ -1,14 +1,12 @@
 """Every public call that blocks ends in time, and says whom it waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect
 import os
 import signal
 import socket
-import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ import unisono
 import unisono as dist
 from tests.faults.fault_calls import COLLECTIVES, attempt, groups_for, pids, store
 from tests.support.lateness import Lateness
+from tests.support.together import on_threads
 from unisono import Serializer
 from unisono.groups import world
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
@@ -38,8 +37,6 @@ OBJECTS = {
 }
 
 BEYOND = {
-    "scan": lambda g, t: g.scan(np.ones(2), timeout=t),
-    "exscan": lambda g, t: g.exscan(np.ones(2), timeout=t),
     "all_gather, uneven": lambda g, t: g.all_gather(
         [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
     ),
@@ -215,11 +212,7 @@ def attempts(calls):
     items = list(calls.items())
     for first in range(0, len(items), AT_ONCE):
         store().barrier(f"together/{items[first][0]}", 2, 60.0)
-        threads = [threading.Thread(target=make, args=i) for i in items[first : first + AT_ONCE]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(*(partial(make, *item) for item in items[first : first + AT_ONCE]))
     return results
 
 

@@ -1,7 +1,5 @@
 """SIGKILL of a rank before, inside and between collectives: the others know who, and at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -20,11 +18,14 @@ from tests.faults.fault_calls import (
     attempt,
     attempt_async,
     attempt_at_once,
+    calls_in,
     groups_for,
     store,
     wait_for_count,
 )
+from tests.support.calls import finish
 from tests.support.lateness import best_s
+from tests.support.operations import Operations
 from unisono.testing import run
 
 ANY_SOURCE = "recv from any"
@@ -49,7 +50,7 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     if rank not in waiting:
         wait_for_count("heard", len(waiting))
         return None
-    calls = {n: (lambda n=n, **how: COLLECTIVES[n](groups[n], **how)) for n in COLLECTIVES}
+    calls = calls_in(groups)
     source = groups[RECV].group_rank(victim)
     box = np.zeros(2)
     calls[RECV] = lambda **how: groups[RECV].recv(box, source, **how)
@@ -91,7 +92,7 @@ def chaos(rank, folder, seed):
     told = []
     while len(members) > 1:
         victim, moment, count = rng.choice(members), rng.randrange(1, 120), rng.randrange(1, 60_000)
-        order = [rng.choice(["all_reduce", "broadcast", "all_gather"]) for _ in range(7)]
+        order = rng.choices(["all_reduce", "broadcast", "all_gather_into_tensor"], k=7)
         group = dist.new_group(members, timeout=60.0, use_local_synchronization=True)
         if rank == victim:
             Doom(moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -103,28 +104,17 @@ def chaos(rank, folder, seed):
 
 def until_it_fails(group, members, order, count):
     """Make calls until one fails; return whether every number was right, and the failure."""
+    mine, p = members.index(group.ranks[group.rank()]), len(members)
     for turn in range(10_000):
-        op = order[turn % len(order)]
-        mine, all_values = members.index(group.ranks[group.rank()]), [m + turn for m in members]
-        x = np.full(count, float(all_values[mine]))
-        want = np.full(count, float(sum(all_values)))
-        if op == "all_reduce":
-            call, got = (lambda x=x: group.all_reduce(x)), x
-        elif op == "broadcast":
-            root = turn % len(members)
-            want[:] = all_values[root]
-            call, got = (lambda x=x, root=root: group.broadcast(x, root)), x
-        else:
-            got = np.zeros(count * len(members))
-            want = np.repeat(np.array(all_values, float), count)
-            call = lambda x=x, got=got: group.all_gather_into_tensor(got, x)  # noqa: E731
-        if turn % 3 == 2:
-            wait_for = call
-            call = lambda wait_for=wait_for: wait_for().wait()  # noqa: E731
-        caught = attempt(call)
+        how = {"group": group, "async_op": turn % 3 == 2}
+        calls = Operations(mine, p, count, turn % p, ranks=members, shift=turn, how=how)
+        call = getattr(calls, order[turn % len(order)])
+        caught = attempt(lambda call=call: finish(call()))
         if caught.kind:
             return True, caught
-        if not np.array_equal(got, want):
+        try:
+            calls.check()
+        except AssertionError:
             return False, caught
     return True, caught
 

@@ -8,7 +8,7 @@ import pytest
 import unisono as dist
 from unisono.base import log
 from unisono.engines import shared_memory
-from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.errors import UnsupportedError
 from unisono.testing import run
 
 BOTH = pytest.mark.parametrize("engine", ["native", "reference"])
@@ -64,11 +64,6 @@ def test_many_pieces(rank):
     gathered = np.empty(count * 2, np.float32)
     dist.all_gather_into_tensor(gathered, values)
     assert (gathered.reshape(2, count) == expected).all()
-
-
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
-        run(shown, 2, engine="fast")
 
 
 def test_native_is_refused_where_it_cannot_be(monkeypatch):

@@ -1,16 +1,35 @@
-"""Value types: reduce operations and element types."""
+"""Value types: reduce operations, element types, and what counts as an array."""
 
 from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from unisono.errors import InvalidArgumentError, UnsupportedError
+
+
+class SupportsDLPack(Protocol):
+    """An object with DLPack."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsBuffer(Protocol):
+    """An object with the buffer protocol; `collections.abc.Buffer` from Python 3.12 on."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+Array: TypeAlias = SupportsDLPack | SupportsBuffer
+"""What an operation takes, for type checkers: a NumPy array, a torch tensor, or any object with
+DLPack or the buffer protocol (bytearray, memoryview, array.array, mmap)."""
+Arrays: TypeAlias = Sequence[Array]
+"""A list of arrays, for instance one for each rank."""
 
 
 class RedOpType(enum.IntEnum):

@@ -6,23 +6,25 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Unpack
 
 from unisono.base.deadline import Timeout
-from unisono.c10d.collectives import group_rank_of
+from unisono.base.types import Array
+from unisono.c10d.arguments import group_rank_of
 from unisono.errors import InvalidArgumentError
+from unisono.groups.keywords import CallKeywords
 from unisono.groups.operations import repeatable
 from unisono.groups.work import Work
-from unisono.groups.world import member_group, resolve
+from unisono.groups.world import Group, member_group, resolve
 
 
 def isend(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Start sending to a rank, also to this rank; the tensor must stay until it is done.
 
@@ -33,6 +35,13 @@ def isend(
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
         **how: timeout.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> works = [dist.isend(x, dst=1 - rank), dist.irecv(received, src=1 - rank)]
+        >>> dist.wait_all(works)
+        >>> received
+        array([0])
     """
     if (pg := member_group(group, "isend")) is None:
         return None
@@ -46,14 +55,21 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
-    """Start receiving from a rank, or from any rank without `src` and `group_src`."""
+    """Start receiving from a rank, or from any rank without `src` and `group_src`.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank])
+        >>> work = dist.irecv(x) if rank == 1 else dist.isend(x, dst=1)
+        >>> work.wait(), work.source_rank(), x
+        (True, 0, array([0]))
+    """
     if (pg := member_group(group, "irecv")) is None:
         return None
     port = pg.plain_port
@@ -67,17 +83,24 @@ def irecv(
 
 @repeatable
 def send(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> None:
     """Send to another rank; the tensor may be changed on return.
 
     Raises:
         InvalidArgumentError: The receiver is this rank, and no `irecv` waits for the message.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 5])
+        >>> dist.send(x, dst=1) if rank == 0 else dist.recv(x, src=0)
+        0
+        >>> x
+        array([5])
     """
     if (pg := member_group(group, "send")) is None:
         return
@@ -87,14 +110,14 @@ def send(
 
 @repeatable
 def recv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
     *,
     partial: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> int:
     """Receive from a rank, or from any rank; return the sender's global rank (-1: not a member).
 
@@ -113,6 +136,13 @@ def recv(
         CollectiveMismatchError: The message has another dtype or size (`partial`: more elements).
             The message is dropped, the tensor keeps its values, and the group stays usable.
         CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank, rank, rank])
+        >>> dist.send(x[:2], dst=1) if rank == 0 else dist.recv(x, src=0, partial=True)
+        2
+        >>> x
+        array([0, 0, 1])
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
@@ -137,9 +167,9 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: Array,
         peer: int | None = None,
-        group: Any = None,
+        group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
@@ -170,6 +200,13 @@ def batch_isend_irecv(
 
     Raises:
         InvalidArgumentError: The list is empty, mixes groups, or is no list of P2POp.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        >>> dist.wait_all(dist.batch_isend_irecv(ops))
+        >>> received
+        array([0])
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(
         isinstance(op, P2POp) for op in p2p_op_list

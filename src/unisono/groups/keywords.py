@@ -1,13 +1,48 @@
-"""The error of a keyword argument that an operation has not."""
+"""The keyword arguments that all operations share, and the error of any other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypedDict
 
+from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
 from unisono.groups.operations import OPS
 
-_KEYWORDS = ("async_op", "timeout", "algorithm", "deterministic")
+
+class AlgorithmKeywords(TypedDict, total=False):
+    """The shared keywords of a function that names its time-out itself."""
+
+    algorithm: str | None
+    deterministic: bool
+
+
+class CallKeywords(AlgorithmKeywords, total=False):
+    """The keywords that all operations share; see `ProcessGroup` for their meaning.
+
+    For type checkers: `def mean(x: Array, **how: Unpack[CallKeywords]) -> None`.
+    """
+
+    timeout: Timeout | None
+
+
+class How(CallKeywords, total=False):
+    """The keywords of all methods of `ProcessGroup`; callers outside unisono use `async_op` only.
+
+    Attributes:
+        async_op: See `ProcessGroup`.
+        _label: Name of the call in errors.
+        _split_sizes: Rows of each rank.
+        _partial: Receive shorter messages, too.
+    """
+
+    async_op: bool
+    _label: str | None
+    _split_sizes: Sequence[int]
+    _partial: bool
+
+
+_KEYWORDS = ("async_op", "timeout", *AlgorithmKeywords.__annotations__)
 _OTHER_WORDS = {"comm": "group", "root": "rank", "peer": "rank", "dest": "rank", "source": "rank"}
 
 
