@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
+	@echo "make frameworks  install accelerate and lightning, which some tests use beside torch"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -54,6 +55,11 @@ servers:
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
+
+# Not in the extra `test`: they require torch, which may not be there.
+frameworks: $(STAMP)
+	@$(BIN)/python -c "import torch" 2>/dev/null && $(PIP) '$(TORCH)' accelerate lightning \
+		|| echo "accelerate and lightning are not there: tests that need them will be skipped"
 
 # The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)

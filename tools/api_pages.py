@@ -61,6 +61,11 @@ PAGES = (
         homes="c10d.objects",
     ),
     Page(
+        "counters", "Counters and locks",
+        "Numbers and locks that the ranks of a group share.",
+        homes="c10d.counters",
+    ),
+    Page(
         "shared-arrays", "Shared arrays",
         "Arrays with one copy per host, which all its ranks read and write in place.",
         homes="c10d.shared_arrays",

@@ -46,6 +46,7 @@ _HOMES = {
         "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
+    "c10d.counters": "Counter Lock",
     "c10d.debug": (
         "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
     ),

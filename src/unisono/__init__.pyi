@@ -18,6 +18,8 @@ from unisono.base.types import Array as Array
 from unisono.base.types import RedOpType as RedOpType
 from unisono.base.types import ReduceOp as ReduceOp
 from unisono.c10d.backend_names import Backend as Backend
+from unisono.c10d.counters import Counter as Counter
+from unisono.c10d.counters import Lock as Lock
 from unisono.c10d.debug import DebugLevel as DebugLevel
 from unisono.c10d.debug import breakpoint as breakpoint
 from unisono.c10d.debug import get_debug_level as get_debug_level
@@ -130,6 +132,7 @@ __all__ = [
     "BarrierOptions",
     "BroadcastOptions",
     "CallKeywords",
+    "Counter",
     "DebugLevel",
     "DeviceMesh",
     "DistBackendError",
@@ -144,6 +147,7 @@ __all__ = [
     "GroupMember",
     "GroupName",
     "HashStore",
+    "Lock",
     "P2POp",
     "PickleSerializer",
     "PrefixStore",

@@ -119,6 +119,28 @@ def until_it_fails(group, members, order, count):
     return True, caught
 
 
+def kill_with_lock(rank, waiting):
+    """Kill rank 1 while it holds a lock, or waits for it; return the errors of the other ranks."""
+    lock = dist.Lock(name="a")
+    if rank == 1:
+        store().set("pid", str(os.getpid()))
+    if rank == (0 if waiting else 1):
+        lock.acquire()
+    dist.barrier()
+    if waiting and rank != 1:
+        lock._store.wait(["rank/1"], 60.0)  # rank 1 waits with ticket 1
+    if rank == 0:
+        os.kill(int(store().get("pid")), signal.SIGKILL)
+        if waiting:
+            lock.release()
+    if rank == 1 and not waiting:
+        signal.pause()
+    caught = attempt(lock.acquire)
+    store().add("heard", 1)
+    wait_for_count("heard", 2)
+    return caught
+
+
 def check_waiting(results, survivors, victim, died_s):
     for rank in survivors:
         found = results[rank]
@@ -158,6 +180,17 @@ def test_sub_group_hears_of_a_killed_rank(tmp_path):
     )
     assert results[1] is results[4] is None
     check_waiting(results, {0, 2}, 3, float(Path(tmp_path, "died_s").read_text()))
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_killed_with_a_lock(waiting):
+    results = run(kill_with_lock, 3, ranks="processes", args=(waiting,), dead={1})
+    for rank in (0, 2):
+        caught = results[rank]
+        assert (caught.kind, caught.peers, caught.usable) == ("PeerLostError", (1,), True)
+        start = f"acquire of Lock 'a' of group 'default' failed on rank {rank}: rank 1, whose turn"
+        assert caught.text.startswith(start)
+        assert caught.took_s < BUSY_S
 
 
 @pytest.mark.sweep(6)

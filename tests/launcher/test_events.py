@@ -294,9 +294,7 @@ dist.destroy_process_group()
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_on_one_node_stops_all_ranks_at_the_same_step(job_of, signum):
-    # The store's host serves a node that ends before the job does for so long after the job.
-    conf = f"{PATIENT},close_timeout=1"
-    first, second, _, _ = job_of(STOPPING).pair("--grace=30", nproc=2, conf=conf)
+    first, second, _, _ = job_of(STOPPING).pair("--grace=30", nproc=2, conf=PATIENT)
     second.send_signal(signum)
     code = 128 + signal.SIGTERM if signum == signal.SIGTERM else 0
     assert ended(first, second) == (0, code), first.err + second.err

@@ -132,6 +132,11 @@ class ProcessGroup(C10dNames):
         try:
             for device, name in self.config.device_backend_map.items():
                 self.backends[device] = self._make_backend(name, device, parent)
+            number = max(backend.world_number for backend in self.backends.values())
+            if number > 1:
+                # The members must not find keys of the world before, such as its counters.
+                store = PrefixStore(f"world/{number}", spec.store)
+                self._spec = replace(spec, store=store)
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
                 # C++ sets the mark in `calls` when it repeats a call, so it must be the same mark.
