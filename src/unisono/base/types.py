@@ -181,7 +181,16 @@ def _opaque(dtype: np.dtype[np.generic]) -> DType:
             hint="use the calls for objects, such as broadcast_object_list",
         )
     native = dtype.newbyteorder("=")
-    return DType(str(native), "x", np.dtype((np.void, dtype.itemsize)), native)
+    name = str(native)
+    if _has_long_double(native):
+        # x86-64 and aarch64 have other bits in as many bytes, so ranks must not exchange them.
+        name += f" ({np.finfo(np.longdouble).nmant} mantissa bits)"
+    return DType(name, "x", np.dtype((np.void, dtype.itemsize)), native)
+
+
+def _has_long_double(dtype: np.dtype[Any]) -> bool:
+    base = dtype.base
+    return base.char in "gG" or any(_has_long_double(base[name]) for name in base.names or ())
 
 
 def _instead_of_reducing(dtype: np.dtype[Any]) -> str:
