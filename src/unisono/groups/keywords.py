@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypedDict
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import ParamSpec, TypedDict, TypeVar
 
 from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
@@ -42,6 +43,9 @@ class How(CallKeywords, total=False):
     _partial: bool
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 _KEYWORDS = ("async_op", "timeout", *AlgorithmKeywords.__annotations__)
 _OTHER_WORDS = {"comm": "group", "root": "rank", "peer": "rank", "dest": "rank", "source": "rank"}
 
@@ -57,8 +61,6 @@ def check_keywords(op: str, call: str, how: Iterable[str]) -> None:
     Raises:
         ArgumentTypeError: Names the keyword, and in the hint the keyword that resembles it.
     """
-    from difflib import get_close_matches  # slow to import, and needed for this error only
-
     unknown = next((name for name in how if name not in _KEYWORDS), None)
     if unknown is None:
         return
@@ -72,11 +74,39 @@ def check_keywords(op: str, call: str, how: Iterable[str]) -> None:
         # A function takes this name itself, so a method was called.
         meant = name if unknown == rank else rank if meant == "rank" else meant
         known.append(rank)
-    like = [meant] if meant in known or meant in own else get_close_matches(unknown, known, 1)
+    if meant in own:
+        known.append(meant)
+    raise _unknown_keyword(call, unknown, meant, known, f"besides its own: {', '.join(_KEYWORDS)}")
+
+
+def takes_own_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a function without shared keywords raise ArgumentTypeError for an unknown keyword."""
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(function)
+    def call(*arguments: _P.args, **how: _P.kwargs) -> _R:
+        for unknown in how:
+            if unknown not in known:
+                meant = _OTHER_WORDS.get(unknown, "")
+                if meant == "rank":
+                    meant = "src" if "src" in known else "dst"
+                listed = f"here: {', '.join(known)}"
+                raise _unknown_keyword(function.__name__, unknown, meant, known, listed)
+        return function(*arguments, **how)
+
+    return call
+
+
+def _unknown_keyword(
+    call: str, unknown: str, meant: str, known: Iterable[str], listed: str
+) -> ArgumentTypeError:
+    from difflib import get_close_matches  # slow to import, and needed for this error only
+
+    like = [meant] if meant in known else get_close_matches(unknown, known, 1)
     error = ArgumentTypeError(
-        f"{call}() got an unexpected keyword argument {unknown!r} "
-        f"(known besides its own: {', '.join(_KEYWORDS)})",
+        f"{call}() got an unexpected keyword argument {unknown!r} (known {listed})",
         hint=f"did you mean {like[0]!r}?" if like else None,
     )
     error.name_call(call)
-    raise error
+    return error

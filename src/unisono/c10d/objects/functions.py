@@ -31,12 +31,14 @@ from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.c10d.objects.serializer import Serializer
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
+from unisono.groups.keywords import takes_own_keywords
 from unisono.groups.operations import list_on_root, one_each
 from unisono.groups.world import Group, member_group
 
 Function = Callable[[Any, Any], Any]
 
 
+@takes_own_keywords
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -68,7 +70,7 @@ def broadcast_object_list(
         >>> objects
         [{'rate': 0.1}]
     """
-    if (pg := member_group(group, "broadcast_object_list")) is None:
+    if (pg := member_group(group, "broadcast_object_list", stacklevel=4)) is None:
         return
     root = root_of(pg, "broadcast_object_list", src, group_src, default=0)
     with ObjectCall(pg, "broadcast_object_list", timeout, serializer) as call:
@@ -81,6 +83,7 @@ def broadcast_object_list(
             object_list[:] = call.loads(call.broadcast(None, root), root)
 
 
+@takes_own_keywords
 def all_gather_object(
     object_list: list[Any],
     obj: Any,
@@ -108,7 +111,7 @@ def all_gather_object(
         >>> objects
         [{'rank': 0}, {'rank': 1}]
     """
-    if (pg := member_group(group, "all_gather_object")) is None:
+    if (pg := member_group(group, "all_gather_object", stacklevel=4)) is None:
         return
     with ObjectCall(pg, "all_gather_object", timeout, serializer) as call:
         call.check(one_each, pg, object_list, "object_list")
@@ -117,6 +120,7 @@ def all_gather_object(
         object_list[:] = call.loads_all(packets)
 
 
+@takes_own_keywords
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
@@ -142,7 +146,7 @@ def gather_object(
         >>> objects
         [{'rank': 0}, {'rank': 1}]
     """
-    if (pg := member_group(group, "gather_object")) is None:
+    if (pg := member_group(group, "gather_object", stacklevel=4)) is None:
         return
     root = root_of(pg, "gather_object", dst, group_dst, default=0)
     with ObjectCall(pg, "gather_object", timeout, serializer) as call:
@@ -153,6 +157,7 @@ def gather_object(
             object_gather_list[:] = call.loads_all(packets)
 
 
+@takes_own_keywords
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
@@ -179,7 +184,7 @@ def scatter_object_list(
         >>> objects
         ['second']
     """
-    if (pg := member_group(group, "scatter_object_list")) is None:
+    if (pg := member_group(group, "scatter_object_list", stacklevel=4)) is None:
         return
     root = root_of(pg, "scatter_object_list", src, group_src, default=0)
     with ObjectCall(pg, "scatter_object_list", timeout, serializer) as call:
@@ -195,6 +200,7 @@ def scatter_object_list(
         scatter_object_output_list[0] = call.loads(packet, root)
 
 
+@takes_own_keywords
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
@@ -224,7 +230,7 @@ def send_object_list(
         >>> objects
         ['a', 'b']
     """
-    if (pg := member_group(group, "send_object_list")) is None:
+    if (pg := member_group(group, "send_object_list", stacklevel=4)) is None:
         return
     peer = group_rank_of(pg, "send_object_list", dst, group_dst)
     if peer == pg.rank():
@@ -236,6 +242,7 @@ def send_object_list(
     call.end()
 
 
+@takes_own_keywords
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
@@ -265,7 +272,7 @@ def recv_object_list(
         >>> items
         [{'rate': 0.1}]
     """
-    if (pg := member_group(group, "recv_object_list")) is None:
+    if (pg := member_group(group, "recv_object_list", stacklevel=4)) is None:
         return -1
     wanted = (
         None
@@ -291,6 +298,7 @@ def recv_object_list(
     return source
 
 
+@takes_own_keywords
 def all_reduce_object(
     obj: Any,
     op: Function,
@@ -318,7 +326,7 @@ def all_reduce_object(
         >>> dist.all_reduce_object({rank: "here"}, lambda a, b: a | b)
         {0: 'here', 1: 'here'}
     """
-    if (pg := member_group(group, "all_reduce_object")) is None:
+    if (pg := member_group(group, "all_reduce_object", stacklevel=4)) is None:
         return None
     with ObjectCall(pg, "all_reduce_object", timeout, serializer) as call:
         packets = call.gather(call.pack(lambda: obj), 0)
@@ -339,6 +347,7 @@ def all_reduce_object(
         return result[0]
 
 
+@takes_own_keywords
 def reduce_object(
     obj: Any,
     op: Function,
@@ -370,7 +379,7 @@ def reduce_object(
         >>> dist.reduce_object(f"from {rank}", max, dst=0)
         'from 1'
     """
-    if (pg := member_group(group, "reduce_object")) is None:
+    if (pg := member_group(group, "reduce_object", stacklevel=4)) is None:
         return None
     root = root_of(pg, "reduce_object", dst, group_dst, default=0)
     with ObjectCall(pg, "reduce_object", timeout, serializer) as call:
