@@ -71,11 +71,15 @@ from unisono.c10d.other_names import _rank_not_in_group as _rank_not_in_group
 from unisono.c10d.other_names import default_pg_timeout as default_pg_timeout
 from unisono.c10d.other_names import reduce_op as reduce_op
 from unisono.c10d.p2p import P2POp as P2POp
+from unisono.c10d.p2p import Received as Received
 from unisono.c10d.p2p import batch_isend_irecv as batch_isend_irecv
 from unisono.c10d.p2p import irecv as irecv
 from unisono.c10d.p2p import isend as isend
+from unisono.c10d.p2p import probe as probe
 from unisono.c10d.p2p import recv as recv
+from unisono.c10d.p2p import recv_array as recv_array
 from unisono.c10d.p2p import send as send
+from unisono.c10d.p2p import sendrecv as sendrecv
 from unisono.c10d.preemption import should_stop as should_stop
 from unisono.c10d.queries import get_backend as get_backend
 from unisono.c10d.queries import get_backend_config as get_backend_config
@@ -127,8 +131,11 @@ from unisono.stores import HashStore as HashStore
 from unisono.stores import PrefixStore as PrefixStore
 from unisono.stores import Store as Store
 from unisono.stores import TCPStore as TCPStore
+from unisono.transports.messages import ANY_TAG as ANY_TAG
+from unisono.transports.messages import MessageInfo as MessageInfo
 
 __all__ = [
+    "ANY_TAG",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -151,12 +158,14 @@ __all__ = [
     "GroupMember",
     "GroupName",
     "HashStore",
+    "MessageInfo",
     "P2POp",
     "PickleSerializer",
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
     "RankType",
+    "Received",
     "RedOpType",
     "ReduceOp",
     "ReduceOptions",
@@ -223,8 +232,10 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "probe",
     "record_comm",
     "recv",
+    "recv_array",
     "recv_object_list",
     "reduce",
     "reduce_object",
@@ -240,6 +251,7 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "sendrecv",
     "set_debug_level",
     "set_debug_level_from_env",
     "should_stop",
