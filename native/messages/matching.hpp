@@ -73,7 +73,7 @@ struct Operation {
   bool on_loan = false;   // of a send: the receiver may be reading the memory
   uint64_t order = 0;     // of a receive: its number in the order of posting
   bool more = false;      // of a send: the next send to the same rank follows at once
-  std::unique_ptr<char[]> copy;  // of a cancelled send: its payload, to complete the frame
+  std::unique_ptr<char[]> copy;    // of a cancelled send: its payload, to complete the frame
   std::unique_ptr<char[]> memory;  // of a receive that takes anything: its message
 
   // The outcome. `done` is set last.

@@ -14,9 +14,8 @@ namespace {
 
 // Also for an operation that goes on, and then still needs its memory.
 Outcome outcome_of(Operation& op) {
-  return {op.number,   op.code,    op.source,
-          op.got_nbytes, op.got_info, op.got_tag,
-          op.done ? std::move(op.memory) : nullptr};
+  auto memory = op.done ? std::move(op.memory) : nullptr;
+  return {op.number, op.code, op.source, op.got_nbytes, op.got_info, op.got_tag, std::move(memory)};
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ struct Outcome {
   uint64_t nbytes = 0;
   uint32_t info = 0;
   int64_t tag = 0;
-  std::unique_ptr<char[]> memory{};  // the message, for Take::anything
+  std::unique_ptr<char[]> memory = nullptr;  // the message, for Take::anything
 };
 
 // The address of another rank's inbox. pid 0: there is none. `channels`: the number of wires to use

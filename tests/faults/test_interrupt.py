@@ -184,6 +184,28 @@ def test_interrupted_recv_leaves_its_memory_alone():
     assert fresh == [5.0] * 3
 
 
+def interrupt_unknown(rank):
+    """Interrupt a probe and a receive of unknown size, which must then take no message."""
+    ended = []
+    dist.barrier()
+    for number, call in enumerate((dist.probe, dist.recv_array)):
+        if rank == 1:
+            ended.append(interrupted(call).kind)
+            store().set(f"interrupted {number}", "yes")
+            ended.append(dist.recv_array(0).array.tolist())
+        else:
+            store().wait([f"interrupted {number}"], 60.0)
+            dist.send(np.full(2, number), 1)
+        dist.barrier()
+    return ended
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_interrupted_probe_and_recv_array_take_no_message(engine):
+    _, ended = run(interrupt_unknown, 2, ranks="processes", engine=engine)
+    assert ended == ["KeyboardInterrupt", [0, 0], "KeyboardInterrupt", [1, 1]]
+
+
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_interrupt_in_a_callback_is_not_lost():
     caught = run(interrupt_callback, 2, ranks="processes")[1]
