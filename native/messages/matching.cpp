@@ -11,18 +11,7 @@ bool Operation::takes_from(int rank) const {
   return std::find(among->begin(), among->end(), rank) != among->end();
 }
 
-bool Operation::matches(int rank, const Envelope& message) const {
-  if (envelope.context != message.context || (peer != -1 && peer != rank)) return false;
-  if (envelope.tag == message.tag) return true;
-  return envelope.tag == kAnyTag && message.tag >= 0 && message.tag < kFirstInnerTag;
-}
-
-bool Operation::accept(int rank, const Envelope& message, std::unique_ptr<char[]>* kept) {
-  source = rank;
-  got_nbytes = message.nbytes;
-  got_info = message.info;
-  got_tag = message.tag;
-  if (takes == Take::fitting) return envelope.fits(message);
+bool Operation::accept_anything(const Envelope& message, std::unique_ptr<char[]>* kept) {
   if (takes == Take::nothing) return true;
   memory = kept != nullptr ? std::move(*kept)
                            : std::unique_ptr<char[]>(new (std::nothrow) char[message.nbytes]);

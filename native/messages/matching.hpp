@@ -37,6 +37,9 @@ struct Envelope {
   uint64_t nbytes;
   uint32_t info;  // a word about the payload that must be equal at both ends
 
+  // Whether a receive of any tag is for this message.
+  bool is_of_user() const { return tag >= 0 && tag < kFirstInnerTag; }
+
   // Whether a receive with this envelope may take a message.
   bool fits(const Envelope& message) const {
     const bool is_partial = (info & kPartial) != 0;
@@ -86,10 +89,20 @@ struct Operation {
 
   bool takes_from(int rank) const;
   // Whether this receive is for a message with this envelope; its size and `info` may not fit.
-  bool matches(int rank, const Envelope& message) const;
+  bool matches(int rank, const Envelope& message) const {
+    if (envelope.context != message.context || (peer != -1 && peer != rank)) return false;
+    return envelope.tag == message.tag || (envelope.tag == kAnyTag && message.is_of_user());
+  }
   // Record the message of this receive, and return whether its memory takes the message. `kept`:
   // memory with the message. Without it, a receive that takes anything allocates memory.
-  bool accept(int rank, const Envelope& message, std::unique_ptr<char[]>* kept = nullptr);
+  bool accept(int rank, const Envelope& message, std::unique_ptr<char[]>* kept = nullptr) {
+    source = rank;
+    got_nbytes = message.nbytes;
+    got_info = message.info;
+    got_tag = message.tag;
+    return takes == Take::fitting ? envelope.fits(message) : accept_anything(message, kept);
+  }
+  bool accept_anything(const Envelope& message, std::unique_ptr<char[]>* kept);
   bool is_leftover() const { return copy != nullptr; }
 };
 

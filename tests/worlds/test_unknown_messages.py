@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from unisono.errors import (
     PeerLostError,
 )
 from unisono.testing import run
+from unisono.transports import transfers
 
 ANY = dist.ANY_TAG
 SIZES = (0, 1, 50, 70_000)
@@ -285,28 +286,41 @@ def test_errors_of_probe_and_recv_array(rank):
         with fails(CollectiveMismatchError, "recv(float64[3], src=any, tag=any)", "int64[3]"):
             dist.recv(np.zeros(3), tag=ANY)
         assert dist.probe(wait=False) is None
-    group, waiting, ended = dist.new_group(), threading.Event(), []
-
-    def wait():
-        waiting.set()
-        try:
-            group.probe(0)
-        except ClosedError as error:
-            ended.append(error.what)
-
-    thread = threading.Thread(target=wait)
-    if rank == 1:
-        thread.start()
-        waiting.wait(30)
-    # As long as this takes, the other thread should be in its probe.
-    for _ in range(5):
-        dist.barrier()
-    dist.destroy_process_group(group)
-    if rank == 1:
-        thread.join()
-        assert ended == ["probe(src=0, tag=any) in group '1' ended on rank 1 of 2: the group was "
-                         "destroyed here"]  # fmt: skip
+    group = dist.new_group()
+    probe = group.probe(0, async_op=True)
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(probe.wait_on_host)
+        for _ in range(5):
+            # As long as this takes, the other thread should be in its wait.
+            dist.barrier()
+        dist.destroy_process_group(group)
+        with fails(ClosedError, "probe(src=0, tag=any) in group '1' ended", "destroyed here"):
+            ended.result(60)
     dist.barrier()
+
+
+def test_a_message_without_memory_is_dropped(monkeypatch):
+    def no_memory(*_):
+        raise MemoryError
+
+    def body(rank):
+        if rank == 0:
+            dist.send(np.ones(3), 1, tag=1)
+            dist.send(np.ones(3), 1)
+        else:
+            dist.probe(0, tag=0)
+            with monkeypatch.context() as patch:
+                patch.setattr(transfers, "np", SimpleNamespace(empty=no_memory, uint8=np.uint8))
+                with pytest.raises(MemoryError) as caught:
+                    dist.recv_array(0, tag=1)
+            assert str(caught.value) == (
+                "recv_array(src=0, tag=1) in group 'default' has no memory on rank 1 of 2: "
+                "rank 0 sent float64[3], which was dropped"
+            )
+            assert dist.recv_array(0).array.sum() == 3
+        dist.barrier()
+
+    run(body, 2, engine="reference")
 
 
 def probe_of_the_dead(rank, how):

@@ -51,12 +51,13 @@ class _Message(Pending):
 
     def _receive(self, transfer: Transfer) -> None:
         """Set the results of a receive or probe."""
-        data, dtype = self._message_call.data, dtype_of_code(transfer.info)
+        data = self._message_call.data
         self.source, self.tag = transfer.peer, transfer.tag[1]
         if data is not None:
             self.count = transfer.nbytes // data.dtype.itemsize
             data.unpack()
             return
+        dtype = dtype_of_code(transfer.info)
         self.count = transfer.nbytes // (1 if dtype is None else dtype.itemsize)
         if transfer.into is NOTHING:
             assert self.source is not None

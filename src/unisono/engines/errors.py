@@ -312,6 +312,8 @@ def message_error(
     deadline: Deadline | None,
 ) -> BaseException | None:
     """Return the error of a send or receive that ended with this status."""
+    if status is None:
+        return None
     op, nbytes = call.op, call.nbytes
     if isinstance(status, Failure):
         return broken_group_error(status, comm, op)

@@ -54,7 +54,6 @@ class Transfer(Completion):
         self.context = context
         self.tag = tag
         self.into = into
-        self.nbytes = into.nbytes
         self.info = info
         self.among = among
 
