@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q
 PARALLEL = -n $(WORKERS) --dist worksteal
 
-.PHONY: help demo test test-all servers test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
+.PHONY: help demo test test-all servers frameworks test-reference test-torch check setup native test-native planted fuzz fuzz-stores docs site wheels clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make test-reference  group and fault tests once more, on the reference engine"
 	@echo "make test-torch  torch's own tests of a backend, on Gloo and on unisono"
 	@echo "make servers install redis-server and etcd-server, which some tests start (Debian, root)"
+	@echo "make frameworks  install accelerate and lightning, which some tests use beside torch"
 	@echo "make check   format, lint, types, layers, sizes, language (no tests)"
 	@echo "make setup   create .venv with unisono, editable, and the tools of a developer"
 	@echo "make native  rebuild the C++ engine after an edit (test-native: its own tests)"
@@ -55,6 +56,11 @@ servers:
 			redis-server etcd-server >/dev/null; } \
 		|| echo "redis-server and etcd are not there: tests that need them will be skipped"
 
+# Not in the extra `test`: they require torch, which may not be there.
+frameworks: $(STAMP)
+	@$(BIN)/python -c "import torch" 2>/dev/null && $(PIP) '$(TORCH)' accelerate lightning \
+		|| echo "accelerate and lightning are not there: tests that need them will be skipped"
+
 # The tests that run on the native engine by default, on the reference engine.
 test-reference: $(STAMP)
 	@UNISONO_ENGINE=reference $(PYTEST) --all tests/worlds tests/faults
@@ -77,6 +83,7 @@ check: $(STAMP)
 	@$(BIN)/python tools/tidy.py
 
 docs: $(STAMP)
+	@$(BIN)/python tools/stub.py
 	@$(BIN)/python tools/api_pages.py
 	@$(BIN)/python tools/algorithms_page.py
 	@$(BIN)/python tools/compatibility_page.py
@@ -85,7 +92,6 @@ docs: $(STAMP)
 	@$(BIN)/python tools/errors_page.py
 	@$(BIN)/python tools/matrix_page.py
 	@$(BIN)/python tools/pictures.py
-	@$(BIN)/python tools/stub.py
 	@$(BIN)/python benchmarks/tables.py
 
 # Fails on a dead link, and on a public name without a docstring or without a page.
@@ -117,7 +123,7 @@ $(DEMO): pyproject.toml $(STUB)
 	@test -x $(BIN)/python || { $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and \
 		'unisono needs Python 3.11 or newer; choose another: make PYTHON=python3.12')" \
 		&& $(PYTHON) -m venv .venv; }
-	@echo "2/3 installing NumPy, rich and the build tools (50 MB)"
+	@echo "2/3 installing NumPy, rich, shtab and the build tools (50 MB)"
 	@$(BIN)/python -c "import tomllib; file = tomllib.load(open('pyproject.toml', 'rb')); \
 		print(*file['build-system']['requires'], *file['project']['dependencies'], \
 		*file['project']['optional-dependencies']['cli'], sep='\n')" >.venv/demo.txt

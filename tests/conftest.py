@@ -1,7 +1,5 @@
 """The leak guard: every test must leave the process as it found it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -46,8 +46,9 @@ PAGES = (
     Page(
         "collectives", "Collectives",
         "Operations that all ranks of a group call together.",
+        "In the examples, `rank` is `dist.get_rank()`. "
         "[Reductions](../reductions.md) defines the results, [Matrix](../matrix.md) the dtypes.",
-        homes="c10d.collectives c10d.monitored_barrier base.types",
+        homes="c10d.collectives c10d.monitored_barrier base.types groups.keywords",
     ),
     Page(
         "point-to-point", "Point to point",
@@ -58,6 +59,16 @@ PAGES = (
         "objects", "Python objects",
         "Collectives and messages of Python objects, and their serialisation.",
         homes="c10d.objects",
+    ),
+    Page(
+        "counters", "Counters and locks",
+        "Numbers and locks that the ranks of a group share.",
+        homes="c10d.counters",
+    ),
+    Page(
+        "shared-arrays", "Shared arrays",
+        "Arrays with one copy per host, which all its ranks read and write in place.",
+        homes="c10d.shared_arrays",
     ),
     Page(
         "work", "Works and futures",
@@ -168,10 +179,23 @@ def pages() -> dict[str, str]:
 
 
 def _path(tier: str, name: str) -> str:
-    """Return where to find the docstring: at the public name unless a module has the same one."""
+    """Return where to find the docstring: at the public name unless it leads elsewhere.
+
+    It leads to a module if that has the same name, and to several signatures if the stub has some.
+    """
     home = source_of(_home(tier, name), name)
     is_module = home.endswith(f".{name}") or (ROOT / "src" / tier / name).exists()
-    return f"{home}.{name}" if is_module else f"{tier}.{name}"
+    stub = (ROOT / "src" / tier / "__init__.pyi") if tier == "unisono" else None
+    if is_module or (stub and name not in _imported(stub)):
+        return f"{home}.{name}"
+    return f"{tier}.{name}"
+
+
+@functools.cache
+def _imported(stub: Path) -> set[str]:
+    """Return the names that a stub imports."""
+    body = ast.parse(stub.read_text(encoding="utf-8")).body
+    return {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 def names_of(page: Page) -> list[str]:

@@ -181,6 +181,7 @@ LAUNCHER = {
 # Members of torch's classes that unisono's classes lack, with the reason.
 _BOXES = "for torch's compiler"
 _ENUM = "there is no enumeration of C++ backends"
+_GLOO = "Gloo's own; unisono's backend \"gloo\" has the environment variables of unisono"
 LACKING = {
     "Backend": {"backend_type_map": _ENUM},
     "ProcessGroup": {
@@ -194,7 +195,22 @@ LACKING = {
         "split_group": "a function of the module",
         "use_pg_for_symm_mem_rendezvous": "symmetric memory is for GPUs",
     },
-    "TCPStore": {"libuvBackend": "the server is unisono's own"},
+    "ProcessGroupGloo": {
+        **dict.fromkeys(
+            ("Device", "Options", "create_default_device", "create_device", "options"), _GLOO
+        ),
+        **dict.fromkeys(
+            (
+                *("allocate_tensor", "eager_connect_single_device", "mem_allocator"),
+                *("memory_stats", "resume", "setUsePgForSymmMemRendezvous", "shrink"),
+                *("supports_coalescing", "supports_shrinking", "supports_splitting"),
+                *("supports_tensor_alloc", "supports_time_estimate", "suspend"),
+            ),
+            "a method of torch's C++ backends",
+        ),
+        "monitored_barrier": "a function of the module",
+        "name": "an attribute, the group's name: for the backend's use get_backend(group)",
+    },
     "Work": {**dict.fromkeys(("boxed", "unbox"), _BOXES), "get_future_result": "NCCL only"},
 }
 

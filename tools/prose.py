@@ -212,7 +212,7 @@ def python(source: str) -> Iterator[Text]:
 def docstring(doc: str, first: int) -> Iterator[Text]:
     """Yield the paragraphs of a docstring; indented blocks are code or pictures."""
     paragraph: list[str] = []
-    start, section = 0, False
+    start, section, examples = 0, False, False
     for number, line in enumerate([*doc.splitlines(), ""], first):
         header = _SECTION.match(line)
         indent = len(line) - len(line.lstrip())
@@ -222,10 +222,11 @@ def docstring(doc: str, first: int) -> Iterator[Text]:
             yield Text(start, "prose", "\n".join(paragraph))
             paragraph = []
         if line.strip() and indent == 0:
-            section = bool(header)
+            examples = line.startswith("Examples:")
+            section = bool(header) and not examples
         literal = indent >= 2 and not section and not item and not paragraph
         text = line[len(header.group()) :] if header else line
-        if text.strip() and not literal:
+        if text.strip() and not literal and not examples:
             start = start if paragraph else number
             paragraph.append(text[entry.end() :] if entry else text.strip().lstrip("-*+ "))
 

@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "backends": "BackendConfig register_backend",
     "base.streams": "Event Stream current_stream default_stream stream",
-    "base.types": "RedOpType ReduceOp",
+    "base.types": "Array RedOpType ReduceOp",
     "launcher": "launch spawn",
     "engines.choice": "EngineInfo engine_info",
     "groups.c10d_methods": (
@@ -46,13 +46,14 @@ _HOMES = {
         "reduce_scatter_single reduce_scatter_tensor scan scatter"
     ),
     "errors": "QueueEmptyError",
+    "c10d.counters": "Counter Lock",
     "c10d.debug": (
         "DebugLevel breakpoint get_debug_level record_comm set_debug_level set_debug_level_from_env"
     ),
     "c10d.other_names": (
-        "DistBackendError DistError DistNetworkError DistStoreError GroupName RankType "
-        "_coalescing_manager _get_process_group_name _make_nccl_premul_sum _rank_not_in_group "
-        "default_pg_timeout reduce_op"
+        "DistBackendError DistError DistNetworkError DistStoreError GroupName ProcessGroupGloo "
+        "ProcessGroupNCCL RankType _coalescing_manager _get_process_group_name "
+        "_make_nccl_premul_sum _rank_not_in_group default_pg_timeout reduce_op"
     ),
     "c10d.device_mesh": "DeviceMesh init_device_mesh",
     "c10d.monitored_barrier": "monitored_barrier",
@@ -60,7 +61,9 @@ _HOMES = {
         "all_gather_object all_reduce_object broadcast_object_list gather_object "
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
+    "c10d.shared_arrays": "SharedArray shared_array",
     "c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
+    "groups.keywords": "CallKeywords",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
     "c10d.preemption": "should_stop",

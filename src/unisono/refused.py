@@ -16,8 +16,6 @@ REFUSED = {
     "GradBucket": f"{_REDUCER}: {_PLUG_IN}",
     "Logger": f"{_REDUCER}: {_PLUG_IN}",
     "Reducer": f"{_REDUCER}: {_PLUG_IN}",
-    "ProcessGroupGloo": 'the backend "gloo" is served by unisono\'s CPU engine, so there is no '
-    "Gloo object: use unisono.ProcessGroup",
     "_StoreCollectives": "experimental in torch: use a process group, or the methods of a store",
     "_time_estimator": "an estimate of NCCL's; no CPU backend of torch has it either",
     "algorithms": f"hooks and averagers for torch modules: {_PLUG_IN}",

@@ -4,8 +4,6 @@
 the last of the others had its error; the tests run a few.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -16,10 +14,12 @@ from pathlib import Path
 import numpy as np
 
 import unisono as dist
+from tests.support.operations import Operations
 from unisono.errors import CollectiveAbortedError, CollectiveTimeoutError, PeerLostError
 from unisono.testing import run
 
 ENDS = {"kill": PeerLostError, "stop": CollectiveTimeoutError, "abort": CollectiveAbortedError}
+CALLS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter_tensor", "all_to_all_single"]
 SIZES = [1, 500, 200_000, 800_000]
 """Of arrays, in numbers of 8 bytes. NumPy puts the last into huge pages, if there are any."""
 TIMEOUT_S = 3.0
@@ -66,44 +66,29 @@ def _end(folder, way, others):
 
 def _one_call(rank, p, kind, n, k):
     right, left = (rank + 1) % p, (rank - 1) % p
-    if kind == 0:
-        x = np.full(n, rank + k)
-        dist.all_reduce(x)
-        assert (x == sum(range(p)) + p * k).all()
-    elif kind == 1:
-        x = np.full(n, rank + k)
-        dist.broadcast(x, k % p)
-        assert (x == k % p + k).all()
-    elif kind == 2:
-        x, y = np.full(n, rank + k), np.zeros(n, int)
+    if kind < len(CALLS):
+        calls = Operations(rank, p, n, k % p, shift=k)
+        if CALLS[kind] == "all_to_all_single":
+            calls.uneven = [n + r for r in range(p)]
+        getattr(calls, CALLS[kind])()
+        calls.check(kind, n, k)
+        return
+    x, y = np.full(n, rank + k), np.zeros(n, int)
+    if kind == 5:
         works = [dist.irecv(y, left), dist.isend(x, right)]
         for work in works:
             work.wait()
         assert (y == left + k).all()
-    elif kind == 3:
-        x, y = np.full(n, rank + k), np.zeros(n, int)
+    elif kind == 6:
         dist.send(x, right, tag=k)
         dist.recv(y, left, tag=k)
         assert (y == left + k).all()
-    elif kind == 4:
+    else:
         arrays = [np.full(n, rank + k + i) for i in range(3)]
         works = [dist.all_reduce(x, async_op=True) for x in arrays]
         for i, work in enumerate(works):
             work.wait()
             assert (arrays[i] == sum(range(p)) + p * (k + i)).all()
-    elif kind == 5:
-        boxes = [np.zeros(n, int) for _ in range(p)]
-        dist.all_gather(boxes, np.full(n, rank + k))
-        assert all((box == other + k).all() for other, box in enumerate(boxes))
-    elif kind == 6:
-        x = np.zeros(n, int)
-        dist.reduce_scatter_tensor(x, np.repeat(np.arange(p) + k, n))
-        assert (x == p * (rank + k)).all()
-    else:
-        sizes = [n + rank] * p
-        x, y = np.full(sum(sizes), rank + k), np.zeros(p * n + sum(range(p)), int)
-        dist.all_to_all_single(y, x, [n + r for r in range(p)], sizes)
-        assert (y == np.repeat(np.arange(p) + k, [n + r for r in range(p)])).all()
 
 
 def one_round(folder, seed, way):

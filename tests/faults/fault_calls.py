@@ -1,7 +1,5 @@
 """Every operation as one call, and what became of a call: shared by the bodies of all tests."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading
@@ -11,10 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 import unisono as dist
+from tests.support import operations
+from tests.support.operations import Operations
 from unisono.base.completion import Completion
 from unisono.errors import UnisonoError
-
-COUNT = 3
 
 # The longest any rank may take to hear of a failure, in seconds; the library's own promise.
 NOTICE_S = 1.0
@@ -57,47 +55,24 @@ def attempt(call, *args, **how):
     return Caught("", "", (), None, began_s)
 
 
-def _ones(count=COUNT):
-    return np.ones(count, np.float32)
+def _caller(name):
+    """Return a function that makes a call of this name in a group."""
+    return lambda group, **how: getattr(
+        Operations(group.rank(), group.size(), ranks=group.ranks, how={"group": group, **how}), name
+    )()
 
 
-def _each(group):
-    return [_ones() for _ in range(group.size())]
-
-
-def _on_root(group):
-    return _each(group) if group.rank() == 0 else None
-
-
-COLLECTIVES = {
-    "broadcast": lambda g, **how: g.broadcast(_ones(), 0, **how),
-    "all_reduce": lambda g, **how: g.all_reduce(_ones(), **how),
-    "all_reduce_coalesced": lambda g, **how: g.all_reduce_coalesced([_ones(), _ones()], **how),
-    "reduce": lambda g, **how: g.reduce(_ones(), 0, **how),
-    "all_gather": lambda g, **how: g.all_gather(_each(g), _ones(), **how),
-    "all_gather_into_tensor": lambda g, **how: g.all_gather_into_tensor(
-        _ones(COUNT * g.size()), _ones(), **how
-    ),
-    "all_gather_coalesced": lambda g, **how: g.all_gather_coalesced(
-        [[_ones()] for _ in range(g.size())], [_ones()], **how
-    ),
-    "gather": lambda g, **how: g.gather(_ones(), _on_root(g), 0, **how),
-    "scatter": lambda g, **how: g.scatter(_ones(), _on_root(g), 0, **how),
-    "reduce_scatter": lambda g, **how: g.reduce_scatter(_ones(), _each(g), **how),
-    "reduce_scatter_tensor": lambda g, **how: g.reduce_scatter_tensor(
-        _ones(), _ones(COUNT * g.size()), **how
-    ),
-    "all_to_all": lambda g, **how: g.all_to_all(_each(g), _each(g), **how),
-    "all_to_all_single": lambda g, **how: g.all_to_all_single(
-        _ones(COUNT * g.size()), _ones(COUNT * g.size()), **how
-    ),
-    "barrier": lambda g, **how: g.barrier(**how),
-}
+COLLECTIVES = {name: _caller(name) for name in operations.COLLECTIVES}
 
 
 def groups_for(names, ranks=None, timeout=None):
     """Return one new group for each name: a group that broke is of no use to the next call."""
     return {name: dist.new_group(ranks, timeout=timeout, group_desc=name) for name in names}
+
+
+def calls_in(groups):
+    """Return {name: call} of all collectives, each in the group of its name."""
+    return {n: lambda n=n, **how: COLLECTIVES[n](groups[n], **how) for n in COLLECTIVES}
 
 
 def attempt_at_once(calls, entered=lambda: None):
@@ -197,7 +172,7 @@ def calls_take_s():
     """Return how long the slowest rank takes for all calls now; the same on all ranks."""
     groups = groups_for(COLLECTIVES)
     began_s = time.monotonic()
-    attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+    attempt_at_once(calls_in(groups))
     slowest_s = np.array([time.monotonic() - began_s])
     dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
     return float(slowest_s[0])

@@ -3,8 +3,6 @@
 Children of multiprocessing end in another way: without atexit, without sys.excepthook.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,20 +1,19 @@
 """A call that its time-out ends at any moment: right numbers or an error, on every rank."""
 
-from __future__ import annotations
-
 import time
-from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
 from unisono.errors import CollectiveTimeoutError
 from unisono.testing import run
 
 PATIENT_S = 60.0
 # Of arrays of 8 bytes. NumPy puts the last into huge pages, which others read where they lie.
 SIZES = [1, 20_000, 700_000]
+CALLS = ["all_reduce", "broadcast", "all_gather_into_tensor", "all_to_all_single", "scatter"]
 
 
 def at_the_brink(rank, seed, rounds):
@@ -30,44 +29,27 @@ def at_the_brink(rank, seed, rounds):
         late, impatient = (int(who) for who in shared.integers(p, size=2))
         pg = dist.new_group(list(range(p)), timeout=PATIENT_S)
         for call_number in range(8):
-            kind, n = int(shared.integers(5)), int(shared.choice(SIZES))
+            kind, n = int(shared.integers(len(CALLS))), int(shared.choice(SIZES))
             pause_s, jitter_s = (float(each) for each in shared.exponential(0.002, 2))
             if rank == late:
                 time.sleep(pause_s)
             hurries = rank == impatient and call_number > 0
             brink_s = max(1e-6, pause_s + jitter_s - 0.002)
-            call, arrays, result, expected = _prepared(rank, p, kind, n, number)
+            how = {"group": pg, "timeout": brink_s if hurries else PATIENT_S}
+            calls = Operations(rank, p, n, number % p, shift=number, how=how)
             try:
-                call(group=pg, timeout=brink_s if hurries else PATIENT_S)
+                getattr(calls, CALLS[kind])()
             except CollectiveTimeoutError:
-                for array in arrays:
+                for array, _ in calls.made:
                     array.fill(-1)
                 ended["badly"] += 1
                 break
-            assert (result == expected).all(), (seed, number, kind, n, rank)
+            calls.check(seed, number, kind, n, rank)
             ended["well"] += 1
         # Nobody makes the next group before all have left this one.
         dist.barrier()
         dist.destroy_process_group(pg)
     return ended
-
-
-def _prepared(rank, p, kind, n, number):
-    """Return a call, all its arrays, that of its result, and what has to be in it."""
-    x, root = np.full(n, rank + number), number % p
-    everybody = np.repeat(np.arange(p), n) + number
-    whole = np.zeros(n * p, x.dtype)
-    if kind == 0:
-        return partial(dist.all_reduce, x), [x], x, sum(range(p)) + p * number
-    if kind == 1:
-        return partial(dist.broadcast, x, root), [x], x, root + number
-    if kind == 2:
-        return partial(dist.all_gather_into_tensor, whole, x), [x, whole], whole, everybody
-    if kind == 3:
-        y, expected = everybody + 10 * rank, np.repeat(10 * np.arange(p), n) + rank + number
-        return partial(dist.all_to_all_single, whole, y), [y, whole], whole, expected
-    pieces = [np.full(n, r - number) for r in range(p)] if rank == root else None
-    return partial(dist.scatter, x, pieces, root), [x, *(pieces or [])], x, rank - number
 
 
 ROUNDS = 6

@@ -1,14 +1,12 @@
 """Every public call that blocks ends in time, and says whom it waited for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect
 import os
 import signal
 import socket
-import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +16,7 @@ import unisono
 import unisono as dist
 from tests.faults.fault_calls import COLLECTIVES, attempt, groups_for, pids, store
 from tests.support.lateness import Lateness
+from tests.support.together import on_threads
 from unisono import Serializer
 from unisono.groups import world
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
@@ -38,8 +37,6 @@ OBJECTS = {
 }
 
 BEYOND = {
-    "scan": lambda g, t: g.scan(np.ones(2), timeout=t),
-    "exscan": lambda g, t: g.exscan(np.ones(2), timeout=t),
     "all_gather, uneven": lambda g, t: g.all_gather(
         [np.ones(1 + r) for r in range(3)], np.ones(1 + g.rank()), timeout=t
     ),
@@ -52,6 +49,7 @@ BEYOND = {
     "reduce_object": lambda g, t: dist.reduce_object(1, max, 0, g, timeout=t),
     "should_stop": lambda g, t: dist.should_stop(g, timeout=t),
     "all_reduce_object": lambda g, t: dist.all_reduce_object(1, max, g, timeout=t),
+    "shared_array": lambda g, t: dist.shared_array(2, float, g, timeout=t),
     "split_group": lambda g, t: dist.split_group(g, [[0, 1], [2]], t),
     "new_subgroups": lambda g, t: dist.new_subgroups(1, g, t),
     "agree": lambda g, t: g.agree("save(3)", timeout=t),
@@ -215,11 +213,7 @@ def attempts(calls):
     items = list(calls.items())
     for first in range(0, len(items), AT_ONCE):
         store().barrier(f"together/{items[first][0]}", 2, 60.0)
-        threads = [threading.Thread(target=make, args=i) for i in items[first : first + AT_ONCE]]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(*(partial(make, *item) for item in items[first : first + AT_ONCE]))
     return results
 
 
@@ -312,6 +306,8 @@ SAME = {
     "all_gather_single": "all_gather_into_tensor",
     "new_subgroups_by_enumeration": "new_group",
     "reduce_scatter_single": "reduce_scatter_tensor",
+    "ProcessGroupGloo": "ProcessGroup",
+    "ProcessGroupNCCL": "ProcessGroup",
     "Store": "TCPStore",
 }
 

@@ -1,7 +1,5 @@
 """A call that a rank has finished before it raises is no failure on the other ranks."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -9,78 +7,24 @@ import pytest
 
 import unisono as dist
 from tests.faults.fault_calls import attempt, store
+from tests.support.operations import COLLECTIVES, Operations
 from unisono.errors import PeerError, UnisonoError
 from unisono.testing import run
 
 SIZES = (1, 5, 700, 9_000, 70_000, 400_000)
 
 
-def _all_reduce(group, rank, size, count, number):
-    x = np.full(count, float(rank + number))
-    dist.all_reduce(x, group=group)
-    return (x == sum(range(size)) + size * number).all()
+UNEVEN = "all_to_all_single (uneven)"
+NAMES = [*COLLECTIVES, UNEVEN]
 
 
-def _broadcast(group, rank, size, count, number):
-    x = np.full(count, float(number if rank == number % size else -1))
-    dist.broadcast(x, src=number % size, group=group)
-    return (x == number).all()
-
-
-def _reduce(group, rank, size, count, number):
-    x = np.full(count, float(rank + number))
-    dist.reduce(x, dst=number % size, group=group)
-    return rank != number % size or (x == sum(range(size)) + size * number).all()
-
-
-def _gather(group, rank, size, count, number):
-    root = number % size
-    parts = [np.empty(count) for _ in range(size)] if rank == root else None
-    dist.gather(np.full(count, float(rank + number)), parts, dst=root, group=group)
-    return parts is None or all((part == i + number).all() for i, part in enumerate(parts))
-
-
-def _scatter(group, rank, size, count, number):
-    root = number % size
-    parts = [np.full(count, float(i + number)) for i in range(size)] if rank == root else None
-    x = np.empty(count)
-    dist.scatter(x, parts, src=root, group=group)
-    return (x == rank + number).all()
-
-
-def _all_gather(group, rank, size, count, number):
-    x = np.empty((size, count))
-    dist.all_gather_into_tensor(x, np.full(count, float(rank + number)), group=group)
-    return (x == np.arange(size)[:, None] + number).all()
-
-
-def _reduce_scatter(group, rank, size, count, number):
-    x = np.empty(count)
-    dist.reduce_scatter_tensor(x, np.full((size, count), float(rank + number)), group=group)
-    return (x == sum(range(size)) + size * number).all()
-
-
-def _all_to_all(group, rank, size, count, number):
-    x = np.empty((size, count))
-    dist.all_to_all_single(x, np.full((size, count), float(rank + number)), group=group)
-    return (x == np.arange(size)[:, None] + number).all()
-
-
-def _uneven_all_to_all(group, rank, size, count, number):
-    given = [count + i for i in range(size)]
-    x = np.empty(size * (count + rank))
-    source = np.full(sum(given), float(rank + number))
-    dist.all_to_all_single(x, source, [count + rank] * size, given, group=group)
-    return (x.reshape(size, -1) == np.arange(size)[:, None] + number).all()
-
-
-def _barrier(group, rank, size, count, number):
-    dist.barrier(group=group)
-    return True
-
-
-CALLS = (_all_reduce, _broadcast, _reduce, _gather, _scatter, _all_gather, _reduce_scatter)
-CALLS += (_all_to_all, _uneven_all_to_all, _barrier)
+def make(name, group, rank, size, count, number):
+    """Make one call of a group, and check its result."""
+    calls = Operations(rank, size, count, number % size, shift=number, how={"group": group})
+    if name == UNEVEN:
+        calls.uneven = [count + i for i in range(size)]
+    getattr(calls, name.partition(" ")[0])()
+    calls.check(name, count, number)
 
 
 def rounds(rank, size, seed, count):
@@ -90,7 +34,7 @@ def rounds(rank, size, seed, count):
 
 def _round(rank, size, name):
     dice = random.Random(name)
-    call, elements, last = dice.choice(CALLS), dice.choice(SIZES), dice.randrange(1, 9)
+    call, elements, last = dice.choice(NAMES), dice.choice(SIZES), dice.randrange(1, 9)
     failing, leaves, varies = dice.randrange(size), dice.random() < 0.5, dice.random() < 0.5
     group = dist.new_group(timeout=60)
     done = 0
@@ -98,8 +42,8 @@ def _round(rank, size, name):
     try:
         while done < last or rank != failing:
             if varies:
-                call, elements = dice.choice(CALLS), dice.choice(SIZES)
-            assert call(group, rank, size, elements, done + 1), (name, call)
+                call, elements = dice.choice(NAMES), dice.choice(SIZES)
+            make(call, group, rank, size, elements, done + 1)
             done += 1
     except UnisonoError as raised:
         error = raised
@@ -113,7 +57,7 @@ def _round(rank, size, name):
         dist.destroy_process_group(group)
     text = "" if error is None else f"{type(error).__name__}: {error}"
     blamed = None if not isinstance(error, PeerError) else list(error.context.peers)
-    return name, call.__name__, elements, failing, last, done, blamed, text
+    return name, call, elements, failing, last, done, blamed, text
 
 
 def sends(rank, size, seed, count):

@@ -1,7 +1,5 @@
 """Worlds across hosts, each a network namespace."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -51,9 +49,14 @@ def network():
         yield network
 
 
-def compute(hosts, **variables):
+def on(hosts, script, **variables):
+    """Start a script as a rank on each of the hosts; its store is at MASTER_ADDR."""
     variables = {"MASTER_PORT": str(PORT), "TORCHELASTIC_USE_AGENT_STORE": "", **variables}
-    with started([host.inside() for host in hosts], COMPUTES, variables) as processes:
+    return started([host.inside() for host in hosts], script, variables)
+
+
+def compute(hosts, script=COMPUTES, **variables):
+    with on(hosts, script, **variables) as processes:
         ends = [outcome(process) for process in processes]
     for told, returncode, err in ends:
         assert returncode == 0, err
@@ -108,14 +111,8 @@ dist.destroy_process_group()
 @pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 def test_two_levels_on_two_hosts(network):
     first, second = network.hosts[:2]
-    variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": str(PORT)}
-    variables |= {"TORCHELASTIC_USE_AGENT_STORE": "", "UNISONO_ENGINE": "native"}
-    prefixes = [host.inside() for host in (first, first, second, second)]
-    with started(prefixes, LEVELS, variables) as processes:
-        ends = [outcome(process) for process in processes]
-    for told, returncode, err in ends:
-        assert returncode == 0, err
-        assert told["kind"] == "", told
+    hosts = [first, first, second, second]
+    compute(hosts, LEVELS, MASTER_ADDR=first.v4, UNISONO_ENGINE="native")
 
 
 KILLED = """
@@ -136,12 +133,10 @@ sys.stdin.readline()
 @pytest.mark.alone
 def test_killed_rank_is_named_on_every_host_within_a_second(network):
     first, second = network.hosts[:2]
-    variables = {"MASTER_ADDR": first.v4, "MASTER_PORT": str(PORT)}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = ""
-    prefixes = [host.inside() for host in (first, first, second, second)]
 
     def late_s():
-        with started(prefixes, KILLED, variables) as processes:
+        hosts = [first, first, second, second]
+        with on(hosts, KILLED, MASTER_ADDR=first.v4) as processes:
             told = [json.loads(process.stdout.readline()) for process in processes]
         died_s = told.pop()["ended_s"]
         for rank, caught in enumerate(told):
@@ -183,19 +178,10 @@ def test_hosts_that_cannot_reach_each_other_are_told_in_a_table():
         first, second, third = network.hosts
         first.ip(f"route add unreachable {third.v4}/32")
         second.ip(f"route add prohibit {third.v4}/32")
-        variables = {
-            "MASTER_ADDR": first.v6,
-            "TORCHELASTIC_USE_AGENT_STORE": "",
-        }
-        prefixes = [host.inside() for host in network.hosts]
         for port in range(PORT, PORT + 5):
-            variables["MASTER_PORT"] = str(port)
-            with started(prefixes, script, variables) as processes:
-                told = [json.loads(process.stdout.readline()) for process in processes]
-                for process in processes:
-                    process.stdin.write("leave\n")
-                    process.stdin.flush()
-                    process.wait(60.0)
+            where = {"MASTER_ADDR": first.v6, "MASTER_PORT": str(port)}
+            with on(network.hosts, script, **where) as processes:
+                told = ask(processes)
             # On a busy machine a rank may not have answered in the tenth of a second it has.
             texts = [caught["text"] for caught in told[:2]]
             if all(f"rank {rank} -> rank 2" in text for text in texts for rank in (0, 1)):
@@ -253,34 +239,32 @@ def test_cut_link_is_a_time_out_that_names_who_is_behind_it(how):
     script = CUT.replace("TIMEOUT", repr(TIMEOUT_S))
     with netns.Network(3) as network:
         hosts = network.hosts
-        variables = {
-            "MASTER_ADDR": hosts[0].v4,
-            "MASTER_PORT": str(PORT),
-            "TORCHELASTIC_USE_AGENT_STORE": "",
-        }
-        with started([host.inside() for host in hosts], script, variables) as processes:
+        with on(hosts, script, MASTER_ADDR=hosts[0].v4) as processes:
             for process in processes:
                 assert process.stdout.readline() == "ready\n", process.stderr.read()
             if how == "at the switch":
                 network.cut(hosts[2])
             else:
                 hosts[2].ip("link set eth0 down")
-            told = tell_and_ask(processes)
+            tell(processes, "go")
+            told = ask(processes)
     for rank, caught in enumerate(told):
         assert caught["kind"] == "CollectiveTimeoutError", (rank, caught)
         assert caught["peers"] == ([2] if rank < 2 else [0, 1]), (rank, caught)
         assert caught["ended_s"] - caught["began_s"] < TIMEOUT_S + BUSY_S
 
 
-def tell_and_ask(processes):
-    """Let all go on, and return what each says; none leaves before all have."""
+def tell(processes, line):
     for process in processes:
-        process.stdin.write("go\n")
+        process.stdin.write(f"{line}\n")
         process.stdin.flush()
+
+
+def ask(processes):
+    """Return what each says; none leaves before all have."""
     told = [json.loads(process.stdout.readline()) for process in processes]
+    tell(processes, "leave")
     for process in processes:
-        process.stdin.write("leave\n")
-        process.stdin.flush()
         process.wait(60.0)
     return told
 

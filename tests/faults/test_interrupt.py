@@ -1,7 +1,5 @@
 """Ctrl-C inside every call that blocks: it comes through at once, and the others hear of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -92,40 +90,43 @@ def _press_when_blocked(pressed):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def interrupt_recv(rank):
-    """Interrupt a receive, then send what it waited for: nothing may write to its memory."""
+@pytest.mark.ranks(2, kind="processes")
+def test_interrupted_recv_leaves_its_memory_alone(rank):
     dist.barrier()
     if rank == 0:
         store().wait(["interrupted"], 60.0)
         dist.send(np.full(3, 5.0), 1)
-        dist.barrier()
-        return None
-    box, fresh = np.zeros(3), np.zeros(3)
-    caught = interrupted(dist.recv, box, 0)
-    store().set("interrupted", "yes")
-    dist.recv(fresh, 0)
+    else:
+        box, fresh = np.zeros(3), np.zeros(3)
+        assert interrupted(dist.recv, box, 0).kind == "KeyboardInterrupt"
+        store().set("interrupted", "yes")
+        # What the interrupted receive waited for.
+        dist.recv(fresh, 0)
+        assert (box.tolist(), fresh.tolist()) == ([0.0] * 3, [5.0] * 3)
     dist.barrier()
-    return caught, box.tolist(), fresh.tolist()
 
 
-def interrupt_callback(rank):
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+@pytest.mark.ranks(2, kind="processes")
+def test_interrupt_in_a_callback_is_not_lost(rank):
     """Press Ctrl-C on rank 1 in what C++ calls while it waits."""
     dist.barrier()
-    caught = None
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         notice = TCPTransport.notice_end
         TCPTransport.notice_end = lambda *_: signal.raise_signal(signal.SIGINT)
         caught = attempt(dist.recv, np.zeros(3), 0, timeout=10)
         TCPTransport.notice_end = notice
+        assert caught.kind == "KeyboardInterrupt", caught
     dist.barrier()
-    return caught
 
 
-def interrupt_start(rank):
+@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
+@pytest.mark.ranks(2, kind="processes")
+def test_interrupt_at_the_start_of_a_message_frees_nothing(rank):
     """Ctrl-C when C++ has begun a message and Python does not know of it yet.
 
-    Returns for each message whether it has its memory still, or needs none: a receive that ended.
+    Each message has its memory still, or needs none: a receive that ended.
     """
     begin, kept, ended = NativeMessages._begin, [], []
     native = dist.group.WORLD.backends["cpu"]._comm.transport.messages.native
@@ -148,7 +149,8 @@ def interrupt_start(rank):
                 del memory
     gc.collect()
     dist.barrier()
-    return [ref() is not None or over for ref, over in zip(kept, ended, strict=True)]
+    assert all(ref() is not None or over for ref, over in zip(kept, ended, strict=True))
+    assert len(kept) == 4 * rank
 
 
 # What the others get. A collective cannot end without this rank; a receive, or a wait in the
@@ -177,13 +179,6 @@ def test_interrupt_in_a_blocking_call(name):
             assert caught.ended_s - results[1].began_s < BUSY_S
 
 
-def test_interrupted_recv_leaves_its_memory_alone():
-    _, (caught, box, fresh) = run(interrupt_recv, 2, ranks="processes")
-    assert caught.kind == "KeyboardInterrupt"
-    assert box == [0.0] * 3
-    assert fresh == [5.0] * 3
-
-
 def interrupt_unknown(rank):
     """Interrupt a probe and a receive of unknown size, which must then take no message."""
     ended = []
@@ -206,20 +201,10 @@ def test_interrupted_probe_and_recv_array_take_no_message(engine):
     assert ended == ["KeyboardInterrupt", [0, 0], "KeyboardInterrupt", [1, 1]]
 
 
-@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
-def test_interrupt_in_a_callback_is_not_lost():
-    caught = run(interrupt_callback, 2, ranks="processes")[1]
-    assert caught.kind == "KeyboardInterrupt", caught
-
-
-@pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
-def test_interrupt_at_the_start_of_a_message_frees_nothing():
-    assert run(interrupt_start, 2, ranks="processes")[1] == [True] * 4
-
-
-def interrupt_work(rank):
+@pytest.mark.ranks(2, kind="processes", timeout=60.0)
+def test_interrupt_ends_the_wait_for_a_call_but_not_the_call(rank):
     """Press Ctrl-C on rank 1 while it waits for a call that rank 0 has not made."""
-    x, caught = np.full(2, rank + 1.0), None
+    x = np.full(2, rank + 1.0)
     dist.barrier()
     if rank == 0:
         store().wait(["interrupted"], 60.0)
@@ -227,12 +212,7 @@ def interrupt_work(rank):
     if rank == 1:
         caught = interrupted(work.wait)
         store().set("interrupted", "yes")
+        assert caught.kind == "KeyboardInterrupt", caught
+        assert caught.took_s < BUSY_S
     work.wait()
-    return caught, x.tolist()
-
-
-def test_interrupt_ends_the_wait_for_a_call_but_not_the_call():
-    (_, other), (caught, x) = run(interrupt_work, 2, ranks="processes", timeout=60.0)
-    assert caught.kind == "KeyboardInterrupt", caught
-    assert caught.took_s < BUSY_S
-    assert x == other == [3.0, 3.0]
+    assert x.tolist() == [3.0, 3.0]

@@ -1,7 +1,5 @@
 """SIGKILL of a rank before, inside and between collectives: the others know who, and at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -20,11 +18,14 @@ from tests.faults.fault_calls import (
     attempt,
     attempt_async,
     attempt_at_once,
+    calls_in,
     groups_for,
     store,
     wait_for_count,
 )
+from tests.support.calls import finish
 from tests.support.lateness import best_s
+from tests.support.operations import Operations
 from unisono.testing import run
 
 ANY_SOURCE = "recv from any"
@@ -49,7 +50,7 @@ def kill_while_all_wait(rank, folder, victim, mode, members=None):
     if rank not in waiting:
         wait_for_count("heard", len(waiting))
         return None
-    calls = {n: (lambda n=n, **how: COLLECTIVES[n](groups[n], **how)) for n in COLLECTIVES}
+    calls = calls_in(groups)
     source = groups[RECV].group_rank(victim)
     box = np.zeros(2)
     calls[RECV] = lambda **how: groups[RECV].recv(box, source, **how)
@@ -91,7 +92,7 @@ def chaos(rank, folder, seed):
     told = []
     while len(members) > 1:
         victim, moment, count = rng.choice(members), rng.randrange(1, 120), rng.randrange(1, 60_000)
-        order = [rng.choice(["all_reduce", "broadcast", "all_gather"]) for _ in range(7)]
+        order = rng.choices(["all_reduce", "broadcast", "all_gather_into_tensor"], k=7)
         group = dist.new_group(members, timeout=60.0, use_local_synchronization=True)
         if rank == victim:
             Doom(moment, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -103,30 +104,41 @@ def chaos(rank, folder, seed):
 
 def until_it_fails(group, members, order, count):
     """Make calls until one fails; return whether every number was right, and the failure."""
+    mine, p = members.index(group.ranks[group.rank()]), len(members)
     for turn in range(10_000):
-        op = order[turn % len(order)]
-        mine, all_values = members.index(group.ranks[group.rank()]), [m + turn for m in members]
-        x = np.full(count, float(all_values[mine]))
-        want = np.full(count, float(sum(all_values)))
-        if op == "all_reduce":
-            call, got = (lambda x=x: group.all_reduce(x)), x
-        elif op == "broadcast":
-            root = turn % len(members)
-            want[:] = all_values[root]
-            call, got = (lambda x=x, root=root: group.broadcast(x, root)), x
-        else:
-            got = np.zeros(count * len(members))
-            want = np.repeat(np.array(all_values, float), count)
-            call = lambda x=x, got=got: group.all_gather_into_tensor(got, x)  # noqa: E731
-        if turn % 3 == 2:
-            wait_for = call
-            call = lambda wait_for=wait_for: wait_for().wait()  # noqa: E731
-        caught = attempt(call)
+        how = {"group": group, "async_op": turn % 3 == 2}
+        calls = Operations(mine, p, count, turn % p, ranks=members, shift=turn, how=how)
+        call = getattr(calls, order[turn % len(order)])
+        caught = attempt(lambda call=call: finish(call()))
         if caught.kind:
             return True, caught
-        if not np.array_equal(got, want):
+        try:
+            calls.check()
+        except AssertionError:
             return False, caught
     return True, caught
+
+
+def kill_with_lock(rank, waiting):
+    """Kill rank 1 while it holds a lock, or waits for it; return the errors of the other ranks."""
+    lock = dist.Lock(name="a")
+    if rank == 1:
+        store().set("pid", str(os.getpid()))
+    if rank == (0 if waiting else 1):
+        lock.acquire()
+    dist.barrier()
+    if waiting and rank != 1:
+        lock._store.wait(["rank/1"], 60.0)  # rank 1 waits with ticket 1
+    if rank == 0:
+        os.kill(int(store().get("pid")), signal.SIGKILL)
+        if waiting:
+            lock.release()
+    if rank == 1 and not waiting:
+        signal.pause()
+    caught = attempt(lock.acquire)
+    store().add("heard", 1)
+    wait_for_count("heard", 2)
+    return caught
 
 
 def check_waiting(results, survivors, victim, died_s):
@@ -168,6 +180,17 @@ def test_sub_group_hears_of_a_killed_rank(tmp_path):
     )
     assert results[1] is results[4] is None
     check_waiting(results, {0, 2}, 3, float(Path(tmp_path, "died_s").read_text()))
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_killed_with_a_lock(waiting):
+    results = run(kill_with_lock, 3, ranks="processes", args=(waiting,), dead={1})
+    for rank in (0, 2):
+        caught = results[rank]
+        assert (caught.kind, caught.peers, caught.usable) == ("PeerLostError", (1,), True)
+        start = f"acquire of Lock 'a' of group 'default' failed on rank {rank}: rank 1, whose turn"
+        assert caught.text.startswith(start)
+        assert caught.took_s < BUSY_S
 
 
 @pytest.mark.sweep(6)

@@ -1,7 +1,5 @@
 """Ranks that never arrive: the others say who."""
 
-from __future__ import annotations
-
 import re
 import time
 
@@ -15,6 +13,7 @@ from tests.faults.fault_calls import (
     attempt,
     attempt_async,
     attempt_at_once,
+    calls_in,
     calls_take_s,
     groups_for,
     store,
@@ -34,7 +33,7 @@ def leave_out(rank, missing, timeout_s, mode, members=None):
     dist.barrier()
     results, later, shown = {}, {}, ""
     if rank not in missing and (members is None or rank in members):
-        calls = {n: (lambda n=n, **how: COLLECTIVES[n](groups[n], **how)) for n in COLLECTIVES}
+        calls = calls_in(groups)
         run = attempt_async if mode == "async" else attempt_at_once
         results = run(calls)
         later = {n: attempt(calls[n]) for n in COLLECTIVES}

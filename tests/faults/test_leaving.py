@@ -1,7 +1,5 @@
 """How a rank may go, other than by SIGKILL, and what the others hear of it."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import json
@@ -18,23 +16,10 @@ import pytest
 import unisono as dist
 from tests.faults.fault_calls import BUSY_S, LEFT, attempt, store, wait_for_count
 from tests.faults.scripts import LIMIT_S, outcome, ranks_of
+from tests.support.calls import check_usable
 from unisono.errors import WorkerFailedError
 from unisono.launcher import spawn
 from unisono.testing import run
-
-
-def destroy_early(rank):
-    dist.barrier()
-    if rank == 1:
-        wait_for_count("waiting", 2)
-        dist.destroy_process_group()
-        return None
-    store().add("waiting", 1)
-    results = attempt(dist.all_reduce, np.ones(2)), attempt(dist.barrier)
-    # Or this rank would be the next to leave.
-    store().add("heard", 1)
-    wait_for_count("heard", 2)
-    return results
 
 
 def _raise(rank, folder):
@@ -109,52 +94,6 @@ def _abort_when_all_wait(kept, group):
     group.abort("enough")
 
 
-def recv_late(rank):
-    box = np.zeros(3)
-    timed_out = [
-        attempt(dist.recv, box, 1 - rank, timeout=0.2),
-        attempt(dist.recv, box, None, timeout=0.2),
-    ]
-    dist.barrier()
-    # What was given up must not take this message, or write to that memory.
-    fresh = np.zeros(3)
-    works = [dist.isend(np.full(3, 7.0), 1 - rank), dist.irecv(fresh, 1 - rank)]
-    for work in works:
-        work.wait()
-    assert fresh.tolist() == [7.0] * 3
-    assert box.tolist() == [0.0] * 3
-    x = np.full(4, rank + 1.0)
-    dist.all_reduce(x)
-    return timed_out, x.tolist()
-
-
-def fork_and_end(rank, how):
-    """A child of a fork ends the group for itself only; sums before and after it."""
-    sums = [np.full(3, float(rank)) for _ in range(4)]
-    dist.all_reduce(sums[0])
-    dist.all_reduce(sums[1])
-    child = os.fork() if rank == 1 else None
-    if child == 0:
-        # Neither abort() nor the exit may speak for the parent.
-        try:
-            if how == "abort":
-                dist.GroupMember.WORLD.abort("of the child")
-            elif how == "destroy":
-                dist.destroy_process_group()
-            else:
-                atexit._run_exitfuncs()
-        finally:
-            os._exit(0)
-    if child is not None:
-        os.waitpid(child, 0)
-        # Who waits for long looks whether the others are still there.
-        time.sleep(0.1)
-    dist.barrier()
-    dist.all_reduce(sums[2])
-    sums[3] = dist.all_reduce(sums[3], async_op=True).wait() and sums[3]
-    return [each.tolist() for each in sums]
-
-
 GOES = """
 dist.init_process_group(timeout=60)
 dist.barrier()
@@ -165,6 +104,14 @@ if rank == 1:
 store().set(f"waiting/{rank}", "yes")
 tell(attempt(dist.all_reduce, np.ones(4)))
 """
+
+
+def check_told(ends, kind, text):
+    """Check what ranks 0 and 2 of three were told of rank 1."""
+    for told, returncode, err in (ends[0], ends[2]):
+        assert returncode == 0, err
+        assert (told["kind"], told["peers"]) == (kind, [1]), told
+        assert re.search(text, told["text"].splitlines()[0]), told
 
 
 @pytest.mark.parametrize(
@@ -194,10 +141,7 @@ def test_a_script_that_goes(way, kind, text, code):
     with ranks_of(GOES.replace("WAY", way), 3) as (processes, _):
         ends = [outcome(process) for process in processes]
     assert ends[1][1] == code, ends[1]
-    for told, returncode, err in (ends[0], ends[2]):
-        assert returncode == 0, err
-        assert (told["kind"], told["peers"]) == (kind, [1]), told
-        assert re.search(text, told["text"].splitlines()[0]), told
+    check_told(ends, kind, text)
     if way.startswith("raise"):
         assert ends[1][2].rstrip().endswith("ValueError: no such file")
 
@@ -225,10 +169,8 @@ def test_a_child_of_multiprocessing_that_raises():
     with ranks_of(CHILD_RAISES, 3) as (processes, _):
         ends = [outcome(process) for process in processes]
     assert [code for _, code, _ in ends] == [0, 1, 0], ends
-    for told, _, err in (ends[0], ends[2]):
-        assert err == ""
-        assert (told["kind"], told["peers"]) == ("PeerFailedError", [1]), told
-        assert "rank 1 raised ValueError: no such file" in told["text"].splitlines()[0]
+    assert ends[0][2] == ends[2][2] == ""
+    check_told(ends, "PeerFailedError", "rank 1 raised ValueError: no such file")
 
 
 CHILD_LIVES_ON = """
@@ -271,20 +213,50 @@ def test_a_forked_child_has_no_group_and_does_not_hide_its_parents_death():
 
 
 @pytest.mark.parametrize("how", ["abort", "destroy", "exit"])
-def test_what_a_forked_child_does_to_its_copy_of_a_group_concerns_nobody(how):
-    for sums in run(fork_and_end, 3, ranks="processes", args=(how,)):
-        assert sums == [[3.0] * 3] * 4
+@pytest.mark.ranks(3, kind="processes")
+def test_what_a_forked_child_does_to_its_copy_of_a_group_concerns_nobody(rank, how):
+    """A child of a fork ends the group for itself only; sums before and after it."""
+    for _ in range(2):
+        check_usable()
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        # Neither abort() nor the exit may speak for the parent.
+        try:
+            if how == "abort":
+                dist.GroupMember.WORLD.abort("of the child")
+            elif how == "destroy":
+                dist.destroy_process_group()
+            else:
+                atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    if child is not None:
+        os.waitpid(child, 0)
+        # Who waits for long looks whether the others are still there.
+        time.sleep(0.1)
+    dist.barrier()
+    check_usable()
+    x = np.full(3, float(rank))
+    dist.all_reduce(x, async_op=True).wait()
+    assert x.tolist() == [3.0] * 3
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_destroy_while_others_wait(ranks):
-    results = run(destroy_early, 3, ranks=ranks)
-    for rank in (0, 2):
-        waited, again = results[rank]
-        for caught in (waited, again):
-            assert (caught.kind, caught.peers) == ("PeerLostError", (1,)), caught
-            assert re.search(LEFT, caught.text)
-            assert caught.took_s < BUSY_S
+@pytest.mark.ranks(3, kind="both")
+def test_destroy_while_others_wait(rank):
+    dist.barrier()
+    if rank == 1:
+        wait_for_count("waiting", 2)
+        dist.destroy_process_group()
+        return
+    store().add("waiting", 1)
+    ends = attempt(dist.all_reduce, np.ones(2)), attempt(dist.barrier)
+    # Or this rank would be the next to leave.
+    store().add("heard", 1)
+    wait_for_count("heard", 2)
+    for caught in ends:
+        assert (caught.kind, caught.peers) == ("PeerLostError", (1,)), caught
+        assert re.search(LEFT, caught.text)
+        assert caught.took_s < BUSY_S
 
 
 def test_a_spawned_child_that_raises_says_why(tmp_path, capfd):
@@ -322,19 +294,23 @@ def test_abort_ends_every_wait(ranks, who):
         assert again.took_s < BUSY_S
 
 
-@pytest.mark.parametrize("ranks", ["threads", "processes"])
-def test_recv_time_out_leaves_the_group_usable(ranks):
-    results = run(recv_late, 2, ranks=ranks)
-    for timed_out, sums in results:
-        assert sums == [3.0] * 4
-        for caught in timed_out:
-            assert caught.kind == "CollectiveTimeoutError"
-            assert caught.usable is True
-            assert 0.2 <= caught.took_s < BUSY_S
-    named, anybody = results[0][0]
-    assert named.peers == (1,)
-    assert "rank 1 did not match it" in named.text
-    assert anybody.peers == ()
+@pytest.mark.ranks(2, kind="both")
+def test_recv_time_out_leaves_the_group_usable(rank):
+    box, fresh = np.zeros(3), np.zeros(3)
+    for source, peers in ((1 - rank, (1 - rank,)), (None, ())):
+        caught = attempt(dist.recv, box, source, timeout=0.2)
+        assert (caught.kind, caught.peers) == ("CollectiveTimeoutError", peers)
+        assert caught.usable is True
+        assert 0.2 <= caught.took_s < BUSY_S
+        assert source is None or f"rank {source} did not match it" in caught.text
+    dist.barrier()
+    # What was given up must not take this message, or write to that memory.
+    works = [dist.isend(np.full(3, 7.0), 1 - rank), dist.irecv(fresh, 1 - rank)]
+    for work in works:
+        work.wait()
+    assert fresh.tolist() == [7.0] * 3
+    assert box.tolist() == [0.0] * 3
+    check_usable()
 
 
 def test_init_names_the_rank_that_never_came():
@@ -348,10 +324,8 @@ if rank != 1:
 """
     with ranks_of(script, 3) as (processes, _):
         ends = [outcome(process) for process in processes]
-    for told, returncode, err in (ends[0], ends[2]):
-        assert returncode == 0, err
-        assert (told["kind"], told["peers"]) == ("RendezvousError", [1]), told
-        assert "never came: 1" in told["text"].splitlines()[0]
+    check_told(ends, "RendezvousError", "never came: 1")
+    for told, _, _ in (ends[0], ends[2]):
         assert told["ended_s"] - told["began_s"] < 2.0 + BUSY_S
 
 

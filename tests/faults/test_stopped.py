@@ -1,7 +1,5 @@
 """SIGSTOP of a rank: the others time out and name it; after SIGCONT it hears of it, too."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -18,6 +16,7 @@ from tests.faults.fault_calls import (
     Doom,
     attempt,
     attempt_at_once,
+    calls_in,
     calls_take_s,
     groups_for,
     pids,
@@ -68,7 +67,7 @@ def stop_before(rank, victim, timeout_s):
     else:
         store().add("past the barrier", 1)
         wait_until_stopped(everybody[victim])
-        results = attempt_at_once({n: (lambda n=n: COLLECTIVES[n](groups[n])) for n in COLLECTIVES})
+        results = attempt_at_once(calls_in(groups))
         store().add("gave up", 1)
         if rank == min(r for r in range(world_size) if r != victim):
             wait_for_count("gave up", world_size - 1)

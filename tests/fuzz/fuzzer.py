@@ -7,8 +7,6 @@ Round k uses SEED + k. A failure is told with its seed and the least number of f
 which it was seen again; `fuzzer.py SEED 1 --steps N` repeats that.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextvars
 import faulthandler

@@ -1,7 +1,5 @@
 """Arrays in memory of all layouts, each with what the whole memory must be after a call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

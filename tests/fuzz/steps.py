@@ -1,7 +1,5 @@
 """What a seed means: a world, its groups, and a sequence of calls. Data only."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

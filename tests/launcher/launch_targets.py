@@ -1,9 +1,13 @@
 """Functions for `launch`; importable, so that they work without cloudpickle too."""
 
 import os
+import re
 import signal
 import sys
 import threading
+from pathlib import Path
+
+import unisono
 
 
 class CustomError(Exception):
@@ -49,3 +53,21 @@ def add_rank(rank, array, fixed, text):
 
 def put_sum(rank, queue, array):
     queue.put((rank, int(array.sum())))
+
+
+def share_of_memory(rank, array):
+    """Return the sum of an array, and this rank's share of the memory file that it is in."""
+    total = int(array.sum())
+    unisono.init_process_group(timeout=60)
+    unisono.barrier()  # all ranks have read the array
+    smaps = Path("/proc/self/smaps").read_text()
+    shares = re.findall(r"/memfd:unisono-payload.*?\nPss: +(\d+) kB", smaps, re.DOTALL)
+    unisono.barrier()  # and none has ended
+    unisono.destroy_process_group()
+    return total, 1024 * sum(map(int, shares))
+
+
+def locked(rank, lock, array):
+    array += rank
+    with lock:
+        return array.tolist()

@@ -1,12 +1,8 @@
 """The pairs of ranks of the benchmark of messages."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-
 import pytest
 
+from tests.support.programs import python
 from unisono.bench.plan import BenchPlan
 from unisono.testing.hosts import why_no_hosts
 
@@ -34,8 +30,7 @@ def test_pairs_lie_on_different_hosts(nprocs, hosts, pairs):
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 def test_the_table_shows_the_pairs_and_the_data_is_right():
     words = "bench sendrecv --hosts 2 --nproc-per-node 2 -b 8 -e 8 --iters 3 --rounds 2"
-    command = [sys.executable, "-m", "unisono", *words.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python("-m", "unisono", *words.split())
     assert done.returncode == 0, done.stderr
     assert "# pairs of ranks: 0-2 1-3\n" in done.stdout
     assert "# Out of bounds values : 0 OK" in done.stdout

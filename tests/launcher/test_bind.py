@@ -58,11 +58,6 @@ def test_more_workers_than_cores():
         Binding.make("core", 9, BIG)
 
 
-def test_unknown_mode():
-    with pytest.raises(InvalidArgumentError, match="none, core, numa, auto; got 'cores'"):
-        Binding.make("cores", 1)
-
-
 @given(st.integers(1, 8))
 def test_shares_are_disjoint_and_cover_all(nprocs):
     cpus = [cpu for share in Binding.make("core", nprocs, BIG).shares for cpu in share]

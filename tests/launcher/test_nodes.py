@@ -11,12 +11,7 @@ from unisono.launcher.spec import Meeting
 from unisono.rendezvous.member import Timing
 from unisono.rendezvous.state import Limits
 
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("PET_", "UNISONO_")):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 
 def parse(*arguments):

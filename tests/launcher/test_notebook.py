@@ -3,17 +3,15 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import unisono
+from tests.support.programs import python
 
 SRC = str(Path(unisono.__file__).parents[1])
 PROGRAM = str(Path(__file__).with_name("notebook_run.py"))
-LIMIT_S = 200.0
 
 pytestmark = [
     pytest.mark.whole("starts a kernel of Jupyter"),
@@ -57,15 +55,7 @@ def outputs():
     drop = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: text for name, text in os.environ.items() if name not in drop}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, PROGRAM],
-        input=json.dumps(CELLS),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = python(PROGRAM, input=json.dumps(CELLS), env=env, limit_s=200.0)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

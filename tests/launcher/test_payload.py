@@ -4,9 +4,8 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
+import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -15,25 +14,18 @@ import pytest
 
 import unisono.launcher
 from tests.launcher import launch_targets as targets
+from tests.support.programs import python
 from unisono.errors import WorkerFailedError
 from unisono.launcher import launch, spawn
 from unisono.launcher.payload import Payload
 
 SRC = str(Path(unisono.launcher.__file__).parents[2])
-LIMIT_S = 100.0
 LARGE = 1_600_000  # more than the pipe of a new process holds
 
 
 def run(script, *, text):
     script.write_text(text)
-    return subprocess.run(
-        [sys.executable, script],
-        env=os.environ | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return python(script, env=os.environ | {"PYTHONPATH": SRC})
 
 
 START = f"""
@@ -91,15 +83,7 @@ def test_child_that_is_killed_before_it_has_read(monkeypatch):
 
 def test_spawn_of_a_function_that_no_file_has(tmp_path):
     code = "from unisono.launcher import spawn\ndef work(rank): pass\nspawn(work, nprocs=1)\n"
-    done = subprocess.run(
-        [sys.executable, "-"],
-        input=code,
-        env=os.environ | {"PYTHONPATH": SRC},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = python("-", input=code, env=os.environ | {"PYTHONPATH": SRC})
     last = done.stderr[done.stderr.index("WorkerFailedError: ") :]
     assert "AttributeError: Can't get attribute 'work' on <module '__main__'" in last
     assert "hint: define the function at the top level of a module" in last
@@ -119,6 +103,24 @@ def test_arrays_arrive_whole_and_each_rank_may_write_to_its_own(method):
     sums = [float((writable + rank).sum()) for rank in range(3)]
     assert seen == [(expected, int(fixed.sum()), False, "text") for expected in sums]
     assert np.array_equal(writable, np.arange(100_000.0))
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_ranks_together_have_an_array_once(method):
+    array = np.arange(10**6)
+    found = launch(targets.share_of_memory, 3, (array,), start_method=method)
+    sums, shares = zip(*found, strict=True)
+    assert sums == (int(array.sum()),) * 3
+    assert sum(shares) == pytest.approx(array.nbytes, rel=0.05)
+
+
+def test_forked_ranks_inherit_their_arguments():
+    array = np.arange(3)
+    lock = threading.Lock()  # cannot be pickled
+    seen = launch(targets.locked, 2, (lock, array), start_method="fork")
+    assert seen == [[0, 1, 2], [1, 2, 3]]
+    assert array.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])

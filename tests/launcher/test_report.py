@@ -1,11 +1,10 @@
 """Reports: the right traceback out of a standard error, the right failure out of several."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
+from tests.support.programs import python
 from unisono.launcher.report import (
     SETTLE_S,
     ExitLog,
@@ -62,7 +61,7 @@ def test_traceback_is_found_among_other_lines(stderr, expected):
     ],
 )
 def test_whole_text_of_the_real_interpreter_is_kept(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert done.returncode == 1
     assert extract_traceback(f"a line before\n{done.stderr}") == done.stderr.rstrip("\n")
 

@@ -6,7 +6,6 @@ import re
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 import unisono
 from tests.support.launches import LIMIT_S, RUN, children, environment
+from tests.support.programs import python
 from unisono.cli.main import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -517,15 +517,7 @@ def test_launcher_stays_light(tmp_path):
         "peak = sum(int(line.split()[1]) for f in files for line in f if line[:5] == 'VmHWM')\n"
         "print(code, sorted({'numpy', 'torch'} & set(sys.modules)), peak)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    done = python("-c", program, cwd=tmp_path, env=environment(), check=True)
     first, _, peak_kib = done.stdout.rpartition(" ")
     assert (first, done.stderr) == ("0 []", "")
     assert int(peak_kib) <= limit_kib

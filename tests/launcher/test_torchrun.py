@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,10 @@ from unisono.cli.run import command as run_command
 
 THEIRS = [sys.executable, "-m", "torch.distributed.run"]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torchrun runs on Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="torchrun runs on Linux"),
+    pytest.mark.usefixtures("clean_environment"),
+]
 
 # A value that is right for flags that take one and are no free text.
 VALUES = {
@@ -37,13 +39,6 @@ VALUES = {
 SWITCHES = ("standalone", "module", "no_python", "run_path", "virtual_local_rank")
 # They have no default in the environment there either.
 WITHOUT_VARIABLE = ("logs_specs", "numa_binding")
-
-
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith(("PET_", "UNISONO_")) or name in ("RANK", "OMP_NUM_THREADS"):
-            monkeypatch.delenv(name)
 
 
 def their_flags():

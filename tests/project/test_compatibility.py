@@ -1,111 +1,22 @@
 """Every public name of torch.distributed is here with its signature, or is refused."""
 
-from __future__ import annotations
-
-import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import unisono
+from tests.support import tools
+from tests.support.torch_signatures import calls, overloads
 from unisono.errors import UnsupportedError
-from unisono.groups.operations import CHECKS, OPS
+from unisono.groups.operations import OPS
 from unisono.refused import INCIDENTAL, REFUSED
-from unisono.testing import run
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
+PAGE = (tools.ROOT / "docs/reference/compatibility.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", PAGE, re.MULTILINE))
-
-
-# ---- the signatures of torch's C++ methods, which only their documentation has ----
-
-_SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((.*)\) -> ", re.MULTILINE)
-
-
-class Parameter(NamedTuple):
-    """One parameter; `kind` is "positional", "keyword" or "both"."""
-
-    name: str
-    kind: str
-    optional: bool
-    type: str
-
-
-Overload = tuple[Parameter, ...]
-
-_KINDS = {
-    inspect.Parameter.POSITIONAL_ONLY: "positional",
-    inspect.Parameter.KEYWORD_ONLY: "keyword",
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: "both",
-}
-
-
-def overloads(function: Callable[..., Any]) -> list[Overload]:
-    """Return the ways in which a method can be called, without self and private parameters."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        texts = _SIGNATURE.findall(function.__doc__ or "")
-        return [tuple(parsed(text)) for text in texts if not text.startswith("*args")]
-    return [
-        tuple(
-            Parameter(p.name, _KINDS[p.kind], p.default is not p.empty, str(p.annotation))
-            for p in parameters
-            if p.kind in _KINDS and p.name != "self" and not p.name.startswith("_")
-        )
-    ]
-
-
-def parsed(text: str) -> Iterator[Parameter]:
-    """Yield the parameters in a signature as pybind11 writes it."""
-    kind = "both"
-    for part in split(text):
-        if part == "*":
-            kind = "keyword"
-        name, _, rest = part.partition(":")
-        if name in ("self", "*", "/"):
-            continue
-        unnamed = re.fullmatch(r"arg\d+", name) is not None
-        type_, equals, _ = rest.partition(" = ")
-        yield Parameter(name, "positional" if unnamed else kind, bool(equals), type_.strip())
-
-
-def split(text: str) -> Iterator[str]:
-    """Yield what the commas outside of brackets separate."""
-    depth = start = 0
-    for place, character in enumerate(text):
-        depth += (character in "([{<") - (character in ")]}>")
-        if character == "," and depth == 0:
-            yield text[start:place].strip()
-            start = place + 1
-    if text[start:].strip():
-        yield text[start:].strip()
-
-
-def calls(
-    overload: Overload, value: Callable[[Parameter], Any]
-) -> Iterator[tuple[list[Any], dict[str, Any]]]:
-    """Yield arguments for one overload: all in their places, all by name, the required ones."""
-    for by_name, all_of_them in ((False, True), (True, True), (False, False)):
-        arguments: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for parameter in overload:
-            if parameter.optional and not all_of_them:
-                continue
-            if parameter.kind == "keyword" or (by_name and parameter.kind == "both"):
-                keywords[parameter.name] = value(parameter)
-            else:
-                arguments.append(value(parameter))
-        yield arguments, keywords
 
 
 # ---- tests ----
@@ -114,11 +25,7 @@ def calls(
 @pytest.fixture(scope="module")
 def tool():
     pytest.importorskip("torch.distributed")
-    path = ROOT / "tools/compatibility_page.py"
-    spec = importlib.util.spec_from_file_location("tools_compatibility_page", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tools.tool("compatibility_page")
 
 
 def test_page_is_up_to_date(tool):
@@ -197,27 +104,24 @@ def test_an_extension_is_told(tool):
     assert found == ["`b` may be left out", "takes `c`"]
 
 
-def test_c10d_names_of_a_groups_properties():
-    def body(rank):
-        group = unisono.new_group(group_desc="pair")
-        assert (group.group_name, group.group_desc) == (group.key, "pair")
-        assert group.get_group_store() is group.store
-        assert group.bound_device_id is None
-        group.shutdown()
-        assert "closed" in repr(group)
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_c10d_names_of_a_groups_properties(rank):
+    group = unisono.new_group(group_desc="pair")
+    assert (group.group_name, group.group_desc) == (group.key, "pair")
+    assert group.get_group_store() is group.store
+    assert group.bound_device_id is None
+    group.shutdown()
+    assert "closed" in repr(group)
 
 
-def test_private_names_that_libraries_use():
-    def body(rank):
-        pair = unisono.new_group([0])
-        name = unisono._get_process_group_name(unisono.group.WORLD)
-        data = np.ones(2)
-        unisono.all_reduce(data, unisono._make_nccl_premul_sum(0.5))
-        return unisono._rank_not_in_group(pair), unisono._rank_not_in_group(None), name, data[0]
-
-    assert run(body, 2) == [(False, False, "0", 1.0), (True, False, "0", 1.0)]
+@pytest.mark.ranks(2)
+def test_private_names_that_libraries_use(rank):
+    first, data = unisono.new_group([0]), np.ones(2)
+    assert unisono._get_process_group_name(unisono.group.WORLD) == "0"
+    unisono.all_reduce(data, unisono._make_nccl_premul_sum(0.5))
+    assert data[0] == 1
+    assert unisono._rank_not_in_group(first) == (rank == 1)
+    assert not unisono._rank_not_in_group(None)
 
 
 def test_every_function_of_a_group_takes_one():
@@ -238,8 +142,9 @@ def test_every_function_of_a_group_takes_one():
 
 # ---- methods -------------------------------------------------------------------------------
 
-# Constructors that differ: a group needs its store, a work comes from a call.
-MADE_OTHERWISE = {"ProcessGroup", "Work"}
+# Constructors that differ: a group needs its store, a work comes from a call. Gloo's options have
+# no counterpart.
+MADE_OTHERWISE = {"ProcessGroup", "ProcessGroupGloo", "Work"}
 
 
 def test_methods_take_what_those_of_torch_do(tool):
@@ -251,7 +156,7 @@ def test_methods_take_what_those_of_torch_do(tool):
         if not issubclass(type(theirs), type) or name in REFUSED:
             continue
         ours = getattr(unisono, name)
-        skipped = forms if name == "ProcessGroup" else set()
+        skipped = forms if name.startswith("ProcessGroup") else set()
         for method in own_methods(theirs) - tool.LACKING.get(name, {}).keys() - skipped:
             if method == "__init__" and name in MADE_OTHERWISE:
                 continue
@@ -280,51 +185,3 @@ def own_methods(theirs) -> set[str]:
         and not inspect.isclass(value)
         and not any(getattr(base, name, None) is value for base in python)
     }
-
-
-class Recorder(unisono.ProcessGroup):
-    """A group that writes down what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
-    def _call_kernel(self, op, arguments, how):
-        CHECKS[op](self, *arguments)
-        self._options(op, **how)
-        self.asked.append(op)
-
-    _call_collective = _call_kernel
-    _timeout_s = 60.0
-    _rank = 0
-    ranks = (0,)
-
-
-DATA = [(s.name, method) for s in OPS.values() for method in s.c10d_methods]
-
-
-@pytest.mark.parametrize(("op", "method"), DATA, ids=[method for _, method in DATA])
-def test_a_groups_method_takes_every_form_of_torchs(op, method):
-    c10d = pytest.importorskip("torch.distributed")
-    group, made = Recorder(), 0
-    for overload in overloads(getattr(c10d.ProcessGroup, method)):
-        for arguments, keywords in calls(overload, argument):
-            getattr(group, method)(*arguments, **keywords)
-            made += 1
-    assert group.asked == [op] * made
-    assert made >= 3
-
-
-def argument(parameter):
-    """Return something of a parameter's type."""
-    if parameter.name == "timeout":
-        return timedelta(seconds=5)
-    if parameter.type.endswith("Options"):
-        return getattr(unisono, parameter.type.rpartition(".")[2])()
-    if parameter.type.endswith("ReduceOp"):
-        return unisono.ReduceOp.MAX
-    if "Tensor" not in parameter.type:
-        return [] if "Sequence" in parameter.type else 0
-    value = np.zeros(2)
-    for _ in range(parameter.type.count("Sequence")):
-        value = [value]
-    return value

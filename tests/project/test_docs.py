@@ -1,21 +1,18 @@
 """The documents tell the truth: generated pages, commands, links, and the README's texts."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import check_usable
+from tests.support.programs import python
+from tests.support.tools import ROOT, tool
 from unisono.base.config import VARIABLES
 from unisono.base.extension import why_absent
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError
@@ -23,21 +20,12 @@ from unisono.schedules import build
 from unisono.testing import run
 from unisono.testing.hosts import why_no_hosts
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(
     path
     for pattern in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
     for path in ROOT.glob(pattern)
 )
-
-
-def tool(name: str, folder: str = "tools") -> ModuleType:
-    """Import a script of tools/ or benchmarks/, which are no packages."""
-    spec = importlib.util.spec_from_file_location(f"{folder}_{name}", ROOT / folder / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 blocks = tool("readme").blocks
@@ -90,14 +78,8 @@ def test_environment_page_lists_what_the_launcher_sets():
     page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     show = "import json, os; print(json.dumps(sorted(os.environ)))"
     command = ["-m", "unisono", "run", "--no-python", sys.executable, "-c", show]
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-        env=dict(os.environ),  # without it a child also gets what readline has put there
-    )
+    # Without `env` a child also gets what readline has put there.
+    done = python(*command, check=True, env=dict(os.environ))
     given = set(json.loads(done.stdout)) - set(os.environ)
     assert {"RANK", "MASTER_PORT"} <= given
     assert [name for name in sorted(given) if not re.search(rf"\b{name}\b", page)] == []
@@ -180,9 +162,7 @@ def test_first_example_prints_what_the_readme_says(tmp_path):
     script.write_text(example, encoding="utf-8")
     # Unbuffered, print() writes a line and its end separately, and two ranks mix them.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", script], capture_output=True, text=True, env=env, timeout=60
-    )
+    done = python("-W", "error", script, env=env)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == expected.splitlines()
     assert len(example.splitlines()) <= 14
@@ -211,8 +191,8 @@ def test_program_of_a_page_runs(page, tmp_path):
         pytest.importorskip("torch")
     script = tmp_path / "program.py"
     script.write_text(program + AFTERWARDS[page], encoding="utf-8")
-    command = [sys.executable, "-W", "error", "-m", "unisono", "run", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=200)
+    words = ("-W", "error", "-m", "unisono", "run", "--nproc-per-node", 2, script)
+    done = python(*words, limit_s=200.0)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -227,31 +207,22 @@ def test_names_of_the_page_for_users_of_mpi4py_exist():
 # ---- the README's differences from Gloo ----------------------------------------------------
 
 
-def test_column_of_an_array_is_reduced_and_nothing_else():
-    def body(rank):
-        table = np.zeros((3, 4))
-        table[:, 1] = rank + 1
-        dist.all_reduce(table[:, 1])
-        return table
-
-    expected = np.zeros((3, 4))
-    expected[:, 1] = 3
-    for table in run(body, 2):
-        np.testing.assert_array_equal(table, expected)
+@pytest.mark.ranks(2)
+def test_column_of_an_array_is_reduced_and_nothing_else(rank):
+    table = np.zeros((3, 4))
+    table[:, 1] = rank + 1
+    dist.all_reduce(table[:, 1])
+    np.testing.assert_array_equal(table, [[0, 3, 0, 0]] * 3)
 
 
-def test_different_calls_give_the_readmes_text_and_leave_a_usable_group():
-    def body(rank):
-        data = np.full(3 if rank else 4, rank, np.float32)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            dist.all_reduce(data)
-        np.testing.assert_array_equal(data, rank)
-        after = np.ones(2)
-        dist.all_reduce(after)
-        np.testing.assert_array_equal(after, 2)
-        return caught.value.what
-
-    assert run(body, 2)[0] in blocks("text", README)[1]
+@pytest.mark.ranks(2)
+def test_different_calls_give_the_readmes_text_and_leave_a_usable_group(rank):
+    data = np.full(3 if rank else 4, rank, np.float32)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        dist.all_reduce(data)
+    np.testing.assert_array_equal(data, rank)
+    check_usable()
+    assert rank or caught.value.what in blocks("text", README)[1]
 
 
 def test_missing_rank_gives_the_readmes_text():

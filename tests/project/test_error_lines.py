@@ -6,22 +6,23 @@
 # Tables: ruff would use three times the lines.
 # fmt: off
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools
 import importlib
 import os
+import pickle
 import re
 import socket
 import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.ports import free_port
 from unisono import errors
 from unisono.backends import CPUOptions, registry
 from unisono.base import buffers, log
@@ -42,8 +43,7 @@ from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 from unisono.stores.files.lock import FileLock
 from unisono.stores.services.store import Entry, ServiceStore, Unreachable
 from unisono.stores.table import checked_sum
-from unisono.stores.tcp import client as tcp_client
-from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp import wire
 from unisono.stores.tcp.connection import Connection, ConnectionPool
 from unisono.stores.tcp.python_server import PythonServer, ServerOptions
 from unisono.stores.tcp.wire import Op, ReplyDecoder, encode_request
@@ -101,6 +101,14 @@ IN_A_WORLD["InvalidArgument"] = {
     "broadcast: global rank 3 is not in group 'default' (ranks [0])":
         lambda: dist.broadcast(x(), 3),
     "reduce: root=1 is not a rank of group 'default' (0..0)": lambda: dist.reduce(x(), group_dst=1),
+    "gather: root=9 is not a rank of group 'default' (0..0)":
+        lambda: dist.group.WORLD.gather(x(), [x()], 9),
+    "gather: gather_list has 2 entries, expected one for each of 1 ranks":
+        lambda: dist.gather(x(), [x(), x()]),
+    **{f"{call}: global rank 7 is not in group 'default' (ranks [0])": wrong for call, wrong in {
+        "send": lambda: dist.send(x(), 7), "irecv": lambda: dist.irecv(x(), 7),
+        "P2POp": lambda: dist.P2POp(dist.isend, x(), 7),
+        "scatter_object_list": lambda: dist.scatter_object_list([0], [x()], 7)}.items()},
     "isend: dst=-1 is not a rank of group 'default' (0..0)": lambda: dist.isend(x(), group_dst=-1),
     "isend: tag=-1 is outside 0..2**63-1": lambda: dist.isend(x(), 0, tag=-1),
     "send to this rank itself (0) would wait for its own receive": lambda: dist.send(x(), 0),
@@ -201,6 +209,8 @@ IN_A_WORLD["ArgumentType"] = {
 IN_A_WORLD["Unsupported"] = {
     "all_reduce: reduce op BAND is not defined on float64 (defined: AVG, MAX, MIN, "
     "PREMUL_SUM, PRODUCT, SUM)": lambda: dist.all_reduce(x(), dist.ReduceOp.BAND),
+    "scan: reduce op MAX is not defined on complex128 (defined: AVG, PREMUL_SUM, PRODUCT, SUM)":
+        lambda: dist.scan(x() * 1j, MAX),
     "all_reduce: reduce op SUM is not defined on <U1 (defined: none: it only moves)":
         lambda: dist.all_reduce(np.array(["a"])),
     "broadcast: dtype 'object' is not supported: its elements are no plain bytes":
@@ -266,12 +276,6 @@ def listening(call):
     """Call with the port of a socket that accepts connections and does not answer."""
     with socket.create_server((HERE, 0)) as server:
         call(server.getsockname()[1])
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind((HERE, 0))
-        return probe.getsockname()[1]
 
 
 def large_multi_get():
@@ -557,12 +561,16 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "bucket_cap_mb=0, expected more than 0":
         parallel(lambda torch: torch.nn.Linear(1, 1), bucket_cap_mb=0),
     "no parameter of the module needs a gradient": parallel(lambda torch: torch.nn.ReLU()),
+    # ---- stores and groups
+    "a store key must be UTF-8, got b'\\xff': {}": lambda: HashStore().set(b"\xff", b""),
+    "ProcessGroup got two time-outs: 0:00:01, 2":
+        lambda: dist.ProcessGroup(HashStore(), 0, 1, timedelta(seconds=1), 2),
 }
 WITHOUT_A_WORLD["ArgumentType"] = {
     "backend must be a string, got 5": lambda: init(5),
     "the name of a backend must be a string, got 5": lambda: dist.Backend(5),
     "PrefixStore needs a Store, got str": lambda: PrefixStore("p", "store"),
-    "a store key must be str, got int: 5": lambda: HashStore().set(5, b""),
+    "a store key must be str or bytes, got int: 5": lambda: HashStore().set(5, b""),
     "a store value must be str or bytes, got float": lambda: HashStore().set("k", 1.5),
     "amount must be int, got float": lambda: HashStore().add("k", 1.5),
     "url must be str, got int": lambda: dist.rendezvous(5),
@@ -723,6 +731,7 @@ def check(name, line, call, *args):
     assert type(caught.value) is getattr(errors, f"{name}Error")
     pattern = re.escape(line).replace(r"\{\}", ".*")
     assert re.fullmatch(pattern, caught.value.what.partition("\n")[0]), caught.value.what
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.fixture
@@ -750,18 +759,6 @@ def test_without_a_world(monkeypatch, request, name, line, call):
 def test_unknown_instruction_set():
     line = "UNISONO_CPU='mmx' is no instruction set of this machine (it has: {})"
     check("InvalidArgument", line, native_engine._choose_isa, "mmx")
-
-
-def test_append_beyond_the_largest_value(monkeypatch, caplog):
-    monkeypatch.setenv("UNISONO_ENGINE", "reference")
-    for module in (tcp_client, python_server):
-        monkeypatch.setattr(module, "MAX_VALUE_BYTES", 8)
-    line = "append of 1 bytes to the 8 bytes of 'k': a value has at most 8 bytes"
-    with TCPStore(HERE, 0, is_master=True, wait_for_workers=False) as store:
-        store.append("k", "12345678")
-        check("InvalidArgument", line, store.append, "k", "9")
-        assert store.get("k") == b"12345678"
-    assert "the value becomes too long" in caplog.text
 
 
 def test_a_destroyed_group(alone):

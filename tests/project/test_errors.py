@@ -1,18 +1,11 @@
 """The catalogue of errors: complete, and every first line asserted by some test."""
 
-from __future__ import annotations
-
 import ast
 import re
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.tools import ROOT, tool
 
-sys.path.insert(0, str(ROOT / "tools"))
-import errors_page  # noqa: E402
-
-sys.path.remove(str(ROOT / "tools"))
+errors_page = tool("errors_page")
 
 
 def test_the_catalogue_is_that_of_the_source(monkeypatch):

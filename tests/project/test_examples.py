@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 import traceback
 import warnings
@@ -19,6 +18,7 @@ import pytest
 
 import unisono
 from tests.support.launches import RUN, Launch, environment
+from tests.support.programs import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 100.0
@@ -136,13 +136,8 @@ def test_broadcast_weights_ends_with_those_of_the_last_rank(nprocs):
 
 def run(*command, limit_s=LIMIT_S, **variables):
     """Run a program of Python to its end; returns exit code, stdout and stderr."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=environment(OMP_NUM_THREADS="1", **variables),
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
+    env = environment(OMP_NUM_THREADS="1", **variables)
+    done = python(*command, limit_s=limit_s, env=env)
     return done.returncode, done.stdout, done.stderr
 
 

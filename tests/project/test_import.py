@@ -1,16 +1,14 @@
 """`import unisono` needs NumPy and the standard library, and loads little of them."""
 
-from __future__ import annotations
-
 import ast
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import unisono
+from tests.support.programs import python
 
 SOURCE = Path(unisono.__file__).parent
 
@@ -20,6 +18,7 @@ OPTIONAL = {
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
     "pytest": {"testing/plugin.py"},
     "rich": {"bench", "cli"},
+    "shtab": {"cli/completion.py"},
     "torch": {"torch", "parallel"},
 }
 
@@ -33,10 +32,7 @@ print(json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - 
 
 def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a statement loads in a fresh interpreter."""
-    script = SCRIPT.format(statement=statement)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=True
-    )
+    done = python("-W", "error", "-c", SCRIPT.format(statement=statement), check=True)
     return set(json.loads(done.stdout))
 
 

@@ -1,7 +1,5 @@
 """The levels of set-up in the Makefile, by the commands that make would run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The planted faults, which `make planted` runs, fit the sources and cover all of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

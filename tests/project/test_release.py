@@ -1,8 +1,5 @@
 """The workflows of GitHub Actions and the tool for wheels fit the project."""
 
-from __future__ import annotations
-
-import importlib.util
 import re
 import sys
 import sysconfig
@@ -12,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.tools import ROOT, tool
+
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 RELEASE = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
@@ -27,10 +25,7 @@ def supported():
 
 @pytest.fixture
 def wheels():
-    spec = importlib.util.spec_from_file_location("tools_wheels", ROOT / "tools/wheels.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("wheels")
 
 
 def test_supported_pythons_begin_with_the_required_one():

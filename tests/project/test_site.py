@@ -1,28 +1,20 @@
 """The pages of the API name every public object; `make site` fills in the docstrings."""
 
-from __future__ import annotations
-
-import importlib.util
 import re
 from importlib import import_module
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.tools import ROOT, tool
+
 # torch has this error, too; its page is that of unisono.errors.
 ELSEWHERE = ("unisono", "QueueEmptyError")
 TIERS = ("unisono", "unisono.errors", "unisono.lowlevel", "unisono.testing")
 
 
 @pytest.fixture
-def api_pages() -> ModuleType:
-    """Return a fresh copy of tools/api_pages.py, which a test may change."""
-    spec = importlib.util.spec_from_file_location("api_pages", ROOT / "tools/api_pages.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def api_pages():
+    return tool("api_pages")
 
 
 def test_pages_are_up_to_date(api_pages):

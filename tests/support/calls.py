@@ -1,7 +1,5 @@
 """What tests on ranks need often: calls to make later, expected errors, waits."""
 
-from __future__ import annotations
-
 import time
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Agents under a virtual clock: the real state machine, everything around it simulated."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 
 from unisono.rendezvous.member import (

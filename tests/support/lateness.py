@@ -1,7 +1,5 @@
 """How late this process's threads wake up: what a busy machine adds to every bound on a time."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """`unisono run` as a fork of a server that has unisono loaded, or as a new interpreter."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -3,10 +3,12 @@
 import hashlib
 import warnings
 from collections import Counter
+from functools import partial
 
 import numpy as np
 
 import unisono as dist
+from tests.support.operations import Operations
 from tests.support.oracle import (
     ALL_OPS,
     DTYPES,
@@ -22,27 +24,19 @@ from tests.support.oracle import (
 )  # fmt: skip
 from unisono.errors import InvalidArgumentError, UnsupportedError
 
-
-class Maker:
-    """Makes arrays of one dtype, layout and library."""
-
-    def __init__(self, dtype, layout, library):
-        self.dtype, self.layout, self.library = dtype, layout, library
-
-    def full(self, data):
-        return Placed(data, self.layout, self.library)
-
-    def empty(self, count):
-        data = np.zeros(count, np_dtype(self.dtype))
-        data.view(np.uint8)[:] = 1
-        return self.full(data)
+MOVING = (
+    "broadcast", "all_gather", "gather", "scatter", "all_gather_into_tensor",
+    "all_gather_coalesced", "all_to_all",
+)  # fmt: skip
+REDUCING = (
+    "all_reduce", "reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor",
+)  # fmt: skip
+BEYOND_TORCH = ("scan", "exscan")
+# Whose bits must be the same on all ranks.
+EVERYWHERE = ("all_reduce", "all_reduce_coalesced")
 
 
-def arrays(placed):
-    return [one.array for one in placed]
-
-
-class Matrix:
+class Matrix(Operations):
     """One rank's run of the matrix.
 
     Attributes:
@@ -51,203 +45,123 @@ class Matrix:
     """
 
     def __init__(self, rank, library):
-        self.rank, self.p, self.library = rank, dist.get_world_size(), library
+        super().__init__(rank, dist.get_world_size())
+        self.library = library
         self.cells, self.digest = Counter(), hashlib.sha256()
-        self.case = ()
+        self.case, self.op_name = (), ""
 
-    def see(self, name, make, got, expected, slack=None, op=""):
-        """Compare, and count the cell."""
-        check((*self.case, name, op), got.elements(), expected, slack)
-        self.cells[name, make.dtype, op, "equal" if slack is None else "rounded"] += 1
+    # ---- what the operations are made of
 
-    def unchanged(self, name, inputs, before):
-        for one, data in zip(inputs, before, strict=True):
-            assert bits(one.elements()) == bits(data), f"{(*self.case, name)}: an input was changed"
+    def value(self, rank, part=0, count=None):
+        return values(self.dtype, rank, self.count if count is None else count, part)
 
-    def blocks(self, dtype, count):
-        """Return [from][to] blocks."""
-        return [[values(dtype, r, count, 1 + to) for to in range(self.p)] for r in range(self.p)]
+    def reduced(self, ranks, part=0, count=None):
+        """Return the reduction, with the distance that a result may have from it."""
+        count = self.count if count is None else count
+        if self.op_name not in REDUCE_OPS[self.dtype]:
+            return (self.value(0, part, count),)
+        return reduction(self.dtype, self.op_name, len(ranks), count, part)
 
-    def compare(self, name, make, call, inputs, outputs, op=""):
-        """Call with arrays of `inputs`: outputs must hold `outputs`, and inputs their values.
+    def placed(self, before, *after):
+        """Return an array with `before`; it must become `after`, or stay as it is."""
+        self.made.append((Placed(before, self.layout, self.library), before, after))
+        return self.made[-1][0].array
 
-        An output is an array, or an array with the distance that a result may have from it.
-        """
-        wanted = [out if isinstance(out, tuple) else (out,) for out in outputs]
-        ins = [make.full(data) for data in inputs]
-        outs = [make.empty(want[0].size) for want in wanted]
-        call(arrays(ins), arrays(outs))
-        for got, want in zip(outs, wanted, strict=True):
-            self.see(name, make, got, *want, op=op)
-        self.unchanged(name, ins, inputs)
+    def write(self, before, after):
+        return self.placed(before, *(after if isinstance(after, tuple) else (after,)))
 
-    # ---- operations that move ---------------------------------------------------------------
+    def keep(self, values):
+        return self.placed(values)
 
-    def move(self, make, count):
-        """Run all operations that only move data, with blocks of `count` elements."""
-        rank, p, root, dtype = self.rank, self.p, self.p // 2, make.dtype
-        mine = [values(dtype, r, count) for r in range(p)]
-        x = make.full(mine[rank])
-        dist.broadcast(x.array, root)
-        self.see("broadcast", make, x, mine[root])
-        self.lists("", make, mine, self.blocks(dtype, count), root)
-        self.compare(
-            "all_gather_into_tensor", make, lambda i, o: dist.all_gather_into_tensor(*o, *i),
-            [mine[rank]], [np.concatenate(mine)])  # fmt: skip
-        pairs = [[one, values(dtype, r, count + 1)] for r, one in enumerate(mine)]
-        self.compare(
-            "all_gather_coalesced", make,
-            lambda i, o: dist.all_gather_coalesced([o[2 * r : 2 * r + 2] for r in range(p)], i),
-            pairs[rank], [one for pair in pairs for one in pair])  # fmt: skip
-        block = self.blocks(dtype, count)
-        self.compare(
-            "all_to_all", make, lambda i, o: dist.all_to_all(o, i),
-            block[rank], [block[r][rank] for r in range(p)])  # fmt: skip
-        if make.layout in ("contiguous", "strided") and (p <= 4 or count > p):
-            # Rank r has count + r % 3 elements.
-            sizes = [count + r % 3 for r in range(p)]
-            mine = [values(dtype, r, n) for r, n in enumerate(sizes)]
-            block = [[values(dtype, r, n, 1) for n in sizes] for r in range(p)]
-            self.lists(" (uneven)", make, mine, block, 0)
-        self.send(make, count)
+    def room(self, after):
+        exact = after[0] if isinstance(after, tuple) else after
+        before = np.zeros(exact.size, np_dtype(self.dtype))
+        before.view(np.uint8)[:] = 1
+        return self.write(before, after)
 
-    def lists(self, kind, make, mine, block, root):
-        """Run the operations in which ranks may have blocks of different size."""
-        rank = self.rank
-        self.compare(
-            "all_gather" + kind, make, lambda i, o: dist.all_gather(o, *i), [mine[rank]], mine
-        )
-        self.compare(
-            "gather" + kind, make,
-            lambda i, o: dist.gather(*i, o if rank == root else None, root),
-            [mine[rank]], mine if rank == root else [])  # fmt: skip
-        self.compare(
-            "scatter" + kind, make,
-            lambda i, o: dist.scatter(*o, i if rank == root else None, root),
-            block[rank], [block[root][rank]])  # fmt: skip
+    # ---- cells
 
-    def send(self, make, count):
-        """To the next rank, from the one before, and from any."""
-        rank, p = self.rank, self.p
-        x, out = make.full(values(make.dtype, rank, count)), make.empty(count)
-        before = values(make.dtype, (rank - 1) % p, count)
-        for tag, source in enumerate([(rank - 1) % p, None]):
-            out = make.empty(count)
-            works = [dist.irecv(out.array, source, tag=tag)]
-            works.append(dist.isend(x.array, (rank + 1) % p, tag=tag))
-            for work in works:
-                work.wait()
-            name = "isend + irecv" if tag == 0 else "irecv from any"
-            self.see(name, make, out, before)
+    def compare(self, name, kind="", call=None):
+        """Make a call, compare all arrays, and count the cells."""
+        self.made = []
+        (call or getattr(self, name))()
+        case = (*self.case, name + kind, self.op_name)
+        for array, before, after in self.made:
+            got = array.elements()
+            if not after:
+                assert bits(got) == bits(before), f"{case}: an input was changed"
+                continue
+            check(case, got, *after)
+            outcome = "equal" if len(after) == 1 or after[1] is None else "rounded"
+            self.cells[name + kind, self.dtype, self.op_name, outcome] += 1
+            if name in EVERYWHERE:
+                self.digest.update(bits(got))
 
-    def move_rows(self, make):
-        """all_to_all_single of rows, in equal and in uneven parts."""
-        rank, p, width = self.rank, self.p, 3
+    def compare_uneven(self, names):
+        """Compare, where rank r has count + r % 3 elements."""
+        self.uneven = [self.count + r % 3 for r in range(self.p)]
+        for name in names:
+            self.compare(name, " (uneven)")
+        self.uneven = None
 
-        def sent(r, to):
-            return (r * 2 + to) % 3
+    def move(self):
+        """Run all operations that only move data."""
+        self.root, self.op_name = self.p // 2, ""
+        for name in MOVING:
+            self.compare(name)
+        if self.layout in ("contiguous", "strided") and (self.p <= 4 or self.count > self.p):
+            self.compare_uneven(("all_gather", "gather", "scatter"))
+        self.compare("isend + irecv", call=lambda: self.send((self.me - 1) % self.p))
+        self.compare("irecv from any", call=lambda: self.send(None))
 
-        for what, rows in (("equal", lambda r, to: 2), ("uneven", sent)):
-            parts = [
-                [values(make.dtype, r, rows(r, to) * width, to) for to in range(p)]
-                for r in range(p)
-            ]
-            mine = np.concatenate(parts[rank])
-            expected = np.concatenate([parts[r][rank] for r in range(p)])
-            x, out = make.full(mine), make.empty(expected.size)
-            ins, outs = [rows(rank, to) for to in range(p)], [rows(r, rank) for r in range(p)]
-            if make.layout != "fortran":
-                ins, outs = [n * width for n in ins], [n * width for n in outs]
-            else:  # Placed gives Fortran arrays [size/3, 3] if the size is a multiple of 3
-                assert x.array.shape[1:] == (width,)
-            splits = (None, None) if what == "equal" else (outs, ins)
-            dist.all_to_all_single(out.array, x.array, *splits)
-            name = "all_to_all_single" + ("" if what == "equal" else " (uneven)")
-            self.see(name, make, out, expected)
-            self.unchanged(name, [x], [mine])
+    def send(self, source):
+        """Send to the next rank, and receive from the one before or from any."""
+        out = self.room(self.value((self.me - 1) % self.p))
+        works = [dist.irecv(out, source)]
+        works.append(dist.isend(self.read(self.value(self.me)), (self.me + 1) % self.p))
+        for work in works:
+            work.wait()
 
-    # ---- operations that reduce -------------------------------------------------------------
+    def move_rows(self):
+        """Run all_to_all_single of rows of 3 elements, in equal and in uneven parts."""
+        self.count, self.op_name = 6, ""
+        self.compare("all_to_all_single")
+        self.compare_uneven(["all_to_all_single"])
 
-    def reduce(self, make, count, op):
+    def table(self):
+        source, target = np.ogrid[: self.p, : self.p]
+        return (source * 2 + target) % 3 * 3 if self.uneven else super().table()
+
+    def rows(self, counts):
+        # Placed gives Fortran arrays [size/3, 3] if the size is a multiple of 3.
+        return (counts // 3 if self.layout == "fortran" else counts).tolist()
+
+    def reduce_all(self, name, is_plain):
         """Run all operations that reduce."""
-        rank, p, root, dtype, how = self.rank, self.p, self.p - 1, make.dtype, reduce_op(op)
-        mine = values(dtype, rank, count)
-        expected = reduction(dtype, op, p, count)
-        x = make.full(mine)
-        dist.all_reduce(x.array, how)
-        self.see("all_reduce", make, x, *expected, op)
-        self.digest.update(bits(x.elements()))
+        self.root, self.op_name, self.op = self.p - 1, name, reduce_op(name)
+        for operation in (*REDUCING, *(BEYOND_TORCH if is_plain else ())):
+            self.compare(operation)
+        if is_plain:
+            self.compare_uneven(["reduce_scatter"])
 
-        x = make.full(mine)
-        dist.reduce(x.array, root, how)
-        if rank == root:
-            self.see("reduce", make, x, *expected, op)
-        else:
-            self.unchanged("reduce", [x], [mine])
+    # ---- what is refused
 
-        sizes = (count, count + 2)
-        pair = [make.full(values(dtype, rank, n)) for n in sizes]
-        dist.all_reduce_coalesced(arrays(pair), how)
-        for got, n in zip(pair, sizes, strict=True):
-            self.see("all_reduce_coalesced", make, got, *reduction(dtype, op, p, n), op)
-            self.digest.update(bits(got.elements()))
-
-        block, expected = self.blocks(dtype, count), reduction(dtype, op, p, count, 1 + rank)
-        self.compare(
-            "reduce_scatter", make, lambda i, o: dist.reduce_scatter(*o, i, how),
-            block[rank], [expected], op)  # fmt: skip
-        self.compare(
-            "reduce_scatter_tensor", make, lambda i, o: dist.reduce_scatter_tensor(*o, *i, how),
-            [np.concatenate(block[rank])], [expected], op)  # fmt: skip
-
-    def reduce_beyond_torch(self, make, count, op):
-        """Prefix reductions, and reduce_scatter of blocks of different size."""
-        rank, dtype, how = self.rank, make.dtype, reduce_op(op)
-        mine = values(dtype, rank, count)
-        x = make.full(mine)
-        dist.scan(x.array, how)
-        self.see("scan", make, x, *reduction(dtype, op, rank + 1, count), op)
-        x = make.full(mine)
-        dist.exscan(x.array, how)
-        if rank == 0:
-            self.unchanged("exscan", [x], [mine])
-        else:
-            self.see("exscan", make, x, *reduction(dtype, op, rank, count), op)
-        sizes = [count + r % 3 for r in range(self.p)]
-        self.compare(
-            "reduce_scatter (uneven)", make, lambda i, o: dist.reduce_scatter(*o, i, how),
-            [values(dtype, rank, n, 1 + to) for to, n in enumerate(sizes)],
-            [reduction(dtype, op, self.p, sizes[rank], 1 + rank)], op)  # fmt: skip
-
-    # ---- what is refused --------------------------------------------------------------------
-
-    def refuse(self, make, op):
+    def refuse(self, name):
         """A reduce op that the dtype lacks is refused on every rank, before anything is sent."""
-        how, p = reduce_op(op), self.p
-        x, xs = make.empty(1).array, [make.empty(1).array for _ in range(p)]
-        whole = make.empty(p).array
-        parts = [make.empty(1 + r % 3).array for r in range(p)]
-        mine = make.empty(1 + self.rank % 3).array
-        calls = {
-            "all_reduce": lambda: dist.all_reduce(x, how),
-            "reduce": lambda: dist.reduce(x, 0, how),
-            "all_reduce_coalesced": lambda: dist.all_reduce_coalesced(xs, how),
-            "reduce_scatter": lambda: dist.reduce_scatter(x, xs, how),
-            "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, whole, how),
-            "reduce_scatter (uneven)": lambda: dist.reduce_scatter(mine, parts, how),
-            "scan": lambda: dist.scan(x, how),
-            "exscan": lambda: dist.exscan(x, how),
-        }
-        for name, call in calls.items():
-            told = self.error_of(call, UnsupportedError, (make.dtype, name, op))
-            assert f"reduce op {op} is not defined on {make.dtype} " in told, told
-            self.cells[name, make.dtype, op, "UnsupportedError"] += 1
+        self.count, self.root, self.op_name, self.op = 1, 0, name, reduce_op(name)
+        for operation in (*REDUCING, *BEYOND_TORCH, "reduce_scatter (uneven)"):
+            self.uneven = [1 + r % 3 for r in range(self.p)] if "(" in operation else None
+            call = getattr(self, operation.partition(" ")[0])
+            told = self.error_of(call, UnsupportedError, (self.dtype, operation, name))
+            assert f"reduce op {name} is not defined on {self.dtype} " in told, told
+            self.cells[operation, self.dtype, name, "UnsupportedError"] += 1
+        self.uneven, self.made = None, []
 
-    def refuse_sizes(self, make):
+    def refuse_sizes(self):
         """One element more or less than the ranks can share equally is refused on every rank."""
         p = self.p
         for extra in (-1, 1):
-            one, whole = make.empty(2).array, make.empty(2 * p + extra).array
+            one, whole = np.ones(2, np.float32), np.ones(2 * p + extra, np.float32)
             calls = {
                 "all_gather_into_tensor": lambda a, b: dist.all_gather_into_tensor(b, a),
                 "reduce_scatter_tensor": lambda a, b: dist.reduce_scatter_tensor(a, b),
@@ -255,11 +169,8 @@ class Matrix:
             if p > 2:
                 calls["all_to_all_single"] = lambda a, b: dist.all_to_all_single(b, b)
             for name, call in calls.items():
-                told = self.error_of(
-                    lambda call=call, one=one, whole=whole: call(one, whole),
-                    InvalidArgumentError,
-                    (make.dtype, name, extra),
-                )
+                call = partial(call, one, whole)
+                told = self.error_of(call, InvalidArgumentError, ("float32", name, extra))
                 assert str(2 * p + extra) in told, (name, told)
                 self.cells[name, "", f"{extra:+d} element", "InvalidArgumentError"] += 1
 
@@ -271,40 +182,37 @@ class Matrix:
             return raised.what
         raise AssertionError(f"{case} was accepted")
 
-    # ---- all of it --------------------------------------------------------------------------
+    # ---- all of it
 
-    def run(self, shapes, thorough):
+    def run(self, layouts, thorough):
         # The fnuz variants move as the other float8 do; a few ranks are enough.
-        for dtype in [d for d in DTYPES if self.p <= 3 or "fnuz" not in d]:
-            for layout in shapes:
-                self.layout(Maker(dtype, layout, self.library), thorough)
-            make = Maker(dtype, "contiguous", self.library)
-            for op in sorted(set(ALL_OPS) - set(REDUCE_OPS[dtype])):
-                self.refuse(make, op)
+        for self.dtype in [d for d in DTYPES if self.p <= 3 or "fnuz" not in d]:
+            for self.layout in layouts:
+                self.one_layout(thorough)
+            self.layout = "contiguous"
+            for op in sorted(set(ALL_OPS) - set(REDUCE_OPS[self.dtype])):
+                self.refuse(op)
             dist.barrier()
-        self.refuse_sizes(Maker("float32", "contiguous", self.library))
+        self.refuse_sizes()
         dist.barrier()
 
-    def layout(self, make, thorough):
+    def one_layout(self, thorough):
         """All operations on one dtype and layout."""
-        p = self.p
-        self.case = (self.library, p, make.dtype, make.layout)
-        counts = [6]
-        if make.layout == "scalar":
+        p, layout, counts = self.p, self.layout, [6]
+        if layout == "scalar":
             counts = [1]
-        elif make.layout == "contiguous" and thorough:
+        elif layout == "contiguous" and thorough:
             counts = sorted({0, max(p - 1, 1), p + 1} | ({2 * p} if p <= 4 else set()))
-        for count in counts:
-            self.case = (*self.case[:4], count)
-            self.move(make, count)
+        is_plain = layout == "contiguous" or (p <= 4 and layout == "strided")
+        for self.count in counts:
+            self.case = (self.library, p, self.dtype, layout, self.count)
+            self.move()
             # Few dtypes for nothing and for p - 1 elements: reductions take most of the time.
-            if count > p or len(counts) == 1 or make.dtype in ("float32", "int64"):
-                for op in REDUCE_OPS[make.dtype]:
-                    self.reduce(make, count, op)
-                    if make.layout == "contiguous" or (p <= 4 and make.layout == "strided"):
-                        self.reduce_beyond_torch(make, count, op)
-        if make.layout != "scalar":
-            self.move_rows(make)
+            if self.count > p or len(counts) == 1 or self.dtype in ("float32", "int64"):
+                for op in REDUCE_OPS[self.dtype]:
+                    self.reduce_all(op, is_plain)
+        if layout != "scalar":
+            self.move_rows()
 
 
 def matrix(rank, library="numpy", thorough=False):

@@ -1,7 +1,5 @@
 """The hosts of `unisono.testing`, as parts of one job, and a wire that loses packets."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,14 +1,12 @@
 """Agents of several nodes on this host, or in network namespaces, with real workers."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import socket
 from dataclasses import dataclass
 
 from tests.support.launches import Launch
 from tests.support.netns import TOKEN
+from tests.support.ports import free_port
 
 # Agents wait half a second for more nodes, but a minute for a heartbeat: on a busy machine an agent
 # can stand still for seconds.
@@ -72,13 +70,6 @@ class Up:
     restart: int
     pid: int
     total: int
-
-
-def free_port():
-    """Return a port that nobody has now; only the agents of one test will want it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Agent(Launch):

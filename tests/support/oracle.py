@@ -112,6 +112,42 @@ def reduced(dtype, op, arrays):
     return result, None
 
 
+def outcome(collective, given, root, reduced, blocks):
+    """Return what each rank must have after a collective, None where that is undefined.
+
+    Args:
+        given: What each rank has.
+        reduced: Function of a list of arrays.
+        blocks: Function of a rank: what it has for each rank.
+    """
+    ranks = range(len(given))
+
+    def at_root(value):
+        return [value if rank == root else None for rank in ranks]
+
+    match collective:
+        case "all_reduce":
+            return [reduced(given) for _ in ranks]
+        case "reduce":
+            return at_root(reduced(given))
+        case "scan":
+            return [reduced(given[: rank + 1]) for rank in ranks]
+        case "exscan":
+            return [reduced(given[: max(rank, 1)]) for rank in ranks]
+        case "broadcast":
+            return [given[root] for _ in ranks]
+        case "all_gather":
+            return [np.concatenate(given) for _ in ranks]
+        case "gather":
+            return at_root(np.concatenate(given))
+        case "scatter":
+            return list(blocks(root))
+        case "reduce_scatter":
+            return [reduced([blocks(source)[rank] for source in ranks]) for rank in ranks]
+        case "all_to_all":
+            return [np.concatenate([blocks(source)[rank] for source in ranks]) for rank in ranks]
+
+
 def trunc_div(value, divisor):
     return value // divisor if value >= 0 else -(-value // divisor)
 

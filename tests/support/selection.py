@@ -10,8 +10,6 @@ The fixture `drawn` does the same for a loop inside a test. A test that is named
 on the command line always runs.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 from collections import Counter

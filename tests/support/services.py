@@ -1,7 +1,5 @@
 """Real servers of other projects, on free ports, for as long as a test needs them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil
@@ -9,7 +7,10 @@ import socket
 import subprocess
 import time
 
+import pytest
+
 LIMIT_S = 60.0
+NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
 _TRIES = 5
 
 
@@ -23,6 +24,12 @@ def why_not(program, module):
     except ImportError as error:
         return f"{error} (pip install -e '.[test]')"
     return None
+
+
+def needs(kind):
+    """Return the mark that skips a test where a kind of server cannot be used."""
+    reason = why_not(*NEEDS[kind])
+    return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 def _free_ports(count):
@@ -64,18 +71,8 @@ class Server:
 def certificate(folder):
     """Make a certificate for localhost that is its own authority; return its files."""
     files = f"{folder}/cert.pem", f"{folder}/key.pem"
-    words = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    words += ["-subj", "/CN=localhost"]
     words += ["-addext", "subjectAltName=DNS:localhost", "-out", files[0], "-keyout", files[1]]
     subprocess.run(words, check=True, capture_output=True, timeout=LIMIT_S)
     return files
@@ -146,3 +143,17 @@ def _etcd_members(folder, members, attempt, files):
         words = ["etcd", *(f"--{name}={value}" for name, value in options.items())]
         servers.append(Server(words, port, folder))
     return servers
+
+
+KINDS = [pytest.param(kind, marks=needs(kind)) for kind in NEEDS]
+
+
+@contextlib.contextmanager
+def server_of(kind, folder, **options):
+    """Run one server of a kind."""
+    if kind == "redis":
+        with redis(folder, **options) as server:
+            yield server
+    else:
+        with etcd(folder, **options) as (server,):
+            yield server

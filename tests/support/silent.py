@@ -1,7 +1,5 @@
 """A server that says nothing, not even that it is there: what lies behind a strict firewall."""
 
-from __future__ import annotations
-
 import socket
 import struct
 

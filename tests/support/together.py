@@ -1,7 +1,5 @@
 """Several calls at the same time, in threads of this process."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 

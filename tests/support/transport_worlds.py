@@ -1,15 +1,14 @@
 """Worlds of transports in one process, with and without messages in C++."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
-import threading
 
 import pytest
 
+from tests.support.together import on_threads
 from unisono.base.deadline import Deadline
+from unisono.engines import Communicator, ReferenceEngine
 from unisono.transports import InprocTransport, Key, TCPTransport
 from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages
@@ -31,20 +30,28 @@ WAYS = {
 }
 
 
-@contextlib.contextmanager
-def tcp_world(size, edit=lambda addresses: None):
+def connected(kind, size, edit=lambda addresses: None):
+    """Return the transports of all ranks; `edit` may change the addresses that they know."""
     addresses = {}
-    world = [TCPTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
+    world = [KINDS[kind](rank, size, lambda p: addresses[p]) for rank in range(size)]
     addresses.update(enumerate(transport.address for transport in world))
     edit(addresses)
+    return world
+
+
+def reference_engines(size, kind="inproc"):
+    """Return reference engines of all ranks."""
+    comms = [Communicator(t, tuple(range(size)), "g") for t in connected(kind, size)]
+    return [ReferenceEngine(comm) for comm in comms]
+
+
+@contextlib.contextmanager
+def tcp_world(size, edit=lambda addresses: None):
+    world = connected("tcp", size, edit)
     try:
         yield world
     finally:
-        closers = [threading.Thread(target=transport.close) for transport in world]
-        for thread in closers:
-            thread.start()
-        for thread in closers:
-            thread.join()
+        on_threads(*(transport.close for transport in world))
 
 
 def works(a, b, nbytes=1000):

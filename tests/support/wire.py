@@ -6,8 +6,6 @@ device and go to the other end over a socket that both ends inherited.
     wire.py SOCKET ADDRESS/PREFIX DELAY_S LOSS SEED
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import fcntl

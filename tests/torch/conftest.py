@@ -3,8 +3,6 @@
 The fork of a process with torch takes 11 ms longer, so other tests do not use this server.
 """
 
-from __future__ import annotations
-
 from multiprocessing import forkserver
 
 import pytest

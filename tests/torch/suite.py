@@ -11,8 +11,6 @@ comparison that torch 2.13 forgot in its all_reduce helper, and a longer wait in
 which gives a loaded machine 10 s.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

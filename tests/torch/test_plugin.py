@@ -1,7 +1,5 @@
 """Registration, names, errors and callbacks: what one process can show."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

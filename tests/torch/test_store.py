@@ -1,7 +1,5 @@
 """torch's stores behind the adapter: the part of the conformance suite that ranks need to meet."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import unisono as dist
 from tests.support.matrix import matrix
+from tests.support.operations import Operations
 from tests.worlds import test_algorithms, test_mismatch, test_quick, test_stress
 from unisono.testing import run
 
@@ -63,25 +64,15 @@ def two_levels(rank, algorithm):
     """Run each collective that has two levels, on small whole numbers."""
     p = dist.get_world_size()
     for count in (1, 7, 1000, 70_001):
-        rows = np.arange(p * p * count, dtype=np.float32).reshape(p, p * count) % 101
-        whole = rows[:, :count]
-        total = whole.sum(0)
-        for root in range(p):
-            x = whole[rank].copy()
-            dist.broadcast(x, root, algorithm=algorithm)
-            assert (x == whole[root]).all()
-            x = whole[rank].copy()
-            dist.reduce(x, root, algorithm=algorithm)
-            assert (x == (total if rank == root else whole[rank])).all()
-        x = whole[rank].copy()
-        dist.all_reduce(x, algorithm=algorithm)
-        assert (x == total).all()
-        out = np.zeros(p * count, np.float32)
-        dist.all_gather_into_tensor(out, whole[rank], algorithm=algorithm)
-        assert (out == whole.reshape(-1)).all()
-        part = np.zeros(count, np.float32)
-        dist.reduce_scatter_tensor(part, rows[rank].copy(), algorithm=algorithm)
-        assert (part == rows.sum(0)[rank * count : (rank + 1) * count]).all()
+        how = {"algorithm": algorithm}
+        calls = Operations(rank, p, count, dtype=np.float32, modulus=101, how=how)
+        for calls.root in range(p):
+            calls.broadcast()
+            calls.reduce()
+        calls.all_reduce()
+        calls.all_gather_into_tensor()
+        calls.reduce_scatter_tensor()
+        calls.check(count)
 
 
 @pytest.mark.sweep(4)

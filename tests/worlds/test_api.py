@@ -1,7 +1,6 @@
 """The functions of the module, against torch.distributed's signatures and rules."""
 
 import inspect
-import threading
 import warnings
 from functools import partial
 
@@ -9,24 +8,11 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.worlds.test_algorithms import calls
+from tests.support.operations import COLLECTIVES, Operations
+from tests.support.together import on_threads
 from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
 
 NOT_A_MEMBER = -100
-
-
-def test_every_name_of_the_module_can_be_loaded():
-    assert set(dist.__all__) <= set(dir(dist))
-    for name in dist.__all__:
-        assert getattr(dist, name) is not None
-
-
-def test_a_second_tier_and_a_third_one_exist():
-    import unisono.lowlevel
-
-    for name in unisono.lowlevel.__all__:
-        assert getattr(unisono.lowlevel, name) is not None
-    assert not set(unisono.lowlevel.__all__) & set(dist.__all__), "a name in two tiers"
 
 
 def test_rendezvous_is_a_function_although_a_package_has_its_name(tmp_path):
@@ -57,7 +43,8 @@ def test_before_init():
 
 def every_call(group, p, rank, **how):
     """Return {name: call} of every collective function on arrays that fit."""
-    return {name: partial(made[0], group=group, **how) for name, made in calls(rank, p).items()}
+    calls = Operations(rank, p, how={"group": group, **how})
+    return {name: getattr(calls, name) for name in COLLECTIVES}
 
 
 @pytest.mark.ranks(1, 3, kind="both")
@@ -241,22 +228,14 @@ def test_disjoint_groups_at_once(rank):
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     others = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     first, second = halves[rank // 2], others[rank // 2]
-    failed = []
 
     def work(group):
-        try:
-            for number in range(50):
-                x = np.full(5, float(number))
-                group.all_reduce(x)
-                assert (x == 2 * number).all()
-        except Exception as error:
-            failed.append(error)
+        for number in range(50):
+            x = np.full(5, float(number))
+            group.all_reduce(x)
+            assert (x == 2 * number).all()
 
-    thread = threading.Thread(target=work, args=(second,))
-    thread.start()
-    work(first)
-    thread.join()
-    assert not failed, failed
+    on_threads(partial(work, first), partial(work, second))
 
 
 @pytest.mark.ranks(2, kind="both")

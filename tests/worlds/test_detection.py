@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
+from unisono.base.sockets import listen
 from unisono.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
 
@@ -45,6 +47,12 @@ def clean_environment(**extra):
     env = {k: v for k, v in os.environ.items() if not k.startswith(starts) and k not in names}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     return env | extra
+
+
+def free_port():
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        return str(listener.getsockname()[1])
 
 
 def completed(command, **env):
@@ -99,6 +107,23 @@ def test_two_mpiexec_at_once_are_two_worlds(script, tmp_path):
     command = [str(MPIEXEC), "-n", "2", sys.executable, script]
     outs = side_by_side([command] * 2, [{"TMPDIR": str(tmp_path)}] * 2)
     assert [sorted(out.splitlines()) for out in outs] == [expected(2)] * 2
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("kind", ["FileStore", "TCPStore"])
+def test_counters_of_the_page_for_users_of_mpi4py(tmp_path, monkeypatch, kind):
+    page = (Path(__file__).parents[2] / "docs/howto/from-mpi4py.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    check = f"assert type(store._underlying_non_prefix_store) is dist.{kind}\ndist.destroy"
+    (tmp_path / "script.py").write_text(program.replace("dist.destroy", check))
+    monkeypatch.chdir(tmp_path)
+    env = {"TMPDIR": str(tmp_path)}
+    if kind == "TCPStore":
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert output([MPIEXEC, "-n", "3", sys.executable, "script.py"], **env) == ["4950"]
+    lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert sorted(int(rank) for rank, _ in lines) == [0, 1, 2]
+    assert sum(int(count) for _, count in lines) == 100
 
 
 @needs_mpiexec
@@ -169,12 +194,7 @@ def test_launcher_on_one_node(script, tmp_path, job, names):
 
 
 def test_indexed_job_with_an_address(script):
-    from unisono.base.sockets import listen
-
-    (listener,) = listen("127.0.0.1", 0)
-    with listener:
-        port = str(listener.getsockname()[1])
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     # One meeting only: rank 1 may come to the second while the store of the first still listens.
     common["MEETINGS"] = "1"
     envs = [common | {"JOB_COMPLETION_INDEX": str(r), "LOCAL_RANK": str(r)} for r in range(2)]

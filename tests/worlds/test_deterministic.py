@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import COLLECTIVES, Operations
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 from unisono.schedules import available
 from unisono.testing import run
@@ -66,30 +67,24 @@ def cases():
                 yield dtype, op
 
 
+class Folded(Operations):
+    def value(self, rank, part=0, count=None):
+        return data(rank, self.count, self.dtype, part)
+
+    def reduced(self, ranks, part=0, count=None):
+        return folded([self.value(rank, part) for rank in ranks], self.op)
+
+
 def check(rank, dtype, op, count, names, **how):
     p = dist.get_world_size()
-    parts = [data(r, count, dtype) for r in range(p)]
-    want = folded(parts, op)
-    for algorithm in names("all_reduce"):
-        x = parts[rank].copy()
-        dist.all_reduce(x, op, algorithm=algorithm, **how)
-        same_bits(x, want, ("all_reduce", algorithm, dtype, op, count))
-    for algorithm in names("reduce"):
-        for root in {0, p - 1}:
-            x = parts[rank].copy()
-            dist.reduce(x, root, op, algorithm=algorithm, **how)
-            want_here = want if rank == root else parts[rank]
-            same_bits(x, want_here, ("reduce", algorithm, dtype, op, count))
-    for algorithm in names("reduce_scatter"):
-        blocks = [np.concatenate([data(r, count, dtype, to) for to in range(p)]) for r in range(p)]
-        out = np.zeros(count, dtype)
-        dist.reduce_scatter_tensor(out, blocks[rank].copy(), op, algorithm=algorithm, **how)
-        mine = [block[rank * count : (rank + 1) * count] for block in blocks]
-        same_bits(out, folded(mine, op), ("reduce_scatter", algorithm, dtype, op, count))
-    for algorithm in names("scan"):
-        x = parts[rank].copy()
-        dist.scan(x, op, algorithm=algorithm, **how)
-        same_bits(x, folded(parts[: rank + 1], op), ("scan", algorithm, dtype, op, count))
+    for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "scan"):
+        for algorithm in names(COLLECTIVES[name]):
+            for root in {0, p - 1} if name == "reduce" else {0}:
+                how["algorithm"] = algorithm
+                calls = Folded(rank, p, count, root, op, dtype, how=how)
+                getattr(calls, name)()
+                for got, want in calls.made:
+                    same_bits(got, want, (name, algorithm, dtype, op, count))
 
 
 def every_ordered_algorithm(rank, counts=COUNTS[:3], step=1):

@@ -3,11 +3,13 @@
 import datetime
 import functools
 import re
+from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.torch_signatures import calls, overloads
 from tests.worlds.test_dispatch import ThroughCPU, in_own_worlds
 from unisono.backends import registry
 from unisono.errors import ArgumentTypeError
@@ -263,20 +265,14 @@ def test_options_replace_all_settings(alone):
     assert out.tolist() == [2, 2]
 
 
-def overloads(name):
-    """Return torch's parameters of a method, as far as they have names: [{name: type}, ...]."""
-    text = getattr(pytest.importorskip("torch").distributed.ProcessGroup, name).__doc__
-    for line in re.findall(rf"{name}\(self: \S+, (.*)\) -> ", text):
-        yield dict(re.findall(r"(?:^|, )(\w+): (.*?)(?=, \w+: |$)", line))
-
-
-def value_for(name, kind, x, out):
+def value_for(parameter, x, out):
     """Return what to pass for a parameter; `out` is what the call writes."""
-    data = out if name.startswith("output") else x
+    kind = parameter.type
+    if "Tensor" in kind:
+        data = out if parameter.name.startswith("output") else x
+        return functools.reduce(lambda v, _: [v], range(kind.count("Sequence[")), data)
     if "Options" in kind:
         return getattr(dist, re.search(r"\w+Options", kind)[0])()
-    if "torch.Tensor" in kind:
-        return functools.reduce(lambda v, _: [v], range(kind.count("Sequence[")), data)
     if "timedelta" in kind:
         return datetime.timedelta(seconds=5)
     if "ReduceOp" in kind:
@@ -284,29 +280,43 @@ def value_for(name, kind, x, out):
     return [] if "Sequence" in kind else 0
 
 
-@pytest.mark.parametrize(
-    "schema", [s for s in OPS.values() if s.c10d_methods], ids=lambda s: s.name
-)
-def test_methods_take_the_keywords_of_torch(alone, schema):
-    seen = 0
-    for name in schema.c10d_methods:
-        for parameters in overloads(name):
-            seen += 1
-            if "arg0" in parameters:  # has no names in torch
-                continue
-            x, out = np.arange(3.0), np.zeros(3)
-            how = {p: value_for(p, kind, x, out) for p, kind in parameters.items()}
-            other = {"send": alone.recv, "recv": alone.send}.get(name)
-            works = [getattr(alone, name)(**how)]
-            if other is not None:
-                box = out if name == "send" else np.arange(3.0)
-                works.append(other(box, 0, 0, async_op=True))
-                x, out = (x, out) if name == "send" else (box, x)
+@pytest.fixture
+def asked():
+    """The names of the operations that groups run during a test."""
+    names = []
+
+    def wrap(schema, device, kernel):
+        return lambda *arguments: names.append(schema.name) or kernel(*arguments)
+
+    remove = dispatcher.register_wrapper(wrap)
+    yield names
+    remove()
+
+
+# What makes a message complete in a world of one.
+OTHER = {"send": "recv", "recv": "send", "recv_anysource": "send"}
+DATA = [(s.name, method) for s in OPS.values() for method in s.c10d_methods]
+
+
+@pytest.mark.parametrize(("op", "method"), DATA, ids=[method for _, method in DATA])
+def test_methods_take_every_form_of_torch(alone, asked, op, method):
+    """All arguments in their places, all by name, and the required ones only."""
+    torch, made = pytest.importorskip("torch"), 0
+    x, out = np.arange(3.0), np.zeros(3)
+    value = partial(value_for, x=out if method.startswith("recv") else x, out=out)
+    for overload in overloads(getattr(torch.distributed.ProcessGroup, method)):
+        written = method in OTHER or any(p.name.startswith("output") for p in overload)
+        for arguments, keywords in calls(overload, value):
+            out[:] = 0
+            works = [getattr(alone, method)(*arguments, **keywords)]
+            if method in OTHER:
+                box = out if method == "send" else x
+                works.append(getattr(alone, OTHER[method])(box, 0, 0, async_op=True))
             for work in works:
-                assert work.wait(), (name, parameters)
-            written = any(p.startswith("output") for p in parameters) or other is not None
-            assert (out == x).all() or not written, (name, parameters)
-    assert seen
+                assert work.wait(), overload
+            assert (out == x).all() or not written, overload
+            made += 1
+    assert asked.count(op) == made >= 3
 
 
 def test_a_form_of_c10d_is_not_mistaken_for_ours(alone):

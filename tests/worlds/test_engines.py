@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
 from unisono.base import log
 from unisono.engines import shared_memory
-from unisono.errors import InvalidArgumentError, UnsupportedError
+from unisono.errors import UnsupportedError
 from unisono.testing import run
 
 BOTH = pytest.mark.parametrize("engine", ["native", "reference"])
@@ -66,11 +67,6 @@ def test_many_pieces(rank):
     assert (gathered.reshape(2, count) == expected).all()
 
 
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(InvalidArgumentError, match="unknown engine 'fast'"):
-        run(shown, 2, engine="fast")
-
-
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("unisono.engines.native_engine._engine", None)
     monkeypatch.setattr("unisono.engines.shared_memory._engine", None)
@@ -79,29 +75,31 @@ def test_native_is_refused_where_it_cannot_be(monkeypatch):
         run(shown, 2, engine="native")
 
 
+class Exchange(Operations):
+    """Calls in which rank i has `numbers[i, j]` elements for rank j."""
+
+    def table(self):
+        return self.numbers
+
+
 @pytest.mark.ranks(2, 3, 5, engine="both")
 def test_uneven_exchange(rank):
     """all_to_all of blocks from nothing to several pieces of a slot, as one array and as lists."""
     p = dist.get_world_size()
     random = np.random.default_rng(p)
     sizes = random.choice([0, 1, 7, 1000, 70_000, 300_000], (p, p))
-    blocks = [[np.arange(n) * 3.0 + 100 * i + j for j, n in enumerate(row)]
-              for i, row in enumerate(sizes)]  # fmt: skip
-    expected = [blocks[i][rank] for i in range(p)]
-    received = [int(n) for n in sizes[:, rank]]
-    out = np.full(sum(received), -1.0)
-    sent = np.concatenate(blocks[rank])
-    dist.all_to_all_single(out, sent, received, [int(n) for n in sizes[rank]])
-    assert (out == np.concatenate(expected)).all()
-    apart = [np.full(n, -1.0) for n in received]
-    dist.all_to_all(apart, blocks[rank])
-    assert all((a == b).all() for a, b in zip(apart, expected, strict=True))
+    calls = Exchange(rank, p, dtype=np.float64, uneven=True)
+    calls.numbers = sizes
+    calls.all_to_all_single()
+    calls.all_to_all()
+    calls.check(sizes)
     # Lists of neighbours are used in place, also where they are input and output.
+    (out, expected), (sent, _) = calls.made[:2]
     out[:] = -1
-    ends = np.cumsum([0, *received])
+    ends = np.cumsum([0, *sizes[:, rank]])
     together = [out[a:b] for a, b in itertools.pairwise(ends)]
     dist.all_to_all(together, np.split(sent, np.cumsum(sizes[rank])[:-1]))
-    assert (out == np.concatenate(expected)).all()
+    assert (out == expected).all()
 
 
 @pytest.mark.ranks(3, engine="both")

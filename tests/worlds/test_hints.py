@@ -19,6 +19,7 @@ def x():
     return np.ones(2)
 
 
+# fmt: off
 KEYWORDS = {
     "broadcast root": (lambda: dist.broadcast(x(), root=0), "broadcast", "root", "src"),
     "root besides src": (lambda: dist.broadcast(x(), 0, root=0), "broadcast", "root", "src"),
@@ -35,8 +36,21 @@ KEYWORDS = {
     "method": (lambda: dist.group.WORLD.broadcast(x(), src=0), "broadcast", "src", "root"),
     "no root": (lambda: dist.all_reduce(x(), root=0), "all_reduce", "root", None),
     "far": (lambda: dist.scan(x(), zzz=1), "scan", "zzz", None),
+    "object root": (
+        lambda: dist.broadcast_object_list([1], root=0), "broadcast_object_list", "root", "src",
+    ),
+    "object dest": (lambda: dist.gather_object(1, [1], dest=0), "gather_object", "dest", "dst"),
+    "object near": (
+        lambda: dist.all_reduce_object(1, max, tiemout=1), "all_reduce_object", "tiemout",
+        "timeout",
+    ),
+    "object comm": (
+        lambda: dist.all_gather_object([1], 1, comm=0), "all_gather_object", "comm", "group"
+    ),
+    "object far": (lambda: dist.all_gather_object(zzz=1), "all_gather_object", "zzz", None),
     "op": (lambda: dist.scan(x(), opp=1), "scan", "opp", "op"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", KEYWORDS)

@@ -1,7 +1,5 @@
 """More than 2**32 bytes in one call."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

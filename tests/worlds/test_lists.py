@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
 from tests.worlds.test_quick import NO_RANK_1, repeats
 from unisono.base import config
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
@@ -12,48 +13,37 @@ NATIVE = config.get("UNISONO_ENGINE") != "reference"
 THREE = pytest.mark.ranks(3, kind="both")
 
 
-def apart_or_rows(p, n, dtype, rows):
-    """Return p arrays of n elements that lie one after another, or do not."""
-    if rows:
-        return list(np.empty((p, n), dtype))
-    return [np.empty(n + 1, dtype)[1:] for _ in range(p)]
+class Lists(Operations):
+    """Lists whose arrays lie one after another, or do not."""
+
+    rows_of_one = False
+
+    def rooms(self, afters):
+        if self.rows_of_one:
+            arrays = list(np.zeros((self.p, self.count), self.dtype))
+        else:
+            arrays = [np.zeros(1 + x.size, x.dtype)[1:] for x in afters]
+        self.made += zip(arrays, afters, strict=True)
+        return arrays
+
+    def reads(self, parts):
+        arrays = self.rooms(parts)
+        for array, values in zip(arrays, parts, strict=True):
+            array[:] = values
+        return arrays
 
 
 def every_function(rank, n, dtype=np.float64, rows=False):
     """Call each function 4 times with new values; return the rounds in which C++ repeated some."""
     p, quick = dist.get_world_size(), []
-    inputs, outputs = (apart_or_rows(p, n, dtype, rows) for _ in range(2))
-    x, root = np.empty(n, dtype), p - 1
-    spread = root if p > 1 else None
-
-    def value(source, target, k):
-        return np.arange(n).astype(dtype) + np.array(5 * source + 3 * target + k, dtype)
-
     for k in range(4):
         before = repeats()
-
-        def check(got, source, target, k=k):
-            assert (got == value(source, target, k)).all()
-
-        x[:] = value(rank, 0, k)
-        dist.all_gather(outputs, x)
-        for source in range(p):
-            check(outputs[source], source, 0)
-            outputs[source][:] = 0
-        dist.gather(x, outputs if rank == root else None, dst=root)
-        dist.gather(x, outputs if rank == 0 else [])
-        if rank in (0, root):
-            for source in range(p):
-                check(outputs[source], source, 0)
-        for target in range(p):
-            inputs[target][:] = value(rank, target, k)
-        dist.scatter(x, inputs if rank == root else None, src=spread)
-        check(x, root, rank)
-        dist.all_to_all(outputs, inputs)
-        for source in range(p):
-            check(outputs[source], source, rank)
-        dist.reduce_scatter(x, inputs)
-        assert (x == sum(value(source, rank, k) for source in range(p))).all()
+        calls = Lists(rank, p, n, p - 1, dtype=dtype, shift=k)
+        calls.rows_of_one = rows
+        for name in ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"):
+            getattr(calls, name)()
+        calls.check(n, k)
+        dist.gather(np.zeros(n, dtype), calls.rooms([np.zeros(n, dtype)] * p) if rank == 0 else [])
         quick.append(repeats() > before)
     return quick
 

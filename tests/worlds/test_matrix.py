@@ -1,9 +1,7 @@
 """Operation x dtype x reduce op x layout x world size x engine, against NumPy."""
 
 import hashlib
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +9,10 @@ import pytest
 import unisono as dist
 from tests.support.matrix import matrix, require_one_outcome_each
 from tests.support.oracle import DTYPES, REDUCE_OPS, check, np_dtype, reduce_op, reduction, values
+from tests.support.tools import ROOT, tool
 from unisono.testing import run
 
-ROOT = Path(__file__).parents[2]
-
-sys.path.insert(0, str(ROOT / "tools"))
-import matrix_page  # noqa: E402
-
-sys.path.remove(str(ROOT / "tools"))
+matrix_page = tool("matrix_page")
 
 
 @pytest.mark.sweep(1)

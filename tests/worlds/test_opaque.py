@@ -1,13 +1,11 @@
 """Elements that move as bytes: records, texts, dates, long doubles."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
 from unisono.errors import CollectiveMismatchError, UnsupportedError
-from unisono.testing import run
 
 RECORD = np.dtype([("id", "<i4"), ("at", "<M8[s]"), ("name", "S5"), ("xy", "<f8", (2,))])
 SWAPPED = np.dtype([("id", ">i4"), ("ok", "?", (3,))])
@@ -44,26 +42,29 @@ def _same(got, expected):
     return got.dtype == expected.dtype and got.tobytes() == expected.tobytes()
 
 
+class Opaque(Operations):
+    def value(self, rank, part=0, count=None):
+        return _values(self.dtype, self.count if count is None else count, rank + 10 * part)
+
+    # NumPy's concatenation has the machine's byte order.
+    def write(self, before, after):
+        return super().write(before.astype(self.dtype), after.astype(self.dtype))
+
+    def check(self, *what):
+        assert all(_same(got, after) for got, after in self.made), what
+
+
 def _move(rank, size, dtype):
-    of = [_values(dtype, 2 * size, each) for each in range(size)]
-    mine = of[rank].copy()
-    dist.broadcast(mine, src=1)
-    assert _same(mine, of[1])
-    every = np.empty(2 * size * size, dtype)
-    dist.all_gather_into_tensor(every, of[rank])
-    assert _same(every, np.concatenate(of).astype(dtype))
-    listed = [np.empty(2 * size, dtype) for _ in range(size)]
-    dist.all_gather(listed, of[rank])
-    assert all(map(_same, listed, of))
-    mine = np.empty(2 * size, dtype)
-    dist.all_to_all_single(mine, of[rank])
-    assert _same(mine, np.concatenate([each[2 * rank : 2 * rank + 2] for each in of]).astype(dtype))
-    mine = np.empty(rank + 1, dtype)
-    dist.scatter(mine, [of[2][: each + 1] for each in range(size)] if rank == 2 else None, src=2)
-    assert _same(mine, of[2][: rank + 1])
-    dist.gather(of[rank], listed if rank == 0 else None, dst=0)
-    assert rank or all(map(_same, listed, of))
+    calls = Opaque(rank, size, 2, dtype=np.dtype(dtype))
+    for calls.root, name in enumerate(
+        ("gather", "broadcast", "all_gather_into_tensor", "all_gather", "all_to_all_single")
+    ):
+        getattr(calls, name)()
+    calls.root, calls.uneven = 2, [1, 2, 3]
+    calls.scatter()
+    calls.check(dtype)
     # Every second element, in reverse order.
+    of = [_values(dtype, 2 * size, each) for each in range(size)]
     got = np.zeros(2 * size, dtype)
     sent = dist.isend(of[rank][::-2], (rank + 1) % size)
     dist.recv(got[::2], (rank - 1) % size)
@@ -71,31 +72,22 @@ def _move(rank, size, dtype):
     assert _same(got[::2].copy(), of[rank - 1][::-2].copy())
 
 
-def _moves(rank, size):
+@pytest.mark.ranks(3, kind="both", engine="both")
+def test_elements_move_as_bytes(rank):
     for dtype in DTYPES:
         for _ in range(2):
-            _move(rank, size, dtype)
+            _move(rank, 3, dtype)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "engine"),
-    [("threads", "native"), ("processes", "native"), ("threads", "reference")],
-)
-def test_elements_move_as_bytes(ranks, engine):
-    run(_moves, 3, args=(3,), ranks=ranks, engine=engine)
-
-
-def _large(rank):
+@pytest.mark.ranks(2, kind="processes")
+def test_elements_larger_than_a_slot_move(rank):
     x = _values("V600000", 3, rank)
     dist.broadcast(x, src=0)
     assert _same(x, _values("V600000", 3, 0))
 
 
-def test_elements_larger_than_a_slot_move():
-    run(_large, 2, ranks="processes")
-
-
-def _differ(rank):
+@pytest.mark.ranks(2, engine="both")
+def test_ranks_with_different_dtypes_get_an_error(rank):
     other = np.dtype([("id", "<i4"), ("at", "<M8[s]"), ("name", "S5"), ("zz", "<f8", (2,))])
     with pytest.raises(CollectiveMismatchError) as caught:
         dist.broadcast(np.zeros(2, other if rank else RECORD), src=0)
@@ -113,11 +105,6 @@ def _differ(rank):
     dist.barrier()
 
 
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_ranks_with_different_dtypes_get_an_error(engine):
-    run(_differ, 2, engine=engine)
-
-
 REFUSED = [
     (RECORD, "SUM", "reduce the fields one by one: array['id'], array['xy']"),
     ([("a", "S3")], "MAX", "no field can be reduced"),
@@ -129,7 +116,8 @@ REFUSED = [
 ]
 
 
-def _refusals(rank):
+@pytest.mark.ranks(2)
+def test_reductions_and_objects_are_refused_with_a_hint(rank):
     for dtype, op, hint in REFUSED:
         x = np.zeros(2, dtype)
         with pytest.raises(UnsupportedError, match=f"reduce op {op} is not defined on") as caught:
@@ -142,7 +130,3 @@ def _refusals(rank):
     with pytest.raises(UnsupportedError, match="no plain bytes"):
         dist.broadcast(np.zeros(2, "V0"), src=0)
     dist.barrier()
-
-
-def test_reductions_and_objects_are_refused_with_a_hint():
-    run(_refusals, 2)

@@ -1,16 +1,20 @@
 """Receives of shorter messages, and messages of a rank to itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 import unisono as dist
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
-from unisono.testing import run
 
 
-def short_messages(rank, counts):
+@pytest.fixture(params=["shared memory", "wires"])
+def way(request, monkeypatch):
+    monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0" if request.param == "wires" else "")
+
+
+@pytest.mark.ranks(2, kind="processes", engine="both")
+def test_a_partial_receive_takes_shorter_messages_and_counts_them(rank, way):
+    counts = [0, 1, 1000, 3_000_000, 4_000_000]
     for count in counts:
         if rank == 0:
             dist.send(np.arange(count, dtype=np.float32), 1)
@@ -39,16 +43,8 @@ def short_messages(rank, counts):
     dist.barrier()
 
 
-@pytest.mark.parametrize("wires", [False, True])
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_partial_receive_takes_shorter_messages_and_counts_them(engine, wires, monkeypatch):
-    if wires:
-        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
-    counts = [0, 1, 1000, 3_000_000, 4_000_000]
-    run(short_messages, 2, args=(counts,), ranks="processes", engine=engine)
-
-
-def in_a_stream(rank):
+@pytest.mark.ranks(2)
+def test_a_partial_receive_in_a_stream_counts(rank):
     side = dist.Stream("side")
     with dist.stream(side):
         if rank == 0:
@@ -59,11 +55,8 @@ def in_a_stream(rank):
     dist.barrier()
 
 
-def test_a_partial_receive_in_a_stream_counts():
-    run(in_a_stream, 2)
-
-
-def to_itself(rank):
+@pytest.mark.ranks(2, engine="both")
+def test_a_send_to_itself_needs_a_posted_receive(rank):
     with pytest.raises(InvalidArgumentError, match="would wait for its own receive"):
         dist.send(np.ones(3), rank)
     x = np.zeros(3)
@@ -73,8 +66,3 @@ def to_itself(rank):
     dist.send(np.full(3, float(rank)), rank, tag=2)
     assert work.wait()
     assert x.tolist() == [rank] * 3
-
-
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_send_to_itself_needs_a_posted_receive(engine):
-    run(to_itself, 2, engine=engine)

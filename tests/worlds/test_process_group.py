@@ -1,17 +1,24 @@
 """ProcessGroup without a default group, and c10d's names of its methods."""
 
 import re
-import subprocess
-import sys
+from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.support.programs import python
 from tests.support.together import on_threads
-from unisono import HashStore, PrefixStore, ProcessGroup, TCPStore, is_initialized
+from unisono import (
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    TCPStore,
+    is_initialized,
+)
 from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
-from unisono.lowlevel import OPS
 
 
 def check_two_groups(rank, size, store, transport):
@@ -50,29 +57,34 @@ def test_two_groups_over_a_store(kind):
         on_threads(*(partial(check_two_groups, rank, 3, store, transport) for rank in range(3)))
 
 
-def test_names_of_c10d():
-    pg = ProcessGroup(HashStore(), 0, 1)
-    try:
-        x, out = np.ones(2), np.zeros(2)
-        for schema in OPS.values():
-            for name in schema.c10d_methods:
-                assert callable(getattr(pg, name)), schema
-        assert pg.allreduce(x).wait()
-        assert pg.allgather([out], x).wait()
-        assert (out == 1).all()
-        assert pg._allgather_base(out, x * 3).wait()
-        assert (out == 3).all()
-        assert pg._reduce_scatter_base(out, x * 4).wait()
-        assert (out == 4).all()
-        assert pg.alltoall([out], [x * 5]).wait()
-        assert pg.alltoall_base(out, x * 6).wait()
-        assert (out == 6).all()
-        assert pg.allreduce_coalesced([x]).wait()
-        assert pg.allgather_coalesced([[out]], [x]).wait()
-        assert ProcessGroup.allreduce.__name__ == "allreduce"
-        assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
-    finally:
-        pg.close()
+def test_groups_across_jobs_as_scripts_make_them():
+    def member(rank, store):
+        limit = timedelta(seconds=30)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, 2, limit)
+        plain = ProcessGroup(PrefixStore("plain", store), rank, 2, limit)
+        x = np.full(2, rank + 1)
+        assert gloo.allreduce(x).wait()
+        assert x.tolist() == [3, 3]
+        y = np.full(2, rank)
+        assert plain.broadcast([y], 1).wait()
+        assert y.tolist() == [1, 1]
+        assert gloo.timeout_s == plain.timeout_s == 30
+        assert isinstance(gloo, ProcessGroup)
+        assert gloo.config.device_backend_map["cpu"] == "gloo"
+        gloo.close()
+        plain.close()
+
+    with HashStore() as store:
+        on_threads(*(partial(member, rank, store) for rank in range(2)))
+        with pytest.raises(InvalidArgumentError, match="unknown backend 'nccl'"):
+            ProcessGroupNCCL(store, 0, 1, timedelta(seconds=1))
+        with pytest.raises(InvalidArgumentError, match="got two time-outs: 0:00:01, 2"):
+            ProcessGroup(store, 0, 1, timedelta(seconds=1), 2)
+
+
+def test_methods_of_c10d_say_what_they_stand_for():
+    assert ProcessGroup.allreduce.__name__ == "allreduce"
+    assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +134,5 @@ for free in range(30):
 
 
 def test_a_process_without_descriptors_says_so():
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=100
-    )
+    done = python("-c", FEW_DESCRIPTORS)
     assert (done.returncode, done.stdout[:6]) == (0, "joined"), done.stderr

@@ -6,12 +6,15 @@ import pydoc
 import re
 import signal
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.calls import fails
+from tests.support.operations import COLLECTIVES, Operations
+from tests.support.together import on_threads
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -41,7 +44,7 @@ def test_a_quick_function_still_looks_like_one():
     assert inspect.getdoc(dist.all_reduce).startswith("Replace every rank's tensor")
     assert pickle.loads(pickle.dumps(dist.all_reduce)) is dist.all_reduce
     shown = pydoc.render_doc(dist.all_reduce, renderer=pydoc.plaintext)
-    assert "tensor: 'Any'," in shown
+    assert "tensor: 'Array'," in shown
     assert "op: 'ReduceOp' = ReduceOp.SUM," in shown
     assert type("Holder", (), {"call": dist.barrier})().call.__func__ is dist.barrier
 
@@ -59,33 +62,17 @@ def test_argument_errors_are_those_of_python():
 @pytest.mark.ranks(1, 2, 3, 4, kind="both")
 def test_every_function_repeats_with_other_contents(rank):
     p, seen = dist.get_world_size(), []
+    names = [name for name in COLLECTIVES if not name.endswith("_coalesced")]
     for n in (1, 40_000):
         for dtype in (np.float32, np.int64):
-            x, y = np.empty(n, dtype), np.empty((n, 2), dtype)
-            big, part = np.empty(n * p, dtype), np.empty(n, dtype)
-            swapped = np.empty(n * p, dtype)
-            for k in range(1, 4):
+            for k in range(3):
                 before = repeats()
-                ours = [np.full(n, r + k, dtype) for r in range(p)]
-                x[:], y[:] = rank + k, rank * k
-                dist.all_reduce(x)
-                dist.all_reduce(y, dist.ReduceOp.MAX)
-                assert (x == sum(ours)).all()
-                assert (y == (p - 1) * k).all()
-                x[:] = rank + k
-                dist.all_gather_into_tensor(big, x)
-                assert (big == np.concatenate(ours)).all()
-                dist.reduce_scatter_tensor(part, big, op=dist.ReduceOp.SUM)
-                assert (part == ours[rank] * p).all()
-                big[:] = np.repeat(np.arange(p) + rank * 100 + k, n)
-                dist.all_to_all_single(swapped, big)
-                assert (swapped == np.repeat(np.arange(p) * 100 + rank + k, n)).all()
-                dist.broadcast(x, p - 1)
-                assert (x == ours[p - 1]).all()
-                x[:] = rank + k
-                dist.reduce(x, 0)
-                assert (x == (sum(ours) if rank == 0 else ours[rank])).all()
-                dist.barrier()
+                calls = Operations(rank, p, n, p - 1, dtype=dtype, shift=k, modulus=1001)
+                for name in names:
+                    getattr(calls, name)()
+                calls.op = dist.ReduceOp.MAX
+                calls.all_reduce()
+                calls.check(n, k)
                 seen.append(repeats() > before)
     # Of three rounds with the same arguments the second and the third are repeated.
     assert [seen[i] for i in range(len(seen)) if i % 3] == [p > 1] * 8
@@ -251,11 +238,7 @@ def test_two_threads_with_a_group_each(rank):
             dist.all_reduce(x, group=groups[which])
             sums[which] += x[7]
 
-    threads = [threading.Thread(target=body, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(partial(body, 0), partial(body, 1))
     assert sums == [2.0 * sum(range(200)), 4.0 * sum(range(200))]
 
 

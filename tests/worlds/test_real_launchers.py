@@ -14,7 +14,15 @@ import time
 
 import pytest
 
-from tests.worlds.test_detection import BODY, LIMIT_S, clean_environment, expected, output
+from tests.worlds.test_detection import (
+    BODY,
+    LIMIT_S,
+    clean_environment,
+    completed,
+    expected,
+    output,
+    side_by_side,
+)
 
 MPIRUN = shutil.which("mpirun.openmpi")
 DAEMONS = [shutil.which(name, path="/usr/sbin:/sbin:/usr/bin") for name in ("slurmctld", "slurmd")]
@@ -33,13 +41,8 @@ def script(tmp_path):
 
 
 def two_at_once(command, **env):
-    """Start a command twice; return the sorted lines of each."""
-    how = {"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
-    env = clean_environment(**env)
-    processes = [subprocess.Popen(command, env=env, **how) for _ in range(2)]
-    outs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    return [sorted(out.splitlines()) for out in outs]
+    """Run a command twice at once; return the sorted lines of each."""
+    return [sorted(out.splitlines()) for out in side_by_side([command] * 2, [env] * 2)]
 
 
 @needs_open_mpi
@@ -124,8 +127,7 @@ def test_two_jobs_of_srun_at_once_are_two_worlds(slurm, script, tmp_path):
 @needs_slurm
 def test_an_allocation_without_srun_is_an_error(slurm, script):
     command = ["salloc", "-n", "2", sys.executable, script]
-    how = {"env": clean_environment(**slurm), "stdin": subprocess.DEVNULL, "timeout": LIMIT_S}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
+    done = completed(command, **slurm)
     assert done.returncode != 0
     assert "SLURM_NTASKS=2 means several processes" in done.stderr
     assert "hint: start the script with srun" in done.stderr

@@ -5,6 +5,7 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import check_usable, fails, finish
+from tests.support.operations import Operations
 from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
 
@@ -23,58 +24,32 @@ KINDS = ("rising", "with nothing", "one has all", "large", "equal")
 DTYPES = (np.float32, np.int8, np.complex128, np.bool_)
 
 
-def block(rank, to, count, dtype):
-    """What `rank` has for `to`; small whole numbers, which reduce exactly."""
-    return ((np.arange(count) * 3 + 5 * rank + 7 * to) % 11).astype(dtype)
-
-
-def zeros(sizes, dtype):
-    return [np.zeros(n, dtype) for n in sizes]
-
-
-def check_equal(got, expected, what):
-    for a, b in zip(got, expected, strict=True):
-        assert a.dtype == b.dtype
-        assert (a == b).all(), what
+def small(rank, sizes, dtype=np.float32, **how):
+    """Return calls on small whole numbers, which reduce exactly."""
+    return Operations(rank, len(sizes), dtype=dtype, modulus=11, uneven=sizes, how=how)
 
 
 def check_moves(rank, sizes, dtype, **how):
-    p, n = len(sizes), sizes[rank]
-    blocks = [block(r, 0, sizes[r], dtype) for r in range(p)]
-    mine, outs = blocks[rank].copy(), zeros(sizes, dtype)
-    what = (sizes, dtype, how)
-
-    finish(dist.all_gather(outs, mine, **how))
-    check_equal(outs, blocks, what)
-    whole = np.zeros(sum(sizes), dtype)
-    finish(dist.all_gather_into_tensor(whole, mine, output_split_sizes=sizes, **how))
-    check_equal([whole], [np.concatenate(blocks)], what)
-    rows = np.zeros((sum(sizes), 2), dtype)
-    pair = np.stack([mine, mine], axis=1)
+    calls = small(rank, sizes, dtype, **how)
+    finish(calls.all_gather())
+    finish(calls.all_gather_into_tensor())
+    for root in {0, calls.p - 1}:
+        calls.root = root
+        finish(calls.gather())
+        finish(calls.scatter())
+    calls.check(sizes, dtype, how)
+    blocks = [calls.value(r, 0, n) for r, n in enumerate(sizes)]
+    rows, pair = np.zeros((sum(sizes), 2), dtype), np.stack([blocks[rank]] * 2, axis=1)
     finish(dist.all_gather_into_tensor(rows, pair, output_split_sizes=sizes, **how))
-    check_equal([rows[:, 1]], [np.concatenate(blocks)], what)
-    for root in {0, p - 1}:
-        outs = zeros(sizes, dtype) if rank == root else None
-        finish(dist.gather(mine, outs, root, **how))
-        check_equal(outs or [], blocks if outs else [], what)
-        out = np.zeros(n, dtype)
-        finish(dist.scatter(out, blocks if rank == root else None, root, **how))
-        check_equal([out, mine], [blocks[rank]] * 2, what)
+    assert (rows[:, 1] == np.concatenate(blocks)).all()
 
 
 def check_reductions(rank, sizes, dtype, **how):
-    p = len(sizes)
-    what = (sizes, dtype, how)
-    lists = [[block(r, to, sizes[to], dtype) for to in range(p)] for r in range(p)]
-    for op, ufunc in ((dist.ReduceOp.SUM, np.add), (dist.ReduceOp.PRODUCT, np.multiply)):
-        expected = ufunc.reduce([blocks[rank] for blocks in lists], axis=0, dtype=dtype)
-        out = np.zeros(sizes[rank], dtype)
-        dist.reduce_scatter(out, [b.copy() for b in lists[rank]], op, **how)
-        check_equal([out], [expected], what)
-        out = np.zeros(sizes[rank], dtype)
-        whole = np.concatenate(lists[rank])
-        dist.reduce_scatter_tensor(out, whole, op, input_split_sizes=sizes, **how)
-        check_equal([out, whole], [expected, np.concatenate(lists[rank])], what)
+    calls = small(rank, sizes, dtype, **how)
+    for calls.op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT):
+        calls.reduce_scatter()
+        calls.reduce_scatter_tensor()
+    calls.check(sizes, dtype, how)
 
 
 @pytest.mark.sweep(2)
@@ -89,10 +64,13 @@ def test_blocks_of_every_size_arrive(rank):
         check_moves(rank, sizes, np.float32, async_op=True)
         check_reductions(rank, sizes, np.float64, deterministic=True)
     for algorithm in ("linear", "ring", "one_shot"):
-        outs = zeros(shapes(p, "rising"), np.float32)
-        mine = block(rank, 0, rank + 1, np.float32)
-        dist.all_gather(outs, mine, algorithm=algorithm)
-        check_equal(outs, [block(r, 0, r + 1, np.float32) for r in range(p)], algorithm)
+        calls = small(rank, shapes(p, "rising"), algorithm=algorithm)
+        calls.all_gather()
+        calls.check(algorithm)
+
+
+def zeros(sizes, dtype):
+    return [np.zeros(n, dtype) for n in sizes]
 
 
 def expect(error, text, call):
@@ -149,12 +127,8 @@ def test_blocks_that_do_not_fit_in_a_world_of_one(rank):
 @pytest.mark.ranks(2, 3)
 def test_sizes_that_one_rank_knows_then_sizes_that_all_know(rank):
     """The two kinds get their programs in two ways."""
+    calls = small(rank, shapes(dist.get_world_size(), "rising"), timeout=20)
     for _ in range(3):
-        sizes = [rank + 1 for rank in range(dist.get_world_size())]
-        into = zeros(sizes, np.int64) if rank == 0 else None
-        dist.gather(np.full(sizes[rank], rank), into, dst=0, timeout=20)
-        everything = zeros(sizes, np.int64)
-        dist.all_gather(everything, np.full(sizes[rank], rank), timeout=20)
-        check_equal(everything, [np.full(n, r) for r, n in enumerate(sizes)], "all_gather")
-        if into is not None:
-            check_equal(into, everything, "gather")
+        calls.gather()
+        calls.all_gather()
+    calls.check()

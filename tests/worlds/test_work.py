@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.together import on_threads
 from unisono import Future, collect_all
 from unisono.errors import (
     ClosedError,
@@ -139,13 +140,7 @@ def test_several_threads_may_wait(rank):
     """Calls of several threads on one group are put in some order; each has a group here."""
     p = dist.get_world_size()
     works = [dist.all_reduce(np.full(2, float(i)), async_op=True) for i in range(30)]
-    seen = []
-    watchers = [threading.Thread(target=lambda w=w: seen.append(w.wait())) for w in works]
-    for watcher in watchers:
-        watcher.start()
-    for watcher in watchers:
-        watcher.join()
-    assert seen == [True] * 30
+    assert on_threads(*(work.wait for work in works)) == [True] * 30
     assert [w.result()[0][0] for w in works] == [float(i * p) for i in range(30)]
 
 

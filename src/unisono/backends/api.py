@@ -161,6 +161,8 @@ class DeviceBackend(ABC):
     name: str = ""
     device: str = ""
 
+    world_number = 1
+    """Number of this world among the worlds over the same store, if it is known."""
     calls: Any = None
     """Object that repeats calls on NumPy arrays in C++, or None; see `engines.repeat`."""
     port: Any = None
@@ -209,6 +211,10 @@ class DeviceBackend(ABC):
     def set_timeout(self, timeout_s: float) -> None:
         """Set the default time-out, in seconds; each call has its own deadline besides."""
         self.spec = replace(self.spec, timeout_s=timeout_s)
+
+    def lost(self, rank: int) -> str | None:
+        """Return why a rank of the group cannot be reached, or None if no reason is known."""
+        return None
 
     def broken(self) -> str | None:
         """Return why the group accepts no more calls, or None if it does."""

@@ -88,6 +88,7 @@ class CPUBackend(DeviceBackend):
             host = "" if options.engine == "reference" else host_id()
             transport = connect(spec.store, spec.rank, spec.size, deadline, options.transport, host)
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
+            self.world_number = transport.world_number
         self._comm = comm
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
@@ -300,6 +301,10 @@ class CPUBackend(DeviceBackend):
 
     def close(self) -> None:
         self._engine.close()
+
+    def lost(self, rank: int) -> str | None:
+        down = self._comm.transport.mailbox.down(self._comm.ranks[rank])
+        return None if down is None else down.reason
 
     def broken(self) -> str | None:
         failure = self._comm.transport.failure(self._comm.context)

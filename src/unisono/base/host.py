@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import sys
 
@@ -32,6 +33,12 @@ def read_text(path: str) -> str:
             return file.read()
     except OSError:
         return ""
+
+
+def available_memory_bytes() -> int | None:
+    """Return the memory that processes can still get, swap included; None if it is unknown."""
+    found = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB", read_text("/proc/meminfo"), re.M)
+    return 1024 * sum(map(int, found)) if found else None
 
 
 def stat_fields(pid: int) -> list[str]:

@@ -1,16 +1,35 @@
-"""Value types: reduce operations and element types."""
+"""Value types: reduce operations, element types, and what counts as an array."""
 
 from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
 from unisono.errors import InvalidArgumentError, UnsupportedError
+
+
+class SupportsDLPack(Protocol):
+    """An object with DLPack."""
+
+    def __dlpack__(self) -> Any: ...
+
+
+class SupportsBuffer(Protocol):
+    """An object with the buffer protocol; `collections.abc.Buffer` from Python 3.12 on."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+
+Array: TypeAlias = SupportsDLPack | SupportsBuffer
+"""What an operation takes, for type checkers: a NumPy array, a torch tensor, or any object with
+DLPack or the buffer protocol (bytearray, memoryview, array.array, mmap)."""
+Arrays: TypeAlias = Sequence[Array]
+"""A list of arrays, for instance one for each rank."""
 
 
 class RedOpType(enum.IntEnum):
@@ -170,7 +189,16 @@ def _opaque(dtype: np.dtype[np.generic]) -> DType:
             hint="use the calls for objects, such as broadcast_object_list",
         )
     native = dtype.newbyteorder("=")
-    return DType(str(native), "x", np.dtype((np.void, dtype.itemsize)), native)
+    name = str(native)
+    if _has_long_double(native):
+        # x86-64 and aarch64 have other bits in as many bytes, so ranks must not exchange them.
+        name += f" ({np.finfo(np.longdouble).nmant} mantissa bits)"
+    return DType(name, "x", np.dtype((np.void, dtype.itemsize)), native)
+
+
+def _has_long_double(dtype: np.dtype[Any]) -> bool:
+    base = dtype.base
+    return base.char in "gG" or any(_has_long_double(base[name]) for name in base.names or ())
 
 
 def _instead_of_reducing(dtype: np.dtype[Any]) -> str:

@@ -24,7 +24,7 @@ from unisono.errors import InvalidArgumentError
 from unisono.groups.operations import OPS
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work, wait_all
-from unisono.groups.world import require_group
+from unisono.groups.world import Group, require_group
 
 
 class CoalescingManager:
@@ -58,7 +58,7 @@ class CoalescingManager:
 
 @contextlib.contextmanager
 def coalescing_manager(
-    group: Any = None, device: Any = None, async_ops: bool = False
+    group: Group = None, device: Any = None, async_ops: bool = False
 ) -> Iterator[CoalescingManager]:
     """Make the collectives of a with block one call when the block ends.
 

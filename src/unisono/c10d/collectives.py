@@ -5,6 +5,8 @@ They take torch's arguments in torch's order, with `timeout` and `algorithm` add
 call returns None, an asynchronous call a `Work`. On a rank that is not a member of the group a
 call warns and returns None. All functions raise the errors of `all_reduce`.
 
+In the examples `rank` is `dist.get_rank()`. A test runs them on 2 ranks.
+
 `scan` and `exscan` are not in torch.distributed but in MPI.
 
 Source: torch.distributed.distributed_c10d (2.13).
@@ -12,73 +14,20 @@ Source: torch.distributed.distributed_c10d (2.13).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
-from unisono.base.types import ReduceOp
-from unisono.errors import InvalidArgumentError, UsageError
-from unisono.groups.keywords import check_keywords
+from unisono.base.deadline import Timeout
+from unisono.base.types import Array, Arrays, ReduceOp
+from unisono.c10d.arguments import reporting_bad_arguments, root_of
+from unisono.errors import UsageError
+from unisono.groups.keywords import AlgorithmKeywords, CallKeywords, check_keywords
 from unisono.groups.operations import repeatable
-from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 
-def group_rank_of(
-    group: ProcessGroup,
-    call: str,
-    global_rank: int | None,
-    group_rank: int | None,
-    default: int | None = None,
-    how: Iterable[str] = (),
-) -> int:
-    """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
-
-    Raises:
-        ArgumentTypeError: Neither given, but a keyword that belongs to no call, in `how`.
-        InvalidArgumentError: Both or neither given, or not a member.
-    """
-    if global_rank is not None and group_rank is not None:
-        raise InvalidArgumentError(f"{call}: can't specify both a group rank and a global rank")
-    if group_rank is not None:
-        return group_rank
-    if global_rank is None:
-        global_rank = default
-    if global_rank is None:
-        check_keywords(call.removeprefix("i"), call, how)
-        raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
-    try:
-        return group.group_rank(global_rank)
-    except UsageError as error:
-        error.name_call(call)
-        raise
-
-
-@contextlib.contextmanager
-def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
-    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
-    try:
-        yield
-    except UsageError as error:
-        group.refuse(call, error)
-        raise
-
-
-def root_of(
-    pg: ProcessGroup,
-    call: str,
-    global_rank: int | None,
-    group_rank: int | None,
-    default: int | None = None,
-    how: Iterable[str] = (),
-) -> int:
-    """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
-    with reporting_bad_arguments(pg, call):
-        return group_rank_of(pg, call, global_rank, group_rank, default, how)
-
-
-def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
+def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: Any) -> Work | None:
     """Call a method of the group; return its work if `async_op`."""
     if (pg := member_group(group, name, stacklevel=4)) is None:
         return None
@@ -95,12 +44,12 @@ def _call(name: str, group: Any, async_op: bool, /, *arguments: Any, **how: Any)
 
 @repeatable
 def broadcast(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank `src` into the tensors of all ranks.
 
@@ -117,6 +66,12 @@ def broadcast(
         CollectiveTimeoutError, PeerLostError: See `unisono.errors`.
 
     Cost: at least ceil(log2 p) rounds; large tensors about 2(p-1)/p of their size per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([7 - rank])
+        >>> dist.broadcast(x, src=0)
+        >>> x
+        array([7])
     """
     if (pg := member_group(group, "broadcast")) is None:
         return None
@@ -126,7 +81,11 @@ def broadcast(
 
 @repeatable
 def all_reduce(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace every rank's tensor by the reduction over all ranks.
 
@@ -147,20 +106,32 @@ def all_reduce(
         CollectiveTimeoutError, PeerLostError: See `unisono.errors`. The group is broken then.
 
     Cost: small: ceil(log2 p) rounds; large: 2(p-1)/p of the tensor's bytes sent per rank.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([10, rank])
+        >>> dist.all_reduce(x)
+        >>> x
+        array([20,  1])
     """
     return _call("all_reduce", group, async_op, tensor, op, **how)
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Any],
+    tensors: Arrays,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Future | None:
     """all_reduce of several tensors of one dtype, as one message.
 
     As in torch, an asynchronous call returns a `Future` of the tensors.
+
+    Examples: On rank 1 of 2
+        >>> x, y = np.array([rank]), np.array([10, 20])
+        >>> dist.all_reduce_coalesced([x, y])
+        >>> x, y
+        (array([1]), array([20, 40]))
     """
     work = _call("all_reduce_coalesced", group, async_op, tensors, op, **how)
     return work.get_future() if work else None
@@ -168,17 +139,23 @@ def all_reduce_coalesced(
 
 @repeatable
 def reduce(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace the tensor of rank `dst` by the reduction over all ranks.
 
     The other ranks' tensors keep their values (torch leaves them unspecified).
+
+    Examples: On rank 0 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.reduce(x, dst=0, op=dist.ReduceOp.PRODUCT)
+        >>> x
+        array([6])
     """
     if (pg := member_group(group, "reduce")) is None:
         return None
@@ -188,11 +165,11 @@ def reduce(
 
 @repeatable
 def all_gather(
-    tensor_list: Sequence[Any],
-    tensor: Any,
-    group: Any = None,
+    tensor_list: Arrays,
+    tensor: Array,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank i into tensor_list[i] on all ranks.
 
@@ -202,17 +179,23 @@ def all_gather(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(2), np.zeros(2)]
+        >>> dist.all_gather(parts, np.array([rank, 5.0]))
+        >>> parts
+        [array([0., 5.]), array([1., 5.])]
     """
     return _call("all_gather", group, async_op, tensor_list, tensor, **how)
 
 
 @repeatable
 def all_gather_into_tensor(
-    output_tensor: Any,
-    input_tensor: Any,
-    group: Any = None,
+    output_tensor: Array,
+    input_tensor: Array,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Concatenate the tensors of all ranks in the output of each rank.
 
@@ -224,21 +207,33 @@ def all_gather_into_tensor(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(4)
+        >>> dist.all_gather_into_tensor(x, np.array([rank, 5.0]))
+        >>> x
+        array([0., 5., 1., 5.])
     """
     return _call("all_gather_into_tensor", group, async_op, output_tensor, input_tensor, **how)
 
 
 def all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Any]],
-    input_tensor_list: Sequence[Any],
-    group: Any = None,
+    output_tensor_lists: Sequence[Arrays],
+    input_tensor_list: Arrays,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Future | None:
     """all_gather of several tensors of one dtype, as one message.
 
     `output_tensor_lists[i][j]` becomes the j-th tensor of rank i. As in torch, an asynchronous
     call returns a `Future`.
+
+    Examples: On rank 1 of 2
+        >>> parts = [[np.zeros(1), np.zeros(2)] for _ in range(2)]
+        >>> dist.all_gather_coalesced(parts, [np.full(1, 7.0), np.array([rank, 5.0])])
+        >>> parts
+        [[array([7.]), array([0., 5.])], [array([7.]), array([1., 5.])]]
     """
     work = _call(
         "all_gather_coalesced", group, async_op, output_tensor_lists, input_tensor_list, **how
@@ -248,17 +243,23 @@ def all_gather_coalesced(
 
 @repeatable
 def gather(
-    tensor: Any,
-    gather_list: Sequence[Any] | None = None,
+    tensor: Array,
+    gather_list: Arrays | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the tensor of rank i into gather_list[i] on rank `dst` (global rank 0 by default).
 
     `gather_list` is required on `dst` and must be empty or None elsewhere.
+
+    Examples: On rank 0 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)] if rank == 0 else None
+        >>> dist.gather(np.array([rank + 5.0]), parts, dst=0)
+        >>> parts
+        [array([5.]), array([6.])]
     """
     if (pg := member_group(group, "gather")) is None:
         return None
@@ -268,17 +269,23 @@ def gather(
 
 @repeatable
 def scatter(
-    tensor: Any,
-    scatter_list: Sequence[Any] | None = None,
+    tensor: Array,
+    scatter_list: Arrays | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy scatter_list[i] of rank `src` (global rank 0 by default) into rank i's tensor.
 
     `scatter_list` is required on `src` and must be empty or None elsewhere.
+
+    Examples: On rank 1 of 2
+        >>> x, parts = np.zeros(1), [np.array([5.0]), np.array([6.0])]
+        >>> dist.scatter(x, parts if rank == 0 else None, src=0)
+        >>> x
+        array([6.])
     """
     if (pg := member_group(group, "scatter")) is None:
         return None
@@ -288,25 +295,32 @@ def scatter(
 
 @repeatable
 def reduce_scatter(
-    output: Any,
-    input_list: Sequence[Any],
+    output: Array,
+    input_list: Arrays,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
-    """Fill the output of rank i with the reduction of input_list[i] over all ranks."""
+    """Fill the output of rank i with the reduction of input_list[i] over all ranks.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter(x, [np.array([rank + 1.0]), np.array([rank + 5.0])])
+        >>> x
+        array([11.])
+    """
     return _call("reduce_scatter", group, async_op, output, input_list, op, **how)
 
 
 @repeatable
 def reduce_scatter_tensor(
-    output: Any,
-    input: Any,
+    output: Array,
+    input: Array,
     op: ReduceOp = ReduceOp.SUM,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Reduce equal parts of `input` over all ranks; each rank keeps its own part.
 
@@ -319,34 +333,46 @@ def reduce_scatter_tensor(
         group: The default group if None.
         async_op: Return a `Work` at once.
         **how: timeout, algorithm.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(1)
+        >>> dist.reduce_scatter_tensor(x, np.array([rank + 1.0, rank + 5.0]))
+        >>> x
+        array([11.])
     """
     return _call("reduce_scatter_tensor", group, async_op, output, input, op, **how)
 
 
 @repeatable
 def all_to_all(
-    output_tensor_list: Sequence[Any],
-    input_tensor_list: Sequence[Any],
-    group: Any = None,
+    output_tensor_list: Arrays,
+    input_tensor_list: Arrays,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy input_tensor_list[j] of rank i into output_tensor_list[i] of rank j.
 
     Sizes may differ from pair to pair; both ranks of a pair must give the same size.
+
+    Examples: On rank 1 of 2
+        >>> parts = [np.zeros(1), np.zeros(1)]
+        >>> dist.all_to_all(parts, [np.array([rank + 10.0]), np.array([rank + 20.0])])
+        >>> parts
+        [array([20.]), array([21.])]
     """
     return _call("all_to_all", group, async_op, output_tensor_list, input_tensor_list, **how)
 
 
 @repeatable
 def all_to_all_single(
-    output: Any,
-    input: Any,
+    output: Array,
+    input: Array,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Copy the j-th part of rank i's input into the i-th part of rank j's output.
 
@@ -363,13 +389,23 @@ def all_to_all_single(
         InvalidArgumentError: Splits that do not add up, or rows that do not divide.
         CollectiveMismatchError: A rank sends another size than the receiver expects; names the
             pairs.
+
+    Examples: On rank 1 of 2
+        >>> x = np.zeros(2 + 2 * rank)
+        >>> dist.all_to_all_single(x, np.arange(3.0) + 10 * rank, [1 + rank, 1 + rank], [1, 2])
+        >>> x
+        array([ 1.,  2., 11., 12.])
     """
     arguments = output, input, output_split_sizes, input_split_sizes
     return _call("all_to_all_single", group, async_op, *arguments, **how)
 
 
 def scan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace rank r's tensor by the reduction over ranks 0..r.
 
@@ -388,12 +424,22 @@ def scan(
 
     Cost: small: ceil(log2 p) rounds; large: a chain, in which every rank sends its tensor once.
     Source: MPI_Scan.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.scan(x)
+        >>> x
+        array([5])
     """
     return _call("scan", group, async_op, tensor, op, **how)
 
 
 def exscan(
-    tensor: Any, op: ReduceOp = ReduceOp.SUM, group: Any = None, async_op: bool = False, **how: Any
+    tensor: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own.
 
@@ -403,21 +449,32 @@ def exscan(
 
     Cost: small: one round more than scan; large: the same as scan.
     Source: MPI_Exscan, which leaves rank 0's result undefined.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 2])
+        >>> dist.exscan(x)
+        >>> x
+        array([2])
     """
     return _call("exscan", group, async_op, tensor, op, **how)
 
 
 @repeatable
 def barrier(
-    group: Any = None,
+    group: Group = None,
     async_op: bool = False,
     device_ids: Sequence[int] | None = None,
-    timeout: Any = None,
-    **how: Any,
+    timeout: Timeout | None = None,
+    **how: Unpack[AlgorithmKeywords],
 ) -> Work | None:
     """Return on no rank before every rank has called it.
 
     `device_ids` is accepted for torch's sake; a barrier of CPU ranks touches no device.
+
+    Examples: On rank 1 of 2
+        >>> work = dist.barrier(async_op=True)
+        >>> work.wait()
+        True
     """
     return _call("barrier", group, async_op, timeout=timeout, **how)
 

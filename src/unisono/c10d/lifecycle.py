@@ -21,7 +21,7 @@ from unisono.errors import (
     UnisonoError,
 )
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
-from unisono.groups.world import World, at_exit, current, process_world, resolve
+from unisono.groups.world import Group, World, at_exit, current, process_world, resolve
 from unisono.rendezvous import rendezvous
 from unisono.rendezvous.launchers import is_alone
 from unisono.stores import HashStore, PrefixStore, Store
@@ -129,7 +129,7 @@ def _meet(
     return next(iter(rendezvous(init_method, rank, world_size, timeout=timeout_s)))
 
 
-def destroy_process_group(group: Any = None) -> None:
+def destroy_process_group(group: Group = None) -> None:
     """Close a group; without an argument the default group and all groups made from it.
 
     Not a collective: other ranks may go on among themselves. A rank that waits for this rank gets

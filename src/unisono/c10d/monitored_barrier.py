@@ -18,7 +18,7 @@ from unisono.base.streams import on_host
 from unisono.engines.api import name_ranks
 from unisono.errors import CollectiveTimeoutError, Context, PeerLostError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 # Tags that users do not have: one per barrier, so that a rank that is late for a barrier is not
 # counted in the next.
@@ -32,7 +32,7 @@ _TRAVEL_S = 0.1
 
 
 def monitored_barrier(
-    group: Any = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
+    group: Group = None, timeout: Timeout | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Return on no rank before every rank has called it; otherwise the error names the missing.
 
@@ -75,8 +75,11 @@ def _collect(
     verdict = np.full(pg.size(), _HERE, np.uint8)
     boxes = np.empty((pg.size(), 1), np.uint8)
     left_s = deadline.remaining()
-    how = {"async_op": True, "timeout": left_s - min(_EARLY * left_s, _EARLY_S)}
-    works = {peer: pg.recv(boxes[peer], peer, tag, **how) for peer in range(1, pg.size())}
+    limit_s = left_s - min(_EARLY * left_s, _EARLY_S)
+    works = {
+        peer: pg.recv(boxes[peer], peer, tag, async_op=True, timeout=limit_s)
+        for peer in range(1, pg.size())
+    }
     for peer, work in works.items():
         try:
             work.wait()

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 from unisono.backends import BackendConfig, GroupSpec
 from unisono.base import config
 from unisono.base.deadline import Timeout
-from unisono.c10d.collectives import reporting_bad_arguments
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.queries import get_process_group_ranks
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.operations import as_integer
 from unisono.groups.process_group import ProcessGroup, group_timeout_s
-from unisono.groups.world import GroupMember, current, require_group
+from unisono.groups.world import Group, GroupMember, current, require_group
 from unisono.stores import PrefixStore
 
 SHRINK_DEFAULT = 0
@@ -154,7 +154,7 @@ def _check_members(
 
 def new_subgroups(
     group_size: int | None = None,
-    group: Any = None,
+    group: Group = None,
     timeout: Timeout | None = None,
     backend: str | None = None,
     pg_options: Any = None,
@@ -263,7 +263,7 @@ def _check_lists(lists: Any, parent: ProcessGroup, what: str) -> list[tuple[int,
 
 
 def split_group(
-    parent_pg: Any = None,
+    parent_pg: Group = None,
     split_ranks: Sequence[Sequence[int]] | None = None,
     timeout: Timeout | None = None,
     pg_options: Any = None,
@@ -320,7 +320,7 @@ def _check_kept(kept: BackendConfig, parent: ProcessGroup) -> None:
 
 def shrink_group(
     ranks_to_exclude: Sequence[int],
-    group: Any = None,
+    group: Group = None,
     shrink_flags: int = SHRINK_DEFAULT,
     pg_options: Any = None,
     *,

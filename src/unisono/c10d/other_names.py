@@ -10,11 +10,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NewType
 
+from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
 from unisono.c10d.coalescing import coalescing_manager
 from unisono.errors import CommunicationError, NetworkError, StoreError, UnisonoError
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.world import resolve
+from unisono.stores import Store
 
 _coalescing_manager = coalescing_manager
 
@@ -37,6 +39,43 @@ GroupName = NewType("GroupName", str)
 """Type of a group's name, for type checkers."""
 RankType = int
 """Type of a rank, for type checkers."""
+
+
+class ProcessGroupGloo(ProcessGroup):
+    """A group on the backend "gloo", which is unisono's CPU engine.
+
+    Scripts make such groups across jobs: each member calls it with the same store. No default
+    group is needed. Also `ProcessGroup(store, rank, size, "gloo", timeout)`.
+
+    Args:
+        store: Shared by exactly the members; wrap it in a PrefixStore if it has other users.
+        rank: This process's rank in the group.
+        size: Number of ranks.
+        timeout: As for ProcessGroup.
+
+    Raises:
+        InvalidArgumentError: `rank` outside 0..size-1.
+        RendezvousError: Some ranks did not come in time; names them.
+
+    Source: torch.distributed.ProcessGroupGloo (2.13).
+    """
+
+    _BACKEND = "gloo"
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: Timeout | None = None) -> None:
+        super().__init__(store, rank, size, self._BACKEND, timeout)
+
+
+class ProcessGroupNCCL(ProcessGroupGloo):
+    """A group on the backend "nccl", made like a ProcessGroupGloo.
+
+    Raises:
+        InvalidArgumentError: No backend "nccl" is registered.
+
+    Source: torch.distributed.ProcessGroupNCCL (2.13).
+    """
+
+    _BACKEND = "nccl"
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:

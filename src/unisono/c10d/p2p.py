@@ -6,18 +6,20 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
-from unisono.c10d.collectives import group_rank_of
+from unisono.base.types import Array
+from unisono.c10d.arguments import group_rank_of
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
+from unisono.groups.keywords import CallKeywords, How
 from unisono.groups.operations import repeatable
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
-from unisono.groups.world import member_group, resolve
+from unisono.groups.world import Group, member_group, resolve
 from unisono.transports.messages import ANY_TAG, MessageInfo
 
 
@@ -27,12 +29,12 @@ def sender_of(group: ProcessGroup, call: str, src: int | None, group_src: int | 
 
 
 def isend(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
     """Start sending to a rank, also to this rank; the tensor must stay until it is done.
 
@@ -43,6 +45,13 @@ def isend(
         tag: A receive takes messages of its tag, in order.
         group_dst: The receiver's rank in the group, instead of `dst`.
         **how: timeout.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> works = [dist.isend(x, dst=1 - rank), dist.irecv(received, src=1 - rank)]
+        >>> dist.wait_all(works)
+        >>> received
+        array([0])
     """
     if (pg := member_group(group, "isend")) is None:
         return None
@@ -56,14 +65,21 @@ def isend(
 
 
 def irecv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> Work | None:
-    """Start receiving from a rank, or from any rank without `src` and `group_src`."""
+    """Start receiving from a rank, or from any rank without `src` and `group_src`.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank])
+        >>> work = dist.irecv(x) if rank == 1 else dist.isend(x, dst=1)
+        >>> work.wait(), work.source_rank(), x
+        (True, 0, array([0]))
+    """
     if (pg := member_group(group, "irecv")) is None:
         return None
     port = pg.plain_port
@@ -77,17 +93,24 @@ def irecv(
 
 @repeatable
 def send(
-    tensor: Any,
+    tensor: Array,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> None:
     """Send to another rank; the tensor may be changed on return.
 
     Raises:
         InvalidArgumentError: The receiver is this rank, and no `irecv` waits for the message.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank + 5])
+        >>> dist.send(x, dst=1) if rank == 0 else dist.recv(x, src=0)
+        0
+        >>> x
+        array([5])
     """
     if (pg := member_group(group, "send")) is None:
         return
@@ -97,14 +120,14 @@ def send(
 
 @repeatable
 def recv(
-    tensor: Any,
+    tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
     *,
     partial: bool = False,
-    **how: Any,
+    **how: Unpack[CallKeywords],
 ) -> int:
     """Receive from a rank, or from any rank; return the sender's global rank (-1: not a member).
 
@@ -123,6 +146,13 @@ def recv(
         CollectiveMismatchError: The message has another dtype or size (`partial`: more elements).
             The message is dropped, the tensor keeps its values, and the group stays usable.
         CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> x = np.array([rank, rank, rank])
+        >>> dist.send(x[:2], dst=1) if rank == 0 else dist.recv(x, src=0, partial=True)
+        2
+        >>> x
+        array([0, 0, 1])
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
@@ -148,18 +178,18 @@ class Received(NamedTuple):
 
 def recv_array(
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
     *,
     timeout: Timeout | None = None,
 ) -> Received | None:
-    """Receive a message of any size and dtype; return a new array, the sender's rank and the tag.
+    """Receive a message of any size and dtype into a new array.
 
-    The array has 1 dimension, because a message has no shape. Its dtype is the sender's. Records,
-    texts and times come as bytes, for `array.view(dtype)`. bfloat16 and float8 come as unsigned
-    integers unless ml_dtypes is imported. The call is one receive: no other thread can take the
-    message between a probe and the receive.
+    Return the array, the sender's rank and the tag. The array has 1 dimension, because a message
+    has no shape. Its dtype is the sender's. Records, texts and times come as bytes, for
+    `array.view(dtype)`. bfloat16 and float8 come as unsigned integers unless ml_dtypes is imported.
+    The call is one receive: no other thread can take the message between a probe and the receive.
 
     Args:
         src: Global rank of the sender; any rank without `src` and `group_src`.
@@ -171,6 +201,10 @@ def recv_array(
     Raises:
         CollectiveTimeoutError: No message in time; the group stays usable.
         MemoryError: The message does not fit in memory, and was dropped.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.recv_array(tag=5)
+        Received(array=array([0, 1, 2]), source=0, tag=5)
     """
     if (pg := member_group(group, "recv_array")) is None:
         return None
@@ -180,16 +214,17 @@ def recv_array(
 
 def probe(
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     tag: int = ANY_TAG,
     group_src: int | None = None,
     *,
     wait: bool = True,
     timeout: Timeout | None = None,
 ) -> MessageInfo | None:
-    """Wait for a message, and return its source, tag and size; a later receive takes the message.
+    """Wait for a message, and return its source, tag and size.
 
-    Another thread may take the message before that receive. `recv_array` has no such gap.
+    A later receive takes the message. Another thread may take it before that receive; `recv_array`
+    has no such gap.
 
     Args:
         src: Global rank of the sender; any rank without `src` and `group_src`.
@@ -201,6 +236,10 @@ def probe(
 
     Raises:
         CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.probe()
+        MessageInfo(source=0, tag=5, dtype='int64', count=3, nbytes=24)
     """
     if (pg := member_group(group, "probe")) is None:
         return None
@@ -217,20 +256,20 @@ def probe(
 
 
 def sendrecv(
-    send_tensor: Any,
+    send_tensor: Array,
     dst: int,
-    recv_tensor: Any,
+    recv_tensor: Array,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     send_tag: int = 0,
     recv_tag: int = 0,
     *,
     timeout: Timeout | None = None,
 ) -> int:
-    """Send to a rank and receive from a rank, also this rank; return the sender's global rank.
+    """Send to a rank and receive from a rank.
 
-    All ranks may call it at once, for example around a ring. The tensors may overlap: what is sent
-    is then a copy.
+    Return the sender's global rank. Both ranks may be this rank. All ranks may call it at once, for
+    example around a ring. The tensors may overlap: what is sent is then a copy.
 
     Args:
         send_tensor: [...] any layout.
@@ -245,18 +284,23 @@ def sendrecv(
     Raises:
         CollectiveMismatchError: As for `recv`.
         CollectiveTimeoutError: Not done in time. The group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> dist.sendrecv(x, 1 - rank, received, 1 - rank), received
+        (0, array([0]))
     """
     if (pg := member_group(group, "sendrecv")) is None:
         return -1
     to = group_rank_of(pg, "sendrecv", dst, None)
     peer = sender_of(pg, "sendrecv", src, None)
-    how = {"async_op": True, "timeout": pg.timeout_s if timeout is None else timeout}
+    how: How = {"async_op": True, "_label": "sendrecv", "timeout": timeout}
     sent, into = (view(x, write=False, pack=False).memory for x in (send_tensor, recv_tensor))
     if np.may_share_memory(sent, into):
         send_tensor = send_tensor.clone() if hasattr(send_tensor, "clone") else np.array(sent)
-    works = [pg.recv(recv_tensor, peer, recv_tag, _label="sendrecv", **how)]
+    works = [pg.recv(recv_tensor, peer, recv_tag, **how)]
     try:
-        works.append(pg.send(send_tensor, to, send_tag, _label="sendrecv", **how))
+        works.append(pg.send(send_tensor, to, send_tag, **how))
         for work in works:
             work.wait_on_host()
     except BaseException:
@@ -281,9 +325,9 @@ class P2POp:
     def __init__(
         self,
         op: Callable[..., Work | None],
-        tensor: Any,
+        tensor: Array,
         peer: int | None = None,
-        group: Any = None,
+        group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
     ) -> None:
@@ -314,6 +358,13 @@ def batch_isend_irecv(
 
     Raises:
         InvalidArgumentError: The list is empty, mixes groups, or is no list of P2POp.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+        >>> dist.wait_all(dist.batch_isend_irecv(ops))
+        >>> received
+        array([0])
     """
     if not isinstance(p2p_op_list, (list, tuple)) or not all(
         isinstance(op, P2POp) for op in p2p_op_list

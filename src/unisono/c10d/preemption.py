@@ -17,7 +17,7 @@ import numpy as np
 
 from unisono.base.deadline import Timeout
 from unisono.base.types import ReduceOp
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 _SIGNALS = ("SIGTERM", "SIGUSR1")
 
@@ -25,7 +25,7 @@ _asked = threading.Event()
 _watching = threading.Event()
 
 
-def should_stop(group: Any = None, *, timeout: Timeout | None = None) -> bool:
+def should_stop(group: Group = None, *, timeout: Timeout | None = None) -> bool:
     """Return whether any rank of the group has been asked to stop; the same on all ranks.
 
     A collective: every rank calls it at the same place, for example once per training step.

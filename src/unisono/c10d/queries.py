@@ -14,7 +14,7 @@ from unisono.base.types import ReduceOp, dtype_named, reduce_ops_of
 from unisono.c10d.backend_names import Backend
 from unisono.errors import ArgumentTypeError, InvalidArgumentError, RendezvousError
 from unisono.groups.operations import as_integer
-from unisono.groups.world import current, require_group, resolve
+from unisono.groups.world import Group, current, require_group, resolve
 from unisono.rendezvous.launchers import find_place
 
 
@@ -23,13 +23,13 @@ def is_initialized() -> bool:
     return current().default is not None
 
 
-def get_rank(group: Any = None) -> int:
+def get_rank(group: Group = None) -> int:
     """Return this process's rank in a group, -1 if it is not a member."""
     pg = resolve(group)
     return -1 if pg is None else pg.rank()
 
 
-def get_world_size(group: Any = None) -> int:
+def get_world_size(group: Group = None) -> int:
     """Return the number of ranks of a group, -1 if this process is not a member."""
     pg = resolve(group)
     return -1 if pg is None else pg.size()
@@ -60,7 +60,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     return int(fallback_rank)
 
 
-def get_group_rank(group: Any, global_rank: int) -> int:
+def get_group_rank(group: Group, global_rank: int) -> int:
     """Return the rank in `group` of a global rank.
 
     Raises:
@@ -69,7 +69,7 @@ def get_group_rank(group: Any, global_rank: int) -> int:
     return require_group(group).group_rank(global_rank)
 
 
-def get_global_rank(group: Any, group_rank: int) -> int:
+def get_global_rank(group: Group, group_rank: int) -> int:
     """Return the global rank of a rank in `group`.
 
     Raises:
@@ -84,17 +84,17 @@ def get_global_rank(group: Any, group_rank: int) -> int:
     return pg.ranks[group_rank]
 
 
-def get_process_group_ranks(group: Any = None) -> list[int]:
+def get_process_group_ranks(group: Group = None) -> list[int]:
     """Return the global ranks of a group, in group order."""
     return list(require_group(group).ranks)
 
 
-def get_backend(group: Any = None) -> str:
+def get_backend(group: Group = None) -> str:
     """Return the name of the group's backend (the first one, if it has several)."""
     return next(iter(require_group(group).config.device_backend_map.values()))
 
 
-def get_backend_config(group: Any = None) -> str:
+def get_backend_config(group: Group = None) -> str:
     """Return the backends of a group by device: "cpu:unisono"."""
     return str(require_group(group).config)
 

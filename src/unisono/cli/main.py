@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from unisono import __version__
 from unisono.cli import bench
+from unisono.cli.completion import SHELLS, PrintCompletion
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
 
@@ -27,16 +28,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with those of its sub-commands."""
     parser = argparse.ArgumentParser(
         prog="unisono",
         description="Collective communication between processes: start them, measure it.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print a script that completes commands and options in a shell",
+    )
     commands = parser.add_subparsers(required=True)
     run.add_command(commands)
     bench.add_command(commands)
-    options, unknown = parser.parse_known_args(argv)
+    return parser
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    options, unknown = make_parser().parse_known_args(argv)
     if unknown:
         options.parser.error(_unknown(unknown[0], options.parser))
     code: int = options.handler(options)

@@ -8,7 +8,7 @@ from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
 from unisono.engines.choice import make_engine
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
-from unisono.engines.shared_memory import host_id
+from unisono.engines.shared_memory import host_id, memory_host
 
 __all__ = [
     "Call",
@@ -21,4 +21,5 @@ __all__ = [
     "host_id",
     "is_native_built",
     "make_engine",
+    "memory_host",
 ]

@@ -47,6 +47,15 @@ def host_id() -> str:
     """
     if _engine is None or config.get("UNISONO_ENGINE") == "reference":
         return ""
+    memory = memory_host()
+    return memory and f"{_engine.ABI}/{memory}"
+
+
+def memory_host() -> str:
+    """Return a text that is equal on processes that may open each other's memory; "" if unknown.
+
+    It is unique on a rank that must not share memory.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Memory is opened through a process id. Each container numbers its own processes, so two
@@ -55,7 +64,7 @@ def host_id() -> str:
     except OSError:
         return ""
     alone = "" if config.get_flag("UNISONO_SHARED_MEMORY") else f"/{uuid.uuid4().hex}"
-    return f"{_engine.ABI}/{boot}/{container}{alone}"
+    return f"{boot}/{container}{alone}"
 
 
 def memory_kind() -> str:

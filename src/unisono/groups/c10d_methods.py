@@ -25,7 +25,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
@@ -122,6 +122,22 @@ class C10dNames:
     name: str
     backends: dict[str, DeviceBackend]
     close: Callable[[], None]
+
+    if TYPE_CHECKING:  # operations, which `add_c10d_methods` adds
+        allreduce: Callable[..., Work]
+        allreduce_coalesced: Callable[..., Work]
+        allgather: Callable[..., Work]
+        _allgather_base: Callable[..., Work]
+        all_gather_single: Callable[..., Work]
+        allgather_coalesced: Callable[..., Work]
+        allgather_into_tensor_coalesced: Callable[..., Work]
+        all_gather_single_coalesced: Callable[..., Work]
+        _reduce_scatter_base: Callable[..., Work]
+        reduce_scatter_single: Callable[..., Work]
+        reduce_scatter_single_coalesced: Callable[..., Work]
+        alltoall: Callable[..., Work]
+        alltoall_base: Callable[..., Work]
+        recv_anysource: Callable[..., Work]
 
     @property
     def group_name(self) -> str:

@@ -9,13 +9,14 @@ Other code is derived from the rows:
     c10d/coalescing.py        calls that a block records
     torch/operations.py       methods of torch's process group; torch/plain.py: their short way
 
-A new operation needs five things:
+A new operation needs six things:
 
     1. a row here
     2. a method of `ProcessGroup`
     3. a function in `c10d/collectives.py`
     4. its name in `unisono/__init__.py`
     5. a method of each backend that supports it
+    6. an example in the docstring of the function, or of the method if there is no function
 
 A check gets the group and the arguments of the method. It returns the array whose device selects
 the backend (None: the group's first backend) and the arguments of the kernel.

@@ -6,10 +6,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 from unisono.backends import (
     BackendConfig,
@@ -23,11 +24,11 @@ from unisono.base import config
 from unisono.base.buffers import device_of
 from unisono.base.deadline import Deadline, Timeout, to_seconds
 from unisono.base.streams import explicit_stream
-from unisono.base.types import ReduceOp
+from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.errors import ArgumentTypeError, ClosedError, InvalidArgumentError, UnsupportedError
 from unisono.groups.c10d_methods import C10dNames, add_c10d_methods
 from unisono.groups.dispatch import backend_of, dispatcher
-from unisono.groups.keywords import check_keywords
+from unisono.groups.keywords import How, check_keywords
 from unisono.groups.operations import CHECKS, as_integer
 from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.stream_queue import StreamQueue
@@ -60,7 +61,8 @@ class ProcessGroup(C10dNames):
         store: Shared by exactly the members; wrap it in a PrefixStore if it has other users.
         rank: This process's rank in the group.
         size: Number of ranks.
-        backend: "unisono", or one per device: "cpu:unisono,cuda:nccl".
+        backend: "unisono", or one per device: "cpu:unisono,cuda:nccl". As in c10d, a timedelta
+            here is the time-out.
         timeout: Default of every call: UNISONO_TIMEOUT if it is set, else 1,800 s.
         name: Name of the group in errors.
         options: Passed on to the backends.
@@ -75,12 +77,16 @@ class ProcessGroup(C10dNames):
         store: Store,
         rank: int,
         size: int,
-        backend: str | None = None,
+        backend: str | timedelta | None = None,
         timeout: Timeout | None = None,
         name: str = "default",
         *,
         options: Any = None,
     ) -> None:
+        if isinstance(backend, timedelta):
+            if timeout is not None:
+                raise InvalidArgumentError(f"ProcessGroup got two time-outs: {backend}, {timeout}")
+            backend, timeout = None, backend
         if size < 1 or not 0 <= rank < size:
             raise InvalidArgumentError(f"rank {rank} of {size}: expected 0 <= rank < size")
         ranks, timeout_s = tuple(range(size)), group_timeout_s(timeout)
@@ -127,6 +133,11 @@ class ProcessGroup(C10dNames):
         try:
             for device, name in self.config.device_backend_map.items():
                 self.backends[device] = self._make_backend(name, device, parent)
+            number = max(backend.world_number for backend in self.backends.values())
+            if number > 1:
+                # The members must not find keys of the world before, such as its counters.
+                store = PrefixStore(f"world/{number}", spec.store)
+                self._spec = replace(spec, store=store)
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
                 # C++ sets the mark in `calls` when it repeats a call, so it must be the same mark.
@@ -190,35 +201,37 @@ class ProcessGroup(C10dNames):
 
     # ---- collectives ----------------------------------------------------------------------
 
-    def broadcast(self, tensor: Any, root: int = 0, **how: Any) -> Work:
+    def broadcast(self, tensor: Array, root: int = 0, **how: Unpack[How]) -> Work:
         """Copy root's tensor into the tensors of all ranks."""
         return self._call_collective("broadcast", (tensor, root), how)
 
-    def all_reduce(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+    def all_reduce(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Replace each rank's tensor by the reduction over all ranks."""
         return self._call_collective("all_reduce", (tensor, op), how)
 
     def all_reduce_coalesced(
-        self, tensors: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
+        self, tensors: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """all_reduce of several tensors of one dtype, as one message."""
         return self._call_collective("all_reduce_coalesced", (tensors, op), how)
 
-    def reduce(self, tensor: Any, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+    def reduce(
+        self, tensor: Array, root: int = 0, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
+    ) -> Work:
         """Replace root's tensor by the reduction over all ranks; other ranks keep theirs."""
         return self._call_collective("reduce", (tensor, root, op), how)
 
-    def all_gather(self, outputs: Sequence[Any], tensor: Any, **how: Any) -> Work:
+    def all_gather(self, outputs: Arrays, tensor: Array, **how: Unpack[How]) -> Work:
         """Copy rank i's tensor into outputs[i] on all ranks."""
         return self._call_collective("all_gather", (outputs, tensor), how)
 
     def all_gather_into_tensor(
         self,
-        output: Any,
-        tensor: Any,
+        output: Array,
+        tensor: Array,
         *,
         output_split_sizes: Sequence[int] | None = None,
-        **how: Any,
+        **how: Unpack[How],
     ) -> Work:
         """Concatenate the tensors of all ranks in the output of each rank.
 
@@ -229,43 +242,51 @@ class ProcessGroup(C10dNames):
         return self._call_collective("all_gather_into_tensor", (output, tensor), how)
 
     def all_gather_coalesced(
-        self, outputs: Sequence[Sequence[Any]], tensors: Sequence[Any], **how: Any
+        self, outputs: Sequence[Arrays], tensors: Arrays, **how: Unpack[How]
     ) -> Work:
         """all_gather of several tensors of one dtype, as one message: `outputs[rank][i]`."""
         return self._call_collective("all_gather_coalesced", (outputs, tensors), how)
 
     def all_gather_into_tensor_coalesced(
-        self, outputs: Sequence[Any], tensors: Sequence[Any], **how: Any
+        self, outputs: Arrays, tensors: Arrays, **how: Unpack[How]
     ) -> Work:
-        """all_gather_into_tensor of several tensors of one dtype, as one message."""
+        """all_gather_into_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(2), np.zeros(4)
+            >>> inputs = [np.full(1, rank + 5.0), np.full(2, rank + 7.0)]
+            >>> work = dist.group.WORLD.all_gather_into_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([5., 6.]), array([7., 7., 8., 8.]))
+        """
         return self._call_collective("all_gather_into_tensor_coalesced", (outputs, tensors), how)
 
     def gather(
-        self, tensor: Any, outputs: Sequence[Any] | None = None, root: int = 0, **how: Any
+        self, tensor: Array, outputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
         """Copy rank i's tensor into outputs[i] on root; `outputs` is None on other ranks."""
         return self._call_collective("gather", (tensor, outputs, root), how)
 
     def scatter(
-        self, output: Any, inputs: Sequence[Any] | None = None, root: int = 0, **how: Any
+        self, output: Array, inputs: Arrays | None = None, root: int = 0, **how: Unpack[How]
     ) -> Work:
         """Copy root's inputs[i] into the output of rank i; `inputs` is None on other ranks."""
         return self._call_collective("scatter", (output, inputs, root), how)
 
     def reduce_scatter(
-        self, output: Any, inputs: Sequence[Any], op: ReduceOp = ReduceOp.SUM, **how: Any
+        self, output: Array, inputs: Arrays, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]
     ) -> Work:
         """Fill rank i's output with the reduction of inputs[i] over all ranks."""
         return self._call_collective("reduce_scatter", (output, inputs, op), how)
 
     def reduce_scatter_tensor(
         self,
-        output: Any,
-        tensor: Any,
+        output: Array,
+        tensor: Array,
         op: ReduceOp = ReduceOp.SUM,
         *,
         input_split_sizes: Sequence[int] | None = None,
-        **how: Any,
+        **how: Unpack[How],
     ) -> Work:
         """Fill rank i's output with the reduction of the i-th part of `tensor` over all ranks.
 
@@ -277,71 +298,93 @@ class ProcessGroup(C10dNames):
 
     def reduce_scatter_tensor_coalesced(
         self,
-        outputs: Sequence[Any],
-        tensors: Sequence[Any],
+        outputs: Arrays,
+        tensors: Arrays,
         op: ReduceOp = ReduceOp.SUM,
-        **how: Any,
+        **how: Unpack[How],
     ) -> Work:
-        """reduce_scatter_tensor of several tensors of one dtype, as one message."""
+        """reduce_scatter_tensor of several tensors of one dtype, as one message.
+
+        Examples: On rank 1 of 2
+            >>> x, y = np.zeros(1), np.zeros(2)
+            >>> inputs = [np.arange(2.0), np.arange(4.0)]
+            >>> work = dist.group.WORLD.reduce_scatter_tensor_coalesced([x, y], inputs)
+            >>> x, y
+            (array([2.]), array([4., 6.]))
+        """
         return self._call_collective("reduce_scatter_tensor_coalesced", (outputs, tensors, op), how)
 
-    def all_to_all(self, outputs: Sequence[Any], inputs: Sequence[Any], **how: Any) -> Work:
+    def all_to_all(self, outputs: Arrays, inputs: Arrays, **how: Unpack[How]) -> Work:
         """Copy inputs[j] of rank i into outputs[i] of rank j, for all i and j."""
         return self._call_collective("all_to_all", (outputs, inputs), how)
 
     def all_to_all_single(
         self,
-        output: Any,
-        tensor: Any,
+        output: Array,
+        tensor: Array,
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
-        **how: Any,
+        **how: Unpack[How],
     ) -> Work:
         """all_to_all of parts of one tensor; split sizes are rows of dimension 0."""
         arguments = (output, tensor, output_split_sizes, input_split_sizes)
         return self._call_collective("all_to_all_single", arguments, how)
 
-    def scan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+    def scan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Replace rank r's tensor by the reduction over ranks 0..r."""
         return self._call_collective("scan", (tensor, op), how)
 
-    def exscan(self, tensor: Any, op: ReduceOp = ReduceOp.SUM, **how: Any) -> Work:
+    def exscan(self, tensor: Array, op: ReduceOp = ReduceOp.SUM, **how: Unpack[How]) -> Work:
         """Replace rank r's tensor by the reduction over ranks 0..r-1; rank 0 keeps its own."""
         return self._call_collective("exscan", (tensor, op), how)
 
-    def barrier(self, **how: Any) -> Work:
+    def barrier(self, **how: Unpack[How]) -> Work:
         """End on no rank before every rank has begun."""
         return self._call_collective("barrier", (), how)
 
-    def agree(self, text: str, **how: Any) -> None:
+    def agree(self, text: str, **how: Unpack[How]) -> None:
         """Raise CollectiveMismatchError on all ranks unless all pass the same text; move no data.
 
         On a broken group the call does nothing, so that the working ranks can make new groups.
+
+        Examples: On rank 1 of 2
+            >>> dist.group.WORLD.agree(f"version {rank}")
+            Traceback (most recent call last):
+            unisono.errors.CollectiveMismatchError: ...
         """
         if self.size() > 1 and next(iter(self.backends.values())).broken() is None:
             self._call_collective("agree", (text,), how)
 
     # ---- point to point -------------------------------------------------------------------
 
-    def send(self, tensor: Any, peer: int, tag: int = 0, **how: Any) -> Work:
+    def send(self, tensor: Array, peer: int, tag: int = 0, **how: Unpack[How]) -> Work:
         """Send to a rank; done when the tensor may be changed."""
         return self._call_kernel("send", (tensor, peer, tag), how)
 
-    def recv(self, tensor: Any, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
+    def recv(
+        self, tensor: Array, peer: int | None = None, tag: int = 0, **how: Unpack[How]
+    ) -> Work:
         """Receive from a rank, or from any rank if `peer` is None."""
         if peer is None:
             return self.recv_any_source(tensor, tag, **how)
         return self._call_kernel("recv", (tensor, peer, tag), how)
 
-    def recv_any_source(self, tensor: Any, tag: int = 0, **how: Any) -> Work:
-        """Receive from any rank; the work's `source_rank` is the sender."""
+    def recv_any_source(self, tensor: Array, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive from any rank; the work's `source_rank` is the sender.
+
+        Examples: On rank 0 of 2
+            >>> pg, x = dist.group.WORLD, np.array([rank])
+            >>> work = pg.send(x, 0) if rank == 1 else pg.recv_any_source(x)
+            >>> x, work.source_rank()
+            (array([1]), 1)
+        """
         return self._call_kernel("recv_any_source", (tensor, tag), how)
 
-    def recv_array(self, peer: int | None = None, tag: int = 0, **how: Any) -> Work:
+    def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
         """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
         return self._call_kernel("recv_array", (peer, tag), how)
 
-    def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Any) -> Work:
+    def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
         """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
         return self._call_kernel("probe", (peer, tag), how)
 
@@ -407,7 +450,7 @@ class ProcessGroup(C10dNames):
         """Undo `take_guard`, which has returned `caller`."""
         self._guard.caller = caller
 
-    def _call_collective(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+    def _call_collective(self, op: str, arguments: tuple[Any, ...], how: How) -> Work:
         """Make a collective call; refuse it while another thread is in a collective call."""
         caller = self.take_guard(op)
         try:
@@ -423,7 +466,7 @@ class ProcessGroup(C10dNames):
         """The port for plain messages; None if the calling thread is in a stream."""
         return self.port if explicit_stream() is None else None
 
-    def _call_kernel(self, op: str, arguments: tuple[Any, ...], how: dict[str, Any]) -> Work:
+    def _call_kernel(self, op: str, arguments: tuple[Any, ...], how: How) -> Work:
         """Check a call and run its kernel, or queue it behind the current stream."""
         if not self.backends:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")

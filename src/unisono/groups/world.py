@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import TypeAlias
 
 from unisono.base import log
 from unisono.base.streams import stream_variable
@@ -121,7 +121,11 @@ def use(world: World) -> Iterator[World]:
         _context_world.reset(token)
 
 
-def resolve(group: Any = None) -> ProcessGroup | None:
+Group: TypeAlias = ProcessGroup | int | None
+"""A group; None is the default group, an int `GroupMember.NON_GROUP_MEMBER`."""
+
+
+def resolve(group: Group = None) -> ProcessGroup | None:
     """Return the group that an argument means; None if this rank is not a member.
 
     Raises:
@@ -140,7 +144,7 @@ def resolve(group: Any = None) -> ProcessGroup | None:
     raise ArgumentTypeError(f"group must be a ProcessGroup, got {type(group).__name__}")
 
 
-def member_group(group: Any, call: str, *, stacklevel: int = 3) -> ProcessGroup | None:
+def member_group(group: Group, call: str, *, stacklevel: int = 3) -> ProcessGroup | None:
     """Return the group as `resolve` does; warn, as torch does, if this rank is not a member."""
     found = resolve(group)
     if found is None:
@@ -151,7 +155,7 @@ def member_group(group: Any, call: str, *, stacklevel: int = 3) -> ProcessGroup 
     return found
 
 
-def require_group(group: Any) -> ProcessGroup:
+def require_group(group: Group) -> ProcessGroup:
     """Return the group that an argument means.
 
     Raises:

@@ -7,31 +7,53 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
-from unisono.launcher.payload import Payload
+from unisono.launcher.payload import CallArguments, Payload
 from unisono.launcher.spawn import SpawnContext, check_start
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+# Type checkers compare a tuple of arguments, but not a list, with the parameters of `fn`.
+@overload
+def launch(fn: Callable[[int], R], nprocs: int, *, start_method: str = ...) -> list[R]: ...
+
+
+@overload
+def launch(
+    fn: Callable[[int, *Ts], R],
+    nprocs: int,
+    args: tuple[*Ts] | list[Any],
+    *,
+    start_method: str = ...,
+) -> list[R]: ...
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., R],
     nprocs: int,
     args: Sequence[object] = (),
     *,
     start_method: str = "spawn",
-) -> list[Any]:
+) -> list[R]:
     """Call `fn(rank, *args)` in `nprocs` new processes and return the results, by rank.
 
     `init_process_group()` needs no arguments inside `fn`, as with `spawn`. With cloudpickle
     installed, `fn` may be a lambda or be defined in a notebook; without it, it must be
     importable. In a script the call belongs under `if __name__ == "__main__":`.
 
+    The ranks share the pages of large arrays in `args`. A rank that writes to an array copies the
+    pages that it writes to, so no other rank sees the change.
+
     Args:
         fn: The function.
         nprocs: Number of processes.
         args: Further arguments, the same for every rank.
-        start_method: "spawn", "fork" or "forkserver".
+        start_method: "spawn", "fork" or "forkserver". With "fork" the processes inherit `fn` and
+            `args`, which need not be picklable.
 
     Returns:
         [nprocs] results.
@@ -46,8 +68,10 @@ def launch(
     """
     check_start("launch(fn, nprocs, args), args=(x,)", fn, args, nprocs, start_method)
     call = fn, tuple(args)
-    with _pickling(call, "the function or its arguments") as dumps:
-        payload = Payload(call, dumps)
+    payload: CallArguments | Payload = CallArguments(*call)
+    if start_method != "fork":  # A forked child inherits the call, so that nothing is copied.
+        with _pickling(call, "the function or its arguments") as dumps:
+            payload = Payload(call, dumps)
     context = SpawnContext(
         _call,
         (payload,),
@@ -76,7 +100,7 @@ def launch(
     return [pickle.loads(context.results[rank]) for rank in range(nprocs)]
 
 
-def _call(rank: int, payload: Payload) -> bytes:
+def _call(rank: int, payload: CallArguments | Payload) -> bytes:
     fn, args = payload.load()
     result = fn(rank, *args)
     with _pickling(result, f"the result of rank {rank}") as dumps:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVarTuple, overload
 
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
@@ -42,6 +42,8 @@ from unisono.launcher.report import ExitLog, leavers
 from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
+
+Ts = TypeVarTuple("Ts")
 
 _START_METHODS = ("spawn", "fork", "forkserver")
 _POLL_S = 0.5
@@ -396,10 +398,11 @@ def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: 
         raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
 
 
+# As for `launch`, type checkers compare a tuple of arguments with the parameters of `fn`.
 @overload
 def spawn(
-    fn: Callable[..., object],
-    args: Sequence[object] = ...,
+    fn: Callable[[int], object],
+    *,
     nprocs: int = ...,
     join: Literal[True] = ...,
     daemon: bool = ...,
@@ -409,8 +412,19 @@ def spawn(
 
 @overload
 def spawn(
-    fn: Callable[..., object],
-    args: Sequence[object] = ...,
+    fn: Callable[[int, *Ts], object],
+    args: tuple[*Ts] | list[Any],
+    nprocs: int = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> None: ...
+
+
+@overload
+def spawn(
+    fn: Callable[[int, *Ts], object],
+    args: tuple[*Ts] | list[Any] = ...,
     nprocs: int = ...,
     *,
     join: Literal[False],

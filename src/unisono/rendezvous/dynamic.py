@@ -365,6 +365,10 @@ class DynamicRendezvous:
                 here = self._member.node.address
                 address, port = self._worker_store.open(store.underlying_store, here)
                 store.set(f"master/{state.epoch}", f"{port} {address}")
+        elif isinstance(action, Stop) and self._pending is not None:
+            # The agent has no order to start this world, so it would never report `stopped`.
+            self._pending = None
+            self._member = stopped(self._member)
         else:
             self._pending = None
             self._put_order(action)

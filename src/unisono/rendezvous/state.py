@@ -75,6 +75,7 @@ class State:
             kept.
         waiting: Nodes for which there is no place now.
         succeeded: Members whose workers have all ended with exit code 0.
+        left: Members that have left, or were lost, after their workers had succeeded.
         order: Members of the last world, by group rank.
         restarts: Number of worlds that ended because a worker failed.
         cause: Cause of the end of the last world.
@@ -89,6 +90,7 @@ class State:
     expected: tuple[str, ...] = ()
     waiting: tuple[Node, ...] = ()
     succeeded: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
     restarts: int = 0
     cause: Cause = Cause.NONE
@@ -103,7 +105,8 @@ class State:
     @property
     def present(self) -> tuple[str, ...]:
         """The ids of all nodes that take part in any way."""
-        return (*(node.id for node in (*self.members, *self.waiting)), *self.expected)
+        nodes = (*(node.id for node in (*self.members, *self.waiting)), *self.expected)
+        return tuple(node_id for node_id in nodes if node_id not in self.left)
 
     def is_member(self, node_id: str) -> bool:
         """Return whether a node belongs to the current world, or to the world that is forming."""
@@ -193,7 +196,7 @@ def loads(text: bytes) -> State:
         fields: dict[str, Any] = json.loads(text)
         for name in ("members", "waiting"):
             fields[name] = tuple(Node(**node) for node in fields[name])
-        for name in ("expected", "succeeded", "order"):
+        for name in ("expected", "succeeded", "left", "order"):
             fields[name] = tuple(fields[name])
         limits = fields["limits"]
         fields["limits"] = None if limits is None else Limits(**limits)

@@ -137,6 +137,7 @@ def _end_world(state: State, cause: Cause, blamed: str, reason: str) -> State:
         expected=members,
         order=members,
         succeeded=(),
+        left=(),
         cause=cause,
         blamed=blamed,
         reason=reason,
@@ -175,7 +176,8 @@ def _gone(state: State, event: Left | Lost) -> State:
         return state
     if state.phase is Phase.RUNNING and state.is_member(event.node_id):
         if event.node_id in state.succeeded:
-            return state
+            # The world goes on without it. But no node must wait for it at the end of the job.
+            return replace(state, left=(*state.left, event.node_id))
         state = _end_world(state, Cause.MEMBERSHIP, event.node_id, event.reason)
     elif state.cause is Cause.CONSEQUENCE and event.node_id in state.expected:
         state = replace(state, cause=Cause.MEMBERSHIP, blamed=event.node_id, reason=event.reason)

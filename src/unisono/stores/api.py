@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import NoReturn, Self
@@ -25,12 +24,16 @@ Value = str | bytes | bytearray | memoryview
 _NAMES_SHOWN = 8
 
 
-class Store(ABC):
+class Store:
     """Named bytes that all ranks of a job can read, write and wait for.
 
     Every blocking call gives up after its `timeout` argument, or after the store's own
     `timeout` (300 s unless set), with StoreTimeoutError. A store is a context manager that
     closes itself, and one store may be used by several threads at once.
+
+    A key is text; torch's users may also give its UTF-8 bytes, so b"k" is the key "k".
+    A subclass may have some of the methods only. A call of another method raises
+    UnsupportedError, which is a NotImplementedError, too.
 
     Source: torch.distributed.Store, torch 2.13.
     """
@@ -52,55 +55,54 @@ class Store(ABC):
         """
         self._timeout_s = to_seconds(timeout)
 
-    @abstractmethod
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`; a former value is replaced."""
+        self._unsupported("set")
 
-    @abstractmethod
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return the value of `key`, waiting until there is one."""
+        self._unsupported("get")
 
-    @abstractmethod
     def add(self, key: str, amount: int) -> int:
         """Add to the decimal number stored under `key` and return the sum; missing counts as 0.
 
         Raises:
             StoreKeyError: The stored value is not an integer, or the sum leaves 64 bits.
         """
+        self._unsupported("add")
 
-    @abstractmethod
     def compare_set(self, key: str, expected: Value, desired: Value) -> bytes:
         """Store `desired` if `key` holds `expected`, or if it is missing and `expected` is empty.
 
         Returns `desired` if it was stored; else the present value, or `expected` if there is
         none.
         """
+        self._unsupported("compare_set")
 
-    @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether every key has a value (or is a non-empty queue)."""
+        self._unsupported("check")
 
-    @abstractmethod
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Block until `check(keys)` is true.
 
         Raises:
             StoreTimeoutError: The text names the keys that are missing.
         """
+        self._unsupported("wait")
 
-    @abstractmethod
     def delete_key(self, key: str) -> bool:
         """Remove the value of `key`; return whether there was one."""
+        self._unsupported("delete_key")
 
-    @abstractmethod
     def num_keys(self) -> int:
         """Return the number of keys with a value, internal keys included."""
+        self._unsupported("num_keys")
 
-    @abstractmethod
     def clone(self) -> Store:
         """Return an independent handle to the same data."""
+        self._unsupported("clone")
 
-    @abstractmethod
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` callers are inside `barrier(key)`; reusable at once.
 
@@ -109,6 +111,7 @@ class Store(ABC):
         Raises:
             StoreTimeoutError: Too few callers came.
         """
+        self._unsupported("barrier")
 
     def close(self) -> None:
         """Release what the store holds; further calls raise ClosedError."""
@@ -191,22 +194,31 @@ class Store(ABC):
         )
 
 
-def check_key(key: str) -> str:
-    """Return `key` if it is text that can be encoded.
+def check_key(key: str | bytes) -> str:
+    """Return the text of a key.
 
     Raises:
-        ArgumentTypeError: Not a str.
+        ArgumentTypeError: Neither text nor bytes.
+        InvalidArgumentError: Bytes that are not UTF-8.
     """
-    if not isinstance(key, str):
-        raise ArgumentTypeError(f"a store key must be str, got {type(key).__name__}: {key!r}")
-    return key
+    if isinstance(key, str):
+        return key
+    if not isinstance(key, bytes):
+        raise ArgumentTypeError(
+            f"a store key must be str or bytes, got {type(key).__name__}: {key!r}"
+        )
+    try:
+        return key.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"a store key must be UTF-8, got {key!r}: {error}") from error
 
 
-def check_keys(keys: Sequence[str]) -> list[str]:
+def check_keys(keys: Sequence[str | bytes]) -> list[str]:
     """Return a list of keys; a single string would be split into letters, so it is refused.
 
     Raises:
-        ArgumentTypeError: Not a sequence of str.
+        ArgumentTypeError: Not a sequence of keys.
+        InvalidArgumentError: As for `check_key`.
     """
     if isinstance(keys, (str, bytes)) or not isinstance(keys, Iterable):
         raise ArgumentTypeError(

@@ -111,6 +111,7 @@ class TableStore(Store):
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Remove and return the oldest value of the queue `key`."""
+        key = check_key(key)
         deadline = self._deadline(timeout)
         while (value := self._do(ChangeKind.POP, key)) is None:
             if not block:
@@ -126,7 +127,7 @@ class TableStore(Store):
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Block until `world_size` callers are inside `barrier(key)`."""
-        size = b"%d" % check_world_size(world_size)
+        key, size = check_key(key), b"%d" % check_world_size(world_size)
         member = uuid.uuid4().hex
         deadline = self._deadline(timeout)
         self._do(ChangeKind.ARRIVE, key, size, member.encode())

@@ -149,6 +149,13 @@ def _check_keys(store: Store) -> None:
     equal("delete_key again", store.delete_key("a"), False)
     equal("check after delete_key", store.check(["a"]), False)
     equal("num_keys after delete_key", store.num_keys() - before, 1)
+    as_bytes: Any = b"b/c"
+    equal("a key as bytes", (store.get(as_bytes), store.check([as_bytes])), (b"2", True))
+    store.queue_push(as_bytes, "1")
+    equal("a queue as bytes", store.queue_pop(as_bytes), b"1")
+    store.barrier(as_bytes, 1)
+    not_text: Any = b"\xff"
+    _raises("get(b'\\xff')", InvalidArgumentError, lambda: store.get(not_text), "UTF-8")
 
 
 def _check_append_and_multi(store: Store) -> None:

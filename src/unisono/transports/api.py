@@ -48,9 +48,11 @@ class Transport(ABC):
 
     Attributes:
         address: Where other ranks find this rank; published in the store.
+        world_number: Number of this world among the worlds that have used the same store.
     """
 
     address: str
+    world_number = 1
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

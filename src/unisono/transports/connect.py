@@ -62,8 +62,10 @@ def connect(
             host = ""
         endpoint = messages.endpoint if messages is not None else ""
         mine = f"{host} {endpoint} {transport.address}"
-        hosts, endpoints, found = _published(store, rank, world_size, deadline, mine)
+        number, published = _publish(store, rank, world_size, deadline, mine)
+        hosts, endpoints, found = published
         addresses += found
+        transport.world_number = number
         transport.hosts = _placed(hosts)
         if messages is not None:
             near = [other == host for other in hosts]
@@ -89,16 +91,20 @@ def _transport(
     raise InvalidArgumentError(f"unknown transport {kind!r} (known: auto, inproc, tcp)")
 
 
-def _published(
+def _publish(
     store: Store, rank: int, world_size: int, deadline: Deadline, mine: str
-) -> tuple[list[str], list[str], list[str]]:
-    """Publish 3 texts, separated by spaces; return the first, second and third of all ranks."""
+) -> tuple[int, list[list[str]]]:
+    """Publish 3 texts, separated by spaces.
+
+    Returns:
+        The number of the world in this store, and the first, second and third texts of all ranks.
+    """
     with _claimed(store, rank, world_size) as number:
         keys = [f"{number}/address/{other}" for other in range(world_size)]
         store.set(keys[rank], f"{world_size} {mine}")
         texts = _gather(store, keys, rank, deadline)
-    first, second, third = zip(*(text.split(" ", 3)[1:] for text in texts), strict=True)
-    return list(first), list(second), list(third)
+    columns = zip(*(text.split(" ", 3)[1:] for text in texts), strict=True)
+    return number, [list(column) for column in columns]
 
 
 def _placed(hosts: list[str]) -> tuple[str, ...]:

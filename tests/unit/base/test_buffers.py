@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import array
 import ctypes
 import mmap
@@ -147,11 +145,6 @@ def test_buffers_that_are_no_memoryview(owner):
     assert list(owner) in ([5, 6], [b"\x05", b"\x06"])
 
 
-def test_buffer_of_a_format_that_numpy_does_not_know():
-    with pytest.raises(UnsupportedError, match="a buffer of format 'P'"):
-        view(memoryview(bytearray(8)).cast("P"), write=False)
-
-
 def test_bytearray():
     owner = bytearray(b"abc")
     view(owner, write=True).array[1] = ord("X")
@@ -239,7 +232,8 @@ def test_opaque_dtypes(dtype):
     seen = view(owner[::2], write=True)
     assert (seen.dtype.kind, seen.dtype.itemsize) == ("x", owner.itemsize)
     native = np.dtype(dtype).newbyteorder("=")
-    assert str(seen.dtype) == str(native)
+    bits = f" ({np.finfo(np.longdouble).nmant} mantissa bits)" if dtype == "longdouble" else ""
+    assert str(seen.dtype) == str(native) + bits
     seen.array.view(native)[:] = np.ones(2, native)
     seen.unpack()
     expected = np.zeros(4, native)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import math
 import threading
@@ -7,6 +5,7 @@ import time
 
 import pytest
 
+from tests.support.together import on_threads
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 
@@ -88,13 +87,4 @@ def test_every_waiter_wakes(seconds):
 
 def test_one_of_many_ends_it():
     for _ in range(50):
-        completion, wins = Completion(), []
-        threads = [
-            threading.Thread(target=lambda c=completion, w=wins: w.append(c.finish()))
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wins.count(True) == 1
+        assert on_threads(*[Completion().finish] * 4).count(True) == 1

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.programs import python
+
 SCRIPT = """
 import logging, sys
 {settings}
@@ -29,11 +31,8 @@ future.set_result(None)
     ],
 )
 def test_a_callback_that_raises(settings, level, first):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(settings=settings)],
-        capture_output=True, text=True, timeout=60, check=True,
-        env={**os.environ, "UNISONO_LOG": level},
-    )  # fmt: skip
+    env = os.environ | {"UNISONO_LOG": level}
+    done = python("-c", SCRIPT.format(settings=settings), check=True, env=env)
     lines = done.stderr.splitlines()
     if first is None:
         assert not lines

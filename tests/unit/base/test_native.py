@@ -1,14 +1,11 @@
 """The extension module is used only where it fits the Python sources."""
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.programs import python
 from unisono.base import extension as native
 
 NAME = "unisono._engine"
@@ -87,9 +84,7 @@ print(x)
 @pytest.mark.parametrize("wish", ["auto", "native"])
 def test_stale_module_leaves_the_reference_engine_and_says_so(wish):
     env = {**os.environ, "UNISONO_LOG": "", "UNISONO_ENGINE": wish}
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], capture_output=True, text=True, env=env, timeout=60
-    )
+    done = python("-c", OLD, env=env)
     assert done.stdout.startswith(f"reference engine ({native._STALE})")
     if wish == "native":
         assert done.returncode == 1

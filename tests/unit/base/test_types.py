@@ -1,10 +1,10 @@
-from __future__ import annotations
-
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from unisono.base import types
 from unisono.base.types import (
     RedOpType,
     ReduceOp,
@@ -45,6 +45,19 @@ def test_dtypes_know_their_storage():
     assert dtype_named("bfloat16").itemsize == 2
     assert dtype_named("float8_e5m2").itemsize == 1
     assert dtype_of_numpy(np.dtype(">i4")).name == "int32"
+
+
+def test_long_doubles_are_named_with_their_mantissa_bits(monkeypatch):
+    """Ranks compare names: x86-64 has 63 bits in 16 bytes, aarch64 has 112."""
+    long = ["longdouble", "clongdouble", [("a", "i4"), ("b", [("c", "longdouble", 3)])]]
+    other = ["U3", "M8[s]", [("longdouble", "f4"), ("f16", "i4")]]
+    for bits in (63, 112):
+        monkeypatch.setattr(types, "_BY_NUMPY", {})
+        monkeypatch.setattr(np, "finfo", lambda _, bits=bits: SimpleNamespace(nmant=bits))
+        for dtype in map(np.dtype, long):
+            assert dtype_of_numpy(dtype).name == f"{dtype} ({bits} mantissa bits)"
+        for dtype in map(np.dtype, other):
+            assert dtype_of_numpy(dtype).name == str(dtype)
 
 
 def test_unknown_dtype():

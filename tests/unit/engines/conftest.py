@@ -1,23 +1,11 @@
-from __future__ import annotations
-
 import pytest
 
-from unisono.engines import Communicator, ReferenceEngine, is_native_built
+from tests.support.transport_worlds import connected, reference_engines
+from unisono.engines import Communicator, is_native_built
 from unisono.engines.native_engine import NativeEngine
-from unisono.transports import InprocTransport, TCPTransport
 from unisono.transports.native_messages import NativeMessages
 
-KINDS = {"inproc": InprocTransport, "tcp": TCPTransport}
-
 needs_native = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
-
-
-def connected(kind, size):
-    """Return the transports of all ranks."""
-    addresses = {}
-    world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
-    addresses.update(enumerate(transport.address for transport in world))
-    return world
 
 
 def native_engines(kind, size, per_host):
@@ -49,8 +37,4 @@ def make(request):
     if per_host is not None:
         return lambda size: native_engines("tcp", size, per_host)
 
-    def build(size):
-        world = connected(request.param, size)
-        return [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
-
-    return build
+    return lambda size: reference_engines(size, request.param)

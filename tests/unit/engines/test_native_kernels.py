@@ -1,7 +1,5 @@
 """The compiled reduction loops against the reference engine's, bit for bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,8 +1,6 @@
 """Random programs of verified schedules give NumPy's answer on real threads."""
 
-from __future__ import annotations
-
-import threading
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -10,32 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.together import on_threads
+from tests.support.transport_worlds import reference_engines
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Communicator, ReferenceEngine, Task
+from unisono.engines import Call, Task
 from unisono.schedules import Program, available, build, layout_for, lower
 from unisono.schedules.ir import Buf, Op
-from unisono.transports import InprocTransport
 
 INT64 = dtype_named("int64")
 
 
 def run_all(tasks):
     """Run one task on each rank of a new world."""
-    size, addresses = len(tasks), {}
-    world = [InprocTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
-    addresses.update(enumerate(transport.address for transport in world))
-    engines = [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
+    engines = reference_engines(len(tasks))
     ends = [Completion() for _ in tasks]
-    threads = [
-        threading.Thread(target=engine.submit, args=(task, end), kwargs={"inline": True})
-        for engine, task, end in zip(engines, tasks, ends, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(
+        *(
+            partial(engine.submit, task, end, inline=True)
+            for engine, task, end in zip(engines, tasks, ends, strict=True)
+        )
+    )
     for engine in engines:
         engine.close()
     for end in ends:
@@ -152,10 +146,7 @@ def test_failed_call_keeps_no_buffer_alive(size):
     import gc
     import weakref
 
-    addresses = {}
-    world = [InprocTransport(rank, size, lambda p: addresses[p]) for rank in range(size)]
-    addresses.update(enumerate(transport.address for transport in world))
-    engines = [ReferenceEngine(Communicator(t, tuple(range(size)), "g")) for t in world]
+    engines = reference_engines(size)
     schedule = build("all_reduce", "linear", size)
     for engine in engines[1:]:
         engine.abort("a test")

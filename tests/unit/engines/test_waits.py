@@ -1,7 +1,5 @@
 """Waits in C++, and what Python raises meanwhile."""
 
-from __future__ import annotations
-
 import itertools
 import linecache
 import os
@@ -13,13 +11,12 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.transport_worlds import WAYS, connected, use_native
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension
 from unisono.engines import is_native_built
-from unisono.testing import run
-from unisono.transports import InprocTransport, Key, native_messages
+from unisono.transports import Key, native_messages
 from unisono.transports.messages import Cancelled, Kind
-from unisono.transports.native_messages import NativeMessages
 
 pytestmark = pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built")
 
@@ -119,13 +116,8 @@ def test_a_callback_that_fails_is_reported_and_the_wait_goes_on(pair, monkeypatc
 @pytest.fixture
 def world():
     """The transports of two ranks, both in this process, with messages in C++."""
-    addresses = {}
-    world = [InprocTransport(rank, 2, addresses.__getitem__) for rank in range(2)]
-    addresses.update(enumerate(transport.address for transport in world))
-    everybody = [NativeMessages.make(transport) for transport in world]
-    for transport, messages in zip(world, everybody, strict=True):
-        messages.introduce([each.endpoint for each in everybody], [True, True], crowded=True)
-        transport.use_messages(messages)
+    world = connected("inproc", 2)
+    use_native(world, WAYS["rings"])
     yield world
     for transport in world:
         transport.close()
@@ -218,28 +210,26 @@ def test_a_cancel_that_is_interrupted_anywhere_ends_the_receive(world):
     assert n > 5
 
 
-def test_a_receive_that_was_interrupted_as_it_began_takes_no_message():
-    def body(rank):
-        messages = dist.group.WORLD.backends["cpu"]._comm.transport.messages
-        dist.barrier()
-        if rank == 0:
-            dist.recv(np.zeros(1), 1)
-            dist.send(np.full(3, 7.0), 1)
-            return
-        dead, box = np.zeros(3), np.zeros(3)
-        begun = messages.begun
-        messages.begun = _raise
-        with pytest.raises(Ended):
-            dist.irecv(dead, 0)
-        messages.begun = begun
-        assert messages.native.number_of(dead) == 0
-        dist.send(np.zeros(1), 0)
-        dist.recv(box, 0)
-        assert (box == 7).all()
-        assert not dead.any()
-        assert not messages._held
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_a_receive_that_was_interrupted_as_it_began_takes_no_message(rank):
+    messages = dist.group.WORLD.backends["cpu"]._comm.transport.messages
+    dist.barrier()
+    if rank == 0:
+        dist.recv(np.zeros(1), 1)
+        dist.send(np.full(3, 7.0), 1)
+        return
+    dead, box = np.zeros(3), np.zeros(3)
+    begun = messages.begun
+    messages.begun = _raise
+    with pytest.raises(Ended):
+        dist.irecv(dead, 0)
+    messages.begun = begun
+    assert messages.native.number_of(dead) == 0
+    dist.send(np.zeros(1), 0)
+    dist.recv(box, 0)
+    assert (box == 7).all()
+    assert not dead.any()
+    assert not messages._held
 
 
 class Interrupted:
@@ -259,39 +249,35 @@ class Interrupted:
     [np.zeros(6)[::2], np.zeros(3, "O"), "not an array"],
     ids=["every second", "objects", "no memory"],
 )
-def test_the_interrupt_is_told_whatever_the_receive_was_called_with(memory):
-    def body(rank):
-        port = dist.group.WORLD.plain_port
-        real, port._native = port._native, Interrupted(port._native)
-        with pytest.raises(Ended):
-            port.irecv(memory, 1 - rank, 0, memory, 1.0)
-        port._native = real
-        assert not port._messages._held
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_the_interrupt_is_told_whatever_the_receive_was_called_with(rank, memory):
+    port = dist.group.WORLD.plain_port
+    real, port._native = port._native, Interrupted(port._native)
+    with pytest.raises(Ended):
+        port.irecv(memory, 1 - rank, 0, memory, 1.0)
+    port._native = real
+    assert not port._messages._held
 
 
 @pytest.mark.parametrize("count", [0, 4])
-def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(count):
-    def body(rank):
-        if rank == 0:
-            dist.recv(np.zeros(1), 1)
-            dist.send(np.full(count, 7.0), 1, tag=1)
-            return
-        port = dist.group.WORLD.plain_port
-        memory = np.zeros(8)
-        first = dist.irecv(memory[:count], 0, tag=1)
-        real = port._native
-        for begun in (None, real):
-            port._native = Interrupted(begun)
-            with pytest.raises(Ended):
-                dist.irecv(memory, 0, tag=2)
-        port._native = real
-        dist.send(np.zeros(1), 0)
-        first.wait()
-        assert (memory[:count] == 7).all()
-
-    run(body, 2, ranks="threads")
+@pytest.mark.ranks(2)
+def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(rank, count):
+    if rank == 0:
+        dist.recv(np.zeros(1), 1)
+        dist.send(np.full(count, 7.0), 1, tag=1)
+        return
+    port = dist.group.WORLD.plain_port
+    memory = np.zeros(8)
+    first = dist.irecv(memory[:count], 0, tag=1)
+    real = port._native
+    for begun in (None, real):
+        port._native = Interrupted(begun)
+        with pytest.raises(Ended):
+            dist.irecv(memory, 0, tag=2)
+    port._native = real
+    dist.send(np.zeros(1), 0)
+    first.wait()
+    assert (memory[:count] == 7).all()
 
 
 def _wait(received, ends):

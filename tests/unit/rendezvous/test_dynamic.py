@@ -2,17 +2,20 @@
 
 import queue
 import socket
-import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from tests.support.ports import free_port
+from tests.support.together import on_threads
 from unisono.errors import RendezvousError
 from unisono.rendezvous import endpoint
 from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerWorld
 from unisono.rendezvous.endpoint import is_local, open_endpoint, own_address, parse_endpoint
 from unisono.rendezvous.member import End, Stop, Timing
-from unisono.rendezvous.state import Limits, Node
+from unisono.rendezvous.state import Join, Limits, Lost, Node, Phase, State, dumps, loads
+from unisono.rendezvous.transitions import apply
 from unisono.stores import FileStore, HashStore, PrefixStore, TCPStore
 
 LIMIT_S = 90.0
@@ -107,6 +110,29 @@ def test_restart_has_a_fresh_store(agents):
         assert not store.check(["old"])
 
 
+def test_a_world_that_ends_before_its_workers_can_start(agents, open_store):
+    # The first node is lost before it has opened the workers' store.
+    limits = Limits(min_nodes=1, max_nodes=2, max_restarts=0)
+    first = Node(id="first", host="h", address="", nprocs=1)
+    store = PrefixStore("unisono/rendezvous/job", open_store(), owns_store=True)
+    store.add("beat/first", 1)
+    store.set("state", dumps(apply(State(), Join(first, limits))))
+    [agent] = agents(1, limits)
+    with store:
+        while (text := store.get("state")) and loads(text).phase is not Phase.RUNNING:
+            pass
+        assert loads(text).order == ("first", agent.name)
+        # Its heartbeat shows that the agent has read the state of this world.
+        seen = store.add(f"beat/{agent.name}", 0)
+        while store.add(f"beat/{agent.name}", 0) < seen + 2:
+            pass
+        store.set("state", dumps(apply(loads(text), Lost("first", "no heartbeat"))))
+    # The first order is a world: the agent has no workers that it could stop.
+    world = agent.order()
+    assert isinstance(world, WorkerWorld)
+    assert (world.epoch, [node.id for node in world.members]) == (2, [agent.name])
+
+
 def test_workers_may_say_that_they_were_the_reason(agents):
     both = agents(2, Limits(min_nodes=2, max_nodes=2, max_restarts=0))
     for agent in both:
@@ -132,13 +158,8 @@ def test_reports_are_exchanged_after_the_end(agents):
         agent.rendezvous.stopped()
         assert agent.order() == End(False, "boom")
         assert agent.rendezvous.blamed == "n1"
-    texts = []
-    other = threading.Thread(
-        target=lambda: texts.append(both[0].rendezvous.exchange("zero", LIMIT_S))
-    )
-    other.start()
-    texts.append(both[1].rendezvous.exchange("one", LIMIT_S))
-    other.join()
+    exchanges = [agent.rendezvous.exchange for agent in both]
+    texts = on_threads(*map(partial, exchanges, ("zero", "one"), [LIMIT_S] * 2))
     assert [sorted(each) for each in texts] == [["one", "zero"]] * 2
 
 
@@ -196,9 +217,7 @@ def test_local_addresses():
 
 
 def test_first_agent_on_the_host_serves_the_store():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = {"hosting": None, "timeout_s": LIMIT_S, "read_timeout_s": 5.0}
     first = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)
     second = open_endpoint("127.0.0.1", port, canceled=lambda: False, **options)

@@ -1,12 +1,10 @@
 """Many launches at once without a port, and attempts that share torchrun's store."""
 
-from __future__ import annotations
-
 import importlib.util
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.programs import python
 
 # Each worker is counted in its launch's store, and passes a barrier with the other one.
 WORKER = """
@@ -45,12 +43,7 @@ print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids].count(0
 @pytest.mark.timeout(320)  # three processes for each launch, on however few cores
 @pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.whole("150 processes"))])
 def test_many_launches_at_once(count):
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHERS, str(count), WORKER],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", LAUNCHERS, count, WORKER, limit_s=300.0)
     assert done.stdout == f"{count}\n", done.stderr
 
 
@@ -78,12 +71,7 @@ dist.destroy_process_group()
 def test_restarted_workers_of_torchrun_find_nothing_of_those_before(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(TWO_ATTEMPTS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", "--max-restarts", "1", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script]
+    done = python("-m", "torch.distributed.run", *words, limit_s=120.0)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["0 2 fresh"] * 2 + ["1 2 fresh"] * 2

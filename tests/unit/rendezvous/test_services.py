@@ -1,8 +1,5 @@
 """redis:// and etcd://, and a launch whose nodes meet there."""
 
-from __future__ import annotations
-
-import contextlib
 import multiprocessing
 import os
 import shutil
@@ -14,20 +11,10 @@ import pytest
 import unisono as dist
 from tests.support import services
 from tests.support.nodes import CONF, Job
+from tests.support.services import KINDS
 from unisono.errors import StoreError, StoreTimeoutError
 from unisono.lowlevel import EtcdStore, RedisStore
 from unisono.rendezvous import rendezvous
-
-NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
-KINDS = [
-    pytest.param(
-        kind,
-        marks=pytest.mark.skipif(
-            services.why_not(*need) is not None, reason=str(services.why_not(*need))
-        ),
-    )
-    for kind, need in NEEDS.items()
-]
 
 
 def two_worlds(rank, url, how):
@@ -49,14 +36,10 @@ def two_worlds(rank, url, how):
 @pytest.fixture(scope="module", params=KINDS)
 def place(request, tmp_path_factory):
     """Return the start of the URL of a server, which all tests share."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "redis":
-        with services.redis(folder) as server:
-            yield f"redis://127.0.0.1:{server.port}"
-    else:
-        with services.etcd(folder) as (server,):
-            # Nobody is at the first place: the second answers.
-            yield f"etcd://127.0.0.1:1,127.0.0.1:{server.port}"
+    with services.server_of(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        # Of etcd nobody is at the first place: the second answers.
+        others = "127.0.0.1:1," if request.param == "etcd" else ""
+        yield f"{request.param}://{others}127.0.0.1:{server.port}"
 
 
 @pytest.fixture(autouse=True)
@@ -122,26 +105,20 @@ def test_secured(kind, tmp_path, monkeypatch):
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", "/nowhere")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     cert, key = f"{tmp_path}/cert.pem", f"{tmp_path}/key.pem"
-    with contextlib.ExitStack() as stack:
+    with services.server_of(kind, tmp_path, secured=True) as server:
+        place = f"localhost:{server.port}"
         if kind == "redis":
-            port = stack.enter_context(services.redis(tmp_path, secured=True)).port
-            good = f"rediss://:p%40ss@localhost:{port}?db=2&ssl_ca_certs={cert}"
-            bad = f"rediss://localhost:{port}?ssl_ca_certs={cert}", f"redis://localhost:{port}"
+            good = f"rediss://:p%40ss@{place}?db=2&ssl_ca_certs={cert}"
+            bad = f"rediss://{place}?ssl_ca_certs={cert}", f"redis://{place}"
         else:
-            (server,) = stack.enter_context(services.etcd(tmp_path, secured=True))
-            good = f"etcds://localhost:{server.port}?ca_cert={cert}&cert_cert={cert}&cert_key={key}"
-            bad = (
-                f"etcds://localhost:{server.port}?ca_cert={cert}",
-                f"etcd://localhost:{server.port}",
-            )
+            good = f"etcds://{place}?ca_cert={cert}&cert_cert={cert}&cert_key={key}"
+            bad = f"etcds://{place}?ca_cert={cert}", f"etcd://{place}"
         store, _, _ = next(rendezvous(good, 0, 1, timeout=20))
         with store, store.clone() as clone:
             store.set("k", "v")
             assert clone.get("k") == b"v"
         for url in bad:
-            with pytest.raises(
-                StoreError, match=f"localhost:{port}" if kind == "redis" else "local"
-            ):
+            with pytest.raises(StoreError, match=place if kind == "redis" else "local"):
                 next(rendezvous(url, 0, 1, timeout=0.2))
 
 

@@ -1,7 +1,5 @@
 """One world after another by every method, and ranks that contradict each other."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -12,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.support.ports import free_port
 from unisono.stores import TCPStore
 
 WORLDS = 3
@@ -41,12 +40,6 @@ for turn in range(worlds):
     # No barrier: who is quick begins the next world while others are in this one.
     dist.destroy_process_group()
 """
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start(script, *arguments, **variables):

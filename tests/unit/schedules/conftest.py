@@ -1,7 +1,5 @@
 """A tiny engine: executes the programs of all ranks in one thread, on NumPy arrays."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 
 import numpy as np

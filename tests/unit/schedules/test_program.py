@@ -1,6 +1,9 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
+from tests.support.oracle import outcome
 from unisono.schedules.ir import COLLECTIVES, ROOTED, VECTOR_COLLECTIVES, Op
 from unisono.schedules.layout import layout_for
 from unisono.schedules.program import lower
@@ -35,34 +38,14 @@ def make_inputs(schedule, layouts, buffer_sizes, rng):
 
 
 def expected(schedule, layouts, inputs, outputs):
-    """Return what each rank's OUTPUT must hold, None where it is unspecified; by NumPy alone."""
-    p, root = schedule.world_size, schedule.root
+    """Return what each rank's OUTPUT must hold, None where it is unspecified."""
+    given = outputs if schedule.collective in VECTOR_COLLECTIVES else inputs
 
     def blocks(rank):
-        splits = layouts[rank].in_splits or (layouts[rank].count,) * p
+        splits = layouts[rank].in_splits or (layouts[rank].count,) * schedule.world_size
         return np.split(inputs[rank], np.cumsum(splits)[:-1])
 
-    match schedule.collective:
-        case "all_reduce":
-            return [np.sum(outputs, axis=0)] * p
-        case "reduce":
-            return [np.sum(outputs, axis=0) if rank == root else None for rank in range(p)]
-        case "scan":
-            return list(np.cumsum(outputs, axis=0))
-        case "exscan":
-            return [outputs[0], *np.cumsum(outputs, axis=0)[:-1]]
-        case "broadcast":
-            return [outputs[root]] * p
-        case "all_gather":
-            return [np.concatenate(inputs)] * p
-        case "gather":
-            return [np.concatenate(inputs) if rank == root else None for rank in range(p)]
-        case "scatter":
-            return blocks(root)
-        case "reduce_scatter":
-            return [np.sum([blocks(q)[rank] for q in range(p)], axis=0) for rank in range(p)]
-        case "all_to_all":
-            return [np.concatenate([blocks(q)[rank] for q in range(p)]) for rank in range(p)]
+    return outcome(schedule.collective, given, schedule.root, partial(np.sum, axis=0), blocks)
 
 
 def check(schedule, layouts, execute, buffer_sizes, rng):

@@ -1,7 +1,5 @@
 """Both servers behind the same tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from unisono.stores.tcp.native_server import engine

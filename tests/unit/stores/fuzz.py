@@ -6,8 +6,6 @@ Prints a line per target, and ends with an error if a server dies, stops serving
 beyond a bound, or if a client raises anything but the errors it documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Our stores give what torch's give, wherever torch's agree with each other."""
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 

@@ -1,14 +1,11 @@
 """benchmarks/store.py on small numbers, without the servers of others."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import select
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.programs import start_python
 from unisono.errors import StoreConnectionError
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
@@ -132,12 +130,7 @@ def test_servers_end_with_a_killed_benchmark():
         "server = Server('unisono'); server.pause()\n"
         "print(server._process.pid, flush=True); input()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(FOLDER)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
+    with start_python("-c", script, env=os.environ | {"PYTHONPATH": str(FOLDER)}) as process:
         pidfd = os.pidfd_open(int(process.stdout.readline()))
         process.kill()
         ended, _, _ = select.select([pidfd], [], [], 20)

@@ -1,7 +1,5 @@
 """Every store passes the public conformance suite."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 

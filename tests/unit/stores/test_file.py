@@ -1,7 +1,5 @@
 """FileStore: what only a store in a file can do, and suffer."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -13,11 +11,11 @@ import threading
 
 import pytest
 
+from tests.support.together import on_threads
 from unisono.base import process_identity
 from unisono.base.process_identity import Life, describe, life_of, new_user
 from unisono.errors import (
     ClosedError,
-    InvalidArgumentError,
     StoreConnectionError,
     StoreError,
     StoreTimeoutError,
@@ -300,18 +298,10 @@ def test_writers_lose_nothing_while_others_are_killed_in_the_middle_of_a_write(p
 
 
 def test_empty_file_made_beforehand_is_one_store_for_all(path):
-    stores = []
     for _ in range(10):
         with open(path, "wb"):
             pass
-        stores.clear()
-        threads = [
-            threading.Thread(target=lambda: stores.append(FileStore(path, 8))) for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        stores = on_threads(*[lambda: FileStore(path, 8)] * 8)
         assert stores[0].add("n", 1) == 1
         assert [store.add("n", 1) for store in stores[1:]] == list(range(2, 9))
         for store in stores:
@@ -357,14 +347,12 @@ def test_exit_without_close_signs_off(path):
     assert not os.path.exists(path)
 
 
-def test_closed_store_and_bad_world_size(path):
+def test_closed_store(path):
     store = FileStore(path)
     store.close()
     store.close()
     with pytest.raises(ClosedError):
         store.set("k", "v")
-    with pytest.raises(InvalidArgumentError):
-        FileStore(path, 0)
 
 
 def test_file_system_without_flock(path, monkeypatch):

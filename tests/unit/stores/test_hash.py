@@ -1,9 +1,8 @@
 """HashStore under many threads."""
 
-from __future__ import annotations
+from functools import partial
 
-import threading
-
+from tests.support.together import on_threads
 from unisono.stores import HashStore
 
 THREADS, ROUNDS = 16, 60
@@ -33,11 +32,7 @@ def test_threads_lose_nothing():
         store.close()
 
     base.set("cas", "0")
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(*(partial(work, number) for number in range(THREADS)))
     total = THREADS * ROUNDS
     assert sorted(sums) == list(range(1, total + 1))
     assert sorted(popped) == sorted(

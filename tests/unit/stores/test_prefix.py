@@ -1,13 +1,11 @@
 """PrefixStore: views of another store."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest
 
-from unisono.errors import ArgumentTypeError, ClosedError
-from unisono.stores import HashStore, PrefixStore
+from unisono.errors import ClosedError
+from unisono.stores import HashStore, PrefixStore, Store
 
 
 def test_keys_get_the_prefix():
@@ -55,6 +53,35 @@ def test_closing_a_view_keeps_the_store_open():
     assert base.get("k") == b"v"
 
 
-def test_needs_a_store():
-    with pytest.raises(ArgumentTypeError, match="needs a Store, got NoneType"):
-        PrefixStore("a", None)
+def test_a_store_of_a_user_may_have_some_of_the_methods():
+    class OnlyValues(Store):
+        def __init__(self):
+            super().__init__()
+            self.values = {}
+
+        def set(self, key, value):
+            self.values[key] = value
+
+        def get(self, key, timeout=None):
+            return self.values[key]
+
+    base = OnlyValues()
+    with PrefixStore("a", base) as store:
+        store.set("k", b"v")
+        store.multi_set(["l"], [b"w"])
+        assert base.values == {"a/k": b"v", "a/l": b"w"}
+        assert store.multi_get(["l", "k"]) == [b"w", b"v"]
+        for name, arguments in {
+            "add": ("k", 1),
+            "append": ("k", "v"),
+            "barrier": ("k", 1),
+            "check": (["k"],),
+            "clone": (),
+            "compare_set": ("k", "", ""),
+            "delete_key": ("k",),
+            "num_keys": (),
+            "queue_len": ("k",),
+            "wait": (["k"],),
+        }.items():
+            with pytest.raises(NotImplementedError, match=f"OnlyValues has no {name}"):
+                getattr(store, name)(*arguments)

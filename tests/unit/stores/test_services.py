@@ -1,7 +1,5 @@
 """Stores on real servers of Redis and etcd."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -11,35 +9,25 @@ import threading
 import pytest
 
 from tests.support import services
+from tests.support.services import KINDS, needs
 from unisono.errors import StoreConnectionError, StoreError, StoreTimeoutError, UnsupportedError
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore
 from unisono.stores.services.store import Unreachable
 from unisono.testing.check_store import STORE_CHECKS, check_store
 
-NEEDS = {"redis": ("redis-server", "redis"), "etcd": ("etcd", "etcd3gw")}
 PREFIXES = (f"test{number}" for number in itertools.count())
-
-
-def needs(kind):
-    reason = services.why_not(*NEEDS[kind])
-    return pytest.mark.skipif(reason is not None, reason=str(reason))
-
-
-KINDS = [pytest.param(kind, marks=needs(kind)) for kind in NEEDS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def service(request, tmp_path_factory):
     """Return a function that opens a store on one server, which all tests share."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "redis":
-        with services.redis(folder) as server:
-            yield lambda prefix, **options: RedisStore("127.0.0.1", server.port, prefix, **options)
-    else:
-        with services.etcd(folder) as (server,):
-            endpoints = [("127.0.0.1", server.port)]
-            yield lambda prefix, **options: EtcdStore(endpoints, prefix, **options)
+    with services.server_of(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        place = "127.0.0.1", server.port
+        if request.param == "redis":
+            yield lambda prefix, **options: RedisStore(*place, prefix, **options)
+        else:
+            yield lambda prefix, **options: EtcdStore([place], prefix, **options)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The table behind every store: waiting and waking, without threads."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

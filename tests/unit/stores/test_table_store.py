@@ -1,13 +1,11 @@
 """What HashStore and FileStore do when a waiting thread is interrupted or closed."""
 
-from __future__ import annotations
-
 import signal
 import threading
-import time
 
 import pytest
 
+from tests.support.calls import wait_until
 from unisono.errors import ClosedError, StoreTimeoutError
 from unisono.stores import FileStore, HashStore
 
@@ -16,13 +14,6 @@ from unisono.stores import FileStore, HashStore
 def store(request, tmp_path):
     with HashStore() if request.param == "hash" else FileStore(tmp_path / "store") as made:
         yield made
-
-
-def wait_until(condition) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up, "the condition never came true"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("operation", ["get", "barrier", "queue_pop"])
@@ -43,7 +34,7 @@ def test_close_wakes_a_waiting_thread_and_takes_it_out_of_the_barrier(store, ope
     thread = threading.Thread(target=body)
     thread.start()
     if operation == "barrier":
-        wait_until(lambda: handle._inside)
+        assert wait_until(lambda: handle._inside)
     handle.close()
     thread.join(10)
     assert len(outcome) == 1
@@ -53,7 +44,7 @@ def test_close_wakes_a_waiting_thread_and_takes_it_out_of_the_barrier(store, ope
 
 def test_interrupt_ends_a_barrier_and_leaves_it(store):
     def interrupt():
-        wait_until(lambda: store._inside)
+        assert wait_until(lambda: store._inside)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -1,7 +1,5 @@
 """TCPStore: what only a store with a server can do, and suffer."""
 
-from __future__ import annotations
-
 import array
 import contextlib
 import errno
@@ -10,8 +8,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -19,6 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.calls import wait_until
+from tests.support.programs import python, start_python
 from tests.support.silent import unacceptable
 from unisono.base import sockets
 from unisono.base.deadline import Deadline
@@ -34,7 +32,7 @@ from unisono.stores import TCPStore, start_server
 from unisono.stores.tcp import client as tcp_client
 from unisono.stores.tcp import python_server, wire
 from unisono.stores.tcp.python_server import ServerOptions
-from unisono.stores.tcp.wire import MAGIC, STOP_WAITING, Op, encode_reply, encode_request
+from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_reply, encode_request
 
 pytestmark = pytest.mark.usefixtures("server_kind")
 
@@ -55,9 +53,7 @@ def master():
 
 @pytest.fixture
 def server_process():
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with start_python("-c", SERVER_PROCESS) as process:
         try:
             yield process, int(process.stdout.readline())
         finally:
@@ -80,10 +76,27 @@ def in_thread(call):
     return thread, outcome
 
 
-def raw_client(port: int) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", port), timeout=10)
+def raw_client(port: int, *requests: bytes) -> socket.socket:
+    """Return a socket whose requests the server has read, if there are any."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=20)
     sock.sendall(encode_request(Op.VALIDATE, wire.MAGIC))
+    if requests:
+        sock.sendall(b"".join(requests) + encode_request(Op.PING, 7))
+        assert sock.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
     return sock
+
+
+@pytest.fixture
+def known_hosts(monkeypatch):
+    """Return a function: name -> the names whose addresses it has from then on."""
+    real, known = socket.getaddrinfo, {}
+
+    def look_up(name, *args, **options):
+        names = known.get(name, [name])
+        return [info for each in names for info in real(each, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return known.update
 
 
 def resident_bytes() -> int:
@@ -95,13 +108,6 @@ def readable_bytes(sock: socket.socket) -> int:
     count = array.array("i", [0])
     fcntl.ioctl(sock, termios.FIONREAD, count)
     return count[0]
-
-
-def wait_until(condition) -> None:
-    give_up = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up, "the condition never came true"
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]"])
@@ -143,16 +149,10 @@ def test_loopback_server_is_not_reachable_from_outside():
         ("192.0.2.1", {}, {"0.0.0.0"}),
     ],
 )
-def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, monkeypatch):
+def test_listens_on_what_is_asked_for_and_on_nothing_else(host, known_as, listening, known_hosts):
     if any(":" in name for name in listening) and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    real = socket.getaddrinfo
-
-    def look_up(name, *args, **options):
-        names = known_as.get(name, [name])
-        return [info for each in names for info in real(each, *args, **options)]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    known_hosts(known_as)
     listeners = listen(host, 0)
     try:
         assert {sock.getsockname()[0] for sock in listeners} == listening
@@ -195,19 +195,12 @@ def test_refused_connection_names_the_address_within_the_timeout():
 
 
 @pytest.fixture
-def node1(monkeypatch):
+def node1(known_hosts):
     """A host with two sockets, the first of them silent; returns a socket bound to the second."""
+    known_hosts(node1=["127.0.0.3", "127.0.0.1"])
     with socket.socket() as there:
         there.bind(("127.0.0.1", 0))
-        port = there.getsockname()[1]
-        real = socket.getaddrinfo
-
-        def look_up(name, *args, **options):
-            names = ["127.0.0.3", "127.0.0.1"] if name == "node1" else [name]
-            return [info for each in names for info in real(each, *args, **options)]
-
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
-        silent, caller = unacceptable("127.0.0.3", port)
+        silent, caller = unacceptable("127.0.0.3", there.getsockname()[1])
         with silent, caller:
             yield there
 
@@ -238,18 +231,11 @@ def test_silent_addresses_are_told(node1):
     assert table == [f"127.0.0.1:{port}: connection refused", f"127.0.0.3:{port}: timed out"]
 
 
-def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch):
-    with contextlib.ExitStack() as stack:
-        unused = stack.enter_context(socket.socket())
+def test_nobody_there_is_a_table_of_who_could_not_reach_whom(monkeypatch, known_hosts):
+    known_hosts(node1=["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"])
+    with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        real = socket.getaddrinfo
-
-        def look_up(name, *args, **options):
-            names = ["127.0.0.2", "::ffff:127.0.0.3", "127.0.0.2"] if name == "node1" else [name]
-            return [info for each in names for info in real(each, *args, **options)]
-
-        monkeypatch.setattr(socket, "getaddrinfo", look_up)
         monkeypatch.setattr(socket, "gethostname", lambda: "node2")
         with pytest.raises(StoreConnectionError) as caught:
             TCPStore("node1", port, timeout=0)
@@ -322,11 +308,6 @@ def test_waits_for_workers():
             assert master.list_keys() == []
 
 
-def test_missing_workers_are_counted():
-    with pytest.raises(StoreTimeoutError, match="1 of 3 joined"):
-        TCPStore("127.0.0.1", 0, 3, True, timeout=0.5)
-
-
 def test_multi_tenant_shares_the_server_until_the_last_store_closes():
     first = TCPStore("127.0.0.1", 0, is_master=True, multi_tenant=True)
     second = TCPStore("127.0.0.1", first.port, is_master=True, multi_tenant=True)
@@ -336,6 +317,22 @@ def test_multi_tenant_shares_the_server_until_the_last_store_closes():
     second.close()
     with pytest.raises(StoreConnectionError):
         TCPStore("127.0.0.1", second.port, timeout=0)
+
+
+def test_a_second_master_is_a_client_of_the_launchers_server(monkeypatch):
+    with TCPStore("127.0.0.1", 0, is_master=True, use_libuv=False) as server:
+        monkeypatch.setenv("MASTER_PORT", str(server.port))
+        with pytest.raises(StoreConnectionError, match="in use"):
+            TCPStore("127.0.0.1", server.port, is_master=True)
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        with TCPStore("127.0.0.1", server.port, is_master=True) as second:
+            second.set("k", "v")
+            assert (server.is_master, second.is_master) == (True, False)
+            assert (server.libuvBackend, second.clone().libuvBackend) == (False, True)
+        assert server.get("k") == b"v"
+        monkeypatch.setenv("MASTER_PORT", "1")
+        with pytest.raises(StoreConnectionError, match="in use"):
+            TCPStore("127.0.0.1", server.port, is_master=True)
 
 
 def test_listen_fd_of_another_port():
@@ -361,7 +358,7 @@ def test_killed_server_wakes_every_waiter(server_process, operation):
             "queue_pop": lambda: client.queue_pop("never"),
         }
         started = [in_thread(calls[operation]) for _ in range(3)]
-        wait_until(lambda: len(client._pool._busy) == 3)
+        assert wait_until(lambda: len(client._pool._busy) == 3)
         probe.set("k", "v")
         process.kill()
         for thread, outcome in started:
@@ -390,7 +387,7 @@ def test_stopped_server_is_a_timeout_not_a_hang(server_process):
 def test_close_wakes_a_waiting_thread(master):
     client = master.clone()
     thread, outcome = in_thread(lambda: client.get("never"))
-    wait_until(lambda: client._pool._busy)
+    assert wait_until(lambda: client._pool._busy)
     client.close()
     thread.join(10)
     assert isinstance(outcome[0], ClosedError), outcome
@@ -400,7 +397,7 @@ def test_interrupt_ends_a_wait(master):
     master.set("k", "v")
 
     def interrupt():
-        wait_until(lambda: master._pool._busy)
+        assert wait_until(lambda: master._pool._busy)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread, _ = in_thread(interrupt)
@@ -425,11 +422,10 @@ def test_many_waiters_need_no_thread_in_the_server(master):
 
 @pytest.mark.parametrize("how", ["dies", "does something else"])
 def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
-    with raw_client(master.port) as first, master.clone() as popper:
-        first.sendall(encode_request(Op.WAIT, ["/q"]) + encode_request(Op.PING, 7))
-        assert first.recv(4) == (7).to_bytes(4, "little")
+    waiting = encode_request(Op.WAIT, ["/q"])
+    with raw_client(master.port, waiting) as first, master.clone() as popper:
         thread, outcome = in_thread(lambda: popper.queue_pop("q"))
-        wait_until(lambda: popper._pool._busy)
+        assert wait_until(lambda: popper._pool._busy)
         master.queue_push("q", "job")
         assert first.recv(1) == bytes([wire.STOP_WAITING])
         if how == "dies":
@@ -441,9 +437,7 @@ def test_queue_waiter_that_does_not_fetch_passes_its_turn(master, how):
 
 
 def test_dead_client_leaves_the_barrier(master):
-    with raw_client(master.port) as dead:
-        dead.sendall(encode_request(Op.BARRIER, "/b", 2) + encode_request(Op.PING, 7))
-        assert dead.recv(4) == (7).to_bytes(4, "little")
+    raw_client(master.port, encode_request(Op.BARRIER, "/b", 2)).close()
     with pytest.raises(StoreTimeoutError):
         master.barrier("b", 2, 0.1)
 
@@ -473,8 +467,7 @@ def test_killed_clients_do_no_harm(master):
     with contextlib.ExitStack() as stack:
         victims = []
         for state in states:
-            command = [sys.executable, "-c", VICTIM, str(master.port), *state]
-            victim = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            victim = stack.enter_context(start_python("-c", VICTIM, master.port, *state))
             stack.callback(victim.kill)
             victims.append(victim)
         for victim in victims:
@@ -484,7 +477,7 @@ def test_killed_clients_do_no_harm(master):
             victim.wait()
             assert master.add("mine", 1) > 0
     server = master._server._server
-    wait_until(lambda: server.clients == len(master._pool._idle))
+    assert wait_until(lambda: server.clients == len(master._pool._idle))
     if master.check(["large"]):
         assert len(master.get("large")) == 60_000_000
     with pytest.raises(StoreTimeoutError):
@@ -515,7 +508,7 @@ def test_client_that_reads_nothing_does_not_fill_the_server(master):
     before = resident_bytes()
     with raw_client(master.port) as slow:
         slow.sendall(encode_request(Op.GET, "/large") * 200 + encode_request(Op.ADD, "/late", 1))
-        wait_until(lambda: readable_bytes(slow) > 0)
+        assert wait_until(lambda: readable_bytes(slow) > 0)
         assert not master.check(["late"])
         assert master.add("n", 1) == 1
         assert resident_bytes() - before < 64 << 20
@@ -534,7 +527,7 @@ def test_large_values_and_many_keys(master, server_kind):
     assert master.list_keys() == names
 
 
-def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
+def test_append_makes_no_value_too_long(master, server_kind, monkeypatch, caplog):
     most = wire.MAX_VALUE_BYTES
     if server_kind == "python":
         most = 1000
@@ -543,9 +536,12 @@ def test_append_makes_no_value_too_long(master, server_kind, monkeypatch):
     master.set_timeout(60)
     master.set("k", bytes(most - 1))
     master.append("k", b"x")
-    with pytest.raises(InvalidArgumentError, match=f"append of 2 bytes to the {most} bytes"):
+    with pytest.raises(InvalidArgumentError) as caught:
         master.append("k", b"yz")
+    line = f"append of 2 bytes to the {most} bytes of 'k': a value has at most {most} bytes"
+    assert caught.value.what == line
     assert master.get("k") == bytes(most - 1) + b"x"
+    assert "the value becomes too long" in caplog.text
 
 
 def test_small_multi_get_cannot_ask_for_more_than_the_bound():
@@ -571,7 +567,7 @@ def test_child_of_a_fork_has_connections_of_its_own(master):
         "for _ in range(200): store.add('n', 1)\n"
         "if pid: sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    python("-c", script, check=True)
     assert master.get("n") == b"400"
 
 
@@ -579,17 +575,16 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
     script = (
         "import os, sys, time; from unisono.stores import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True)\n"
-        "pid = os.fork()\n"
-        "if pid == 0: sys.stdin.read(); os._exit(0)\n"
-        "print(store.port, flush=True); time.sleep(60)\n"
+        "port = store.port\n"
+        # The child prints, because only then has it closed what it inherited.
+        "if os.fork() == 0: print(port, flush=True); sys.stdin.read(); os._exit(0)\n"
+        "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as parent:
+    with start_python("-c", script) as parent:
         port = int(parent.stdout.readline())
         with TCPStore("127.0.0.1", port, timeout=30) as client:
             thread, outcome = in_thread(lambda: client.get("never"))
-            wait_until(lambda: client._pool._busy)
+            assert wait_until(lambda: client._pool._busy)
             parent.kill()
             thread.join(10)
             assert isinstance(outcome[0], StoreConnectionError), outcome
@@ -612,37 +607,24 @@ def test_grandchild_keeps_its_files(server_kind):
         "for file in files: os.fstat(file)\n"
         "os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    python("-c", script, check=True)
 
 
 def test_one_value_in_a_queue_wakes_one_waiter(master):
-    request = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, ["/q"])
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for _ in range(2):
-            address = ("127.0.0.1", master.port)
-            client = stack.enter_context(socket.create_connection(address, timeout=20))
-            client.sendall(request + encode_request(Op.PING, 7))
-            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
-            clients.append(client)
+    waiting = encode_request(Op.WAIT, ["/q"])
+    with raw_client(master.port, waiting) as first, raw_client(master.port, waiting) as second:
         master.queue_push("q", "x")
         assert master.queue_len("q") == 1
-        assert select.select(clients, [], [], 20)[0] == clients[:1]
+        assert select.select([first, second], [], [], 20)[0] == [first]
 
 
 def test_all_wait_for_the_keys_of_all(master):
     """Each of n waits for n keys, of which one goes again: nobody wakes before all are there."""
     count = 100
     names = [f"/rank{i}" for i in range(count)]
-    hello = encode_request(Op.VALIDATE, MAGIC) + encode_request(Op.WAIT, names)
+    waiting = encode_request(Op.WAIT, names)
     with contextlib.ExitStack() as stack:
-        clients = []
-        for _ in range(count):
-            address = ("127.0.0.1", master.port)
-            client = stack.enter_context(socket.create_connection(address, timeout=20))
-            client.sendall(hello + encode_request(Op.PING, 7))
-            assert client.recv(4, socket.MSG_WAITALL) == encode_reply(Op.PING, 7)
-            clients.append(client)
+        clients = [stack.enter_context(raw_client(master.port, waiting)) for _ in range(count)]
         for name in names[:-1]:
             master.set(name[1:], "here")
         master.delete_key(names[50][1:])
@@ -663,7 +645,7 @@ def test_too_few_descriptors_are_an_error_not_a_hang(free):
         "except OSError: pass\n"
         "os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)
+    python("-c", script, check=True)
 
 
 def test_open_and_close_leave_nothing():

@@ -1,7 +1,5 @@
 """Who gets into a store server: tokens, replays, false servers, and other machines."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -16,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import netns
+from tests.support.programs import python, start_python
 from unisono.base.sockets import listen
 from unisono.errors import HandshakeError
 from unisono.stores import TCPStore, start_server
@@ -222,9 +221,7 @@ def test_silent_strangers_do_not_keep_others_out():
         f"store = TCPStore('127.0.0.1', 0, is_master=True, token={TOKEN!r})\n"
         "print(store.port, flush=True); sys.stdin.read()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with start_python("-c", script) as process:
         port = int(process.stdout.readline())
         with contextlib.ExitStack() as stack:
             for _ in range(150):
@@ -296,8 +293,7 @@ def test_launcher_gives_its_workers_a_token(monkeypatch):
         "try: dist.TCPStore(host, port, token='guess')\n"
         "except ConnectionError as error: print(str(error).splitlines()[0])\n"
     )
-    command = [sys.executable, "-m", "unisono", "run", "--no-python", sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = python("-m", "unisono", "run", "--no-python", sys.executable, "-c", script)
     assert "another token" in done.stdout, done.stderr
 
 

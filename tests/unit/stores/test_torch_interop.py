@@ -1,7 +1,5 @@
 """torch's client on our server, and our client on torch's server."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

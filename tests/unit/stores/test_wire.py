@@ -1,7 +1,5 @@
 """The TCPStore protocol codec, without a socket."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import struct

@@ -3,8 +3,6 @@
 usage: torch_script.py [client HOST PORT | beside | serve | hold | worker PORT | master PORT FD]
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from datetime import timedelta

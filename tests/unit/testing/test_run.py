@@ -1,15 +1,12 @@
 """`unisono.testing.run` in another project: modules found by file, texts of failures."""
 
-from __future__ import annotations
-
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 
 import pytest
 
+from tests.support.programs import python
 from unisono.errors import LaunchError
 from unisono.testing import run
 
@@ -116,15 +113,8 @@ def reports(tmp_path_factory):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
-    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "--rootdir", root, root]
-    done = subprocess.run(
-        [*command, "-q", "-p", "no:cacheprovider"],
-        capture_output=True,
-        text=True,
-        cwd=root.parent,
-        timeout=200,
-        check=False,
-    )
+    words = ["--import-mode=importlib", "--rootdir", root, root, "-q", "-p", "no:cacheprovider"]
+    done = python("-m", "pytest", *words, cwd=root.parent, limit_s=200.0)
     output = done.stdout.replace(str(root), "ROOT")
     # Python marks the failing part of a line, each version in another way.
     output = re.sub(r"^ +[~^]+\n", "", output, flags=re.MULTILINE)
@@ -255,7 +245,7 @@ def test_the_cause_has_the_text_without_pytest(tmp_path):
                     print(error.__cause__)
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    done = python(script, check=True)
     text = """\
 on rank 1
 rank 1 of 2 ({}): RuntimeError: on rank 1

@@ -1,8 +1,6 @@
-from __future__ import annotations
-
 import pytest
 
-from tests.support.transport_worlds import KINDS, WAYS, use_native
+from tests.support.transport_worlds import KINDS, WAYS, connected, use_native
 from unisono.engines import is_native_built
 
 NATIVE = ["inproc:rings", "inproc:rings+links", *(f"tcp:{ways}" for ways in WAYS)]
@@ -15,9 +13,7 @@ def make(request, monkeypatch):
     monkeypatch.setenv("UNISONO_CHANNELS", channels)
 
     def build(size):
-        addresses = {}
-        world = [KINDS[kind](r, size, lambda p: addresses[p]) for r in range(size)]
-        addresses.update(enumerate(transport.address for transport in world))
+        world = connected(kind, size)
         if ways:
             use_native(world, WAYS[ways])
         return world

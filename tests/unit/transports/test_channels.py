@@ -1,7 +1,5 @@
 """Large messages over several connections to a rank: order, sizes, and how many there are."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -12,46 +10,15 @@ import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.calls import wait_until
 from tests.support.transport_worlds import LARGE, SOON, WAYS, tcp_world, use_native, works
 from unisono.base import config
 from unisono.base.deadline import Deadline
 from unisono.engines import is_native_built
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError, PeerLostError
-from unisono.testing import run
 from unisono.transports import Key
 from unisono.transports.messages import Kind
 from unisono.transports.native_messages import NativeMessages
-
-
-def without_descriptors(rank):
-    """Rank 0 sends a large message when it can open nothing any more; return its error."""
-    small, text = np.zeros(1), None
-    # What is imported when it is first needed, also for errors, takes descriptors.
-    dist.send(small, 1 - rank)
-    dist.recv(small, 1 - rank)
-    with contextlib.suppress(CollectiveTimeoutError):
-        dist.recv(small, 1 - rank, tag=1, timeout=0.01)
-    if rank == 0:
-        read, write = os.pipe()
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(read, write) + 10, hard))
-        fillers = [read, write]
-        with contextlib.suppress(OSError):
-            while True:
-                fillers.append(os.dup(read))
-        try:
-            # It may go over the first connection alone.
-            dist.send(np.zeros(8 << 20, np.uint8), 1, timeout=20.0)
-            dist.recv(small, 1, tag=1, timeout=20.0)
-        except PeerLostError as error:
-            text = str(error)
-        for fd in fillers:
-            os.close(fd)
-    else:
-        with contextlib.suppress(PeerLostError):
-            dist.recv(small, 0, tag=1, timeout=20.0)
-    return text
-
 
 pytestmark = [
     pytest.mark.skipif(not is_native_built(), reason="the C++ engine is not built"),
@@ -142,18 +109,12 @@ def test_any_source_gets_large_messages_in_order():
             assert sent.wait_until(Deadline(SOON))
 
 
-def until(condition):
-    patience = Deadline(SOON)
-    while not condition():
-        assert not patience.expired()
-
-
 def test_the_first_large_message_makes_the_other_connections():
     with wired([3, 3, 3]) as world:
         works(world[0], world[1], LARGE - 1)
         assert wires(world[0]) == {1: {0}}
         works(world[0], world[1], LARGE)
-        until(lambda: wires(world[0]) == {1: {0, 1, 2}} == {1: wires(world[1])[0]})
+        assert wait_until(lambda: wires(world[0]) == {1: {0, 1, 2}} == {1: wires(world[1])[0]})
         assert wires(world[2]) == {}
 
 
@@ -163,8 +124,8 @@ def test_the_lower_number_of_two_ranks_counts_and_both_say_so(mine, theirs, used
         for _ in range(2):
             works(a, b, 3 * LARGE)
             works(b, a, 3 * LARGE)
-        until(lambda: wires(a) == {1: set(range(used))})
-        until(lambda: wires(b) == {0: set(range(used))})
+        assert wait_until(lambda: wires(a) == {1: set(range(used))})
+        assert wait_until(lambda: wires(b) == {0: set(range(used))})
     for rank, number, other in [(0, mine, theirs), (1, theirs, mine)]:
         told = f"UNISONO_CHANNELS is {number} on rank {rank}, {other} on rank {1 - rank}"
         assert told in caplog.text
@@ -179,12 +140,43 @@ def test_a_number_of_channels_that_makes_no_sense(monkeypatch, text):
     assert told in str(caught.value)
 
 
-def test_no_descriptors_are_left_for_another_channel(monkeypatch):
-    """The rank is lost, as with its first connection, and the error says what to do."""
+@pytest.fixture
+def four_wires(monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     monkeypatch.setenv("UNISONO_CHANNELS", "4")
-    told = run(without_descriptors, 2, ranks="processes")[0]
-    first = told.splitlines()[0]
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_no_descriptors_are_left_for_another_channel(rank, four_wires):
+    """Rank 0 sends a large message when it can open nothing any more: its peer is lost.
+
+    As with its first connection, the error says what to do.
+    """
+    small = np.zeros(1)
+    # What is imported when it is first needed, also for errors, takes descriptors.
+    dist.send(small, 1 - rank)
+    dist.recv(small, 1 - rank)
+    with contextlib.suppress(CollectiveTimeoutError):
+        dist.recv(small, 1 - rank, tag=1, timeout=0.01)
+    if rank == 1:
+        with contextlib.suppress(PeerLostError):
+            dist.recv(small, 0, tag=1, timeout=20.0)
+        return
+    fillers = list(os.pipe())
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(fillers) + 10, hard))
+    with contextlib.suppress(OSError):
+        while True:
+            fillers.append(os.dup(fillers[0]))
+    try:
+        # It may go over the first connection alone.
+        dist.send(np.zeros(8 << 20, np.uint8), 1, timeout=20.0)
+        dist.recv(small, 1, tag=1, timeout=20.0)
+        first = "no error"
+    except PeerLostError as error:
+        first = error.what
+    for fd in fillers:
+        os.close(fd)
     assert "rank 1 was lost: data connection " in first
     assert "Too many open files: this process may have " in first
 
@@ -195,7 +187,7 @@ def test_worlds_that_come_and_go_leave_no_descriptors():
         with wired([4, 4]) as (a, b):
             # The connections may be under way when the world ends.
             works(a, b, LARGE)
-            until(lambda turn=turn, a=a: turn % 2 or len(wires(a)[1]) == 4)
+            assert wait_until(lambda turn=turn, a=a: turn % 2 or len(wires(a)[1]) == 4)
     del a, b
     gc.collect()  # the bells' pipes go with the object
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import errno
 import multiprocessing
@@ -13,7 +11,7 @@ import pytest
 from tests.support.together import on_threads
 from unisono.base.deadline import Deadline
 from unisono.base.process_identity import new_user
-from unisono.errors import InvalidArgumentError, RendezvousError, TransportError
+from unisono.errors import RendezvousError, TransportError
 from unisono.rendezvous import rendezvous
 from unisono.stores import HashStore, PrefixStore
 from unisono.transports import InprocTransport, Key, connect
@@ -52,12 +50,6 @@ def test_auto_is_inproc_if_the_store_cannot_leave_the_process(monkeypatch):
         transport = connect(PrefixStore("a", store), 0, 1, Deadline(5))
         transport.close()
         assert transport.name == "inproc"
-
-
-def test_unknown_kind():
-    with HashStore() as store, pytest.raises(InvalidArgumentError) as caught:
-        connect(store, 0, 1, Deadline(5), "rdma")
-    assert caught.value.what == "unknown transport 'rdma' (known: auto, inproc, tcp)"
 
 
 def test_ranks_that_never_come_are_named(monkeypatch):

@@ -1,17 +1,17 @@
-from __future__ import annotations
-
 import contextlib
 import os
 import random
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.silent import unacceptable
+from tests.support.together import on_threads
 from tests.support.transport_worlds import KEY, SOON, tcp_world, works
 from unisono.base.deadline import Deadline
 from unisono.transports import Key, LinkDown, TCPTransport
@@ -40,14 +40,7 @@ def test_calls_that_cross_end_in_one_link():
                 received = me.recv(other.rank, KEY, memoryview(into))
                 assert received.wait_until(Deadline(SOON))
 
-            threads = [
-                threading.Thread(target=meet, args=args)
-                for args in [(a, b, intos[0]), (b, a, intos[1])]
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            on_threads(partial(meet, a, b, intos[0]), partial(meet, b, a, intos[1]))
             assert intos == [b"\1" * 4, b"\0" * 4]
 
 

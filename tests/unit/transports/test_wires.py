@@ -1,7 +1,5 @@
 """Messages over wires between processes, and every way in which a wire ends."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -21,101 +19,6 @@ from unisono.errors import PeerLostError
 from unisono.testing import run
 from unisono.transports import LinkDown
 from unisono.transports.native_messages import NativeMessages
-
-
-def large_both_ways(rank, nbytes):
-    """Both send first, more than sockets take; return whether all arrived as sent."""
-    assert os.environ["UNISONO_SHARED_MEMORY"] == "0"
-    peer = 1 - rank
-    data = np.arange(nbytes // 8, dtype=np.int64) * (rank + 1)
-    into = np.zeros_like(data)
-    dist.send(data, peer)
-    dist.recv(into, peer)
-    return bool((into == np.arange(nbytes // 8, dtype=np.int64) * (peer + 1)).all())
-
-
-def unasked(rank, count, nbytes):
-    """Rank 0 sends what rank 1 asks for later, and in another order."""
-    done = np.zeros(1)
-    if rank == 0:
-        for tag in range(count):
-            dist.send(np.full(nbytes, tag, np.uint8), 1, tag=tag)
-        dist.send(done, 1, tag=count)
-        return True
-    good = True
-    for tag in reversed(range(count)):
-        into = np.zeros(nbytes, np.uint8)
-        dist.recv(into, 0, tag=tag)
-        good &= bool((into == tag).all())
-    dist.recv(done, 0, tag=count)
-    return good
-
-
-def last_words(rank):
-    """Rank 1 sends and leaves at once; rank 0 asks when it has gone."""
-    words = np.arange(300_000)
-    if rank == 1:
-        dist.isend(words, 0, tag=1)
-        return None
-    caught = None
-    try:
-        dist.recv(np.zeros(1), 1, tag=2, timeout=20.0)
-    except PeerLostError as error:
-        caught = error
-    into = np.zeros_like(words)
-    dist.recv(into, 1, tag=1)
-    return caught.context.peers, bool((into == words).all())
-
-
-def any_source(rank, count):
-    """All send to rank 0, which takes them as they come; return how many came from each."""
-    size = dist.get_world_size()
-    seen = [0] * size
-    if rank == 0:
-        into = np.zeros(1000)
-        for _ in range(count * (size - 1)):
-            source = dist.recv(into)
-            assert (into == source * 1000 + seen[source]).all()
-            seen[source] += 1
-    else:
-        for i in range(count):
-            dist.send(np.full(1000, rank * 1000.0 + i), 0)
-    return seen
-
-
-def blocked(rank, seconds):
-    """Return the seconds of processor time that a wait of so many seconds took."""
-    into = np.zeros(1)
-    dist.all_reduce(np.ones(1 << 20))  # over all channels
-    dist.barrier()
-    if rank == 0:
-        time.sleep(seconds)
-        dist.send(into, 1)
-        return 0.0
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    dist.recv(into, 0)
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def killed_while_it_sends(rank, path):
-    """Rank 1 dies in the middle of a large message; return (kind, peers, seconds after)."""
-    dist.barrier()
-    if rank == 1:
-        dist.isend(np.zeros(64 << 20, np.uint8), 0)
-        path.write_text(str(time.monotonic()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    first = None
-    try:
-        # Its own message is too large for the sockets, and nobody takes it.
-        dist.send(np.zeros(64 << 20, np.uint8), 1)
-    except PeerLostError as error:
-        first = error.context.peers, time.monotonic() - float(path.read_text())
-    try:
-        dist.recv(np.zeros(64 << 20, np.uint8), 1)
-    except PeerLostError as error:
-        return [first, (error.context.peers, 0.0)]
-    return None
 
 
 def mixed(rank, path, settings):
@@ -145,42 +48,97 @@ pytestmark = [
 
 
 @pytest.fixture(params=[1, 4], ids="channels={}".format)
-def on_wires(request, monkeypatch):
+def wires(request, monkeypatch):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
     monkeypatch.setenv("UNISONO_CHANNELS", str(request.param))
 
-    def start(body, size, *args, **how):
-        return run(body, size, ranks="processes", args=args, **how)
 
-    return start
-
-
-def test_large_messages_both_ways(on_wires):
-    assert on_wires(large_both_ways, 2, 24 << 20) == [True, True]
-
-
-def test_more_than_sockets_take_before_anybody_asks(on_wires):
-    assert on_wires(unasked, 2, 40, 1 << 20) == [True, True]
+@pytest.mark.ranks(2, kind="processes")
+def test_large_messages_both_ways(rank, wires):
+    """Both send first, more than sockets take."""
+    assert os.environ["UNISONO_SHARED_MEMORY"] == "0"
+    peer, step = 1 - rank, np.arange(3 << 20)
+    into = np.zeros_like(step)
+    dist.send(step * (rank + 1), peer)
+    dist.recv(into, peer)
+    assert (into == step * (peer + 1)).all()
 
 
-def test_last_words_of_a_rank_that_leaves(on_wires):
-    assert on_wires(last_words, 2)[0] == ((1,), True)
+@pytest.mark.ranks(2, kind="processes")
+def test_more_than_sockets_take_before_anybody_asks(rank, wires):
+    """Rank 0 sends what rank 1 asks for later, and in another order."""
+    done, count, nbytes = np.zeros(1), 40, 1 << 20
+    if rank == 0:
+        for tag in range(count):
+            dist.send(np.full(nbytes, tag, np.uint8), 1, tag=tag)
+        dist.send(done, 1, tag=count)
+        return
+    for tag in reversed(range(count)):
+        into = np.zeros(nbytes, np.uint8)
+        dist.recv(into, 0, tag=tag)
+        assert (into == tag).all()
+    dist.recv(done, 0, tag=count)
 
 
-def test_any_source(on_wires):
-    assert on_wires(any_source, 3, 20)[0] == [0, 20, 20]
+@pytest.mark.ranks(2, kind="processes")
+def test_last_words_of_a_rank_that_leaves(rank, wires):
+    """Rank 1 sends and leaves at once; rank 0 asks when it has gone."""
+    words = np.arange(300_000)
+    if rank == 1:
+        dist.isend(words, 0, tag=1)
+        return
+    with pytest.raises(PeerLostError) as caught:
+        dist.recv(np.zeros(1), 1, tag=2, timeout=20.0)
+    assert caught.value.context.peers == (1,)
+    into = np.zeros_like(words)
+    dist.recv(into, 1, tag=1)
+    assert (into == words).all()
 
 
-def test_a_blocked_rank_sleeps(on_wires):
-    assert on_wires(blocked, 2, 1.0)[1] < 0.5
+@pytest.mark.ranks(3, kind="processes")
+def test_any_source(rank, wires):
+    """All send to rank 0, which takes the messages as they come."""
+    count = 20
+    if rank:
+        for i in range(count):
+            dist.send(np.full(1000, rank * 1000.0 + i), 0)
+        return
+    seen, into = [0, 0, 0], np.zeros(1000)
+    for _ in range(2 * count):
+        source = dist.recv(into)
+        assert (into == source * 1000 + seen[source]).all()
+        seen[source] += 1
+    assert seen == [0, count, count]
 
 
-def test_killed_in_the_middle_of_a_message(on_wires, tmp_path):
-    path = tmp_path / "died_s"
-    told = on_wires(killed_while_it_sends, 2, path, dead={1})[0]
-    for peers, late_s in told:
-        assert peers == (1,)
-        assert late_s < SOON
+@pytest.mark.ranks(2, kind="processes")
+def test_a_blocked_rank_sleeps(rank, wires):
+    into = np.zeros(1)
+    dist.all_reduce(np.ones(1 << 20))  # over all channels
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.0)
+        dist.send(into, 1)
+        return
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    dist.recv(into, 0)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+@pytest.mark.ranks(2, kind="processes", dead={1})
+def test_killed_in_the_middle_of_a_message(rank, wires, tmp_path):
+    """Messages too large for the sockets, which the other rank never takes or sends whole."""
+    dist.barrier()
+    if rank == 1:
+        dist.isend(np.zeros(64 << 20, np.uint8), 0)
+        (tmp_path / "died_s").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call in (dist.send, dist.recv):
+        with pytest.raises(PeerLostError) as caught:
+            call(np.zeros(64 << 20, np.uint8), 1)
+        assert caught.value.context.peers == (1,)
+        assert time.monotonic() - float((tmp_path / "died_s").read_text()) < SOON
 
 
 @pytest.mark.parametrize(("channels", "broken"), [(1, 0), (3, 0), (3, 2)])

@@ -9,7 +9,7 @@ import numpy as np
 
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.streams import on_host
-from unisono.c10d.collectives import reporting_bad_arguments
+from unisono.c10d.arguments import reporting_bad_arguments
 from unisono.c10d.objects.packet import FIRST_BYTES, Packet
 from unisono.c10d.objects.serializer import PickleSerializer, Serializer
 from unisono.errors import (

@@ -26,22 +26,24 @@ from typing import Any
 import numpy as np
 
 from unisono.base.deadline import Timeout
-from unisono.c10d.collectives import group_rank_of, root_of
+from unisono.c10d.arguments import group_rank_of, root_of
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.c10d.objects.serializer import Serializer
 from unisono.c10d.p2p import sender_of
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
+from unisono.groups.keywords import takes_own_keywords
 from unisono.groups.operations import list_on_root, one_each
-from unisono.groups.world import member_group
+from unisono.groups.world import Group, member_group
 
 Function = Callable[[Any, Any], Any]
 
 
+@takes_own_keywords
 def broadcast_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_src: int | None = None,
     *,
@@ -62,8 +64,14 @@ def broadcast_object_list(
     Raises:
         CollectiveMismatchError: Lists of different lengths, or another root.
         CollectiveError: The root's objects cannot be serialised.
+
+    Examples: On rank 1 of 2
+        >>> objects = [{"rate": 0.1} if rank == 0 else None]
+        >>> dist.broadcast_object_list(objects, src=0)
+        >>> objects
+        [{'rate': 0.1}]
     """
-    if (pg := member_group(group, "broadcast_object_list")) is None:
+    if (pg := member_group(group, "broadcast_object_list", stacklevel=4)) is None:
         return
     root = root_of(pg, "broadcast_object_list", src, group_src, default=0)
     with ObjectCall(pg, "broadcast_object_list", timeout, serializer) as call:
@@ -76,10 +84,11 @@ def broadcast_object_list(
             object_list[:] = call.loads(call.broadcast(None, root), root)
 
 
+@takes_own_keywords
 def all_gather_object(
     object_list: list[Any],
     obj: Any,
-    group: Any = None,
+    group: Group = None,
     *,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
@@ -96,8 +105,14 @@ def all_gather_object(
     Raises:
         CollectiveMismatchError: A rank's list has a wrong length.
         CollectiveError: A rank's object cannot be serialised.
+
+    Examples: On rank 1 of 2
+        >>> objects = [None, None]
+        >>> dist.all_gather_object(objects, {"rank": rank})
+        >>> objects
+        [{'rank': 0}, {'rank': 1}]
     """
-    if (pg := member_group(group, "all_gather_object")) is None:
+    if (pg := member_group(group, "all_gather_object", stacklevel=4)) is None:
         return
     with ObjectCall(pg, "all_gather_object", timeout, serializer) as call:
         call.check(one_each, pg, object_list, "object_list")
@@ -106,11 +121,12 @@ def all_gather_object(
         object_list[:] = call.loads_all(packets)
 
 
+@takes_own_keywords
 def gather_object(
     obj: Any,
     object_gather_list: list[Any] | None = None,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_dst: int | None = None,
     *,
     timeout: Timeout | None = None,
@@ -124,8 +140,14 @@ def gather_object(
     Raises:
         CollectiveMismatchError: The list is missing, in the wrong place or of a wrong length.
         CollectiveError: On `dst`, if a rank's object cannot be serialised.
+
+    Examples: On rank 0 of 2
+        >>> objects = [None, None] if rank == 0 else None
+        >>> dist.gather_object({"rank": rank}, objects, dst=0)
+        >>> objects
+        [{'rank': 0}, {'rank': 1}]
     """
-    if (pg := member_group(group, "gather_object")) is None:
+    if (pg := member_group(group, "gather_object", stacklevel=4)) is None:
         return
     root = root_of(pg, "gather_object", dst, group_dst, default=0)
     with ObjectCall(pg, "gather_object", timeout, serializer) as call:
@@ -136,11 +158,12 @@ def gather_object(
             object_gather_list[:] = call.loads_all(packets)
 
 
+@takes_own_keywords
 def scatter_object_list(
     scatter_object_output_list: list[Any],
     scatter_object_input_list: list[Any] | None = None,
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_src: int | None = None,
     *,
     timeout: Timeout | None = None,
@@ -155,8 +178,14 @@ def scatter_object_list(
         CollectiveMismatchError: The root's list has not one object per rank, or a rank's output
             list is empty.
         CollectiveError: The root's objects cannot be serialised.
+
+    Examples: On rank 1 of 2
+        >>> objects = [None]
+        >>> dist.scatter_object_list(objects, ["first", "second"] if rank == 0 else None, src=0)
+        >>> objects
+        ['second']
     """
-    if (pg := member_group(group, "scatter_object_list")) is None:
+    if (pg := member_group(group, "scatter_object_list", stacklevel=4)) is None:
         return
     root = root_of(pg, "scatter_object_list", src, group_src, default=0)
     with ObjectCall(pg, "scatter_object_list", timeout, serializer) as call:
@@ -172,10 +201,11 @@ def scatter_object_list(
         scatter_object_output_list[0] = call.loads(packet, root)
 
 
+@takes_own_keywords
 def send_object_list(
     object_list: list[Any],
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_dst: int | None = None,
     use_batch: bool = False,
@@ -194,8 +224,15 @@ def send_object_list(
 
     Raises:
         InvalidArgumentError: The receiver is this rank.
+
+    Examples: On rank 1 of 2
+        >>> objects = ["a", "b"] if rank == 0 else [None, None]
+        >>> dist.send_object_list(objects, dst=1) if rank == 0 else dist.recv_object_list(objects)
+        0
+        >>> objects
+        ['a', 'b']
     """
-    if (pg := member_group(group, "send_object_list")) is None:
+    if (pg := member_group(group, "send_object_list", stacklevel=4)) is None:
         return
     peer = group_rank_of(pg, "send_object_list", dst, group_dst)
     if peer == pg.rank():
@@ -207,10 +244,11 @@ def send_object_list(
     call.end()
 
 
+@takes_own_keywords
 def recv_object_list(
     object_list: list[Any],
     src: int | None = None,
-    group: Any = None,
+    group: Group = None,
     device: Any = None,
     group_src: int | None = None,
     use_batch: bool = False,
@@ -230,8 +268,15 @@ def recv_object_list(
         CollectiveMismatchError: The sender's list has another length; `object_list` keeps its
             entries.
         CollectiveError: The sender could not serialise its objects, or this rank cannot read them.
+
+    Examples: On rank 1 of 2
+        >>> items = [{"rate": 0.1} if rank == 0 else None]
+        >>> dist.send_object_list(items, dst=1) if rank == 0 else dist.recv_object_list(items)
+        0
+        >>> items
+        [{'rate': 0.1}]
     """
-    if (pg := member_group(group, "recv_object_list")) is None:
+    if (pg := member_group(group, "recv_object_list", stacklevel=4)) is None:
         return -1
     wanted = sender_of(pg, "recv_object_list", src, group_src)
     if wanted == pg.rank():
@@ -253,10 +298,11 @@ def recv_object_list(
     return source
 
 
+@takes_own_keywords
 def all_reduce_object(
     obj: Any,
     op: Function,
-    group: Any = None,
+    group: Group = None,
     *,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
@@ -275,8 +321,12 @@ def all_reduce_object(
     Raises:
         CollectiveError: `op` raised, or a rank's object cannot be serialised. The rank where that
             happened raises the original error. The group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> dist.all_reduce_object({rank: "here"}, lambda a, b: a | b)
+        {0: 'here', 1: 'here'}
     """
-    if (pg := member_group(group, "all_reduce_object")) is None:
+    if (pg := member_group(group, "all_reduce_object", stacklevel=4)) is None:
         return None
     with ObjectCall(pg, "all_reduce_object", timeout, serializer) as call:
         packets = call.gather(call.pack(lambda: obj), 0)
@@ -297,11 +347,12 @@ def all_reduce_object(
         return result[0]
 
 
+@takes_own_keywords
 def reduce_object(
     obj: Any,
     op: Function,
     dst: int | None = None,
-    group: Any = None,
+    group: Group = None,
     group_dst: int | None = None,
     *,
     timeout: Timeout | None = None,
@@ -323,8 +374,12 @@ def reduce_object(
     Raises:
         CollectiveError: On `dst`, if a rank's object cannot be serialised.
         Exception: On `dst`, any exception that `op` raises.
+
+    Examples: On rank 0 of 2
+        >>> dist.reduce_object(f"from {rank}", max, dst=0)
+        'from 1'
     """
-    if (pg := member_group(group, "reduce_object")) is None:
+    if (pg := member_group(group, "reduce_object", stacklevel=4)) is None:
         return None
     root = root_of(pg, "reduce_object", dst, group_dst, default=0)
     with ObjectCall(pg, "reduce_object", timeout, serializer) as call:

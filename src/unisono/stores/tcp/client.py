@@ -11,6 +11,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline, Timeout
+from unisono.base.log import get_logger
 from unisono.base.sockets import format_address, listen, listen_on_fd
 from unisono.errors import (
     InvalidArgumentError,
@@ -41,6 +42,7 @@ from unisono.stores.tcp.wire import MAX_VALUE_BYTES, READY, Op
 _KEY_PREFIX = "/"
 _INIT_KEY = "init/"
 _POLL_S = 0.01
+_LOG = get_logger("stores.tcp")
 _MAX_PORT = 65535
 
 
@@ -55,7 +57,8 @@ class TCPStore(Store):
         host_name: Name or address of the server; IPv4 and IPv6.
         port: Its port; 0 lets the server choose (see `port` afterwards).
         world_size: Number of clients; None or -1 if unknown.
-        is_master: Whether to run the server here.
+        is_master: Whether to run the server here. If the port is MASTER_PORT, and the launcher
+            serves it (TORCHELASTIC_USE_AGENT_STORE), the store is a client of that server.
         timeout: Default for every blocking call, the constructor included; seconds or timedelta.
         wait_for_workers: Whether the master waits until `world_size` clients have connected.
         multi_tenant: Share one server per port among the stores of this process.
@@ -93,9 +96,10 @@ class TCPStore(Store):
         if world_size is not None and (world_size == 0 or world_size < -1):
             raise InvalidArgumentError(f"world_size of a TCPStore cannot be {world_size}")
         self.host = host_name
+        self._use_libuv = use_libuv
         self._token = (config.get("UNISONO_TOKEN") if token is None else token).encode()
         self._server = (
-            _SharedServer.start(host_name, port, multi_tenant, master_listen_fd, self._token)
+            _serve(host_name, port, multi_tenant, master_listen_fd, self._token)
             if is_master
             else None
         )
@@ -114,6 +118,11 @@ class TCPStore(Store):
     def is_master(self) -> bool:
         """Whether the server runs in this process."""
         return self._server is not None
+
+    @property
+    def libuvBackend(self) -> bool:
+        """The argument `use_libuv`."""
+        return self._use_libuv
 
     def set(self, key: str, value: Value) -> None:
         """Store `value` under `key`."""
@@ -241,6 +250,7 @@ class TCPStore(Store):
         other = TCPStore.__new__(TCPStore)
         Store.__init__(other, self._timeout_s)
         other.host, other.port, other._token = self.host, self.port, self._token
+        other._use_libuv = self._use_libuv
         other._server = self._server.share() if self._server else None
         other._pool = ConnectionPool(self.host, self.port, self._token)
         other._finalizer = weakref.finalize(other, _release, other._pool, other._server)
@@ -365,6 +375,21 @@ class _SharedServer:
             if self._by_port.get(self.port) is self:
                 del self._by_port[self.port]
         self._server.close()
+
+
+def _serve(
+    host: str, port: int, multi_tenant: bool, listen_fd: int | None, token: bytes
+) -> _SharedServer | None:
+    """Start the server; return None if the launcher serves this port already."""
+    try:
+        return _SharedServer.start(host, port, multi_tenant, listen_fd, token)
+    except StoreConnectionError as error:
+        variables = config.environ()
+        by_launcher = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if not by_launcher or variables.get("MASTER_PORT") != str(port):
+            raise
+        _LOG.info("the launcher serves port %d, so this store is a client: %s", port, error.what)
+        return None
 
 
 def _release(pool: ConnectionPool, server: _SharedServer | None) -> None:

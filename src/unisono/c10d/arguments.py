@@ -1,0 +1,63 @@
+"""Global ranks and ranks in a group as arguments, and errors of arguments that other ranks get."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+from unisono.errors import InvalidArgumentError, UsageError
+from unisono.groups.keywords import check_keywords
+from unisono.groups.process_group import ProcessGroup
+
+
+def group_rank_of(
+    group: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+    how: Iterable[str] = (),
+) -> int:
+    """Return the rank in `group` that a pair of arguments such as (src, group_src) means.
+
+    Raises:
+        ArgumentTypeError: Neither given, but a keyword that belongs to no call, in `how`.
+        InvalidArgumentError: Both or neither given, or not a member.
+    """
+    if global_rank is not None and group_rank is not None:
+        raise InvalidArgumentError(f"{call}: can't specify both a group rank and a global rank")
+    if group_rank is not None:
+        return group_rank
+    if global_rank is None:
+        global_rank = default
+    if global_rank is None:
+        check_keywords(call.removeprefix("i"), call, how)
+        raise InvalidArgumentError(f"{call}: must specify a global rank or a group rank")
+    try:
+        return group.group_rank(global_rank)
+    except UsageError as error:
+        error.name_call(call)
+        raise
+
+
+@contextlib.contextmanager
+def reporting_bad_arguments(group: ProcessGroup, call: str) -> Iterator[None]:
+    """Report an error of arguments to the other ranks of `group`, which wait in `call`."""
+    try:
+        yield
+    except UsageError as error:
+        group.refuse(call, error)
+        raise
+
+
+def root_of(
+    pg: ProcessGroup,
+    call: str,
+    global_rank: int | None,
+    group_rank: int | None,
+    default: int | None = None,
+    how: Iterable[str] = (),
+) -> int:
+    """Return as `group_rank_of`, for a collective; report an error to the other ranks too."""
+    with reporting_bad_arguments(pg, call):
+        return group_rank_of(pg, call, global_rank, group_rank, default, how)

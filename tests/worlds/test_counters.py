@@ -1,0 +1,206 @@
+"""Counters and locks over a group: each value once, each rank in turn, errors that name ranks."""
+
+from functools import partial
+
+import pytest
+
+import unisono as dist
+from tests.support.calls import check_usable, fails, wait_until
+from tests.support.together import on_threads
+from unisono.errors import (
+    ArgumentTypeError,
+    ClosedError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    PeerLostError,
+    UsageError,
+)
+from unisono.groups.world import World, use
+
+COUNT = 400
+
+
+def drawn(counter, end):
+    """Return the values below `end` that this rank gets."""
+    values = []
+    while (value := counter.fetch_add()) < end:
+        values.append(value)
+    return values
+
+
+def gathered(mine, group=None):
+    """Return the lists of all ranks as one sorted list."""
+    lists = [None] * dist.get_world_size(group)
+    dist.all_gather_object(lists, mine, group)
+    return sorted(value for each in lists for value in each)
+
+
+@pytest.mark.ranks(1, 2, 4, kind="both")
+def test_all_values_are_handed_out_once(rank):
+    p = dist.get_world_size()
+    first, second = dist.Counter(name="a"), dist.Counter(name="b", start=-7)
+    mine, other = [], []
+    # The two counters are used in turn, so that a mixture of their keys would show.
+    while (value := first.fetch_add()) < COUNT:
+        mine.append(value)
+        other.append(second.fetch_add(3))
+    assert gathered(mine) == list(range(COUNT))
+    assert gathered(other) == list(range(-7, -7 + 3 * COUNT, 3))
+    # Each rank has drawn one value beyond the end.
+    assert first.value() == COUNT + p
+    assert second.value() == 3 * COUNT - 7
+    dist.barrier()
+    assert dist.Counter(name="b", start=-7).value() == 3 * COUNT - 7
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_groups_and_unnamed_counters_do_not_share_values(rank):
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    counters = [
+        dist.Counter(half, "a"), dist.Counter(None, "a"), dist.Counter(half), dist.Counter(half),
+        dist.Counter(), dist.Counter(half, "0"), dist.Counter(half, "a/start"),
+    ]  # fmt: skip
+    for counter, group in zip(counters, [half, None, half, half, None, half, half], strict=True):
+        assert gathered(drawn(counter, 20), group) == list(range(20))
+    if rank == 1:
+        # Without the other ranks: a name suffices.
+        assert dist.Counter(name="mine", start=5).fetch_add(-2) == 5
+        assert dist.Counter(name="mine", start=5).value() == 3
+
+
+def stores_of(kind, tmp_path):
+    """Return a store for each of 2 ranks."""
+    if kind == "hash":
+        return [dist.HashStore()] * 2
+    if kind == "file":
+        return [dist.FileStore(str(tmp_path / "file"), 2) for _ in range(2)]
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return [server, dist.TCPStore("127.0.0.1", server.port)]
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_new_world_over_the_same_store_begins_anew(kind, tmp_path):
+    stores = stores_of(kind, tmp_path)
+
+    def rank(number):
+        with use(World()):
+            dist.init_process_group(store=stores[number], rank=number, world_size=2, timeout=30)
+            half = dist.split_group(split_ranks=[[0, 1]])
+            drawn_by_both = []
+            for counter in dist.Counter(name="a"), dist.Counter(half, "a"), dist.Counter():
+                drawn_by_both.append(gathered(drawn(counter, 30)))
+            with dist.Lock(half, "a"):
+                pass
+            dist.destroy_process_group()
+        return drawn_by_both
+
+    for _ in range(3):
+        assert on_threads(partial(rank, 0), partial(rank, 1)) == [[list(range(30))] * 3] * 2
+    for store in reversed(stores):
+        store.close()
+
+
+@pytest.mark.ranks(1, 4, kind="both")
+def test_one_rank_at_a_time_holds_the_lock(rank):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock()
+    store.compare_set("sum", "", "0")
+    for _ in range(25):
+        with lock:
+            # Loses an addition unless no other rank is here.
+            store.set("sum", str(int(store.get("sum")) + 1))
+    dist.barrier()
+    assert int(store.get("sum")) == 25 * dist.get_world_size()
+
+
+def asked(lock):
+    """Return how many times any rank has asked for a lock."""
+    return lock._store.add("next", 0)
+
+
+@pytest.mark.ranks(4, kind="both")
+def test_the_ranks_get_the_lock_in_the_order_in_which_they_ask(rank):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name="a")
+    for turn in range(3):
+        order = [(turn + i) % 4 for i in range(4)]
+        place, end = 4 * turn + order.index(rank), 4 * turn + 4
+        # The first rank releases the lock after the other ranks have asked, one after another.
+        assert wait_until(lambda place=place: asked(lock) == place)
+        with lock:
+            assert wait_until(lambda end=end: asked(lock) == end)
+            store.append(f"order {turn}", f"{rank} ")
+        dist.barrier()
+        assert store.get(f"order {turn}").split() == [b"%d" % r for r in order]
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_a_rank_that_gives_up_is_passed_over_and_names_the_holder(rank):
+    lock, pair = dist.Lock(name="a"), dist.new_group([0, 1])
+    if rank == 0:
+        lock.acquire()
+    dist.barrier()
+    if rank == 1:
+        start = "acquire of Lock 'a' of group 'default' timed out after 50 ms on rank 1: rank 0"
+        with fails(CollectiveTimeoutError, start) as caught:
+            lock.acquire(timeout=0.05)
+        assert caught.value.context.peers == (0,)
+        assert caught.value.context.usable
+    if rank == 2:
+        assert wait_until(lambda: asked(lock) == 2)
+        with lock:
+            pass
+    else:
+        dist.barrier(pair)
+    if rank == 0:
+        assert wait_until(lambda: asked(lock) == 3)
+        lock.release()
+    dist.barrier()
+    # The rank that has given up can ask again.
+    with lock:
+        pass
+    check_usable()
+
+
+@pytest.mark.ranks(3, kind="both")
+def test_a_rank_that_leaves_with_the_lock_is_named(rank):
+    lock = dist.Lock(name="a")
+    if rank == 2:
+        lock.acquire()
+    dist.barrier()
+    if rank == 2:
+        dist.destroy_process_group()
+        with fails(ClosedError, "Lock 'a' of group 'default', which was destroyed"):
+            lock.release()
+        return
+    with fails(PeerLostError, f"failed on rank {rank}: rank 2, whose turn it is, was lost") as lost:
+        lock.acquire()
+    assert lost.value.context.peers == (2,)
+
+
+@pytest.mark.ranks(2, kind="threads")
+def test_wrong_use_is_an_error(rank):
+    with fails(ArgumentTypeError, "Counter: name must be str, got int"):
+        dist.Counter(name=3)
+    with fails(ArgumentTypeError, "start must be int, got float"):
+        dist.Counter(start=0.5)
+    counter = dist.Counter(name="a", start=rank and 4) if rank else None
+    dist.barrier()
+    if rank == 0:
+        with fails(InvalidArgumentError, "'default' starts at 4 on another rank, not at 0"):
+            dist.Counter(name="a")
+    else:
+        with fails(ArgumentTypeError, "n must be int, got str"):
+            counter.fetch_add("1")
+    with fails(InvalidArgumentError, "this rank does not belong to the given group"):
+        dist.Lock(dist.GroupMember.NON_GROUP_MEMBER, "a")
+    with fails(CollectiveMismatchError, "start=0", "start=1"):
+        dist.Counter(start=rank)
+    lock = dist.Lock(name=f"{rank}")
+    with fails(UsageError, "release: this rank does not hold Lock"):
+        lock.release()
+    with lock, fails(UsageError, "acquire: this rank holds Lock"):
+        lock.acquire()
+    counter = dist.Counter()
+    dist.destroy_process_group()
+    with fails(ClosedError, "Counter 1 of group 'default', which was destroyed"):
+        counter.fetch_add()
