@@ -1209,7 +1209,7 @@ def probe(
     tag: int = ANY_TAG,
     group_src: int | None = None,
     *,
-    wait: bool = True,
+    wait: Literal[True] = True,
     timeout: Timeout | None = None,
 ) -> MessageInfo:
     """Wait for a message, and return its source, tag and size.
