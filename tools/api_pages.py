@@ -53,7 +53,7 @@ PAGES = (
     Page(
         "point-to-point", "Point to point",
         "Messages between two ranks, matched by peer and tag.",
-        homes="c10d.p2p",
+        homes="c10d.p2p transports.messages",
     ),
     Page(
         "objects", "Python objects",

@@ -77,7 +77,7 @@ def signatures(function: ast.FunctionDef) -> list[ast.FunctionDef]:
     """Return the signatures of an operation, from the most special to that of the source.
 
     A synchronous call returns None. An asynchronous call returns None only if `group` is no group,
-    because the rank is not a member.
+    because the rank is not a member, or with `wait=False`.
     """
     names = [argument.arg for argument in function.args.args]
     result, _, none = ast.unparse(function.returns or ast.Constant(...)).partition(" | ")
@@ -94,7 +94,8 @@ def signatures(function: ast.FunctionDef) -> list[ast.FunctionDef]:
         by_name.args.defaults, by_name.args.kw_defaults = before[:-1], [None, *after]
         special = [_variant(function, "None", async_op="Literal[False]"), by_name, by_position]
     else:
-        special = [_variant(function, result, group="ProcessGroup | None")]
+        member = {"group": "ProcessGroup | None", "wait": "Literal[True]"}
+        special = [_variant(function, result, **member)]
     special[0].body = function.body[:1]  # the docstring, which editors show
     return [*special, _variant(function, f"{result} | None")]
 
@@ -110,7 +111,7 @@ def _variant(function: ast.FunctionDef, returns: str, **types: str) -> ast.Funct
     made.decorator_list = [ast.Name("overload")]
     made.body = [ast.Expr(ast.Constant(...))]
     made.returns = ast.Name(returns)
-    for argument in made.args.args:
+    for argument in [*made.args.args, *made.args.kwonlyargs]:
         if argument.arg in types:
             argument.annotation = ast.Name(types[argument.arg])
     return made

@@ -1,5 +1,6 @@
 // The messages between two ranks, for Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -34,17 +35,32 @@ using unisono::nanoseconds;
 
 namespace {
 
-// (number, code, source, nbytes, info)
-using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t>;
+// (number, code, source, nbytes, info, tag, message or None)
+using OutcomeTuple = std::tuple<uint64_t, int, int, uint64_t, uint32_t, int64_t, nb::object>;
 
 // Up to this size a message is copied with the interpreter lock held, because releasing the lock
 // costs as much as the copy.
 constexpr uint64_t kSmallBytes = 16 * 1024;
 
-OutcomeTuple to_tuple(const Outcome& outcome) {
+// An array over the memory of a message, which it then owns.
+nb::object array_of(Outcome outcome) {
+  if (outcome.memory == nullptr) return nb::none();
+  char* const data = outcome.memory.release();
+  const nb::capsule owner(data, [](void* bytes) noexcept { delete[] static_cast<char*>(bytes); });
+  return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, {outcome.nbytes}, owner));
+}
+
+OutcomeTuple to_tuple(Outcome outcome) {
   if (outcome.code == Code::interrupted) throw nb::python_error();
-  return {outcome.number, static_cast<int>(outcome.code), outcome.source, outcome.nbytes,
-          outcome.info};
+  const auto& [number, code, source, nbytes, info, tag, memory] = outcome;
+  return {number, static_cast<int>(code), source, nbytes, info, tag, array_of(std::move(outcome))};
+}
+
+// Call a function without the interpreter lock.
+template <class Function>
+Outcome unlocked(Function function) {
+  nb::gil_scoped_release unlocked;
+  return function();
 }
 
 // The memory of an array, held until the destructor.
@@ -108,45 +124,38 @@ void introduce(Messages& messages, const std::vector<std::tuple<int, int, nb::by
 OutcomeTuple start_send(Messages& messages, int to, uint64_t context, int64_t tag, uint32_t info,
                         nb::handle data) {
   const Bytes bytes(data, PyBUF_SIMPLE);
-  nb::gil_scoped_release unlocked;
-  return to_tuple(messages.start_send(to, {context, tag, bytes.nbytes(), info}, bytes.data()));
+  const Envelope envelope{context, tag, bytes.nbytes(), info};
+  return to_tuple(unlocked([&] { return messages.start_send(to, envelope, bytes.data()); }));
 }
 
 OutcomeTuple start_recv(Messages& messages, int from, uint64_t context, int64_t tag, uint32_t info,
-                        nb::handle into, std::vector<int> among) {
+                        nb::handle into, std::vector<int> among, int takes) {
   const Bytes bytes(into, PyBUF_WRITABLE);
-  unisono::Ranks ranks = shared_ranks(std::move(among));
-  nb::gil_scoped_release unlocked;
-  return to_tuple(messages.start_recv(from, {context, tag, bytes.nbytes(), info}, bytes.data(),
-                                      std::move(ranks)));
+  const Envelope envelope{context, tag, bytes.nbytes(), info};
+  const unisono::Ranks ranks = shared_ranks(std::move(among));
+  const auto take = static_cast<unisono::Take>(takes);
+  return to_tuple(
+    unlocked([&] { return messages.start_recv(from, envelope, bytes.data(), ranks, take); }));
 }
 
 // Outcomes are appended to a list, because a returned object is lost if a signal handler raises at
 // that moment.
 using Outcomes = nb::typed<nb::list, OutcomeTuple>;
 
-int note(const Outcome& outcome, Outcomes& outcomes) {
-  const OutcomeTuple its = to_tuple(outcome);
-  if (outcome.code != Code::unknown && outcome.code != Code::timeout) outcomes.append(its);
-  return static_cast<int>(outcome.code);
+int note(Outcome outcome, Outcomes& outcomes) {
+  const Code code = outcome.code;
+  const OutcomeTuple its = to_tuple(std::move(outcome));
+  if (code != Code::unknown && code != Code::timeout) outcomes.append(its);
+  return static_cast<int>(code);
 }
 
 int wait(Messages& messages, uint64_t number, double timeout_s, Outcomes outcomes) {
-  Outcome outcome;
-  {
-    nb::gil_scoped_release unlocked;
-    outcome = messages.wait(number, nanoseconds(timeout_s));
-  }
-  return note(outcome, outcomes);
+  const auto wait = [&] { return messages.wait(number, nanoseconds(timeout_s)); };
+  return note(unlocked(wait), outcomes);
 }
 
 int cancel(Messages& messages, uint64_t number, Outcomes outcomes) {
-  Outcome outcome;
-  {
-    nb::gil_scoped_release unlocked;
-    outcome = messages.cancel(number);
-  }
-  return note(outcome, outcomes);
+  return note(unlocked([&] { return messages.cancel(number); }), outcomes);
 }
 
 uint64_t number_of(Messages& messages, nb::handle into, uint64_t after) {
@@ -164,7 +173,7 @@ std::pair<std::vector<OutcomeTuple>, std::vector<int>> serve(Messages& messages)
   }
   std::vector<OutcomeTuple> all;
   all.reserve(outcomes.size());
-  for (const Outcome& outcome : outcomes) all.push_back(to_tuple(outcome));
+  for (Outcome& outcome : outcomes) all.push_back(to_tuple(std::move(outcome)));
   return {all, stuck};
 }
 
@@ -217,26 +226,23 @@ class Port final : public unisono::Messenger {
     Plain plain;
     if (!understand_send(array, to, tag, &plain)) return nb::none();
     if (sends_at_once(plain)) return nb::bool_(true);
-    Outcome outcome;
-    {
-      nb::gil_scoped_release unlocked;
-      outcome = messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
-    }
+    Outcome outcome = unlocked([&] {
+      return messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
+    });
     if (outcome.code == Code::ok) return nb::bool_(true);
-    return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(outcome));
+    return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(std::move(outcome)));
   }
 
   // Returns the source if a message was received, and what `Messages.wait` returns if not.
   nb::object recv(nb::handle array, nb::handle from, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
-    Outcome outcome;
-    {
-      nb::gil_scoped_release unlocked;
-      outcome =
-        messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, nanoseconds(timeout_s));
-    }
-    return outcome.code == Code::ok ? nb::int_(outcome.source) : nb::cast(to_tuple(outcome));
+    const int64_t timeout_ns = nanoseconds(timeout_s);
+    Outcome outcome = unlocked([&] {
+      return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
+    });
+    if (outcome.code == Code::ok) return nb::int_(outcome.source);
+    return nb::cast(to_tuple(std::move(outcome)));
   }
 
   // Send a message only if that needs no waiting. Returns whether it was sent.
@@ -255,7 +261,7 @@ class Port final : public unisono::Messenger {
       if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
       outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
     }
-    return nb::cast(to_tuple(outcome));
+    return nb::cast(to_tuple(std::move(outcome)));
   }
 
  private:
@@ -340,9 +346,10 @@ void bind_p2p(nb::module_& m) {
     .def("release", &Messages::release)
     .def("close_in_child", &Messages::close_in_child)
     .def("start_send", &start_send, nb::arg("to"), nb::arg("context"), nb::arg("tag"),
-         nb::arg("info"), nb::arg("data"), "Return (number, code, source, nbytes, info).")
+         nb::arg("info"), nb::arg("data"),
+         "Return (number, code, source, nbytes, info, tag, message or None).")
     .def("start_recv", &start_recv, nb::arg("from_"), nb::arg("context"), nb::arg("tag"),
-         nb::arg("info"), nb::arg("into"), nb::arg("among"))
+         nb::arg("info"), nb::arg("into"), nb::arg("among"), nb::arg("takes") = 0)
     .def("watch", nb::overload_cast<uint64_t>(&Messages::watch), nb::arg("number"),
          nb::call_guard<nb::gil_scoped_release>(), "Have serve() complete a receive.")
     .def("wait", &wait, nb::arg("number"), nb::arg("timeout_s"), nb::arg("outcomes"),

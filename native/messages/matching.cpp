@@ -2,26 +2,27 @@
 
 #include <algorithm>
 #include <new>
+#include <utility>
 
 namespace unisono {
-
-namespace {
-
-bool same_address(const Envelope& a, const Envelope& b) {
-  return a.context == b.context && a.tag == b.tag;
-}
-
-}  // namespace
 
 bool Operation::takes_from(int rank) const {
   if (peer >= 0) return peer == rank;
   return std::find(among->begin(), among->end(), rank) != among->end();
 }
 
-Operation* Matching::take_posted(int source, const Envelope& envelope) {
+bool Operation::accept_anything(const Envelope& message, std::unique_ptr<char[]>* kept) {
+  if (takes == Take::nothing) return true;
+  memory = kept != nullptr ? std::move(*kept)
+                           : std::unique_ptr<char[]>(new (std::nothrow) char[message.nbytes]);
+  data = memory.get();
+  return data != nullptr;
+}
+
+Operation* Matching::take_posted(int source, const Envelope& envelope, bool probes) {
   for (auto it = posted_.begin(); it != posted_.end(); ++it) {
     Operation* op = *it;
-    if (same_address(op->envelope, envelope) && (op->peer == -1 || op->peer == source)) {
+    if (op->matches(source, envelope) && (op->takes == Take::nothing) == probes) {
       posted_.erase(it);
       return op;
     }
@@ -31,8 +32,7 @@ Operation* Matching::take_posted(int source, const Envelope& envelope) {
 
 std::list<Arrival>::iterator Matching::find_arrival(const Operation& op) {
   return std::find_if(arrivals_.begin(), arrivals_.end(), [&](const Arrival& arrival) {
-    return same_address(op.envelope, arrival.envelope) &&
-           (op.peer == -1 || op.peer == arrival.source);
+    return op.matches(arrival.source, arrival.envelope);
   });
 }
 
@@ -78,7 +78,8 @@ bool Matching::has_receive_from(int source) const {
 
 bool Matching::has_receive_for(int source, uint64_t context, int64_t tag) const {
   return std::any_of(posted_.begin(), posted_.end(), [&](const Operation* op) {
-    return same_address(op->envelope, {context, tag, 0, 0}) && op->peer == source;
+    return op->peer == source && op->takes != Take::nothing &&
+           op->matches(source, {context, tag, 0, 0});
   });
 }
 

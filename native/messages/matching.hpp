@@ -1,6 +1,6 @@
 // Pairs messages with receives, as transports/mailbox.py does. The k-th message from a rank under a
-// context and tag goes to the k-th receive for them. A receive from any source takes the oldest
-// message.
+// context and tag goes to the k-th receive for them. A receive from any source or of any tag takes
+// the oldest message that it may take. A probe takes no message.
 #pragma once
 
 #include <atomic>
@@ -19,11 +19,26 @@ using Ranks = std::shared_ptr<const std::vector<int>>;
 // Set in the `info` of a receive that takes shorter messages, too.
 constexpr uint32_t kPartial = uint32_t{1} << 31;
 
+// The tag of a receive of any tag, and the first tag that it does not take. From there on tags are
+// the library's.
+constexpr int64_t kFirstInnerTag = int64_t{1} << 62;
+constexpr int64_t kAnyTag = -kFirstInnerTag - 1;
+
+// The message that a receive takes.
+enum class Take : uint8_t {
+  fitting,   // a message that fits, into the memory of the caller
+  anything,  // a message of any size and `info`, into new memory
+  nothing,   // a probe: it ends with the envelope, and leaves the message to another receive
+};
+
 struct Envelope {
   uint64_t context;
   int64_t tag;
   uint64_t nbytes;
   uint32_t info;  // a word about the payload that must be equal at both ends
+
+  // Whether a receive of any tag is for this message.
+  bool is_of_user() const { return tag >= 0 && tag < kFirstInnerTag; }
 
   // Whether a receive with this envelope may take a message.
   bool fits(const Envelope& message) const {
@@ -37,8 +52,10 @@ struct Envelope {
 // engine posts a receive only when it waits for it.
 inline bool is_of_program(int64_t tag) { return tag < 0 && tag > -(int64_t{1} << 61); }
 
-// The number of the run of a program, or of the call of the reference engine, with this tag.
+// The number of the run of a program, or of the call of the reference engine, with this tag. The
+// largest number for a tag of a point-to-point call.
 inline int64_t run_of(int64_t tag) {
+  if (tag >= 0 || tag == kAnyTag) return INT64_MAX;
   return is_of_program(tag) ? (-tag - 1) / 2 : tag + (int64_t{1} << 62);
 }
 
@@ -49,6 +66,7 @@ struct Operation {
   char* data = nullptr;
   Ranks among;  // of a receive from any source: the possible senders
   bool is_send = false;
+  Take takes = Take::fitting;
   uint64_t number = 0;    // 0: a blocking call, and this object is on the caller's stack
   bool awaited = false;   // a thread waits for it and takes the outcome
   bool quiet = false;     // the caller will wait for it, so the server thread leaves it alone
@@ -58,7 +76,8 @@ struct Operation {
   bool on_loan = false;   // of a send: the receiver may be reading the memory
   uint64_t order = 0;     // of a receive: its number in the order of posting
   bool more = false;      // of a send: the next send to the same rank follows at once
-  std::unique_ptr<char[]> copy;  // of a cancelled send: its payload, to complete the frame
+  std::unique_ptr<char[]> copy;    // of a cancelled send: its payload, to complete the frame
+  std::unique_ptr<char[]> memory;  // of a receive that takes anything: its message
 
   // The outcome. `done` is set last.
   std::atomic<bool> done{false};
@@ -66,8 +85,24 @@ struct Operation {
   int source = -1;
   uint64_t got_nbytes = 0;
   uint32_t got_info = 0;
+  int64_t got_tag = 0;
 
   bool takes_from(int rank) const;
+  // Whether this receive is for a message with this envelope; its size and `info` may not fit.
+  bool matches(int rank, const Envelope& message) const {
+    if (envelope.context != message.context || (peer != -1 && peer != rank)) return false;
+    return envelope.tag == message.tag || (envelope.tag == kAnyTag && message.is_of_user());
+  }
+  // Record the message of this receive, and return whether its memory takes the message. `kept`:
+  // memory with the message. Without it, a receive that takes anything allocates memory.
+  bool accept(int rank, const Envelope& message, std::unique_ptr<char[]>* kept = nullptr) {
+    source = rank;
+    got_nbytes = message.nbytes;
+    got_info = message.info;
+    got_tag = message.tag;
+    return takes == Take::fitting ? envelope.fits(message) : accept_anything(message, kept);
+  }
+  bool accept_anything(const Envelope& message, std::unique_ptr<char[]>* kept);
   bool is_leftover() const { return copy != nullptr; }
 };
 
@@ -85,8 +120,8 @@ class Matching {
   explicit Matching(size_t sources) : sources_(sources) {}
 
   // Take the receive for the next message with this envelope out of the list. nullptr: there is
-  // none.
-  Operation* take_posted(int source, const Envelope& envelope);
+  // none. `probes`: take a probe instead.
+  Operation* take_posted(int source, const Envelope& envelope, bool probes = false);
 
   // Find the oldest message for this receive; end() if there is none.
   std::list<Arrival>::iterator find_arrival(const Operation& op);

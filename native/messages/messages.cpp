@@ -12,8 +12,10 @@ namespace unisono {
 
 namespace {
 
-Outcome outcome_of(const Operation& op) {
-  return {op.number, op.code, op.source, op.got_nbytes, op.got_info};
+// Also for an operation that goes on, and then still needs its memory.
+Outcome outcome_of(Operation& op) {
+  auto memory = op.done ? std::move(op.memory) : nullptr;
+  return {op.number, op.code, op.source, op.got_nbytes, op.got_info, op.got_tag, std::move(memory)};
 }
 
 }  // namespace
@@ -118,18 +120,20 @@ Outcome Messages::start_send(int to, const Envelope& envelope, const char* data)
   op.peer = to;
   op.data = const_cast<char*>(data);  // only read
   op.is_send = true;
-  const Outcome outcome = start(op);
+  Outcome outcome = start(op);
   report_wires(lock);
   return outcome;
 }
 
-Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among) {
+Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among,
+                             Take takes) {
   const Lock lock(lock_);
   Operation& op = open_operation(std::make_unique<Operation>());
   op.envelope = envelope;
   op.peer = from;
   op.data = data;
   op.quiet = true;
+  op.takes = takes;
   op.among = std::move(among);
   return start(op);
 }
@@ -195,7 +199,7 @@ void Messages::watch(Operation& op) {
 // Return the outcome of an operation that has ended, and forget the operation.
 Outcome Messages::take_outcome(uint64_t number) {
   const auto found = open_.find(number);
-  const Outcome outcome = outcome_of(*found->second);
+  Outcome outcome = outcome_of(*found->second);
   if (!found->second->quiet) --watched_;
   open_.erase(found);
   ended_.erase(std::remove(ended_.begin(), ended_.end(), number), ended_.end());
@@ -295,14 +299,12 @@ void Messages::begin_recv(Operation& op) {
 }
 
 void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival) {
-  const Envelope& got = arrival->envelope;
+  const char* const bytes = arrival->data.get();
   Peer& from = peer(arrival->source);
-  const bool fits = op.envelope.fits(got);
   if (op.order == 0) matching_.assign_order(&op);
-  op.source = arrival->source;
-  op.got_nbytes = got.nbytes;
-  op.got_info = got.info;
-  if (fits) copy_bytes(op.data, arrival->data.get(), arrival->filled);
+  const bool fits = op.accept(arrival->source, arrival->envelope, &arrival->data);
+  if (op.takes == Take::nothing) return finish(op, Code::ok);
+  if (fits && op.data != bytes) copy_bytes(op.data, bytes, arrival->filled);
   if (from.kept == &*arrival) {  // the rest of the message has not come
     from.kept = nullptr;
     from.into = fits ? &op : nullptr;
@@ -330,7 +332,7 @@ void Messages::note_end(const Operation& op) {
 bool Messages::is_failed(const Envelope& envelope) const {
   if (failed_.empty()) return false;
   const auto found = failed_.find(envelope.context);
-  return found != failed_.end() && (envelope.tag >= 0 || run_of(envelope.tag) > found->second);
+  return found != failed_.end() && run_of(envelope.tag) > found->second;
 }
 
 // The code with which a receive must end because its sender is gone. `source` becomes the rank to

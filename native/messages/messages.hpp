@@ -38,13 +38,16 @@ namespace unisono {
 // Messages of programs up to this size are received also before their receive is posted.
 constexpr size_t kEagerBytes = 32 * 1024;
 
-// How an operation ended. For Code::mismatch, `nbytes` and `info` are those of the message.
+// How an operation ended. `nbytes`, `info` and `tag` are those of the message of a receive, also for
+// Code::mismatch.
 struct Outcome {
   uint64_t number = 0;  // 0: the operation ended before it got a number
   Code code = Code::ok;
   int source = -1;
   uint64_t nbytes = 0;
   uint32_t info = 0;
+  int64_t tag = 0;
+  std::unique_ptr<char[]> memory = nullptr;  // the message, for Take::anything
 };
 
 // The address of another rank's inbox. pid 0: there is none. `channels`: the number of wires to use
@@ -99,8 +102,10 @@ class Messages {
 
   // Start a send or a receive. A number that is not 0 names the operation that goes on.
   Outcome start_send(int to, const Envelope& envelope, const char* data);
-  // The server thread does not complete the receive before `watch`.
-  Outcome start_recv(int from, const Envelope& envelope, char* data, Ranks among);
+  // The server thread does not complete the receive before `watch`. `data`: if the receive
+  // does not take a fitting message, only an address for number_of().
+  Outcome start_recv(int from, const Envelope& envelope, char* data, Ranks among,
+                     Take takes = Take::fitting);
   void watch(uint64_t number);
 
   // Wait for a started operation. Code::unknown: it has ended, and serve() returns its outcome.
@@ -213,6 +218,7 @@ class Messages {
   size_t open_next(Peer& from, int source);
   bool open_frame(Peer& from, int source, const FrameHead& head);
   bool may_keep(const Peer& from, const FrameHead& head) const;
+  void end_probes(int source, const Envelope& envelope);
   char* address_of(const Peer& from, size_t at) const;
   Operation* advance(Peer& from, size_t at, size_t nbytes);
   size_t read_some(Peer& from);

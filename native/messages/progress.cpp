@@ -162,16 +162,14 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
-    op->source = source;
-    op->got_nbytes = envelope.nbytes;
-    op->got_info = envelope.info;
-    if (op->envelope.fits(envelope)) {
+    if (op->accept(source, envelope)) {
       from.into = op;
       op->started = true;
     } else {
       finish(*op, Code::mismatch);
     }
   } else if (!is_unwanted(envelope)) {
+    end_probes(source, envelope);
     if (may_keep(from, head) || matching_.has_receive_from(source)) {
       from.kept = matching_.keep(source, envelope);
     }
@@ -181,6 +179,14 @@ bool Messages::open_frame(Peer& from, int source, const FrameHead& head) {
   from.filled = 0;
   from.in_frame = true;
   return true;
+}
+
+// End the probes that wait for a message that no receive takes.
+void Messages::end_probes(int source, const Envelope& envelope) {
+  while (Operation* const probe = matching_.take_posted(source, envelope, true)) {
+    probe->accept(source, envelope);
+    finish(*probe, Code::ok);
+  }
 }
 
 // Whether to keep a message without a receive, so that the messages behind it can be received.
@@ -299,10 +305,7 @@ void Messages::ask_for_room() {
 void Messages::accept_message(int source, const Envelope& envelope, const char* data) {
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
-    op->source = source;
-    op->got_nbytes = envelope.nbytes;
-    op->got_info = envelope.info;
-    const bool fits = op->envelope.fits(envelope);
+    const bool fits = op->accept(source, envelope);
     if (fits) copy_bytes(op->data, data, envelope.nbytes);
     finish(*op, fits ? Code::ok : Code::mismatch);
   } else if (!is_unwanted(envelope) && !closed_) {
@@ -310,6 +313,7 @@ void Messages::accept_message(int source, const Envelope& envelope, const char* 
     if (kept == nullptr) throw std::bad_alloc();
     copy_bytes(kept->data.get(), data, envelope.nbytes);
     kept->filled = envelope.nbytes;
+    end_probes(source, envelope);
   }
 }
 

@@ -217,7 +217,7 @@ Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
     note_end(op);
     anything_ended_ = true;
   }
-  const Outcome outcome = is_taken ? take_outcome(number) : Outcome{number, reason};
+  Outcome outcome = is_taken ? take_outcome(number) : Outcome{number, reason};
   delegate_to_server();
   notify_ended();
   return outcome;

@@ -62,7 +62,7 @@ _HOMES = {
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
     "c10d.shared_arrays": "SharedArray shared_array",
-    "c10d.p2p": "P2POp batch_isend_irecv irecv isend recv send",
+    "c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
     "groups.keywords": "CallKeywords",
     "groups.process_group": "ProcessGroup",
     "c10d.objects.serializer": "PickleSerializer Serializer",
@@ -70,6 +70,7 @@ _HOMES = {
     "groups.work": "Future Work collect_all wait_all wait_any",
     "groups.world": "GroupMember group",
     "rendezvous": "register_rendezvous_handler rendezvous",
+    "transports.messages": "ANY_TAG MessageInfo",
     "stores": "FileStore HashStore PrefixStore Store TCPStore",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

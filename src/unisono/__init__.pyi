@@ -63,9 +63,11 @@ from unisono.c10d.other_names import _rank_not_in_group as _rank_not_in_group
 from unisono.c10d.other_names import default_pg_timeout as default_pg_timeout
 from unisono.c10d.other_names import reduce_op as reduce_op
 from unisono.c10d.p2p import P2POp as P2POp
+from unisono.c10d.p2p import Received as Received
 from unisono.c10d.p2p import batch_isend_irecv as batch_isend_irecv
 from unisono.c10d.p2p import recv as recv
 from unisono.c10d.p2p import send as send
+from unisono.c10d.p2p import sendrecv as sendrecv
 from unisono.c10d.preemption import should_stop as should_stop
 from unisono.c10d.queries import get_backend as get_backend
 from unisono.c10d.queries import get_backend_config as get_backend_config
@@ -120,8 +122,11 @@ from unisono.stores import HashStore as HashStore
 from unisono.stores import PrefixStore as PrefixStore
 from unisono.stores import Store as Store
 from unisono.stores import TCPStore as TCPStore
+from unisono.transports.messages import ANY_TAG as ANY_TAG
+from unisono.transports.messages import MessageInfo as MessageInfo
 
 __all__ = [
+    "ANY_TAG",
     "AllToAllOptions",
     "AllgatherOptions",
     "AllreduceCoalescedOptions",
@@ -148,6 +153,7 @@ __all__ = [
     "GroupName",
     "HashStore",
     "Lock",
+    "MessageInfo",
     "P2POp",
     "PickleSerializer",
     "PrefixStore",
@@ -156,6 +162,7 @@ __all__ = [
     "ProcessGroupNCCL",
     "QueueEmptyError",
     "RankType",
+    "Received",
     "RedOpType",
     "ReduceOp",
     "ReduceOptions",
@@ -223,8 +230,10 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "probe",
     "record_comm",
     "recv",
+    "recv_array",
     "recv_object_list",
     "reduce",
     "reduce_object",
@@ -240,6 +249,7 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "sendrecv",
     "set_debug_level",
     "set_debug_level_from_env",
     "shared_array",
@@ -1151,3 +1161,85 @@ def irecv(
     group_src: int | None = None,
     **how: Unpack[CallKeywords],
 ) -> Work | None: ...
+@overload
+def recv_array(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+) -> Received:
+    """Receive a message of any size and dtype into a new array.
+
+    Return the array, the sender's rank and the tag. The array has 1 dimension, because a message
+    has no shape. Its dtype is the sender's. Records, texts and times come as bytes, for
+    `array.view(dtype)`. bfloat16 and float8 come as unsigned integers unless ml_dtypes is imported.
+    The call is one receive: no other thread can take the message between a probe and the receive.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; `ANY_TAG` takes every tag.
+        group_src: The sender's rank in the group, instead of `src`.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+        MemoryError: The message does not fit in memory, and was dropped.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.recv_array(tag=5)
+        Received(array=array([0, 1, 2]), source=0, tag=5)
+    """
+
+@overload
+def recv_array(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+) -> Received | None: ...
+@overload
+def probe(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = ANY_TAG,
+    group_src: int | None = None,
+    *,
+    wait: Literal[True] = True,
+    timeout: Timeout | None = None,
+) -> MessageInfo:
+    """Wait for a message, and return its source, tag and size.
+
+    A later receive takes the message. Another thread may take it before that receive; `recv_array`
+    has no such gap.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; by default any.
+        group_src: The sender's rank in the group, instead of `src`.
+        wait: Otherwise return None at once if there is no message.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.probe()
+        MessageInfo(source=0, tag=5, dtype='int64', count=3, nbytes=24)
+    """
+
+@overload
+def probe(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = ANY_TAG,
+    group_src: int | None = None,
+    *,
+    wait: bool = True,
+    timeout: Timeout | None = None,
+) -> MessageInfo | None: ...

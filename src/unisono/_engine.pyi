@@ -246,21 +246,33 @@ class Messages:
     def close_in_child(self) -> None: ...
     def start_send(
         self, to: int, context: int, tag: int, info: int, data: object
-    ) -> tuple[int, int, int, int, int]:
-        """Return (number, code, source, nbytes, info)."""
+    ) -> tuple[int, int, int, int, int, int, object]:
+        """Return (number, code, source, nbytes, info, tag, message or None)."""
 
     def start_recv(
-        self, from_: int, context: int, tag: int, info: int, into: object, among: Sequence[int]
-    ) -> tuple[int, int, int, int, int]: ...
+        self,
+        from_: int,
+        context: int,
+        tag: int,
+        info: int,
+        into: object,
+        among: Sequence[int],
+        takes: int = 0,
+    ) -> tuple[int, int, int, int, int, int, object]: ...
     def watch(self, number: int) -> None:
         """Have serve() complete a receive."""
 
     def wait(
-        self, number: int, timeout_s: float, outcomes: list[tuple[int, int, int, int, int]]
+        self,
+        number: int,
+        timeout_s: float,
+        outcomes: list[tuple[int, int, int, int, int, int, object]],
     ) -> int:
         """Return a code; append the outcome of what has ended."""
 
-    def cancel(self, number: int, outcomes: list[tuple[int, int, int, int, int]]) -> int:
+    def cancel(
+        self, number: int, outcomes: list[tuple[int, int, int, int, int, int, object]]
+    ) -> int:
         """As wait()."""
 
     def has_receive(self, from_: int, context: int, tag: int) -> bool:
@@ -272,7 +284,7 @@ class Messages:
     def last_number(self) -> int:
         """Number of the last started operation."""
 
-    def serve(self) -> tuple[list[tuple[int, int, int, int, int]], list[int]]:
+    def serve(self) -> tuple[list[tuple[int, int, int, int, int, int, object]], list[int]]:
         """Return (outcomes, ranks whose rings are full); nothing after close()."""
 
     def deliver(self, source: int, context: int, tag: int, info: int, data: object) -> None: ...

@@ -179,6 +179,28 @@ def test_interrupt_in_a_blocking_call(name):
             assert caught.ended_s - results[1].began_s < BUSY_S
 
 
+def interrupt_unknown(rank):
+    """Interrupt a probe and a receive of unknown size, which must then take no message."""
+    ended = []
+    dist.barrier()
+    for number, call in enumerate((dist.probe, dist.recv_array)):
+        if rank == 1:
+            ended.append(interrupted(call).kind)
+            store().set(f"interrupted {number}", "yes")
+            ended.append(dist.recv_array(0).array.tolist())
+        else:
+            store().wait([f"interrupted {number}"], 60.0)
+            dist.send(np.full(2, number), 1)
+        dist.barrier()
+    return ended
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_interrupted_probe_and_recv_array_take_no_message(engine):
+    _, ended = run(interrupt_unknown, 2, ranks="processes", engine=engine)
+    assert ended == ["KeyboardInterrupt", [0, 0], "KeyboardInterrupt", [1, 1]]
+
+
 @pytest.mark.ranks(2, kind="processes", timeout=60.0)
 def test_interrupt_ends_the_wait_for_a_call_but_not_the_call(rank):
     """Press Ctrl-C on rank 1 while it waits for a call that rank 0 has not made."""

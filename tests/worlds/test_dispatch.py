@@ -180,11 +180,14 @@ def test_wrappers_see_every_operation_and_compose():
         dist.irecv(me, 0).wait()
         dist.isend(me, 0).wait()
         dist.irecv(me).wait()
+        dist.isend(me, 0).wait()
+        dist.probe(0)
+        dist.recv_array(0)
         group = dist.group.WORLD
         group.all_gather_into_tensor_coalesced([me], [np.ones(1)])
         group.reduce_scatter_tensor_coalesced([me], [np.ones(1)])
         expected = [
-            *calls, "send", "recv", "send", "recv_any_source",
+            *calls, "send", "recv", "send", "recv_any_source", "send", "probe", "recv_array",
             "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
         ]  # fmt: skip
         assert expected == [op for name, op, _ in seen if name == "outer"]

@@ -79,13 +79,14 @@ class Pending(Completion):
 
     Attributes:
         outputs: The arrays that hold the result.
-        source: Global rank that sent the message of a receive; None before its end, and for other
-            calls.
+        source: Global rank that sent the message of a receive or probe; None before its end, and
+            for other calls.
+        tag: Tag of that message; None as for `source`.
         count: Elements that a receive got; None as for `source`.
         deadline: When a waiting thread must call `expire`; None if the backend watches the time.
     """
 
-    __slots__ = ("_runs_here", "count", "deadline", "outputs", "source")
+    __slots__ = ("_runs_here", "count", "deadline", "outputs", "source", "tag")
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Pending(Completion):
         self.outputs = list(outputs)
         self.deadline = deadline
         self.source: int | None = None
+        self.tag: int | None = None
         self.count: int | None = None
         self._runs_here = runs_here
 

@@ -264,6 +264,12 @@ class CPUBackend(DeviceBackend):
     def recv_any_source(self, tensor: Any, tag: int, options: CallOptions) -> Pending:
         return p2p.recv(self._comm, tensor, None, tag, options)
 
+    def recv_array(self, peer: int | None, tag: int, options: CallOptions) -> Pending:
+        return p2p.recv_array(self._comm, peer, tag, options)
+
+    def probe(self, peer: int | None, tag: int, options: CallOptions) -> Pending:
+        return p2p.probe(self._comm, peer, tag, options)
+
     def agree(self, text: str, options: CallOptions) -> Pending:
         return agree(self._engine, text, options.deadline, inline=not options.async_op)
 

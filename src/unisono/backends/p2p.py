@@ -14,13 +14,14 @@ import numpy as np
 from unisono.backends.api import CallOptions, Pending
 from unisono.base.buffers import as_bytes, view
 from unisono.base.deadline import Deadline
-from unisono.base.types import PARTIAL, code_of, dtype_of_numpy
+from unisono.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, numpy_dtype
 from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
 from unisono.transports import Key, Transfer
-from unisono.transports.messages import Kind
+from unisono.transports.messages import Kind, MessageInfo
 from unisono.transports.native_messages import NativeMessages, Outcome
+from unisono.transports.transfers import ANYTHING, NOTHING
 
 
 class _Message(Pending):
@@ -29,7 +30,8 @@ class _Message(Pending):
     __slots__ = ("_comm", "_message_call", "_transfer")
 
     def __init__(self, comm: Communicator, call: MessageCall, deadline: Deadline) -> None:
-        super().__init__([call.data.owner], deadline, lambda: not comm.transport.may_wait())
+        outputs = [] if call.data is None else [call.data.owner]
+        super().__init__(outputs, deadline, lambda: not comm.transport.may_wait())
         self._comm = comm
         self._message_call = call
         self._transfer: Transfer | None = None
@@ -39,16 +41,32 @@ class _Message(Pending):
         self._transfer = transfer
 
         def ended(transfer: Transfer) -> None:
-            if transfer.error is None and self._message_call.op == "recv":
-                data = self._message_call.data
-                self.source = transfer.peer
-                self.count = transfer.into.nbytes // data.dtype.itemsize
-                data.unpack()
+            if transfer.error is None and self._message_call.op != "send":
+                self._receive(transfer)
             self.finish(
                 message_error(self._comm, self._message_call, transfer.error, self.deadline)
             )
 
         transfer.add_callback(ended)
+
+    def _receive(self, transfer: Transfer) -> None:
+        """Set the results of a receive or probe."""
+        data = self._message_call.data
+        self.source, self.tag = transfer.peer, transfer.tag[1]
+        if data is not None:
+            self.count = transfer.nbytes // data.dtype.itemsize
+            data.unpack()
+            return
+        dtype = dtype_of_code(transfer.info)
+        self.count = transfer.nbytes // (1 if dtype is None else dtype.itemsize)
+        if transfer.into is NOTHING:
+            assert self.source is not None
+            name = None if dtype is None else dtype.name
+            found = MessageInfo(self.source, self.tag, name, self.count, transfer.nbytes)
+            self.outputs.append(found)
+        else:
+            elements = np.asarray(transfer.into)
+            self.outputs.append(elements if dtype is None else elements.view(numpy_dtype(dtype)))
 
     def done(self) -> bool:
         # A caller that polls does not move bytes, so another thread must.
@@ -94,12 +112,33 @@ def recv(
 ) -> Pending:
     """Start receiving into `tensor`, from a rank of the group or from any."""
     data = view(tensor, write=True)
-    source = None if peer is None else comm.ranks[peer]
-    message = _open(comm, MessageCall("recv", data, source, tag), options)
-    key = Key(comm.context, Kind.P2P, tag)
-    into = as_bytes(data.array)
     info = code_of(data.dtype) | (PARTIAL if options.partial else 0)
-    message.follow(comm.transport.recv(source, key, into, info, comm.others))
+    call = MessageCall("recv", data, _global(comm, peer), tag)
+    return _receive(comm, call, as_bytes(data.array), info, options)
+
+
+def recv_array(comm: Communicator, peer: int | None, tag: int, options: CallOptions) -> Pending:
+    """Start receiving a message of any size and dtype, into a new array."""
+    call = MessageCall("recv_array", None, _global(comm, peer), tag)
+    return _receive(comm, call, ANYTHING, 0, options)
+
+
+def probe(comm: Communicator, peer: int | None, tag: int, options: CallOptions) -> Pending:
+    """Start waiting for a message that a receive would take, and leave the message there."""
+    call = MessageCall("probe", None, _global(comm, peer), tag)
+    return _receive(comm, call, NOTHING, 0, options)
+
+
+def _global(comm: Communicator, peer: int | None) -> int | None:
+    return None if peer is None else comm.ranks[peer]
+
+
+def _receive(
+    comm: Communicator, call: MessageCall, into: memoryview, info: int, options: CallOptions
+) -> Pending:
+    message = _open(comm, call, options)
+    key = Key(comm.context, Kind.P2P, call.tag)
+    message.follow(comm.transport.recv(call.peer, key, into, info, comm.others))
     return _wait_or_cancel(message, options)
 
 

@@ -158,6 +158,14 @@ def all_dtypes() -> tuple[DType, ...]:
     return tuple(_BY_NAME.values())
 
 
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return NumPy's dtype of that name, or `storage` if NumPy, or ml_dtypes, has no such dtype."""
+    try:
+        return np.dtype(dtype.name)
+    except TypeError:
+        return dtype.storage
+
+
 def dtype_of_numpy(dtype: np.dtype[np.generic]) -> DType:
     """Return the element type of a NumPy array, ml_dtypes' extension types included.
 

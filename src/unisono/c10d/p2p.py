@@ -6,16 +6,26 @@ Source: torch.distributed.distributed_c10d (2.13).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Unpack
+from typing import Any, NamedTuple, Unpack
 
+import numpy as np
+
+from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of
-from unisono.errors import InvalidArgumentError
-from unisono.groups.keywords import CallKeywords
+from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
+from unisono.groups.keywords import CallKeywords, How
 from unisono.groups.operations import repeatable
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import Group, member_group, resolve
+from unisono.transports.messages import ANY_TAG, MessageInfo
+
+
+def sender_of(group: ProcessGroup, call: str, src: int | None, group_src: int | None) -> int | None:
+    """Return the rank in `group` of a sender; None, that is any rank, if neither is given."""
+    return None if src is None and group_src is None else group_rank_of(group, call, src, group_src)
 
 
 def isend(
@@ -77,7 +87,7 @@ def irecv(
         started = port.irecv(tensor, src, tag, tensor, pg.timeout_s)
         if started is not None:
             return Work(started, "recv")
-    peer = None if src is None and group_src is None else group_rank_of(pg, "irecv", src, group_src)
+    peer = sender_of(pg, "irecv", src, group_src)
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
@@ -125,7 +135,7 @@ def recv(
         tensor: [...] any layout.
         src: Global rank of the sender; any rank without `src` and `group_src`.
         group: The default group if None.
-        tag: Of the message.
+        tag: Of the message; `ANY_TAG` takes every tag.
         group_src: The sender's rank in the group, instead of `src`.
         partial: Take a message of fewer elements, too, and return the number of its elements
             instead of the sender. They are the first of the tensor in C order; the other elements
@@ -146,10 +156,158 @@ def recv(
     """
     if (pg := member_group(group, "recv")) is None:
         return -1
-    peer = None if src is None and group_src is None else group_rank_of(pg, "recv", src, group_src)
+    peer = sender_of(pg, "recv", src, group_src)
     if not partial:
         return pg.recv(tensor, peer, tag, **how).source_rank()
     return pg.recv(tensor, peer, tag, _partial=True, **how)._received()
+
+
+class Received(NamedTuple):
+    """A message that `recv_array` has received.
+
+    Attributes:
+        array: [count] its elements.
+        source: Global rank of the sender.
+        tag: Of the message.
+    """
+
+    array: np.ndarray[Any, Any]
+    source: int
+    tag: int
+
+
+def recv_array(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout | None = None,
+) -> Received | None:
+    """Receive a message of any size and dtype into a new array.
+
+    Return the array, the sender's rank and the tag. The array has 1 dimension, because a message
+    has no shape. Its dtype is the sender's. Records, texts and times come as bytes, for
+    `array.view(dtype)`. bfloat16 and float8 come as unsigned integers unless ml_dtypes is imported.
+    The call is one receive: no other thread can take the message between a probe and the receive.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; `ANY_TAG` takes every tag.
+        group_src: The sender's rank in the group, instead of `src`.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+        MemoryError: The message does not fit in memory, and was dropped.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.recv_array(tag=5)
+        Received(array=array([0, 1, 2]), source=0, tag=5)
+    """
+    if (pg := member_group(group, "recv_array")) is None:
+        return None
+    work = pg.recv_array(sender_of(pg, "recv_array", src, group_src), tag, timeout=timeout)
+    return Received(work.result()[0], work.source_rank(), work.tag())
+
+
+def probe(
+    src: int | None = None,
+    group: Group = None,
+    tag: int = ANY_TAG,
+    group_src: int | None = None,
+    *,
+    wait: bool = True,
+    timeout: Timeout | None = None,
+) -> MessageInfo | None:
+    """Wait for a message, and return its source, tag and size.
+
+    A later receive takes the message. Another thread may take it before that receive; `recv_array`
+    has no such gap.
+
+    Args:
+        src: Global rank of the sender; any rank without `src` and `group_src`.
+        group: The default group if None. On a rank that is no member: warns, returns None.
+        tag: Of the message; by default any.
+        group_src: The sender's rank in the group, instead of `src`.
+        wait: Otherwise return None at once if there is no message.
+        timeout: The group's if None.
+
+    Raises:
+        CollectiveTimeoutError: No message in time; the group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> dist.send(np.arange(3), dst=1, tag=5) if rank == 0 else dist.probe()
+        MessageInfo(source=0, tag=5, dtype='int64', count=3, nbytes=24)
+    """
+    if (pg := member_group(group, "probe")) is None:
+        return None
+    peer = sender_of(pg, "probe", src, group_src)
+    work = pg.probe(peer, tag, async_op=not wait, timeout=timeout)
+    if not work.is_completed():
+        work.cancel()
+    # A probe that waits in a stream is not cancelled.
+    if not work.is_completed() or isinstance(work.exception(), CollectiveTimeoutError):
+        return None
+    work.wait_on_host()
+    found: MessageInfo = work.result()[0]
+    return found
+
+
+def sendrecv(
+    send_tensor: Array,
+    dst: int,
+    recv_tensor: Array,
+    src: int | None = None,
+    group: Group = None,
+    send_tag: int = 0,
+    recv_tag: int = 0,
+    *,
+    timeout: Timeout | None = None,
+) -> int:
+    """Send to a rank and receive from a rank.
+
+    Return the sender's global rank. Both ranks may be this rank. All ranks may call it at once, for
+    example around a ring. The tensors may overlap: what is sent is then a copy.
+
+    Args:
+        send_tensor: [...] any layout.
+        dst: Global rank of the receiver.
+        recv_tensor: [...] any layout.
+        src: Global rank of the sender; any rank if None.
+        group: The default group if None. On a rank that is no member: warns, returns -1.
+        send_tag: Of the message to `dst`.
+        recv_tag: Of the message from `src`; `ANY_TAG` takes every tag.
+        timeout: Of the whole call; the group's if None.
+
+    Raises:
+        CollectiveMismatchError: As for `recv`.
+        CollectiveTimeoutError: Not done in time. The group stays usable.
+
+    Examples: On rank 1 of 2
+        >>> x, received = np.array([rank]), np.array([-1])
+        >>> dist.sendrecv(x, 1 - rank, received, 1 - rank), received
+        (0, array([0]))
+    """
+    if (pg := member_group(group, "sendrecv")) is None:
+        return -1
+    to = group_rank_of(pg, "sendrecv", dst, None)
+    peer = sender_of(pg, "sendrecv", src, None)
+    how: How = {"async_op": True, "_label": "sendrecv", "timeout": timeout}
+    sent, into = (view(x, write=False, pack=False).memory for x in (send_tensor, recv_tensor))
+    if np.may_share_memory(sent, into):
+        send_tensor = send_tensor.clone() if hasattr(send_tensor, "clone") else np.array(sent)
+    works = [pg.recv(recv_tensor, peer, recv_tag, **how)]
+    try:
+        works.append(pg.send(send_tensor, to, send_tag, **how))
+        for work in works:
+            work.wait_on_host()
+    except BaseException:
+        for work in works:
+            work.cancel()
+        raise
+    return works[0].source_rank()
 
 
 class P2POp:

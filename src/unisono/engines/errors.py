@@ -26,7 +26,7 @@ from unisono.errors import (
 )
 from unisono.transports import Cancelled, LinkDown, MessageMismatch
 from unisono.transports.control import Question
-from unisono.transports.messages import CallStatus, Failure, Unreached
+from unisono.transports.messages import ANY_TAG, CallStatus, Failure, Unreached
 
 LATE_S = 2.0
 """How long before its deadline a waiting call asks the other ranks for their last call.
@@ -280,22 +280,29 @@ class MessageCall(NamedTuple):
     """A point-to-point call, for its errors.
 
     Attributes:
-        op: "send" or "recv".
-        data: The array.
+        op: "send", "recv", "recv_array" or "probe".
+        data: The array; None for the last two.
         peer: Global rank; None for any source.
         tag: Of the message.
     """
 
     op: str
-    data: BufferView
+    data: BufferView | None
     peer: int | None
     tag: int
 
     def __str__(self) -> str:
         peer = "any" if self.peer is None else self.peer
         role = "dst" if self.op == "send" else "src"
-        shape = ", ".join(map(str, self.data.shape))
-        return f"{self.op}({self.data.dtype}[{shape}], {role}={peer}, tag={self.tag})"
+        tag = "any" if self.tag == ANY_TAG else self.tag
+        array = ""
+        if self.data is not None:
+            array = f"{self.data.dtype}[{', '.join(map(str, self.data.shape))}], "
+        return f"{self.op}({array}{role}={peer}, tag={tag})"
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.data is None else self.data.nbytes
 
 
 def message_error(
@@ -305,7 +312,9 @@ def message_error(
     deadline: Deadline | None,
 ) -> BaseException | None:
     """Return the error of a send or receive that ended with this status."""
-    op, nbytes = call.op, call.data.nbytes
+    if status is None:
+        return None
+    op, nbytes = call.op, call.nbytes
     if isinstance(status, Failure):
         return broken_group_error(status, comm, op)
     if isinstance(status, LinkDown):
@@ -341,23 +350,26 @@ def _message_timeout(
         context=comm.where(
             op=call.op,
             peers=() if peer is None else (peer,),
-            nbytes=call.data.nbytes,
+            nbytes=call.nbytes,
             usable=True,
         ),
     )
 
 
-def _message_mismatch(
-    comm: Communicator, call: MessageCall, status: MessageMismatch
-) -> UnisonoError:
+def _message_mismatch(comm: Communicator, call: MessageCall, status: MessageMismatch) -> Exception:
     dtype = dtype_of_code(status.info)
     if dtype is None:
         got = f"{status.nbytes} bytes of an unknown dtype"
     else:
         got = f"{dtype.name}[{status.nbytes // dtype.itemsize}]"
+    if call.data is None:
+        return MemoryError(
+            f"{call} in group '{comm.name}' has no memory on {comm.here}: rank {status.source} "
+            f"sent {got}, which was dropped"
+        )
     return CollectiveMismatchError(
         f"{call} in group '{comm.name}' does not match on {comm.here}: "
         f"rank {status.source} sent {got}",
-        context=comm.where(op="recv", peers=(status.source,), nbytes=call.data.nbytes, usable=True),
+        context=comm.where(op="recv", peers=(status.source,), nbytes=call.nbytes, usable=True),
         hint="the message was dropped; the receiver's array is unchanged",
     )

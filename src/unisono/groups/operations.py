@@ -32,6 +32,7 @@ from unisono.base.types import ReduceOp
 from unisono.engines.repeat import repeat_in_cpp
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.groups.protocols import GroupView
+from unisono.transports.messages import ANY_TAG
 
 Checked = tuple[Any, tuple[Any, ...]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -161,9 +162,9 @@ def _paired(outputs: Any, tensors: Sequence[Any]) -> Any:
     return first
 
 
-def _tag(tag: Any) -> int:
+def _tag(tag: Any, *, receives: bool = False) -> int:
     number = as_integer(tag, "tag")
-    if not 0 <= number < 2**63:
+    if not 0 <= number < 2**63 and not (receives and number == ANY_TAG):
         raise InvalidArgumentError(f"tag={number} is outside 0..2**63-1")
     return number
 
@@ -295,13 +296,26 @@ OPS: dict[str, OpSchema] = {
         OpSchema(
             "recv", "recv_", ("recv",), "[tensor] peer tag", "",
             lambda group, tensor, peer, tag: (
-                tensor, (tensor, _member(group, peer, "src"), _tag(tag)),
+                tensor, (tensor, _member(group, peer, "src"), _tag(tag, receives=True)),
             ),
             repeat="tensor:received peer",
         ),
         OpSchema(
             "recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag", "",
-            lambda group, tensor, tag: (tensor, (tensor, _tag(tag))),
+            lambda group, tensor, tag: (tensor, (tensor, _tag(tag, receives=True))),
+        ),
+        *(
+            OpSchema(
+                name, settings="peer tag",
+                check=lambda group, peer, tag: (
+                    None,
+                    (
+                        None if peer is None else _member(group, peer, "src"),
+                        _tag(tag, receives=True),
+                    ),
+                ),
+            )
+            for name in ("recv_array", "probe")
         ),
     )
 }  # fmt: skip

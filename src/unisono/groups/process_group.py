@@ -34,6 +34,7 @@ from unisono.groups.overlap import concurrent_call_error
 from unisono.groups.stream_queue import StreamQueue
 from unisono.groups.work import Work
 from unisono.stores import PrefixStore, Store
+from unisono.transports.messages import ANY_TAG
 
 # Errors raised before a call is submitted. The other ranks are already waiting in the call.
 _ARGUMENT_ERRORS = (ArgumentTypeError, InvalidArgumentError, UnsupportedError)
@@ -379,6 +380,14 @@ class ProcessGroup(C10dNames):
         """
         return self._call_kernel("recv_any_source", (tensor, tag), how)
 
+    def recv_array(self, peer: int | None = None, tag: int = 0, **how: Unpack[How]) -> Work:
+        """Receive a message of any size and dtype; the work's `result()` is [its elements]."""
+        return self._call_kernel("recv_array", (peer, tag), how)
+
+    def probe(self, peer: int | None = None, tag: int = ANY_TAG, **how: Unpack[How]) -> Work:
+        """Wait for a message, and leave it there; the work's `result()` is [`MessageInfo`]."""
+        return self._call_kernel("probe", (peer, tag), how)
+
     # ---- life -----------------------------------------------------------------------------
 
     def abort(self, reason: str = "abort() was called") -> None:
@@ -491,7 +500,7 @@ class ProcessGroup(C10dNames):
         work = Work(self._stream_queue.add(op, device, begin, options), op)
         if not options.async_op:
             # As in torch, these block the host; the result of a receive includes its sender.
-            on_host = op in ("agree", "barrier", "recv", "recv_any_source")
+            on_host = op.startswith(("agree", "barrier", "probe", "recv"))
             work.wait_on_host() if on_host else work.wait()
         return work
 
@@ -510,10 +519,8 @@ class ProcessGroup(C10dNames):
     ) -> CallOptions:
         if unknown:
             check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
-        deadline = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(
-            async_op, deadline, algorithm, _label, deterministic, _split_sizes, _partial
-        )
+        due = Deadline(self._timeout_s if timeout is None else timeout)
+        return CallOptions(async_op, due, algorithm, _label, deterministic, _split_sizes, _partial)
 
     def __repr__(self) -> str:
         if not self.backends:

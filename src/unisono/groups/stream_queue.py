@@ -20,7 +20,7 @@ from unisono.base.streams import Stream, current_stream
 from unisono.errors import ClosedError, CollectiveTimeoutError, Context
 from unisono.groups.protocols import GroupView
 
-_P2P = ("send", "recv", "recv_any_source")
+_P2P = ("send", "recv", "recv_any_source", "recv_array", "probe")
 
 
 class StreamCall(Pending):
@@ -64,7 +64,7 @@ class StreamCall(Pending):
 
     def _ended(self, real: Pending) -> None:
         if real.source is not None:
-            self.source, self.count = real.source, real.count
+            self.source, self.tag, self.count = real.source, real.tag, real.count
         self.finish(real.error)
 
 

@@ -96,6 +96,10 @@ class Work:
 
     _source_rank = source_rank
 
+    def tag(self) -> int:
+        """Return the tag of the message of a receive, -1 if not known."""
+        return -1 if self._pending.tag is None else self._pending.tag
+
     def _received(self) -> int:
         """Return the number of elements that a receive got, -1 if not known."""
         return -1 if self._pending.count is None else self._pending.count

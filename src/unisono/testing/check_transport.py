@@ -19,8 +19,8 @@ from unisono.testing.transport_tools import (
     wait,
 )
 from unisono.transports import Cancelled, Key, MessageMismatch
-from unisono.transports.messages import Kind
-from unisono.transports.transfers import Transfer
+from unisono.transports.messages import ANY_TAG, Kind
+from unisono.transports.transfers import ANYTHING, NOTHING, Transfer
 
 __all__ = ["TRANSPORT_CHECKS", "check_transport", "check_vanishing"]
 
@@ -113,6 +113,22 @@ def _check_any_source(make: Make) -> None:
         equal("source of an own message", itself.peer, 2)
         for i, room in enumerate(rooms):
             equal(f"message {i}", room == pattern(4, i + 1), True)
+
+
+def _check_unknown(make: Make) -> None:
+    """Check receives of any tag and size, and probes."""
+    with opened(make, 2) as (a, b):
+        any_tag = key(ANY_TAG)
+        probe, first = b.recv(0, any_tag, NOTHING), b.recv(None, any_tag, ANYTHING)
+        for tag, nbytes in ((2**62, 9), (5, SIZES[-1]), (6, 0), (7, 9)):
+            wait(a.send(1, key(tag), pattern(nbytes, tag), 3))
+        wait(first, probe)
+        equal("first message", (first.peer, first.tag[1], first.info), (0, 5, 3))
+        equal("its bytes", bytes(first.into) == bytes(pattern(SIZES[-1], 5)), True)
+        equal("message of a probe", (probe.peer, probe.tag[1], probe.nbytes), (0, 6, 0))
+        wait(*(rest := [b.recv(0, any_tag, ANYTHING) for _ in range(2)]))
+        equal("further messages", [(each.tag[1], each.nbytes) for each in rest], [(6, 0), (7, 9)])
+        wait(b.recv(0, key(2**62), room_for(9), 3))
 
 
 def _check_self(make: Make) -> None:

@@ -32,7 +32,7 @@ from unisono.transports.messages import (
     LinkDown,
     Unreached,
 )
-from unisono.transports.transfers import Messages, Transfer
+from unisono.transports.transfers import ANYTHING, NOTHING, Messages, Transfer
 
 # How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
 # callback, on the thread that copies, cancels the next transfer of that thread.
@@ -120,7 +120,7 @@ class Transport(ABC):
         Args:
             peer: Sending rank; None takes any source.
             key: Address of the message.
-            into: Bytes (format "B"), writable.
+            into: Bytes (format "B"), writable; also `ANYTHING`, and `NOTHING` for a probe.
             info: The number that the sender must give.
             among: With any source: the ranks that may send, by default all other ranks. If one of
                 them crashes, or all of them leave, the receive fails.
@@ -129,7 +129,7 @@ class Transport(ABC):
             InvalidArgumentError: `into` is read-only or not of bytes.
         """
         _require_bytes(into)
-        if into.readonly:
+        if into.readonly and into is not ANYTHING and into is not NOTHING:
             raise InvalidArgumentError("cannot receive into read-only memory")
         sources: frozenset[int] = frozenset()
         if peer is None:

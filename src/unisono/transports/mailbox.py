@@ -1,7 +1,7 @@
 """Match messages to receives: posted receives and unexpected messages.
 
 The k-th message from a rank under a key meets the k-th receive for that rank and key. A receive
-from any source takes the oldest message under its key.
+from any source or of any tag takes the oldest message that it may take. A probe takes no message.
 
 Theory of operation: for one key and source, either receives wait or messages wait, never both.
 A message that finds a posted receive is written straight into the receiver's memory. A message
@@ -15,17 +15,17 @@ from collections import deque
 from collections.abc import Callable
 
 from unisono.transports.messages import Arrival, Failure, Key, LinkDown, MessageMismatch
-from unisono.transports.transfers import Messages, Tag, Transfer
+from unisono.transports.transfers import NOTHING, Messages, Tag, Transfer
 
 
 class _Entry:
-    """The receives or the messages that wait under one (context, tag)."""
+    """The receives and the messages that wait in one context, both in order."""
 
     __slots__ = ("arrivals", "posted")
 
     def __init__(self) -> None:
         self.posted: deque[Transfer] = deque()
-        self.arrivals: deque[Arrival] = deque()
+        self.arrivals: deque[tuple[Tag, Arrival]] = deque()
 
 
 class Mailbox:
@@ -33,7 +33,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: dict[tuple[int, Tag], _Entry] = {}
+        self._entries: dict[int, _Entry] = {}
         self._down: dict[int, LinkDown] = {}
         self._failed: dict[int, Failure] = {}
         self._closed: BaseException | None = None
@@ -48,8 +48,7 @@ class Mailbox:
                 failed = self._failure_for(transfer.context, transfer.tag)
                 error = self._closed or failed or self._down_for(transfer)
                 if error is None:
-                    entry = self._entries.setdefault((transfer.context, transfer.tag), _Entry())
-                    entry.posted.append(transfer)
+                    self._entries.setdefault(transfer.context, _Entry()).posted.append(transfer)
                     return
         if arrival is None:
             transfer.finish(error)
@@ -79,29 +78,34 @@ class Mailbox:
             return
         with self._lock:
             transfer = self._claim(arrival.source, context, tag)
-            if transfer is None:
-                if self._closed is None and self._failure_for(context, tag) is None:
-                    self._entries.setdefault((context, tag), _Entry()).arrivals.append(arrival)
-                return
-        _fill(transfer, arrival)
+            ended = [] if transfer is None else [transfer]
+            is_open = self._closed is None and self._failure_for(context, tag) is None
+            if transfer is None and is_open:
+                while (probe := self._claim(arrival.source, context, tag, probes=True)) is not None:
+                    ended.append(probe)
+                self._entries.setdefault(context, _Entry()).arrivals.append((tag, arrival))
+        for each in ended:
+            _fill(each, arrival)
 
     def has_receive(self, peer: int, key: Key) -> bool:
         """Whether a receive from this rank waits."""
         if self.messages is not None:
             return self.messages.has_receive(peer, key)
         with self._lock:
-            entry = self._entries.get((key.context, key[1:]))
-            return entry is not None and any(each.peer == peer for each in entry.posted)
+            entry = self._entries.get(key.context)
+            return entry is not None and any(
+                each.peer == peer and each.into is not NOTHING and each.matches(peer, key[1:])
+                for each in entry.posted
+            )
 
     def cancel(self, transfer: Transfer) -> bool:
         """Remove a posted receive; return False if a message has matched it already."""
-        key = (transfer.context, transfer.tag)
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.get(transfer.context)
             if entry is None or transfer not in entry.posted:
                 return False
             entry.posted.remove(transfer)
-            self._drop_if_empty(key, entry)
+            self._drop_if_empty(transfer.context, entry)
         return True
 
     def link_down(self, error: LinkDown) -> None:
@@ -180,51 +184,52 @@ class Mailbox:
         crashed = next((error for error in gone if not error.left), None)
         return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
 
-    def _claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
-        entry = self._entries.get((context, tag))
+    def _claim(
+        self, source: int, context: int, tag: Tag, *, probes: bool = False
+    ) -> Transfer | None:
+        entry = self._entries.get(context)
         if entry is None:
             return None
         for transfer in entry.posted:
-            if transfer.peer is None or transfer.peer == source:
+            if (transfer.into is NOTHING) is probes and transfer.matches(source, tag):
                 entry.posted.remove(transfer)
-                self._drop_if_empty((context, tag), entry)
-                transfer.peer = source
+                self._drop_if_empty(context, entry)
+                transfer.peer, transfer.tag = source, tag
                 return transfer
         return None
 
     def _take_arrival(self, transfer: Transfer) -> Arrival | None:
-        key = (transfer.context, transfer.tag)
-        entry = self._entries.get(key)
+        entry = self._entries.get(transfer.context)
         if entry is None:
             return None
-        for at, arrival in enumerate(entry.arrivals):
-            if transfer.peer is None or transfer.peer == arrival.source:
-                # Not remove(), because it compares values, that is, the bytes of messages.
-                del entry.arrivals[at]
-                self._drop_if_empty(key, entry)
-                transfer.peer = arrival.source
+        for at, (tag, arrival) in enumerate(entry.arrivals):
+            if transfer.matches(arrival.source, tag):
+                if transfer.into is not NOTHING:
+                    # Not remove(), because it compares values, that is, the bytes of messages.
+                    del entry.arrivals[at]
+                    self._drop_if_empty(transfer.context, entry)
+                transfer.peer, transfer.tag = arrival.source, tag
                 return arrival
         return None
 
     def _take_posted(self, wanted: Callable[[Transfer], bool]) -> list[Transfer]:
         taken: list[Transfer] = []
-        for key, entry in list(self._entries.items()):
+        for context, entry in list(self._entries.items()):
             hits = [transfer for transfer in entry.posted if wanted(transfer)]
             if hits:
                 entry.posted = deque(t for t in entry.posted if not wanted(t))
-                self._drop_if_empty(key, entry)
+                self._drop_if_empty(context, entry)
                 taken += hits
         return taken
 
     def _clear_context(self, context: int) -> list[Transfer]:
         failed = self._take_posted(lambda transfer: transfer.context == context)
-        for key in [key for key in self._entries if key[0] == context]:
-            del self._entries[key]
+        self._entries.pop(context, None)
         return failed
 
-    def _drop_if_empty(self, key: tuple[int, Tag], entry: _Entry) -> None:
+    def _drop_if_empty(self, context: int, entry: _Entry) -> None:
         if not entry.posted and not entry.arrivals:
-            self._entries.pop(key, None)
+            self._entries.pop(context, None)
 
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:
@@ -232,5 +237,6 @@ def _fill(transfer: Transfer, arrival: Arrival) -> None:
     if not transfer.fits(arrival.data.nbytes, arrival.info):
         transfer.finish(MessageMismatch(arrival.source, arrival.data.nbytes, arrival.info))
         return
-    transfer.into[:] = arrival.data
+    if transfer.into is not NOTHING:
+        transfer.into[:] = arrival.data
     transfer.finish()

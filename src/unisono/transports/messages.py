@@ -6,11 +6,15 @@ A transport reports these small records and exceptions. `engines.errors` words t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 LEFT = "it left: its transport was closed"
 """Reason of a `LinkDown` of a rank that sent a good-bye."""
+
+ANY_TAG = -1
+"""The tag of a receive or probe of any tag. It takes tags below 2**62; the library has the rest."""
 
 Unreached = dict[int, list[str]]
 """By rank, the addresses at which it could not be reached, each with the reason."""
@@ -43,6 +47,25 @@ class Arrival(NamedTuple):
     source: int
     data: memoryview
     info: int
+
+
+@dataclass(frozen=True)
+class MessageInfo:
+    """A message that a probe has found.
+
+    Attributes:
+        source: Global rank of the sender.
+        tag: Of the message.
+        dtype: Name of the dtype; None for dtypes that move as bytes, such as records and texts.
+        count: Number of elements, of bytes if the dtype is None.
+        nbytes: Size in bytes.
+    """
+
+    source: int
+    tag: int
+    dtype: str | None
+    count: int
+    nbytes: int
 
 
 class CallStatus(NamedTuple):

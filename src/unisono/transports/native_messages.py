@@ -32,6 +32,7 @@ from unisono.base.worker import Worker
 from unisono.errors import ClosedError
 from unisono.transports.mailbox import Mailbox
 from unisono.transports.messages import (
+    ANY_TAG,
     Arrival,
     Cancelled,
     Failure,
@@ -40,12 +41,12 @@ from unisono.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.transports.transfers import Transfer
+from unisono.transports.transfers import ANYTHING, NOTHING, Transfer
 
 _log = get_logger("transports.native")
 
-Outcome = tuple[int, int, int, int, int]
-"""(number, code, source, nbytes, info) of a send or receive."""
+Outcome = tuple[int, int, int, int, int, int, Any]
+"""(number, code, source, nbytes, info, tag, message or None) of a send or receive."""
 
 # As for TCP: how long close() goes on sending what isend left.
 _LINGER_S = 2.0
@@ -61,15 +62,13 @@ _NONCE_BYTES = 16
 # Each channel costs a file descriptor and its polling. Networks hardly gain from more than 16.
 _MOST_CHANNELS = 16
 
-_NOTHING = memoryview(b"")
-
 
 def tag_of(kind: Kind, tag: int) -> int:
     """Return the tag that stands for a kind and its tag in C++.
 
     Tags of calls are not negative. Programs in C++ use the tags -1, -2, ... of the same contexts.
     """
-    return tag if kind is Kind.P2P else tag - (1 << 62)
+    return tag if kind is Kind.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
 class Links(Protocol):
@@ -237,12 +236,15 @@ class NativeMessages:
         `watch`. A server thread that ran for every message would cost more than the message.
         """
         transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
+        takes = 2 if into is NOTHING else int(into is ANYTHING)
+        # An address of its own, for `cancel_interrupted`.
+        into = memoryview(bytearray(1)) if takes else into
         source, sources = (-1, list(among)) if peer is None else (peer, [])
         tag = tag_of(key.kind, key.tag)
         self.hold(transfer)
         before = self.native.last_number()
         try:
-            outcome = self.native.start_recv(source, key.context, tag, info, into, sources)
+            outcome = self.native.start_recv(source, key.context, tag, info, into, sources, takes)
             self._begin(transfer, outcome)
         except BaseException:
             self.cancel_interrupted(into, before)
@@ -292,7 +294,7 @@ class NativeMessages:
 
     def status_of(self, outcome: Outcome, context: int) -> BaseException | None:
         """Return the status that an outcome stands for; None: success."""
-        _, code, source, nbytes, info = outcome
+        _, code, source, nbytes, info, _, _ = outcome
         if code == _engine.OK:
             return None
         if code == _engine.MISMATCH:
@@ -346,7 +348,7 @@ class NativeMessages:
     ) -> NativeTransfer:
         """Return a receive that a port has started; the caller keeps its memory alive."""
         key = Key(context, Kind.P2P, 0)
-        transfer = self._transfer(peer, key, _NOTHING, 0, receives=True, among=among)
+        transfer = self._transfer(peer, key, memoryview(b""), 0, receives=True, among=among)
         self._begin(transfer, outcome)
         return transfer
 
@@ -466,8 +468,9 @@ class NativeMessages:
         if isinstance(error, Cancelled):
             error = transfer._cause or error
         if error is None and transfer.receives:
-            transfer.peer = outcome[2]
-            transfer.into = transfer.into[: outcome[3]]
+            _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
+            transfer.tag = (transfer.tag[0], tag)
+            transfer.into = transfer.into if memory is None else memory.data
         transfer.finish(error)
 
     # ---- threads --------------------------------------------------------------------------

@@ -6,11 +6,22 @@ import socket
 from collections.abc import Collection
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from unisono.base.completion import Completion
 from unisono.base.types import PARTIAL
-from unisono.transports.messages import Arrival, Failure, Key, Kind, LinkDown
+from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, Kind, LinkDown
 
 Tag = tuple[Kind, int]
+
+ANYTHING = memoryview(b"")
+"""In place of memory: a receive of a message of any size and type word, into new memory."""
+
+NOTHING = memoryview(b"")
+"""In place of memory: a probe, which ends when there is such a message, and does not take it."""
+
+_ANY = (Kind.P2P, ANY_TAG)
+_FIRST_INNER_TAG = 1 << 62
 
 
 class Transfer(Completion):
@@ -18,11 +29,14 @@ class Transfer(Completion):
 
     Attributes:
         peer: The other rank. None for a receive from any source until a message matches.
+        tag: Kind and tag of the message. ANY_TAG until a message matches.
+        into: The memory; see `ANYTHING` and `NOTHING`, too.
+        nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
         in_messages: Whether `Messages` started the transfer, and must cancel it.
     """
 
-    __slots__ = ("among", "context", "info", "into", "peer", "tag")
+    __slots__ = ("among", "context", "info", "into", "nbytes", "peer", "tag")
 
     in_messages: ClassVar[bool] = False
 
@@ -43,8 +57,23 @@ class Transfer(Completion):
         self.info = info
         self.among = among
 
+    def matches(self, source: int, tag: Tag) -> bool:
+        """Whether this receive is for a message from `source` with this tag."""
+        if self.peer is not None and self.peer != source:
+            return False
+        takes_any = self.tag == _ANY and tag[0] == Kind.P2P and tag[1] < _FIRST_INNER_TAG
+        return takes_any or self.tag == tag
+
     def fits(self, nbytes: int, info: int) -> bool:
         """Whether this receive takes such a message; it then has the size of the message."""
+        self.nbytes = nbytes
+        if self.into is NOTHING or self.into is ANYTHING:
+            self.info = info
+            try:
+                self.into = self.into if self.into is NOTHING else np.empty(nbytes, np.uint8).data
+            except (MemoryError, OverflowError, ValueError):
+                return False
+            return True
         if self.info & PARTIAL and self.info & ~PARTIAL == info and nbytes < self.into.nbytes:
             self.into = self.into[:nbytes]
         return self.into.nbytes == nbytes and self.info & ~PARTIAL == info

@@ -30,6 +30,7 @@ from unisono.c10d.arguments import group_rank_of, root_of
 from unisono.c10d.objects.call import ObjectCall
 from unisono.c10d.objects.packet import FIRST_BYTES
 from unisono.c10d.objects.serializer import Serializer
+from unisono.c10d.p2p import sender_of
 from unisono.errors import ArgumentTypeError, CollectiveMismatchError, InvalidArgumentError
 from unisono.groups.keywords import takes_own_keywords
 from unisono.groups.operations import list_on_root, one_each
@@ -209,13 +210,14 @@ def send_object_list(
     group_dst: int | None = None,
     use_batch: bool = False,
     *,
+    tag: int = 0,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
 ) -> None:
     """Send objects to another rank, which calls recv_object_list; block until they are sent.
 
-    `device` and `use_batch` are accepted for torch's sake. `timeout` and `serializer` are as in
-    all_gather_object.
+    A list with a `tag` is received with this tag. `device` and `use_batch` are accepted for
+    torch's sake. `timeout` and `serializer` are as in all_gather_object.
 
     Several threads may send to one rank, and several threads may receive from one rank: each list
     arrives whole.
@@ -238,7 +240,7 @@ def send_object_list(
     _require_list(object_list)
     call = ObjectCall(pg, "send_object_list", timeout, serializer).begin()
     packet = call.pack(lambda: object_list)
-    call.wait([call.send(packet.first, peer, 0), *call.send_parts(packet, peer)])
+    call.wait([call.send(packet.first, peer, tag), *call.send_parts(packet, peer)])
     call.end()
 
 
@@ -251,12 +253,14 @@ def recv_object_list(
     group_src: int | None = None,
     use_batch: bool = False,
     *,
+    tag: int = 0,
     timeout: Timeout | None = None,
     serializer: Serializer | None = None,
 ) -> int:
     """Receive objects into a list; return the sender's global rank (-1: not a member).
 
     Without `src` and `group_src` the first message of any rank counts, as torch documents it.
+    With `tag=ANY_TAG` a list of every tag counts; do not send arrays beside lists then.
     `device` and `use_batch` are accepted for torch's sake. `timeout` and `serializer` are as in
     all_gather_object.
 
@@ -274,17 +278,13 @@ def recv_object_list(
     """
     if (pg := member_group(group, "recv_object_list", stacklevel=4)) is None:
         return -1
-    wanted = (
-        None
-        if src is None and group_src is None
-        else group_rank_of(pg, "recv_object_list", src, group_src)
-    )
+    wanted = sender_of(pg, "recv_object_list", src, group_src)
     if wanted == pg.rank():
         raise InvalidArgumentError("recv_object_list from this rank itself would wait for ever")
     _require_list(object_list)
     call = ObjectCall(pg, "recv_object_list", timeout, serializer).begin()
     first = np.empty(FIRST_BYTES, np.uint8)
-    source = pg.recv(first, wanted, 0, timeout=call.remaining_s).source_rank()
+    source = pg.recv(first, wanted, tag, timeout=call.remaining_s).source_rank()
     peer = pg.group_rank(source)
     packet = call.arriving(first, peer)
     call.recv_parts(packet, peer)
