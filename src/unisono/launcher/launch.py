@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.payload import CallArguments, Payload
-from unisono.launcher.spawn import SpawnContext, check_start
+from unisono.launcher.spawn import SpawnContext, Untyped, check_start
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -24,7 +24,7 @@ def launch(fn: Callable[[int], R], nprocs: int, *, start_method: str = ...) -> l
 
 @overload
 def launch(
-    fn: Callable[[int, *Ts], R],
+    fn: Callable[[int, *Ts], R] | Untyped[R],
     nprocs: int,
     args: tuple[*Ts] | list[Any],
     *,
