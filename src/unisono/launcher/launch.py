@@ -103,6 +103,10 @@ def launch(
 def _call(rank: int, payload: CallArguments | Payload) -> bytes:
     fn, args = payload.load()
     result = fn(rank, *args)
+    # cloudpickle makes copies of the classes of a script, and the parent of a forked child does not
+    # know the copies.
+    with contextlib.suppress(Exception):
+        return pickle.dumps(result)
     with _pickling(result, f"the result of rank {rank}") as dumps:
         return dumps(result)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, overload
+from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
 
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
@@ -137,12 +137,12 @@ class _ChildReport(NamedTuple):
 
 def _pickled(error: BaseException) -> bytes:
     """Return a pickled exception for the parent to raise; empty if it cannot be pickled."""
-    try:
-        # Only cloudpickle can pickle an exception whose class is defined in a notebook.
-        pickler: Any = sys.modules.get("cloudpickle", pickle)
-        return bytes(pickler.dumps(error))
-    except Exception:
-        return b""
+    # Only cloudpickle can pickle an exception whose class is defined in a notebook. It makes a copy
+    # of such a class, which the parent of a forked child does not know.
+    for pickler in (pickle, sys.modules.get("cloudpickle")):
+        with contextlib.suppress(Exception):
+            return bytes(cast(Any, pickler).dumps(error))
+    return b""
 
 
 @contextlib.contextmanager
