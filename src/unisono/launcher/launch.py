@@ -101,7 +101,7 @@ def launch(
 
 
 def _call(rank: int, payload: CallArguments | Payload) -> bytes:
-    fn, args = payload.load()
+    fn, args = payload.load() if isinstance(payload, CallArguments) else payload.load_once()
     result = fn(rank, *args)
     # cloudpickle makes copies of the classes of a script, and the parent of a forked child does not
     # know the copies.
