@@ -16,6 +16,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
+from tests.support.cgroups import small_cgroup
 from unisono.c10d import shared_arrays
 from unisono.errors import (
     ArgumentTypeError,
@@ -411,3 +412,15 @@ def too_large(rank):
 @pytest.mark.parametrize("engine", engines())
 def test_too_little_memory_is_reported_on_all_ranks(engine):
     run(too_large, 3, ranks="processes", engine=engine)
+
+
+def above_the_limit(rank, folder):
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    error = raised(lambda: dist.shared_array(400 << 20, np.uint8))
+    assert type(error) is CollectiveError, error
+    assert "shared memory on rank 0: Cannot allocate memory, " in error.what
+
+
+def test_limit_of_the_cgroup_is_reported_before_the_kernel_kills():
+    with small_cgroup(200 << 20) as folder:
+        run(above_the_limit, 2, ranks="processes", args=(str(folder),))
