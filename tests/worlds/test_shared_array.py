@@ -360,6 +360,12 @@ WRONG = {
         "no array has shape=3",
     ),
     "shape": (lambda _: dist.shared_array("ab"), ArgumentTypeError, "no array has shape='ab'"),
+    "fields": (
+        lambda _: dist.shared_array(3, [("a", "f8"), ("a", "f4")]),
+        ArgumentTypeError,
+        "field 'a' occurs more than once",
+    ),
+    "syntax": (lambda _: dist.shared_array(3, "(2,"), ArgumentTypeError, "dtype='(2,'"),
     "negative": (
         lambda _: dist.shared_array((2, -1)),
         InvalidArgumentError,
@@ -373,6 +379,8 @@ WRONG = {
     ),
     "source": (lambda s: s.sync(9), InvalidArgumentError, "global rank 9"),
     "rows": (lambda s: s.sync(rows=2), ArgumentTypeError, "rows must be a slice, got int"),
+    "bound": (lambda s: s.sync(rows=slice(0.0, 2)), ArgumentTypeError, "slice(0.0, 2, None)"),
+    "step 0": (lambda s: s.sync(rows=slice(0, 3, 0)), InvalidArgumentError, "consecutive rows"),
     "step": (lambda s: s.sync(rows=slice(0, 3, 2)), InvalidArgumentError, "consecutive rows"),
 }
 

@@ -124,7 +124,13 @@ class SharedArray:
             return
         if not isinstance(rows, slice):
             raise ArgumentTypeError(f"rows must be a slice, got {type(rows).__name__}")
-        if rows.step not in (None, 1) or not self.array.ndim:
+        try:
+            consecutive = self.array.ndim and rows.indices(len(self.array))[2] == 1
+        except TypeError as error:
+            raise ArgumentTypeError(f"rows={rows}: {error}") from None
+        except ValueError:  # a step of 0
+            consecutive = False
+        if not consecutive:
             raise InvalidArgumentError(
                 f"rows={rows} of an array of shape {list(self.array.shape)}: expected "
                 "consecutive rows of dimension 0"
@@ -204,7 +210,7 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     try:
         sizes = tuple(map(operator.index, shape if np.iterable(shape) else (shape,)))
         kind = np.dtype(dtype)
-    except TypeError as error:
+    except Exception as error:  # np.dtype raises errors of many types
         raise ArgumentTypeError(f"no array has shape={shape!r}, dtype={dtype!r}: {error}") from None
     dtype_of_numpy(kind)
     try:
