@@ -397,6 +397,18 @@ def test_wrong_arguments_raise_on_all_ranks(rank, case):
 
 
 @pytest.mark.ranks(2)
+def test_array_cannot_be_replaced(rank):
+    shared = dist.shared_array(3)
+    with pytest.raises(ArgumentTypeError, match="another array") as caught:
+        shared.array = np.ones(3)
+    assert caught.value.hint == "write shared.array[...] = values"
+    if rank == 0:
+        shared.array += 2
+    shared.sync(src=0)
+    assert shared.array.tolist() == [2, 2, 2]
+
+
+@pytest.mark.ranks(2)
 def test_sync_without_any_rows_is_refused(rank):
     shared = dist.shared_array(3)
     with pytest.raises(InvalidArgumentError, match="no rank passed src or rows"):

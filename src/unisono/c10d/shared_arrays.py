@@ -55,12 +55,11 @@ class SharedArray:
     group. On one host a write is visible to the other ranks after the next `sync` or barrier.
 
     Attributes:
-        array: [shape] writable view of this host's copy. `torch.from_numpy(array)` is a view, too.
         hosts: Global ranks that share each copy.
     """
 
     def __init__(self, group: ProcessGroup, array: np.ndarray[Any, Any], owners: Sequence[int]):
-        self.array = array
+        self._array = array
         self._group = group
         self._owners = owners
         copies = sorted(set(owners))
@@ -69,6 +68,20 @@ class SharedArray:
             for copy in copies
         ]
         self._copies = copies
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        """[shape] writable view of this host's copy. `torch.from_numpy(array)` is a view, too."""
+        return self._array
+
+    @array.setter
+    def array(self, array: np.ndarray[Any, Any]) -> None:
+        # `shared.array += 1` assigns the array itself. Another array would not be shared.
+        if array is not self._array:
+            raise ArgumentTypeError(
+                "SharedArray.array cannot become another array",
+                hint="write shared.array[...] = values",
+            )
 
     @on_host
     def sync(
