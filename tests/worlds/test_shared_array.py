@@ -27,6 +27,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
+from unisono.groups.process_group import ProcessGroup
 from unisono.testing import run
 
 NBYTES = 8_000_000
@@ -239,6 +240,60 @@ def dies_before(rank):
 
 def test_a_rank_that_ends_before_the_call():
     assert run(dies_before, 3, ranks="processes", dead=[1]) == [set(), None, set()]
+
+
+def dies_in_sync(rank):
+    shared = dist.shared_array((4, 1000))
+    if rank == 2:
+        real = ProcessGroup.broadcast
+        ProcessGroup.broadcast = lambda group, *arguments, **how: (
+            os._exit(0) if group.size() == 2 else real(group, *arguments, **how)
+        )
+    error = raised(lambda: shared.sync(rows=slice(rank, rank + 1)))
+    assert isinstance(error, PeerLostError), error
+    assert error.context.peers == (2,)
+    assert error.what.startswith("SharedArray.sync(src=None) #")
+
+
+def test_a_rank_that_ends_while_copies_are_sent(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "2")
+    run(dies_in_sync, 4, ranks="processes", dead=[2])
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_signals_are_handled_while_memory_is_made(monkeypatch):
+    nbytes, sizes = 100 << 20, []
+
+    def interrupted(fd, *place):
+        allocate(fd, *place)
+        sizes.append(512 * os.fstat(fd).st_blocks)
+        signal.raise_signal(signal.SIGUSR1)
+
+    def stop(*_):
+        if len(sizes) == 2:
+            raise Stop
+
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stop), shared_arrays.contextlib.ExitStack() as stack:
+            shared_arrays._made(nbytes, stack)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert 0 < sizes[0] < sizes[1] < nbytes
+    assert mappings() == set()
+
+
+def test_all_memory_is_made_before_it_is_used():
+    for nbytes in (1, (12 << 20) + 1):
+        with shared_arrays.contextlib.ExitStack() as stack:
+            _, fd, _ = shared_arrays._made(nbytes, stack)
+            assert os.fstat(fd).st_size == nbytes
+            assert 512 * os.fstat(fd).st_blocks >= nbytes
 
 
 # ---- ranks that cannot share --------------------------------------------------------------------

@@ -43,6 +43,9 @@ from unisono.stores import PrefixStore
 
 _log = get_logger("c10d.shared_arrays")
 
+_PART_BYTES = 4 << 20
+"""The kernel makes this much memory at once."""
+
 _APART = (
     "cannot open the shared array of another rank of this host (%s): this rank has its own copy"
 )
@@ -125,7 +128,9 @@ class SharedArray:
                         data = whole[slice(*part)] if part else whole[:0]
                         if data.size:
                             root = self._copies.index(self._owners[rank])
-                            leaders.broadcast(data, root, timeout=call.remaining_s)
+                            leaders.broadcast(
+                                data, root, timeout=call.remaining_s, _label=call.label
+                            )
                 group.barrier(timeout=call.remaining_s, _label=call.label)
 
     def _check_source(self, src: int | None, rows: slice | None) -> None:
@@ -296,7 +301,10 @@ def _made(nbytes: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     fd = os.memfd_create(name)
     stack.callback(os.close, fd)
     # Otherwise a later write ends in SIGBUS if no memory is left then.
-    os.posix_fallocate(fd, 0, nbytes)
+    # A signal, such as Ctrl-C, is handled between two parts. On older kernels a signal that comes
+    # while memory is made undoes the part, so a large part would never end under a timer.
+    for start in range(0, nbytes, _PART_BYTES):
+        os.posix_fallocate(fd, start, min(_PART_BYTES, nbytes - start))
     return os.getpid(), fd, name
 
 
