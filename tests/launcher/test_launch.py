@@ -134,6 +134,36 @@ def test_sessions_without_a_file(launches, kind):
     assert launches.run(program=program) == (0, expected, "")
 
 
+CLASSES_OF_THE_SCRIPT = """
+import sys
+import cloudpickle
+from unisono.launcher import launch
+class MyError(Exception):
+    pass
+class Box:
+    pass
+def work(rank):
+    return Box()
+def bad(rank):
+    raise MyError
+if __name__ == "__main__":
+    print(type(launch(work, 1, start_method=sys.argv[1])[0]) is Box)
+    try:
+        launch(bad, 1, start_method=sys.argv[1])
+    except MyError as error:
+        print(error.__notes__)
+"""
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_results_and_errors_have_the_classes_of_the_script(launches, method):
+    script = launches.folder / "script.py"
+    script.write_text(CLASSES_OF_THE_SCRIPT)
+    expected = "True\n['raised on rank 0 of 1']\n"
+    assert launches.run(program=[sys.executable, str(script), method]) == (0, expected, "")
+
+
 WITHOUT_CLOUDPICKLE = """
 import sys
 sys.modules["cloudpickle"] = None

@@ -1,15 +1,15 @@
 """The hint after SIGKILL: a worker that the kernel really kills, and one that it did not."""
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.support.cgroups import small_cgroup
 from tests.support.launches import RUN
+from unisono.base import host
 from unisono.launcher.workers import oom
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -22,27 +22,6 @@ if os.environ["RANK"] == "1":
         blocks.append(b"x" * (1 << 20))
 os.read(0, 1)
 """
-
-
-@contextlib.contextmanager
-def small_cgroup(limit_bytes):
-    """A cgroup below our own with little memory; the test is skipped where that is forbidden."""
-    events = Path(oom._cgroup_files()[0])
-    version_1 = events.name == "memory.oom_control"
-    folder = events.parent / f"unisono-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made: {error}")
-    try:
-        limit = folder / ("memory.limit_in_bytes" if version_1 else "memory.max")
-        try:
-            limit.write_text(str(limit_bytes))
-        except OSError as error:
-            pytest.skip(f"no memory limit can be set: {error}")
-        yield folder
-    finally:
-        folder.rmdir()
 
 
 def test_worker_that_the_kernel_kills_for_want_of_memory(launches, tmp_path):
@@ -127,5 +106,5 @@ def test_what_the_log_says(kernel, monkeypatch):
     ],
 )
 def test_files_of_the_cgroup(monkeypatch, text, expected):
-    monkeypatch.setattr(oom, "read_text", lambda path: text)
+    monkeypatch.setattr(host, "read_text", lambda path: text)
     assert oom._cgroup_files() == tuple(f"/sys/fs/cgroup/{name}" for name in expected)

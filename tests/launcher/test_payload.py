@@ -115,6 +115,12 @@ def test_the_ranks_together_have_an_array_once(method):
     assert sum(shares) == pytest.approx(array.nbytes, rel=0.05)
 
 
+@pytest.mark.parametrize("start", [launch, spawn])
+def test_memory_of_arguments_is_freed_in_the_ranks(tmp_path, start):
+    start(targets.payload_files, nprocs=1, args=(bytes(LARGE), str(tmp_path / "found")))
+    assert (tmp_path / "found").read_text() == "[]"
+
+
 def test_forked_ranks_inherit_their_arguments():
     array = np.arange(3)
     lock = threading.Lock()  # cannot be pickled

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import array
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Unpack, assert_type
 
@@ -128,6 +128,11 @@ def launches(rest: Sequence[float]) -> None:
     dist.spawn(train, (0.5, "a"), 2, True)
     dist.spawn(alone, nprocs=2, join=False).join()
     dist.spawn(train, [0.5], 2, join=False).join()
+    unknown: Callable[..., int] = vars(dist)["name"]
+    assert_type(dist.launch(unknown, 2, tuple(rest)), list[int])
+    assert_type(dist.launch(unknown, 2, (1, "a")), list[int])
+    dist.spawn(unknown, (1, "a"), 2)
+    dist.spawn(unknown, tuple(rest), 2, join=False).join()
     dist.launch(train, 2)  # wrong
     dist.launch(train, 2, ("a",))  # wrong
     dist.launch(train, 2, (0.5, "a", 3))  # wrong

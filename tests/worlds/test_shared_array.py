@@ -16,6 +16,7 @@ import pytest
 import unisono as dist
 from tests.faults.scripts import outcome, started
 from tests.support import netns
+from tests.support.cgroups import small_cgroup
 from unisono.c10d import shared_arrays
 from unisono.errors import (
     ArgumentTypeError,
@@ -26,6 +27,7 @@ from unisono.errors import (
     UnisonoError,
     UnsupportedError,
 )
+from unisono.groups.process_group import ProcessGroup
 from unisono.testing import run
 
 NBYTES = 8_000_000
@@ -240,6 +242,60 @@ def test_a_rank_that_ends_before_the_call():
     assert run(dies_before, 3, ranks="processes", dead=[1]) == [set(), None, set()]
 
 
+def dies_in_sync(rank):
+    shared = dist.shared_array((4, 1000))
+    if rank == 2:
+        real = ProcessGroup.broadcast
+        ProcessGroup.broadcast = lambda group, *arguments, **how: (
+            os._exit(0) if group.size() == 2 else real(group, *arguments, **how)
+        )
+    error = raised(lambda: shared.sync(rows=slice(rank, rank + 1)))
+    assert isinstance(error, PeerLostError), error
+    assert error.context.peers == (2,)
+    assert error.what.startswith("SharedArray.sync(src=None) #")
+
+
+def test_a_rank_that_ends_while_copies_are_sent(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "2")
+    run(dies_in_sync, 4, ranks="processes", dead=[2])
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_signals_are_handled_while_memory_is_made(monkeypatch):
+    nbytes, sizes = 100 << 20, []
+
+    def interrupted(fd, *place):
+        allocate(fd, *place)
+        sizes.append(512 * os.fstat(fd).st_blocks)
+        signal.raise_signal(signal.SIGUSR1)
+
+    def stop(*_):
+        if len(sizes) == 2:
+            raise Stop
+
+    allocate = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with pytest.raises(Stop), shared_arrays.contextlib.ExitStack() as stack:
+            shared_arrays._made(nbytes, stack)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert 0 < sizes[0] < sizes[1] < nbytes
+    assert mappings() == set()
+
+
+def test_all_memory_is_made_before_it_is_used():
+    for nbytes in (1, (12 << 20) + 1):
+        with shared_arrays.contextlib.ExitStack() as stack:
+            _, fd, _ = shared_arrays._made(nbytes, stack)
+            assert os.fstat(fd).st_size == nbytes
+            assert 512 * os.fstat(fd).st_blocks >= nbytes
+
+
 # ---- ranks that cannot share --------------------------------------------------------------------
 
 
@@ -359,6 +415,12 @@ WRONG = {
         "no array has shape=3",
     ),
     "shape": (lambda _: dist.shared_array("ab"), ArgumentTypeError, "no array has shape='ab'"),
+    "fields": (
+        lambda _: dist.shared_array(3, [("a", "f8"), ("a", "f4")]),
+        ArgumentTypeError,
+        "field 'a' occurs more than once",
+    ),
+    "syntax": (lambda _: dist.shared_array(3, "(2,"), ArgumentTypeError, "dtype='(2,'"),
     "negative": (
         lambda _: dist.shared_array((2, -1)),
         InvalidArgumentError,
@@ -372,6 +434,8 @@ WRONG = {
     ),
     "source": (lambda s: s.sync(9), InvalidArgumentError, "global rank 9"),
     "rows": (lambda s: s.sync(rows=2), ArgumentTypeError, "rows must be a slice, got int"),
+    "bound": (lambda s: s.sync(rows=slice(0.0, 2)), ArgumentTypeError, "slice(0.0, 2, None)"),
+    "step 0": (lambda s: s.sync(rows=slice(0, 3, 0)), InvalidArgumentError, "consecutive rows"),
     "step": (lambda s: s.sync(rows=slice(0, 3, 2)), InvalidArgumentError, "consecutive rows"),
 }
 
@@ -385,6 +449,18 @@ def test_wrong_arguments_raise_on_all_ranks(rank, case):
     assert isinstance(error, kind if rank == 1 else CollectiveMismatchError), error
     assert text in error.what
     shared.sync(src=0)
+
+
+@pytest.mark.ranks(2)
+def test_array_cannot_be_replaced(rank):
+    shared = dist.shared_array(3)
+    with pytest.raises(ArgumentTypeError, match="another array") as caught:
+        shared.array = np.ones(3)
+    assert caught.value.hint == "write shared.array[...] = values"
+    if rank == 0:
+        shared.array += 2
+    shared.sync(src=0)
+    assert shared.array.tolist() == [2, 2, 2]
 
 
 @pytest.mark.ranks(2)
@@ -411,3 +487,15 @@ def too_large(rank):
 @pytest.mark.parametrize("engine", engines())
 def test_too_little_memory_is_reported_on_all_ranks(engine):
     run(too_large, 3, ranks="processes", engine=engine)
+
+
+def above_the_limit(rank, folder):
+    Path(folder, "cgroup.procs").write_text(str(os.getpid()))
+    error = raised(lambda: dist.shared_array(400 << 20, np.uint8))
+    assert type(error) is CollectiveError, error
+    assert "shared memory on rank 0: Cannot allocate memory, " in error.what
+
+
+def test_limit_of_the_cgroup_is_reported_before_the_kernel_kills():
+    with small_cgroup(200 << 20) as folder:
+        run(above_the_limit, 2, ranks="processes", args=(str(folder),))

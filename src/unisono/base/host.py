@@ -36,9 +36,50 @@ def read_text(path: str) -> str:
 
 
 def available_memory_bytes() -> int | None:
-    """Return the memory that processes can still get, swap included; None if it is unknown."""
-    found = re.findall(r"^(?:MemAvailable|SwapFree): +(\d+) kB", read_text("/proc/meminfo"), re.M)
-    return 1024 * sum(map(int, found)) if found else None
+    """Return the memory that this process can still get, swap included; None if it is unknown.
+
+    It is the least of the host's memory and the limits of this process's cgroups.
+    """
+    fields = re.findall(r"^(MemAvailable|SwapFree): +(\d+) kB", read_text("/proc/meminfo"), re.M)
+    if not fields:
+        return None
+    host = {name: 1024 * int(kilobytes) for name, kilobytes in fields}
+    free = sum(host.values())
+    root, path = memory_cgroup()
+    limit, used, total = (
+        ("limit_in_bytes", "usage_in_bytes", "total_")
+        if root.endswith("/memory")
+        else ("max", "current", "")
+    )
+    while True:
+        folder = f"{root}{path}/memory"
+        sizes = [read_text(f"{folder}.{name}").strip() for name in (limit, used)]
+        if all(map(str.isdecimal, sizes)):  # "max" is no limit
+            # The kernel drops cached files before it kills a process.
+            cached = re.findall(
+                rf"^{total}(?:in)?active_file (\d+)$", read_text(f"{folder}.stat"), re.M
+            )
+            left = int(sizes[0]) - int(sizes[1]) + sum(map(int, cached))
+            free = min(free, max(left, 0) + host.get("SwapFree", 0))
+        if not path:
+            return free
+        path = path.rpartition("/")[0]
+
+
+def memory_cgroup() -> tuple[str, str]:
+    """Return the folder of all cgroups for memory, and the path of this process's cgroup in it.
+
+    The path is "" in the folder itself, else it begins with "/". With version 1 of cgroups the
+    folder ends in "/memory".
+    """
+    found = ""
+    for line in read_text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return "/sys/fs/cgroup/memory", path.rstrip("/")
+        if not controllers:
+            found = path.rstrip("/")
+    return "/sys/fs/cgroup", found
 
 
 def stat_fields(pid: int) -> list[str]:

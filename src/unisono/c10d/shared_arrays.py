@@ -43,6 +43,9 @@ from unisono.stores import PrefixStore
 
 _log = get_logger("c10d.shared_arrays")
 
+_PART_BYTES = 4 << 20
+"""The kernel makes this much memory at once."""
+
 _APART = (
     "cannot open the shared array of another rank of this host (%s): this rank has its own copy"
 )
@@ -55,12 +58,11 @@ class SharedArray:
     group. On one host a write is visible to the other ranks after the next `sync` or barrier.
 
     Attributes:
-        array: [shape] writable view of this host's copy. `torch.from_numpy(array)` is a view, too.
         hosts: Global ranks that share each copy.
     """
 
     def __init__(self, group: ProcessGroup, array: np.ndarray[Any, Any], owners: Sequence[int]):
-        self.array = array
+        self._array = array
         self._group = group
         self._owners = owners
         copies = sorted(set(owners))
@@ -69,6 +71,20 @@ class SharedArray:
             for copy in copies
         ]
         self._copies = copies
+
+    @property
+    def array(self) -> np.ndarray[Any, Any]:
+        """[shape] writable view of this host's copy. `torch.from_numpy(array)` is a view, too."""
+        return self._array
+
+    @array.setter
+    def array(self, array: np.ndarray[Any, Any]) -> None:
+        # `shared.array += 1` assigns the array itself. Another array would not be shared.
+        if array is not self._array:
+            raise ArgumentTypeError(
+                "SharedArray.array cannot become another array",
+                hint="write shared.array[...] = values",
+            )
 
     @on_host
     def sync(
@@ -112,7 +128,9 @@ class SharedArray:
                         data = whole[slice(*part)] if part else whole[:0]
                         if data.size:
                             root = self._copies.index(self._owners[rank])
-                            leaders.broadcast(data, root, timeout=call.remaining_s)
+                            leaders.broadcast(
+                                data, root, timeout=call.remaining_s, _label=call.label
+                            )
                 group.barrier(timeout=call.remaining_s, _label=call.label)
 
     def _check_source(self, src: int | None, rows: slice | None) -> None:
@@ -124,7 +142,13 @@ class SharedArray:
             return
         if not isinstance(rows, slice):
             raise ArgumentTypeError(f"rows must be a slice, got {type(rows).__name__}")
-        if rows.step not in (None, 1) or not self.array.ndim:
+        try:
+            consecutive = self.array.ndim and rows.indices(len(self.array))[2] == 1
+        except TypeError as error:
+            raise ArgumentTypeError(f"rows={rows}: {error}") from None
+        except ValueError:  # a step of 0
+            consecutive = False
+        if not consecutive:
             raise InvalidArgumentError(
                 f"rows={rows} of an array of shape {list(self.array.shape)}: expected "
                 "consecutive rows of dimension 0"
@@ -204,7 +228,7 @@ def _checked(shape: Any, dtype: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     try:
         sizes = tuple(map(operator.index, shape if np.iterable(shape) else (shape,)))
         kind = np.dtype(dtype)
-    except TypeError as error:
+    except Exception as error:  # np.dtype raises errors of many types
         raise ArgumentTypeError(f"no array has shape={shape!r}, dtype={dtype!r}: {error}") from None
     dtype_of_numpy(kind)
     try:
@@ -277,7 +301,10 @@ def _made(nbytes: int, stack: contextlib.ExitStack) -> tuple[int, int, str]:
     fd = os.memfd_create(name)
     stack.callback(os.close, fd)
     # Otherwise a later write ends in SIGBUS if no memory is left then.
-    os.posix_fallocate(fd, 0, nbytes)
+    # A signal, such as Ctrl-C, is handled between two parts. On older kernels a signal that comes
+    # while memory is made undoes the part, so a large part would never end under a timer.
+    for start in range(0, nbytes, _PART_BYTES):
+        os.posix_fallocate(fd, start, min(_PART_BYTES, nbytes - start))
     return os.getpid(), fd, name
 
 

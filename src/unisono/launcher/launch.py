@@ -11,7 +11,7 @@ from typing import Any, TypeVar, TypeVarTuple, overload
 
 from unisono.errors import InvalidArgumentError, WorkerFailedError
 from unisono.launcher.payload import CallArguments, Payload
-from unisono.launcher.spawn import SpawnContext, check_start
+from unisono.launcher.spawn import SpawnContext, Untyped, check_start
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -24,7 +24,7 @@ def launch(fn: Callable[[int], R], nprocs: int, *, start_method: str = ...) -> l
 
 @overload
 def launch(
-    fn: Callable[[int, *Ts], R],
+    fn: Callable[[int, *Ts], R] | Untyped[R],
     nprocs: int,
     args: tuple[*Ts] | list[Any],
     *,
@@ -101,8 +101,12 @@ def launch(
 
 
 def _call(rank: int, payload: CallArguments | Payload) -> bytes:
-    fn, args = payload.load()
+    fn, args = payload.load() if isinstance(payload, CallArguments) else payload.load_once()
     result = fn(rank, *args)
+    # cloudpickle makes copies of the classes of a script, and the parent of a forked child does not
+    # know the copies.
+    with contextlib.suppress(Exception):
+        return pickle.dumps(result)
     with _pickling(result, f"the result of rank {rank}") as dumps:
         return dumps(result)
 

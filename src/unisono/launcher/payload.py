@@ -43,7 +43,7 @@ class Payload:
 
     def _own(self, fd: int) -> None:
         self._fd = fd
-        weakref.finalize(self, os.close, fd)
+        self._close = weakref.finalize(self, os.close, fd)
 
     def load(self) -> Any:
         """Return the objects; they are new objects at each call."""
@@ -54,6 +54,13 @@ class Payload:
             for start, nbytes, readonly in pickle.loads(view[self._parts_at :])
         )
         return pickle.loads(stream, buffers=buffers)
+
+    def load_once(self) -> Any:
+        """Return the objects, and close the file, so that its memory ends with their arrays."""
+        try:
+            return self.load()
+        finally:
+            self._close()
 
     def __getstate__(self) -> tuple[Any, int]:
         """Return how a new process opens the file; possible only while that process starts."""
@@ -84,8 +91,8 @@ class CallArguments:
         self._value: Any = fn, args
 
     def load(self) -> Any:
-        """Return the function and its arguments."""
-        return self._value.load() if isinstance(self._value, Payload) else self._value
+        """Return the function and its arguments; in a child that was not forked, once."""
+        return self._value.load_once() if isinstance(self._value, Payload) else self._value
 
     def __getstate__(self) -> dict[str, Payload]:
         """Return the Payload; it stays open here until the next child starts."""

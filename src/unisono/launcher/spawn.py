@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, TypeVarTuple, overload
+from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTuple, cast, overload
 
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
@@ -43,6 +43,7 @@ from unisono.launcher.spec import GRACE_S
 from unisono.launcher.workers.worker import parent_death_hook
 from unisono.stores import TCPStore
 
+R = TypeVar("R", covariant=True)
 Ts = TypeVarTuple("Ts")
 
 _START_METHODS = ("spawn", "fork", "forkserver")
@@ -136,12 +137,12 @@ class _ChildReport(NamedTuple):
 
 def _pickled(error: BaseException) -> bytes:
     """Return a pickled exception for the parent to raise; empty if it cannot be pickled."""
-    try:
-        # Only cloudpickle can pickle an exception whose class is defined in a notebook.
-        pickler: Any = sys.modules.get("cloudpickle", pickle)
-        return bytes(pickler.dumps(error))
-    except Exception:
-        return b""
+    # Only cloudpickle can pickle an exception whose class is defined in a notebook. It makes a copy
+    # of such a class, which the parent of a forked child does not know.
+    for pickler in (pickle, sys.modules.get("cloudpickle")):
+        with contextlib.suppress(Exception):
+            return bytes(cast(Any, pickler).dumps(error))
+    return b""
 
 
 @contextlib.contextmanager
@@ -398,6 +399,12 @@ def check_start(call: str, fn: object, args: object, nprocs: Any, start_method: 
         raise InvalidArgumentError(f"start_method must be one of {known}; got {start_method!r}")
 
 
+class Untyped(Protocol[R]):
+    """A function of type Callable[..., R], whose parameters type checkers cannot compare."""
+
+    def __call__(self, *args: Never, **keywords: Never) -> R: ...
+
+
 # As for `launch`, type checkers compare a tuple of arguments with the parameters of `fn`.
 @overload
 def spawn(
@@ -412,7 +419,7 @@ def spawn(
 
 @overload
 def spawn(
-    fn: Callable[[int, *Ts], object],
+    fn: Callable[[int, *Ts], object] | Untyped[object],
     args: tuple[*Ts] | list[Any],
     nprocs: int = ...,
     join: Literal[True] = ...,
@@ -423,7 +430,7 @@ def spawn(
 
 @overload
 def spawn(
-    fn: Callable[[int, *Ts], object],
+    fn: Callable[[int, *Ts], object] | Untyped[object],
     args: tuple[*Ts] | list[Any] = ...,
     nprocs: int = ...,
     *,

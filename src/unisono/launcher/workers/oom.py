@@ -6,7 +6,7 @@ import contextlib
 import os
 from typing import Self
 
-from unisono.base.host import read_text
+from unisono.base.host import memory_cgroup, read_text
 
 _RECORD_BYTES = 8192
 
@@ -71,16 +71,11 @@ def _open_end_of_kernel_log() -> int | None:
 
 def _cgroup_files() -> tuple[str, str]:
     """Return the paths of the kill counter and the memory limit of this process's cgroup."""
-    unified = "/sys/fs/cgroup"
-    for line in read_text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        path = path.rstrip("/")
-        if "memory" in controllers.split(","):
-            folder = f"/sys/fs/cgroup/memory{path}"
-            return f"{folder}/memory.oom_control", f"{folder}/memory.limit_in_bytes"
-        if not controllers:
-            unified = f"/sys/fs/cgroup{path}"
-    return f"{unified}/memory.events", f"{unified}/memory.max"
+    root, path = memory_cgroup()
+    version_1 = root.endswith("/memory")
+    names = ("oom_control", "limit_in_bytes") if version_1 else ("events", "max")
+    events, limit = (f"{root}{path}/memory.{name}" for name in names)
+    return events, limit
 
 
 def _field(path: str, name: str) -> int | None:
