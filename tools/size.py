@@ -40,7 +40,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "operations that are no functions have their examples at the methods",
     ),
     ("src/unisono/c10d/lifecycle.py", "init_process_group parameters"): (9, "torch's signature"),
-    ("src/unisono/rendezvous/state.py", "State attributes"): (13, "fields of one document"),
     ("src/unisono/transports/api.py", "Transport methods"): (28, "until Messages is one interface"),
     ("src/unisono/transports/tcp/transport.py", "TCPTransport attributes"): (
         17,

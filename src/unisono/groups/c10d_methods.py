@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.backends import DeviceBackend, GroupSpec
 from unisono.base.types import ReduceOp
 from unisono.errors import ArgumentTypeError
+from unisono.groups.keywords import rename
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.work import Work
 from unisono.stores import Store
@@ -263,7 +264,7 @@ def _method(schema: OpSchema, name: str) -> Callable[..., Work]:
     def method(self: C10dNames, *arguments: Any, **how: Any) -> Work:
         return call_c10d_form(self, schema.name, arguments, how)
 
-    _rename(method, name)
+    rename(method, name)
     method.__doc__ = f"`{schema.name}` in c10d's forms; asynchronous unless `asyncOp` is False."
     return method
 
@@ -284,11 +285,5 @@ def _both(schema: OpSchema, own: Callable[..., Work]) -> Callable[..., Work]:
             return call_c10d_form(self, schema.name, arguments, how)
         return own(self, *arguments, **how)
 
-    _rename(method, own.__name__)
+    rename(method, own.__name__)
     return method
-
-
-def _rename(method: Any, name: str) -> None:
-    method.__name__ = name
-    # Errors about threads, and tracebacks, show the name of the code.
-    method.__code__ = method.__code__.replace(co_name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from unisono.base.deadline import Timeout
 from unisono.errors import ArgumentTypeError
@@ -95,7 +95,14 @@ def takes_own_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
                 raise _unknown_keyword(function.__name__, unknown, meant, known, listed)
         return function(*arguments, **how)
 
+    rename(call, function.__name__)
     return call
+
+
+def rename(function: Any, name: str) -> None:
+    """Give a function another name, which errors about threads and tracebacks show, too."""
+    function.__name__ = name
+    function.__code__ = function.__code__.replace(co_name=name)
 
 
 def _unknown_keyword(

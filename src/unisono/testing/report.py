@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import reprlib
 import sysconfig
@@ -20,7 +21,12 @@ _PACKAGE = os.path.join(os.path.dirname(unisono.__file__), "")
 # Frames of these files and packages do not explain a failure.
 _WRAPPERS = (
     *(os.path.join(_HERE, name) for name in ("ranks.py", "plugin.py")),
-    *(os.path.join(sysconfig.get_path("purelib"), name, "") for name in ("_pytest", "pluggy")),
+    *(
+        # Pytest need not lie in this environment.
+        os.path.join(os.path.dirname(spec.origin), "")
+        for spec in map(importlib.util.find_spec, ("_pytest", "pluggy"))
+        if spec and spec.origin
+    ),
 )
 _LIBRARIES = (
     *(os.path.join(sysconfig.get_path(kind), "") for kind in ("stdlib", "purelib", "platlib")),
