@@ -129,11 +129,11 @@ std::unique_ptr<Link> make_link(int fd) {
   return link;
 }
 
-void run(Link& link, double timeout_s) {
+void run(Link& link, double timeout_s, std::size_t most_bytes = Link::kMostReadBytes) {
   Link::Result end;
   {
     nb::gil_scoped_release unlocked;
-    end = link.exchange(unisono::nanoseconds(timeout_s));
+    end = link.exchange(unisono::nanoseconds(timeout_s), most_bytes);
   }
   switch (end) {
     case Link::Result::ok: return;
@@ -166,8 +166,9 @@ Results exchange(Link& link, double timeout_s, const Requests& requests) {
 bool cancel(Link& link, double timeout_s) {
   link.begin();
   link.out().append_number(static_cast<char>(Opcode::cancel_wait));
-  // The reply that is still expected is either the end of the wait or its cancellation.
-  run(link, timeout_s);
+  // The reply that is still expected is either the end of the wait or its cancellation. If it is
+  // the end, the answer to this request follows. Each has 1 byte.
+  run(link, timeout_s, 1);
   const bool has_ended = *link.reply(0) == unisono::store::kStopWaiting;
   link.done();
   if (has_ended) {

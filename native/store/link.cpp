@@ -20,7 +20,6 @@ constexpr std::size_t kReadBytes = 4096;
 // After a spin in vain the next spin is half as long, so that a client that waits for other ranks
 // sleeps.
 constexpr int64_t kShortLookNs = 3'000;
-constexpr std::size_t kMostReadBytes = 4 << 20;
 
 }  // namespace
 
@@ -34,12 +33,12 @@ Link::Link(int fd) : fd_(fd) {
 
 void Link::begin() { out_.drop_front(out_.size()); }
 
-Link::Result Link::exchange(int64_t timeout_ns) {
+Link::Result Link::exchange(int64_t timeout_ns, std::size_t most_bytes) {
   const int64_t until_ns = now_ns() + timeout_ns;
   Result end = send_all(until_ns);
   if (end == Result::ok) end = take();
   while (end == Result::ok && !expected_.empty()) {
-    end = receive(until_ns);
+    end = receive(until_ns, most_bytes);
     if (end == Result::ok) end = take();
   }
   return end;
@@ -58,9 +57,9 @@ Link::Result Link::send_all(int64_t until_ns) {
   return Result::ok;
 }
 
-Link::Result Link::receive(int64_t until_ns) {
+Link::Result Link::receive(int64_t until_ns, std::size_t most_bytes) {
   // Read more bytes for a long reply.
-  const std::size_t asked = std::clamp(in_.size(), kReadBytes, kMostReadBytes);
+  const std::size_t asked = std::min(std::max(in_.size(), kReadBytes), most_bytes);
   char* into = in_.space(asked);
   ssize_t count = look(into, asked);
   while (true) {

@@ -15,6 +15,7 @@ namespace unisono::store {
 class Link {
  public:
   enum class Result { ok, timeout, closed, error, bad, interrupted };
+  static constexpr std::size_t kMostReadBytes = 4 << 20;
 
   explicit Link(int fd);
 
@@ -25,8 +26,8 @@ class Link {
   // Record that `out` has a request of this kind. `values`: the number of keys of a multi_get.
   void expect(Opcode op, uint64_t values = 0) { expected_.push_back({op, values}); }
   // Send the requests and receive all replies: reply(i) has the i-th. Result::error: errno has the
-  // reason.
-  Result exchange(int64_t timeout_ns);
+  // reason. Reads at most `most_bytes` at a time.
+  Result exchange(int64_t timeout_ns, std::size_t most_bytes = kMostReadBytes);
   const char* reply(std::size_t index) const { return in_.data() + starts_[index]; }
   // Forget the replies.
   void done();
@@ -41,7 +42,7 @@ class Link {
   };
 
   Result send_all(int64_t until_ns);
-  Result receive(int64_t until_ns);
+  Result receive(int64_t until_ns, std::size_t most_bytes);
   Result take();
   ssize_t look(char* into, std::size_t asked);
   Result after_error(int64_t until_ns, short events);

@@ -31,6 +31,7 @@ from unisono.errors import (
 from unisono.stores import TCPStore, start_server
 from unisono.stores.tcp import client as tcp_client
 from unisono.stores.tcp import python_server, wire
+from unisono.stores.tcp.link import open_link
 from unisono.stores.tcp.python_server import ServerOptions
 from unisono.stores.tcp.wire import STOP_WAITING, Op, encode_reply, encode_request
 
@@ -667,3 +668,18 @@ def test_forgotten_store_closes_itself():
 def test_server_needs_a_socket():
     with pytest.raises(InvalidArgumentError):
         start_server([])
+
+
+def test_a_wait_that_ends_while_it_is_cancelled_has_ended():
+    """The end of the wait and the answer to its cancellation arrive in one read."""
+    client, server = socket.socketpair()
+    with client, server:
+        link = open_link(client)
+        with pytest.raises(TimeoutError):
+            link.exchange(0.01, ((Op.WAIT, ["k"]),))
+        server.sendall(
+            encode_reply(Op.WAIT, STOP_WAITING) + encode_reply(Op.CANCEL_WAIT, wire.WAIT_CANCELED)
+        )
+        assert link.cancel(20) is True
+        server.sendall(encode_reply(Op.GET, b"next"))
+        assert link.exchange(20, ((Op.GET, "k"),)) == [b"next"]

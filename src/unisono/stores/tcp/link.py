@@ -79,8 +79,9 @@ class PythonLink:
         """Cancel a wait; see Link."""
         deadline = Deadline(timeout_s)
         self._send(encode_request(Op.CANCEL_WAIT), deadline)
-        # The reply still expected is either the late end of the wait or its cancellation.
-        if self._receive(deadline) == WAIT_CANCELED:
+        # The reply still expected is either the late end of the wait or its cancellation. If it is
+        # the end, the answer to this request follows. Each has 1 byte.
+        if self._receive(deadline, 1) == WAIT_CANCELED:
             return False
         self._decoder.expect(Op.CANCEL_WAIT)
         self._receive(deadline)
@@ -91,11 +92,11 @@ class PythonLink:
         self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
         self._sock.sendall(data)
 
-    def _receive(self, deadline: Deadline) -> Any:
+    def _receive(self, deadline: Deadline, most_bytes: int = _READ_BYTES) -> Any:
         while not self._replies:
             self._sock.settimeout(min(max(deadline.remaining(), 0.001), 1e6))
             try:
-                chunk = self._sock.recv(_READ_BYTES)
+                chunk = self._sock.recv(most_bytes)
             except TimeoutError:
                 if deadline.expired():
                     raise
