@@ -178,6 +178,31 @@ def test_a_rank_that_leaves_with_the_lock_is_named(rank):
 
 
 @pytest.mark.ranks(2, kind="threads")
+def test_a_rank_that_releases_the_lock_and_leaves_is_not_blamed(rank):
+    store, lock = dist.group.WORLD.get_group_store(), dist.Lock(name="a")
+    if rank == 0:
+        lock.acquire()
+    dist.barrier()
+    if rank == 0:
+        store.get("holder is read")
+        lock.release()
+        dist.destroy_process_group()
+        return
+    backend = dist.group.WORLD.backends["cpu"]
+    lost = backend.lost
+
+    def after_it_has_left(other):
+        store.set("holder is read", "")
+        assert wait_until(lambda: lost(other) is not None)
+        return lost(other)
+
+    # Called when rank 1 has read that rank 0 holds the lock.
+    backend.lost = after_it_has_left
+    with lock:
+        assert store.check(["holder is read"])
+
+
+@pytest.mark.ranks(2, kind="threads")
 def test_wrong_use_is_an_error(rank):
     with fails(ArgumentTypeError, "Counter: name must be str, got int"):
         dist.Counter(name=3)

@@ -69,7 +69,10 @@ def test_groups_across_jobs_as_scripts_make_them():
         assert plain.broadcast([y], 1).wait()
         assert y.tolist() == [1, 1]
         assert gloo.timeout_s == plain.timeout_s == 30
+        # Scripts ask for the class to find out the backend.
         assert isinstance(gloo, ProcessGroup)
+        assert not isinstance(gloo, ProcessGroupNCCL)
+        assert not issubclass(ProcessGroupNCCL, ProcessGroupGloo)
         assert gloo.config.device_backend_map["cpu"] == "gloo"
         gloo.close()
         plain.close()

@@ -137,7 +137,8 @@ class Lock(_Named):
 
         Raises:
             CollectiveTimeoutError: The lock was not free in time; names the rank that holds it.
-            PeerLostError: The rank whose turn it is has ended or left the group.
+            PeerLostError: The rank whose turn it is has ended, or has left the default group. If it
+                destroyed only a sub-group, the call times out and names it.
             UsageError: This object holds the lock already.
             ClosedError: The group was destroyed.
         """
@@ -185,12 +186,13 @@ class Lock(_Named):
         pg, ticket = self._group, store.add("serving", 0)
         me, holder, reason = pg.ranks[pg.rank()], f"the rank with ticket {ticket}", None
         peers: tuple[int, ...] = ()
-        # Returns -1, and stores nothing, if the rank has not written its number yet.
-        rank = int(store.compare_set(f"rank/{ticket}", "-1", "-1"))
+        rank = _rank_with(store, ticket)
         if rank >= 0:
             peers = (pg.ranks[rank],)
             holder = f"rank {peers[0]}"
             reason = next(iter(pg.backends.values())).lost(rank)
+            if reason is not None and _rank_with(store, ticket) < 0:
+                return  # it has passed the lock on before it left
         context = Context(rank=me, group=pg.name, op="acquire", peers=peers, usable=True)
         if reason is not None:
             raise PeerLostError(
@@ -211,6 +213,12 @@ class Lock(_Named):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _rank_with(store: Store, ticket: int) -> int:
+    """Return the rank that has a ticket; -1 if it is not written yet, or deleted already."""
+    # Stores nothing if there is no value.
+    return int(store.compare_set(f"rank/{ticket}", "-1", "-1"))
 
 
 def _pass_on(store: Store, ticket: int) -> None:

@@ -60,13 +60,11 @@ class ProcessGroupGloo(ProcessGroup):
     Source: torch.distributed.ProcessGroupGloo (2.13).
     """
 
-    _BACKEND = "gloo"
-
     def __init__(self, store: Store, rank: int, size: int, timeout: Timeout | None = None) -> None:
-        super().__init__(store, rank, size, self._BACKEND, timeout)
+        super().__init__(store, rank, size, "gloo", timeout)
 
 
-class ProcessGroupNCCL(ProcessGroupGloo):
+class ProcessGroupNCCL(ProcessGroup):
     """A group on the backend "nccl", made like a ProcessGroupGloo.
 
     Raises:
@@ -75,7 +73,8 @@ class ProcessGroupNCCL(ProcessGroupGloo):
     Source: torch.distributed.ProcessGroupNCCL (2.13).
     """
 
-    _BACKEND = "nccl"
+    def __init__(self, store: Store, rank: int, size: int, timeout: Timeout | None = None) -> None:
+        super().__init__(store, rank, size, "nccl", timeout)
 
 
 def _get_process_group_name(pg: ProcessGroup) -> str:
