@@ -65,6 +65,9 @@ MESSAGES = {
         g.recv(np.zeros(2), 2, async_op=True, timeout=t).get_future().wait()
     ),
     "recv_object_list": lambda g, t: dist.recv_object_list([None], 2, g, timeout=t),
+    "recv_array": lambda g, t: dist.recv_array(2, g, timeout=t),
+    "probe": lambda g, t: dist.probe(2, g, timeout=t),
+    "sendrecv": lambda g, t: dist.sendrecv(np.ones(2), 2, np.zeros(2), 2, g, timeout=t),
     "batch_isend_irecv": lambda g, t: [
         work.wait()
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, np.zeros(2), 2, g)], timeout=t)

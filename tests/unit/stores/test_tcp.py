@@ -587,6 +587,8 @@ def test_child_of_a_fork_does_not_keep_a_dead_server_alive():
             thread, outcome = in_thread(lambda: client.get("never"))
             assert wait_until(lambda: client._pool._busy)
             parent.kill()
+            # The kernel may close its connections before it closes its listening socket.
+            parent.wait(30)
             thread.join(10)
             assert isinstance(outcome[0], StoreConnectionError), outcome
         # The child is still there, but does not listen.
