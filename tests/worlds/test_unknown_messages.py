@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -321,6 +322,32 @@ def test_a_message_without_memory_is_dropped(monkeypatch):
         dist.barrier()
 
     run(body, 2, engine="reference")
+
+
+def receives_again_after_timeouts(rank):
+    """Large messages and receives whose time ends in the middle of them."""
+    size, rounds = 4_000_000, 4
+    for number in range(rounds):
+        into, came = np.empty(size), None
+        if rank == 0:
+            dist.send(np.arange(float(size)) + number, 1, tag=3)
+        while rank == 1 and came is None:
+            with contextlib.suppress(CollectiveTimeoutError):
+                if number % 2:
+                    dist.recv(into, 0, tag=3, timeout=0.003)
+                    came = into
+                else:
+                    came = dist.recv_array(tag=ANY, timeout=0.003).array
+        assert rank == 0 or (came == np.arange(float(size)) + number).all()
+        dist.barrier(timeout=30)
+
+
+@pytest.mark.parametrize("engine", ["native", "wires", "reference"])
+def test_a_receive_that_timed_out_leaves_the_message_to_the_next(engine, monkeypatch):
+    if engine == "wires":
+        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+        engine = "native"
+    run(receives_again_after_timeouts, 2, ranks="processes", engine=engine, timeout=60)
 
 
 def probe_of_the_dead(rank, how):
