@@ -427,6 +427,24 @@ def test_sendrecv_round_a_ring(rank):
     assert dist.recv_array(rank, tag=8).array.tolist() == [1]
 
 
+@pytest.mark.ranks(2)
+def test_sendrecv_in_place_keeps_the_dtype(rank):
+    import ml_dtypes
+
+    record = np.dtype([("a", "<i4"), ("b", "<f8")])
+    for dtype in ("M8[s]", "<U2", "S3", "g", ">i4", "?", "c8", ml_dtypes.bfloat16, record):
+        for shape in ((), (3,), (2, 3)):
+            mine, other = (np.full(shape, each).astype(dtype) for each in (rank, 1 - rank))
+            # Not contiguous, in Fortran's order, and with one element.
+            for x in (mine.T, np.stack([mine, mine], -1)[..., 0]):
+                assert dist.sendrecv(x, 1 - rank, x, 1 - rank) == 1 - rank
+                assert (x == other.T.reshape(x.shape)).all()
+    text = bytearray(b"of %d" % rank)
+    dist.sendrecv(text, 1 - rank, text)
+    assert text == b"of %d" % (1 - rank)
+    dist.barrier()
+
+
 @pytest.mark.ranks(2, kind="both", engine="both")
 def test_object_lists_have_tags(rank):
     big = np.arange(100_000)
