@@ -1,5 +1,6 @@
 // How operations end from outside: by a cancel, a failed context, a lost rank, or close().
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -61,6 +62,30 @@ bool Messages::continue_from_copy(const Operation& op, Operation** place) {
       for (const auto& wire : to.wires) wire->abort();
     }
     return false;
+  }
+}
+
+// Before a receive is cancelled: leave its half-received message to other receives, because the
+// sender will not send it again. Without memory for that the message is lost.
+void Messages::leave_message(Operation& op) {
+  if (op.is_send || !op.started) return;
+  Peer& from = peer(op.source);
+  const Envelope message = from.frame;
+  if (from.into != &op || !message.is_of_user()) return;
+  Arrival* const kept = matching_.keep(op.source, message);
+  if (kept == nullptr) return;
+  if (op.memory != nullptr) {
+    kept->data = std::move(op.memory);
+  } else {
+    copy_bytes(kept->data.get(), op.data, message.nbytes);
+  }
+  kept->filled = message.nbytes;  // several wires fill several places
+  from.into = nullptr;
+  from.kept = kept;
+  if (Operation* const next = matching_.take_posted(op.source, message)) {
+    take_arrival(*next, std::prev(matching_.arrivals().end()));
+  } else {
+    end_probes(op.source, message);
   }
 }
 

@@ -64,6 +64,7 @@ struct Operation {
   Envelope envelope{};
   int peer = -1;  // -1: a receive from any source
   char* data = nullptr;
+  const char* given = nullptr;  // of a started receive: the caller's address, see number_of()
   Ranks among;  // of a receive from any source: the possible senders
   bool is_send = false;
   Take takes = Take::fitting;

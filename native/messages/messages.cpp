@@ -132,6 +132,7 @@ Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ran
   op.envelope = envelope;
   op.peer = from;
   op.data = data;
+  op.given = data;
   op.quiet = true;
   op.takes = takes;
   op.among = std::move(among);
@@ -176,7 +177,7 @@ uint64_t Messages::number_of(const char* data, uint64_t after) {
   const Lock lock(lock_);
   uint64_t found = 0;
   for (const auto& [number, op] : open_) {
-    if (!op->is_send && op->data == data && number > after) found = std::max(found, number);
+    if (!op->is_send && op->given == data && number > after) found = std::max(found, number);
   }
   return found;
 }
@@ -212,7 +213,10 @@ Outcome Messages::cancel(uint64_t number) {
   const auto found = open_.find(number);
   if (found == open_.end()) return {number, Code::unknown};
   Operation& op = *found->second;
-  if (!op.done) cancel_with(op, Code::cancelled);
+  if (!op.done) {
+    leave_message(op);
+    cancel_with(op, Code::cancelled);
+  }
   notify_ended();
   // A thread that waits for the operation takes the outcome itself.
   return op.awaited ? Outcome{number, Code::unknown} : take_outcome(number);

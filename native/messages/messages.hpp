@@ -265,6 +265,7 @@ class Messages {
   Outcome take_outcome(uint64_t number);
 
   // ends.cpp: how operations end from outside
+  void leave_message(Operation& op);
   void cancel_with(Operation& op, Code code);
   bool continue_from_copy(const Operation& op, Operation** place);
   std::unique_ptr<Operation> copy_of(const Operation& op) const;

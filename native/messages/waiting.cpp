@@ -45,7 +45,10 @@ constexpr int64_t kServerSleepNs = 4'000'000;
 // Wait for an operation in the caller's memory. The operation has ended on return.
 void Messages::wait_to_end(Operation& op, int64_t timeout_ns, Lock& lock) {
   const Code reason = wait_for(&op, timeout_ns, lock);
-  if (!op.done) cancel_with(op, reason);
+  if (!op.done) {
+    leave_message(op);
+    cancel_with(op, reason);
+  }
   // The message may have come at that moment, but the caller must see the signal.
   if (reason == Code::interrupted) op.code = reason;
   delegate_to_server();

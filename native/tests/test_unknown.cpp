@@ -146,6 +146,42 @@ void test_threads() {
   });
 }
 
+// A receive that is cancelled in the middle of a message leaves the message to the next receive.
+void test_cancelled_halfway() {
+  constexpr size_t kSize = 8'000'000;
+  World world(3);
+  run(world, [&](Messages& messages, int rank) {
+    if (rank == 2) return;
+    for (unsigned i = 0; i < 4; ++i) {
+      const std::vector<char> out = pattern(kSize, i);
+      if (rank == 0) {
+        send(messages, 3, out);
+        continue;
+      }
+      std::vector<char> in(kSize);
+      const auto take = i % 2 == 0 ? Take::anything : Take::fitting;
+      Outcome got{0, Code::timeout};
+      for (int64_t limit = 1; got.code == Code::timeout || got.code == Code::cancelled;) {
+        got = messages.start_recv(0, envelope(3, kSize), in.data(), nullptr, take);
+        if (got.number == 0) break;
+        const uint64_t number = got.number;
+        assert(messages.number_of(in.data()) == number);
+        got = messages.wait(number, limit);
+        if (got.code != Code::timeout) break;
+        assert(messages.number_of(in.data()) == number);
+        got = messages.cancel(number);
+        std::fill(in.begin(), in.end(), 0);
+        limit *= 2;
+      }
+      if (take == Take::fitting) {
+        got.memory.reset(new char[kSize]);
+        std::copy(in.begin(), in.end(), got.memory.get());
+      }
+      check(got, 3, out);
+    }
+  });
+}
+
 void test_ends() {
   World world(3);
   Messages& here = world[1];
@@ -197,6 +233,7 @@ int main() {
     test_sizes(false);
     test_order_of_any_tag();
     test_threads();
+    test_cancelled_halfway();
     test_ends();
   }
   std::puts("ok");

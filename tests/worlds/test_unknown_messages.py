@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -326,6 +327,32 @@ def test_a_message_without_memory_is_dropped(monkeypatch):
     run(body, 2, engine="reference")
 
 
+def receives_again_after_timeouts(rank):
+    """Large messages and receives whose time ends in the middle of them."""
+    size, rounds = 4_000_000, 4
+    for number in range(rounds):
+        into, came = np.empty(size), None
+        if rank == 0:
+            dist.send(np.arange(float(size)) + number, 1, tag=3)
+        while rank == 1 and came is None:
+            with contextlib.suppress(CollectiveTimeoutError):
+                if number % 2:
+                    dist.recv(into, 0, tag=3, timeout=0.003)
+                    came = into
+                else:
+                    came = dist.recv_array(tag=ANY, timeout=0.003).array
+        assert rank == 0 or (came == np.arange(float(size)) + number).all()
+        dist.barrier(timeout=30)
+
+
+@pytest.mark.parametrize("engine", ["native", "wires", "reference"])
+def test_a_receive_that_timed_out_leaves_the_message_to_the_next(engine, monkeypatch):
+    if engine == "wires":
+        monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
+        engine = "native"
+    run(receives_again_after_timeouts, 2, ranks="processes", engine=engine, timeout=60)
+
+
 def probe_of_the_dead(rank, how):
     dist.barrier()
     if rank == 1:
@@ -401,6 +428,24 @@ def test_sendrecv_round_a_ring(rank):
     assert (dist.recv_array(left, tag=9).array == 3).all()
     assert (x == 0).all()
     assert dist.recv_array(rank, tag=8).array.tolist() == [1]
+
+
+@pytest.mark.ranks(2)
+def test_sendrecv_in_place_keeps_the_dtype(rank):
+    import ml_dtypes
+
+    record = np.dtype([("a", "<i4"), ("b", "<f8")])
+    for dtype in ("M8[s]", "<U2", "S3", "g", ">i4", "?", "c8", ml_dtypes.bfloat16, record):
+        for shape in ((), (3,), (2, 3)):
+            mine, other = (np.full(shape, each).astype(dtype) for each in (rank, 1 - rank))
+            # Not contiguous, in Fortran's order, and with one element.
+            for x in (mine.T, np.stack([mine, mine], -1)[..., 0]):
+                assert dist.sendrecv(x, 1 - rank, x, 1 - rank) == 1 - rank
+                assert (x == other.T.reshape(x.shape)).all()
+    text = bytearray(b"of %d" % rank)
+    dist.sendrecv(text, 1 - rank, text)
+    assert text == b"of %d" % (1 - rank)
+    dist.barrier()
 
 
 @pytest.mark.ranks(2, kind="both", engine="both")

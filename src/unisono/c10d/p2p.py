@@ -297,7 +297,9 @@ def sendrecv(
     how: How = {"async_op": True, "_label": "sendrecv", "timeout": timeout}
     sent, into = (view(x, write=False, pack=False).memory for x in (send_tensor, recv_tensor))
     if np.may_share_memory(sent, into):
-        send_tensor = send_tensor.clone() if hasattr(send_tensor, "clone") else np.array(sent)
+        # Not a copy of `sent`, which is bytes if the dtype moves as bytes.
+        array = send_tensor if isinstance(send_tensor, np.ndarray) else sent
+        send_tensor = send_tensor.clone() if hasattr(send_tensor, "clone") else array.copy()
     works = [pg.recv(recv_tensor, peer, recv_tag, **how)]
     try:
         works.append(pg.send(send_tensor, to, send_tag, **how))

@@ -24,6 +24,11 @@ _ANY = (Kind.P2P, ANY_TAG)
 _FIRST_INNER_TAG = 1 << 62
 
 
+def is_of_user(tag: Tag) -> bool:
+    """Whether a receive of any tag is for a message with this tag."""
+    return tag[0] == Kind.P2P and tag[1] < _FIRST_INNER_TAG
+
+
 class Transfer(Completion):
     """One send or receive under way.
 
@@ -61,8 +66,7 @@ class Transfer(Completion):
         """Whether this receive is for a message from `source` with this tag."""
         if self.peer is not None and self.peer != source:
             return False
-        takes_any = self.tag == _ANY and tag[0] == Kind.P2P and tag[1] < _FIRST_INNER_TAG
-        return takes_any or self.tag == tag
+        return self.tag == tag or (self.tag == _ANY and is_of_user(tag))
 
     def fits(self, nbytes: int, info: int) -> bool:
         """Whether this receive takes such a message; it then has the size of the message."""

@@ -16,9 +16,16 @@ from collections.abc import Callable
 import numpy as np
 
 from unisono.transports.mailbox import Mailbox
-from unisono.transports.messages import Arrival, Key, Kind, LinkDown, MessageMismatch
+from unisono.transports.messages import (
+    Arrival,
+    Cancelled,
+    Key,
+    Kind,
+    LinkDown,
+    MessageMismatch,
+)
 from unisono.transports.tcp.wire import FRAME, Frame
-from unisono.transports.transfers import Transfer
+from unisono.transports.transfers import Transfer, is_of_user
 
 # How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
@@ -86,6 +93,15 @@ class _In:
             self.data[self.filled : self.filled + count] = chunk[:count]
         self.filled += count
         return count
+
+    def lose_receive(self, *, keep: bool) -> None:
+        """Stop using the memory of a cancelled receive; with `keep` another gets the message."""
+        if keep and self.data is not None and is_of_user(self.frame.key[1:]):
+            with contextlib.suppress(MemoryError):
+                self.data = np.array(self.data).data
+                self.transfer = None
+                return
+        self.data = None
 
 
 class Link:
@@ -286,7 +302,7 @@ class Link:
             incoming = self._in
             if incoming is not None and incoming.transfer and unwanted(incoming.transfer):
                 failed.append(incoming.transfer)
-                incoming.data = None
+                incoming.lose_receive(keep=isinstance(error, Cancelled))
         for transfer in failed:
             transfer.finish(error)
 
