@@ -62,7 +62,9 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
   // Queued calls may follow a call that has failed here. From the flag of a later epoch other ranks
   // would conclude that this rank has posted everything in the epoch that it did not finish.
-  if (has_ended(rank_)) return {Code::aborted, rank_, -1};
+  // The word of this process comes first, because other ranks poll the line of the shared word.
+  const bool may_have_ended = broken_by_.load(std::memory_order_relaxed) == rank_;
+  if (may_have_ended && has_ended(rank_)) return {Code::aborted, rank_, -1};
   const uint64_t first_epoch = epoch_;
   timeout_ns_ = timeout_ns;
   // A call of one piece reads the clock only if a wait gets long; see wait_slowly().

@@ -99,7 +99,12 @@ class Group final : public Runner {
   Status wait_slowly(int peer, uint64_t value, int step);
   Code exit_of(int peer) const;
   bool is_broken() const;
-  bool has_ended(int peer) const;
+  // Whether a peer has aborted and does not finish this epoch. Inline: each call asks.
+  bool has_ended(int peer) const {
+    const RankWords& theirs = segment_->words(peer);
+    return theirs.membership.load(std::memory_order_acquire) == kAborted &&
+           theirs.ended_in.load(std::memory_order_relaxed) <= epoch_;
+  }
   void end_epoch(Code code);
 
   const ForkGuard fork_guard_;

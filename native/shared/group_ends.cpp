@@ -36,13 +36,6 @@ bool Group::is_broken() const {
   return by >= 0 && (by == rank_ || !has_reached(by, epoch_ * kStages) || has_ended(by));
 }
 
-// Whether a peer has aborted and does not finish this epoch.
-bool Group::has_ended(int peer) const {
-  const RankWords& theirs = segment_->words(peer);
-  return theirs.membership.load(std::memory_order_acquire) == kAborted &&
-         theirs.ended_in.load(std::memory_order_relaxed) <= epoch_;
-}
-
 // How a peer has ended; Code::ok if it has not.
 Code Group::exit_of(int peer) const {
   // acquire: pairs with the stores in leave() and abort()
