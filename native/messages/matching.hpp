@@ -65,7 +65,7 @@ struct Operation {
   int peer = -1;  // -1: a receive from any source
   char* data = nullptr;
   const char* given = nullptr;  // of a started receive: the caller's address, see number_of()
-  Ranks among;  // of a receive from any source: the possible senders
+  Ranks among;                  // of a receive from any source: the possible senders
   bool is_send = false;
   Take takes = Take::fitting;
   uint64_t number = 0;    // 0: a blocking call, and this object is on the caller's stack
