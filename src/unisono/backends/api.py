@@ -207,6 +207,10 @@ class DeviceBackend(ABC):
     def abort(self, reason: str, failed: bool = False) -> None:
         """End all calls with an error, on all ranks; `failed`: this rank ends with an error."""
 
+    def adopt_failure(self, other: Any) -> None:
+        """Break this group if the group of `other`, a backend of this class, is broken."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Release threads and links."""
