@@ -38,6 +38,7 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
+from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
 
@@ -294,6 +295,12 @@ class CPUBackend(DeviceBackend):
             # In the child of a fork only the parent may abort the group.
             return
         self._engine.abort(reason, failed)
+
+    def adopt_failure(self, other: Any) -> None:
+        transport = self._comm.transport
+        if (known := transport.failure(other._comm.context)) is not None:
+            words = (known.kind, known.reason, known.peers, transport.rank, known.table)
+            self._engine.fail(Failure(*words))
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)

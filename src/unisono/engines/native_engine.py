@@ -242,8 +242,8 @@ class NativeEngine(QueueEngine):
         # Calls over shared memory are not counted: the memory shows which calls a rank has ended.
         return 0 if self._steps is None else int(self._steps.finished())
 
-    def _break(self, failure: Failure) -> None:
-        super()._break(failure)
+    def fail(self, failure: Failure) -> None:
+        super().fail(failure)
         # The group may have been broken before, by a rank that has finished the call that has
         # failed here. This rank waits no more, and other ranks must not wait for it.
         if self._group is not None:

@@ -128,6 +128,14 @@ class NativeTransfer(Transfer):
             self._quiet = False
             self._messages.watch(self)
 
+    def end(self, outcome: Outcome, status: BaseException | None) -> None:
+        """Finish the transfer with this outcome; `status`: why it has failed."""
+        if status is None and self.receives:
+            _, _, self.peer, self.nbytes, self.info, tag, memory = outcome
+            self.tag = (self.tag[0], tag)
+            self.into = self.into if memory is None else memory.data
+        self.finish(status)
+
 
 class NativeMessages:
     """One rank's end of the messages in C++.
@@ -221,7 +229,7 @@ class NativeMessages:
         if outcome[1] == _engine.UNREACHABLE:
             self.release(transfer)
             return None
-        self._begin(transfer, outcome)
+        self.begun(transfer, outcome)
         self.release(transfer)
         if not transfer.done():
             self._links.notice_end(peer)
@@ -245,7 +253,7 @@ class NativeMessages:
         before = self.native.last_number()
         try:
             outcome = self.native.start_recv(source, key.context, tag, info, into, sources, takes)
-            self._begin(transfer, outcome)
+            self.begun(transfer, outcome)
         except BaseException:
             self.cancel_interrupted(into, before)
             raise
@@ -271,16 +279,16 @@ class NativeMessages:
             code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
         finally:
             # Also if Ctrl-C came with the end of the message: other threads may wait for the end.
-            transfer.done()
+            ended = transfer.done()
         if code == _engine.UNKNOWN:
             # Another thread waits for it, or the server is about to end it.
             return self._wait_for_other(transfer, deadline)
-        return transfer.done()
+        return ended
 
     def finish(self, transfer: NativeTransfer) -> None:
         """Finish a transfer whose outcome is known; may be called repeatedly, by any thread."""
         outcome = transfer.outcomes[0]
-        self._remove(outcome[0])
+        self._open.pop(outcome[0], None)
         self._finish(transfer, outcome)
 
     def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
@@ -342,15 +350,6 @@ class NativeMessages:
             self.native.cancel(number, [] if transfer is None else transfer.outcomes)
             if transfer is not None:
                 transfer.done()
-
-    def begun(
-        self, peer: int | None, context: int, outcome: Outcome, among: frozenset[int]
-    ) -> NativeTransfer:
-        """Return a receive that a port has started; the caller keeps its memory alive."""
-        key = Key(context, Kind.P2P, 0)
-        transfer = self._transfer(peer, key, memoryview(b""), 0, receives=True, among=among)
-        self._begin(transfer, outcome)
-        return transfer
 
     # ---- calls of the transport -----------------------------------------------------------
 
@@ -437,7 +436,8 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+    def begun(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        """Finish a transfer that C++ has started with this outcome, now or when it ends."""
         transfer.number = number = outcome[0]
         if not number:
             self._finish(transfer, outcome)
@@ -455,23 +455,21 @@ class NativeMessages:
         if transfer is not None:
             self._finish(transfer, outcome)
 
-    def _remove(self, number: int, outcome: Outcome | None = None) -> NativeTransfer | None:
+    def _remove(self, number: int, outcome: Outcome) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
-            if transfer is None and outcome is not None:
+            if transfer is None:
                 # It ended before the call that started it came back.
                 self._early[number] = outcome
             return transfer
 
     def _finish(self, transfer: NativeTransfer, outcome: Outcome) -> None:
-        error = self.status_of(outcome, transfer.context)
-        if isinstance(error, Cancelled):
-            error = transfer._cause or error
-        if error is None and transfer.receives:
-            _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
-            transfer.tag = (transfer.tag[0], tag)
-            transfer.into = transfer.into if memory is None else memory.data
-        transfer.finish(error)
+        status = None
+        if outcome[1] != _engine.OK:
+            status = self.status_of(outcome, transfer.context)
+            if isinstance(status, Cancelled):
+                status = transfer._cause or status
+        transfer.end(outcome, status)
 
     # ---- threads --------------------------------------------------------------------------
 
