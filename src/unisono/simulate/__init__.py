@@ -13,15 +13,8 @@ from unisono.simulate.costs import Costs
 from unisono.simulate.evaluate import simulate
 from unisono.simulate.goal import from_goal, to_goal
 from unisono.simulate.loggops import LogGOPS, LogGOPSResult, Program, program_of
-from unisono.simulate.networks import (
-    FullyConnected,
-    Hosts,
-    Network,
-    Pods,
-    Switch,
-    Torus,
-    Wire,
-)
+from unisono.simulate.machines import Machine, machine
+from unisono.simulate.networks import FullyConnected, Hosts, Network, Pods, Switch, Torus, Wire
 from unisono.simulate.result import Result
 from unisono.simulate.traffic import Traffic
 
@@ -31,6 +24,7 @@ __all__ = [
     "Hosts",
     "LogGOPS",
     "LogGOPSResult",
+    "Machine",
     "Network",
     "Pods",
     "Program",
@@ -40,6 +34,7 @@ __all__ = [
     "Traffic",
     "Wire",
     "from_goal",
+    "machine",
     "program_of",
     "simulate",
     "to_goal",

@@ -60,7 +60,7 @@ def find_images(parts: Sequence[Traffic], network: Network) -> Images | None:
     if p % followed or p == followed:
         return None
     choices = [Images(p, followed, False)]
-    if is_power_of_two(p) and is_power_of_two(followed):
+    if network.flips and is_power_of_two(p) and is_power_of_two(followed):
         choices.append(Images(p, followed, True))
     number = p // followed
     some = {0, number - 1, *(1 << j for j in range(number.bit_length() - 1))}
@@ -198,14 +198,7 @@ def run(parts: Sequence[Traffic], network: Network, costs: Costs, images: Images
     latency, moving, hops = clocks.path[last]
     parts_ps = (latency, moving, 0, clocks.clock[last] - latency - moving)
     return Result(
-        np.tile(np.array(clocks.clock, np.int64), times),
-        dict(zip(CAUSES, parts_ps, strict=True)),
-        (),
-        hops,
-        clocks.messages * times,
-        clocks.nbytes * times,
-        None,
-        True,
-        f"stages of {images.followed} of {images.size} ranks",
-        network,
-    )
+        np.tile(np.array(clocks.clock, np.int64), times), dict(zip(CAUSES, parts_ps,
+        strict=True)), (), hops, clocks.messages * times, clocks.nbytes * times, None, True,
+        f"stages of {images.followed} of {images.size} ranks", network,
+    )  # fmt: skip

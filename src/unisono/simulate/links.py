@@ -23,6 +23,7 @@ from unisono.schedules.ir import BoolArray, IntArray
 from unisono.simulate.costs import Costs
 from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
+from unisono.simulate.stages import matched
 from unisono.simulate.traffic import RECV, SEND, Rows
 
 
@@ -54,34 +55,22 @@ class Plan(NamedTuple):
     width: int
 
 
-def match(rows: Rows) -> tuple[IntArray, IntArray]:
-    """Return the rows that send, and for each the row that receives the message.
+def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
+    """Match messages, and compute their routes and the costs of their links.
 
     Raises:
         InvalidArgumentError: A message has no receiver, or a receive no message.
     """
-    send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
-    out = np.lexsort((rows.peer[send], rows.rank[send]))
-    into = np.lexsort((rows.rank[receive], rows.peer[receive]))
-    send, receive = send[out], receive[into]
-    if (
-        len(send) != len(receive)
-        or not (
-            (rows.peer[send] == rows.rank[receive]) & (rows.rank[send] == rows.peer[receive])
-        ).all()
-    ):
+    send, into = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+    source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
+    found = matched(source, target, rows.peer[into], rows.rank[into], network.size)
+    if found is None:
         raise InvalidArgumentError(
-            f"simulate: {len(send)} messages are sent and {len(receive)} received, between other "
+            f"simulate: {len(send)} messages are sent and {len(into)} received, between other "
             "ranks or in another number"
         )
-    order = np.argsort(send)
-    return send[order], receive[order]
-
-
-def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
-    """Match messages, and compute their routes and the costs of their links."""
-    send, receive = match(rows)
-    source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
+    receive = np.empty_like(send)
+    receive[found] = into
     if not contended:
         # Each message has a link of its own.
         count = len(send)
@@ -159,17 +148,9 @@ def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -
     finish = np.array(trace.clock, np.int64)
     causes, path = _critical_path(rows, messages, trace, cost)
     return Result(
-        finish,
-        causes,
-        path,
-        len(path) - 1,
-        len(messages.send),
-        int(rows.nbytes[messages.send].sum()),
-        busy,
-        True,
-        "events",
-        network,
-    )
+        finish, causes, path, len(path) - 1, len(messages.send),
+        int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
+    )  # fmt: skip
 
 
 class _State:

@@ -14,17 +14,14 @@ from unisono.errors import InvalidArgumentError
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 
-# Per algorithm and protocol: before the first step; per step over NVLink; per step over the network.
+# Per algorithm and protocol: before the first step, per step over NVLink and over the network.
 _BASE = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4)}
 _NVLINK = {"tree": (0.6, 1.25, 4.0), "ring": (0.6, 1.9, 3.4)}
 _NETWORK = {"tree": (5.0, 8.5, 14.0), "ring": (2.7, 4.0, 14.0)}
 # To post a message to the network interface; three times as long for Simple.
 _POST_US = 1.0
-_RING_STEPS = {
-    "all_reduce": lambda ranks: 2 * (ranks - 1),
-    "all_gather": lambda ranks: ranks - 1,
-    "reduce_scatter": lambda ranks: ranks - 1,
-}
+# How often a chunk goes around the ring.
+_LAPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 # Divides the bandwidth of a tree, from 64 B on, per factor of 2 in size.
 _TREE_CORRECTION = {
     "LL": "1 1 1 1 .9 .8 .7 .7 .7 .7 .6 .5 .4 .4 .5 .6 .7 .8 .9 1 1 1 1",
@@ -52,7 +49,7 @@ def latency_us(collective: str, algorithm: str, protocol: str, ranks: int, nodes
             fill the nodes.
     """
     known = algorithm == "tree" and collective == "all_reduce"
-    known |= algorithm == "ring" and collective in (*_RING_STEPS, "broadcast", "reduce")
+    known |= algorithm == "ring" and collective in (*_LAPS, "broadcast", "reduce")
     if not known or protocol not in PROTOCOLS:
         raise InvalidArgumentError(
             f"NCCL's model has no {collective} with {algorithm} and {protocol} (algorithms: ring, "
@@ -66,10 +63,9 @@ def latency_us(collective: str, algorithm: str, protocol: str, ranks: int, nodes
     between = _NETWORK["tree" if ranks == nodes else algorithm][which]
     if algorithm == "tree":
         return base + 2 * ((ranks // nodes - 1) * inside + (nodes.bit_length() - 1) * between)
-    if collective not in _RING_STEPS:
+    if collective not in _LAPS:
         return base + (between if nodes > 1 else inside)
-    steps = _RING_STEPS[collective](ranks)
-    away = _RING_STEPS[collective](nodes) if nodes > 1 else 0
+    steps, away = (_LAPS[collective] * (count - 1) for count in (ranks, nodes))
     post = 0.0 if nodes == 1 else _POST_US * (3 if protocol == "Simple" else 1)
     return base + (steps - away) * max(inside, post) + away * between
 

@@ -80,8 +80,12 @@ class Network:
         groups: The links, numbered group by group.
         first: Number of the first link of each group.
         cut_through: Whether the head of a message goes on before its tail has arrived.
-        period: The network looks the same from rank r and from r + period.
+        period: The network looks the same from rank r and from r + period, modulo the size.
+        flips: Whether it looks the same, too, if a bit of all ranks is flipped that is not
+            below the period.
     """
+
+    flips = True
 
     def __init__(
         self, size: int, groups: Sequence[Group], *, cut_through: bool = True, period: int = 1
@@ -163,11 +167,14 @@ class Torus(Network):
     shorter way around. A ring is a torus of height 1.
     """
 
+    flips = False
+
     def __init__(self, width: int, height: int, wire: Wire, *, cut_through: bool = True) -> None:
         size = width * height
         ways = ("right", "left") if height == 1 else ("right", "left", "up", "down")
         links = [Group(f"rank {{}} {way}", size, wire) for way in ways]
-        super().__init__(size, links, cut_through=cut_through)
+        period = 1 if height == 1 else width
+        super().__init__(size, links, cut_through=cut_through, period=period)
         self.width, self.height = width, height
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -240,7 +247,8 @@ class Hosts(Network):
         ]
         if pods is not None:
             links += pods.links(hosts, interfaces, between)
-        super().__init__(size, links, cut_through=cut_through, period=per_host)
+        period = per_host * pods.hosts if pods is not None else per_host
+        super().__init__(size, links, cut_through=cut_through, period=period)
         self.per_host, self.interfaces, self.pods = per_host, interfaces, pods
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -252,7 +260,7 @@ class Hosts(Network):
         enter = self.first[3] + to_host * self.interfaces + to_card
         links = [np.where(away, leave, source), np.where(away, enter, self.size + target)]
         if self.pods is not None:
-            number = self.size // self.per_host // self.pods.hosts
+            number = -(-self.size // self.per_host // self.pods.hosts)
             pod, to_pod = host // self.pods.hosts, to_host // self.pods.hosts
             if self.pods.dragonfly:
                 crossed = [self.first[4] + pod * number + to_pod]
@@ -267,7 +275,7 @@ class Pods:
     """Groups of hosts with links between them.
 
     Attributes:
-        hosts: Hosts per pod.
+        hosts: Hosts per pod; the last pod may have fewer.
         oversubscription: What the interfaces of a pod can send, divided by what its links carry.
         latency_ps: From one pod to another, in addition.
         dragonfly: Whether each pair of pods has a link of its own.
@@ -282,15 +290,14 @@ class Pods:
         """Return the links between the pods.
 
         Raises:
-            InvalidArgumentError: The hosts do not fill the pods, or the oversubscription is not
-                above 0.
+            InvalidArgumentError: A pod has no host, or the oversubscription is not above 0.
         """
-        if self.hosts < 1 or hosts % self.hosts or not self.oversubscription > 0:
+        if self.hosts < 1 or not self.oversubscription > 0:
             raise InvalidArgumentError(
-                f"{hosts} hosts in pods of {self.hosts}, oversubscription "
-                f"{self.oversubscription:g}: expected whole pods, and an oversubscription > 0"
+                f"pods of {self.hosts} hosts, oversubscription {self.oversubscription:g}: expected "
+                "1 host or more, and an oversubscription > 0"
             )
-        pods = hosts // self.hosts
+        pods = -(-hosts // self.hosts)
         gbps = between.gbps * self.hosts * interfaces / self.oversubscription
         if self.dragonfly:
             wire = Wire(self.latency_ps, gbps / max(pods - 1, 1), between.whole)

@@ -199,14 +199,6 @@ def run(
     ends = int(state.clock[last]) - latency - moving - busy
     causes = dict(zip(CAUSES, (latency, moving, busy, ends), strict=True))
     return Result(
-        state.clock,
-        causes,
-        (),
-        hops,
-        state.messages,
-        state.nbytes,
-        state.busy if contended else None,
-        state.exact,
-        "stages",
-        network,
-    )
+        state.clock, causes, (), hops, state.messages, state.nbytes,
+        state.busy if contended else None, state.exact, "stages", network,
+    )  # fmt: skip

@@ -39,5 +39,5 @@ def test_the_bandwidth_of_a_tree_is_corrected_by_size():
     ],
 )
 def test_what_nccl_lacks_is_refused(call):
-    with pytest.raises(InvalidArgumentError, match="NCCL's model has no|do not fill"):
+    with pytest.raises(InvalidArgumentError, match=r"NCCL's model has no|do not fill"):
         latency_us(*call)

@@ -180,6 +180,8 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
     assert names(network, 1, 14) == ["interface 1 out", "pod 0 up", "pod 1 down", "interface 14 in"]
     dragonfly = Hosts(16, 2, wire, wire, pods=Pods(2, 2.0, dragonfly=True))
     assert names(dragonfly, 0, 15) == ["interface 0 out", "pair of pods 3", "interface 7 in"]
+    part = Hosts(10, 2, wire, wire, pods=Pods(4))
+    assert names(part, 0, 9) == ["interface 0 out", "pod 0 up", "pod 1 down", "interface 4 in"]
     # 2 interfaces of 10 GB/s per pod, oversubscribed 2 to 1, for 3 other pods.
     assert dragonfly.groups[-1].wire.gbps == pytest.approx(10 / 3)
 
@@ -191,7 +193,7 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
         (lambda: Wire(0, 0.0), "a bandwidth > 0"),
         (lambda: Switch(0, Wire()), "1 rank or more, got 0"),
         (lambda: Hosts(10, 4, Wire(), Wire()), "10 ranks on hosts of 4"),
-        (lambda: Hosts(8, 2, Wire(), Wire(), pods=Pods(3)), "4 hosts in pods of 3"),
+        (lambda: Hosts(8, 2, Wire(), Wire(), pods=Pods(0)), "pods of 0 hosts"),
         (lambda: Hosts(8, 2, Wire(), Wire(), pods=Pods(2, 0.0)), "oversubscription > 0"),
     ],
 )
