@@ -59,6 +59,9 @@ REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
+_NO_ROWS: IntArray = np.empty((0, 8), np.int64)
+
+
 class Op(IntEnum):
     """The kind of a step; the module's docstring defines each."""
 
@@ -148,7 +151,7 @@ class Schedule:
             int64 [rows, 8]: (rank, op, peer, src_buf, src_chunk, dst_buf, dst_chunk, nchunks),
             unused fields -1. The rows of one rank are in the order of execution.
         """
-        blocks: list[IntArray] = [np.empty((0, 8), np.int64)]
+        blocks: list[IntArray] = [_NO_ROWS]
         if k == 0:
             blocks += self.before(ranks)
         if k < self.rounds:
@@ -159,20 +162,36 @@ class Schedule:
 
 
 def _rows(
-    op: Op,
+    op: IntArray | int,
     ranks: IntArray,
     peer: IntArray | int,
-    src: tuple[int, IntArray | int],
-    dst: tuple[int, IntArray | int],
+    src: tuple[IntArray | int, IntArray | int],
+    dst: tuple[IntArray | int, IntArray | int],
     n: IntArray | int,
     where: BoolArray | bool,
 ) -> IntArray:
-    columns = (ranks, int(op), peer, int(src[0]), src[1], int(dst[0]), dst[1], n)
-    shape = np.broadcast_shapes(*(np.shape(column) for column in columns), np.shape(where))
-    rows = np.empty((*shape, 8), np.int64)
+    columns: tuple[IntArray | int, ...] = (ranks, op, peer, *src, *dst, n)
+    if where is not True:
+        # Keep the active ranks only, before there are rows.
+        shape = np.broadcast(*columns, where).shape
+        mask = np.asarray(where)
+        at = np.nonzero(mask if mask.shape == shape else np.broadcast_to(mask, shape))
+        if not at[0].size:
+            return _NO_ROWS
+        columns = tuple(_chosen(column, shape, at) for column in columns)
+    rows = np.empty((*np.broadcast(*columns).shape, 8), np.int64)
     for index, column in enumerate(columns):
         rows[..., index] = column
-    return rows.reshape(-1, 8) if where is True else rows[np.broadcast_to(where, shape)]
+    return rows.reshape(-1, 8)
+
+
+def _chosen(
+    column: IntArray | int, shape: tuple[int, ...], at: tuple[IntArray, ...]
+) -> IntArray | int:
+    """Return the elements `at` of a column that is broadcast to `shape`."""
+    if not isinstance(column, np.ndarray) or not column.ndim:
+        return column
+    return column[at] if column.shape == shape else np.broadcast_to(column, shape)[at]
 
 
 def _transfer(
