@@ -161,15 +161,19 @@ class Schedule:
         return np.concatenate(blocks)
 
 
-def _rows(
+def make_rows(
     op: IntArray | int,
     ranks: IntArray,
     peer: IntArray | int,
     src: tuple[IntArray | int, IntArray | int],
     dst: tuple[IntArray | int, IntArray | int],
     n: IntArray | int,
-    where: BoolArray | bool,
+    where: BoolArray | bool = True,
 ) -> IntArray:
+    """Return rows of these columns, broadcast; `src` and `dst` are (buffer, chunk).
+
+    A row for which `where` is false is left out.
+    """
     columns: tuple[IntArray | int, ...] = (ranks, op, peer, *src, *dst, n)
     if where is not True:
         # Keep the active ranks only, before there are rows.
@@ -209,7 +213,7 @@ def _transfer(
     """
     place, none = (buf, chunk), (-1, -1)
     src, dst = (place, none) if op in (Op.SEND, Op.POST) else (none, place)
-    return _rows(op, ranks, peer, src, dst, n, where)
+    return make_rows(op, ranks, peer, src, dst, n, where)
 
 
 send, recv, recv_reduce = (partial(_transfer, op) for op in (Op.SEND, Op.RECV, Op.RECV_REDUCE))
@@ -224,7 +228,7 @@ def copy(
     where: BoolArray | bool = True,
 ) -> IntArray:
     """Return rows in which each rank copies `n` chunks from `src` = (buffer, chunk) to `dst`."""
-    return _rows(Op.COPY, ranks, -1, src, dst, n, where)
+    return make_rows(Op.COPY, ranks, -1, src, dst, n, where)
 
 
 def reduce(
@@ -235,7 +239,7 @@ def reduce(
     where: BoolArray | bool = True,
 ) -> IntArray:
     """Return rows in which each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
-    return _rows(Op.REDUCE, ranks, -1, src, dst, n, where)
+    return make_rows(Op.REDUCE, ranks, -1, src, dst, n, where)
 
 
 def is_power_of_two(n: int) -> bool:

@@ -64,6 +64,11 @@ def lower_shared(
 
     All ranks get the same pieces. `count` is as in `layout`.
     """
+    messages = lower(schedule, rank, layout_for(schedule, count))
+    if schedule.collective == "barrier":
+        # No rank leaves the agreement on a call before all ranks have entered it.
+        nothing, once = np.empty((0, 10), np.int64), np.array([[0, 0, 1, 0, 0]])
+        return SharedProgram(messages.steps, 0, nothing, once, 0)
     piece = _piece_count(schedule, count, itemsize, slot_bytes)
     if piece is None:
         return None
@@ -82,7 +87,6 @@ def lower_shared(
         first += len(rows)
         scratch = max(scratch, used)
         steps.append(rows)
-    messages = lower(schedule, rank, layout_for(schedule, count))
     table = np.ascontiguousarray(np.concatenate(steps))
     return SharedProgram(
         messages.steps, messages.scratch_count, table, np.array(loops, np.int64), scratch

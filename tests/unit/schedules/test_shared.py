@@ -224,10 +224,12 @@ def test_small_data_is_one_piece():
     assert program.loops.tolist() == [[0, len(program.pieces), 1, 0, 10]]
 
 
-def test_barrier_keeps_its_steps():
-    program = lower_shared(build("barrier", "one_shot", 3), 1, 0, 1, 4096)
-    assert program.pieces[:, 0].tolist() == [Op.POST, Op.READ, Op.READ]
-    assert program.pieces[:, 9].tolist() == [1, 1, 1]
+@pytest.mark.parametrize("algorithm", ["one_shot", "dissemination", "linear"])
+def test_a_barrier_has_no_steps_because_the_agreement_is_one(algorithm):
+    program = lower_shared(build("barrier", algorithm, 3), 1, 0, 1, 4096)
+    assert program.pieces.shape == (0, 10)
+    assert program.loops.tolist() == [[0, 0, 1, 0, 0]]
+    assert len(program.steps), "with messages the ranks need the steps"
 
 
 @pytest.mark.parametrize("p", [2, 3, 8])
