@@ -178,24 +178,21 @@ def make_rows(
     if where is not True:
         # Keep the active ranks only, before there are rows.
         shape = np.broadcast(*columns, where).shape
-        mask = np.asarray(where)
-        at = np.nonzero(mask if mask.shape == shape else np.broadcast_to(mask, shape))
+        at = np.nonzero(_spread(where, shape))
         if not at[0].size:
             return _NO_ROWS
-        columns = tuple(_chosen(column, shape, at) for column in columns)
+        columns = tuple(
+            column if np.ndim(column) == 0 else _spread(column, shape)[at] for column in columns
+        )
     rows = np.empty((*np.broadcast(*columns).shape, 8), np.int64)
     for index, column in enumerate(columns):
         rows[..., index] = column
     return rows.reshape(-1, 8)
 
 
-def _chosen(
-    column: IntArray | int, shape: tuple[int, ...], at: tuple[IntArray, ...]
-) -> IntArray | int:
-    """Return the elements `at` of a column that is broadcast to `shape`."""
-    if not isinstance(column, np.ndarray) or not column.ndim:
-        return column
-    return column[at] if column.shape == shape else np.broadcast_to(column, shape)[at]
+def _spread(column: Any, shape: tuple[int, ...]) -> IntArray:
+    # broadcast_to takes longer than the rest of a row of one rank.
+    return column if np.shape(column) == shape else np.broadcast_to(column, shape)
 
 
 def _transfer(

@@ -51,7 +51,7 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
 
 def lower_all(schedule: Schedule, layout: Layout) -> tuple[IntArray, IntArray]:
     """Return the steps of all ranks, rank by rank, and the rank of each; for equal blocks."""
-    rows = _index(schedule, _rows_of(schedule, np.arange(schedule.world_size)))
+    rows = _all_rows(schedule, np.arange(schedule.world_size))
     steps, moved = _in_elements(schedule, rows, buffer_ends(schedule, 0, layout))
     return steps[moved], rows.chunks[moved, _RANK]
 
@@ -83,17 +83,14 @@ class _Rows(NamedTuple):
 @lru_cache(maxsize=256)
 def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
     """Return all rows of one rank; they are valid for every element count."""
-    return _index(schedule, _rows_of(schedule, np.array([rank])))
+    return _all_rows(schedule, np.array([rank]))
 
 
-def _rows_of(schedule: Schedule, ranks: IntArray) -> IntArray:
-    """Return the rows of all stages, rank by rank."""
+def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
+    """Return the rows of all stages; an index does not depend on the rank."""
     rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
-    return rows[np.argsort(rows[:, _RANK], kind="stable")] if len(ranks) > 1 else rows
-
-
-def _index(schedule: Schedule, rows: IntArray) -> _Rows:
-    """Return rows with the indices of their chunks; an index does not depend on the rank."""
+    if len(ranks) > 1:
+        rows = rows[np.argsort(rows[:, _RANK], kind="stable")]
     bounds = buffer_bounds(schedule, 0, layout_for(schedule, 0))
     *bases, none = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
     steps = np.full((len(rows), 7), -1, np.int64)

@@ -270,21 +270,15 @@ class _UnitPiece(NamedTuple):
     """One rank's rows of a piece, with the indices from which their offsets are computed.
 
     Attributes:
-        rows: As in `SharedProgram.pieces`, without offsets and counts.
+        rows: As in `_Outline.rows`, in units.
         src: Index in `_ends` of the begin of each row's source.
         dst: Index in `_ends` of the begin of each row's destination.
-        begin: Index in `_ends` of the begin of the data that each row moves.
-        end: Index in `_ends` of the end of that data.
-        post: Index in `_slots` of the place of each row's post.
         scratch: Index in `_ends` of the end of the SCRATCH that is used.
     """
 
     rows: IntArray
     src: IntArray
     dst: IntArray
-    begin: IntArray
-    end: IntArray
-    post: IntArray
     scratch: int
 
 
@@ -300,14 +294,11 @@ def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
         np.where(rows[:, buf] < 0, bases[-1], bases[rows[:, buf]] + rows[:, off])
         for buf, off in ((2, 3), (4, 5))
     )
-    begin = np.minimum(src, dst)
     scratch = 0
     if int(Buf.SCRATCH) in rows[:, (2, 4)]:
         aside = steps[:, (2, 4)] == Buf.SCRATCH
         scratch = int((steps[:, (3, 5)] + steps[:, 6:7])[aside].max())
-    return _UnitPiece(
-        rows, src, dst, begin, begin + rows[:, 6], rows[:, 8], int(bases[Buf.SCRATCH]) + scratch
-    )
+    return _UnitPiece(rows, src, dst, int(bases[Buf.SCRATCH]) + scratch)
 
 
 def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:
@@ -321,8 +312,9 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
         places[:blocks] = ends[:blocks] // size * count + ends[:blocks] % size
     rows = piece.rows.copy()
     rows[:, 3], rows[:, 5] = places[piece.src], places[piece.dst]
-    rows[:, 6] = ends[piece.end] - ends[piece.begin]
-    rows[:, 8] = _slots(schedule, size)[0][piece.post]
+    begin = np.minimum(piece.src, piece.dst)
+    rows[:, 6] = ends[begin + rows[:, 6]] - ends[begin]
+    rows[:, 8] = _slots(schedule, size)[0][rows[:, 8]]
     return rows, int(ends[piece.scratch])
 
 
