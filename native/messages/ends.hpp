@@ -1,4 +1,4 @@
-// What ends operations from outside: ranks that are gone, failed contexts, and close().
+// Records that end operations from outside: ranks that are gone, failed contexts, and close().
 //
 // A rank whose messages may still arrive is parting: Python knows that the rank is gone, and the
 // rank is not down yet.

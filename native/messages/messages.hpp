@@ -6,8 +6,8 @@
 //
 // - Operations: the started operations and their outcomes.
 // - Ends: ranks that are gone, failed contexts, close().
-// - Delivery: the receive that takes a message; see Matching.
-// - Links: the links to all ranks; each is a PeerLink over PeerRings or PeerWires.
+// - Delivery: the receive that takes a message, over Matching.
+// - Links: the links to all ranks. Each is a PeerLink over PeerRings or PeerWires.
 // - Waiting: which thread makes progress, spins or sleeps.
 //
 // A waiting rank receives all messages that arrive, so that two ranks that both send first reach

@@ -1,4 +1,4 @@
-// What the parts of a `Messages` share.
+// The state that the parts of a `Messages` share.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// The messages between this rank and one other rank: its queue of sends, and their way, which is
-// the rings if the rank's memory can be opened, and wires if not.
+// The link to one rank: its queue of sends, and their way. They go through rings if the rank's
+// memory can be opened, and over wires if not.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,8 @@ class PeerLink {
 
   const int peer_;
   Parts& parts_;
-  std::list<Operation*> sends_;  // in order; not sent yet, or on loan
-  // Sends that were cancelled halfway; their frames must be completed.
+  std::list<Operation*> sends_;  // in order: not sent yet, or on loan
+  // Sends that were cancelled halfway. Their frames must be completed.
   std::list<std::unique_ptr<Operation>> leftovers_;
 };
 
