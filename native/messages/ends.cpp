@@ -18,7 +18,7 @@ constexpr int64_t kLostNs = 300'000'000;
 
 void Ends::set_down(const Lock& lock, int rank, Code code) {
   set_parting(lock, rank, Code::ok);
-  peers_[static_cast<size_t>(rank)].down = code;
+  ranks_[static_cast<size_t>(rank)].down = code;
 }
 
 Code Ends::down_for(const Lock& lock, Operation& op) const {
@@ -38,10 +38,10 @@ Code Ends::down_for(const Lock& lock, Operation& op) const {
 }
 
 void Ends::set_parting(const Lock& /*lock*/, int rank, Code code) {
-  Peer& peer = peers_[static_cast<size_t>(rank)];
-  parting_ += (code != Code::ok ? 1 : 0) - (peer.parting != Code::ok ? 1 : 0);
-  peer.parting = code;
-  peer.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
+  State& state = ranks_[static_cast<size_t>(rank)];
+  parting_ += (code != Code::ok ? 1 : 0) - (state.parting != Code::ok ? 1 : 0);
+  state.parting = code;
+  state.parting_ends_ns = now_ns() + (code == Code::left ? kLeftNs : kLostNs);
 }
 
 bool Ends::is_overdue(const Lock& /*lock*/, int rank) const {

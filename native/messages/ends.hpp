@@ -14,7 +14,7 @@ namespace unisono {
 
 class Ends {
  public:
-  Ends(int rank, int ranks) : rank_(rank), peers_(static_cast<size_t>(ranks)) {}
+  Ends(int rank, int ranks) : rank_(rank), ranks_(static_cast<size_t>(ranks)) {}
 
   bool is_closed(const Lock& /*lock*/) const { return is_closed_; }
   void close(const Lock& /*lock*/) { is_closed_ = true; }
@@ -47,15 +47,15 @@ class Ends {
   bool is_unwanted(const Lock& lock, const Envelope& envelope) const;
 
  private:
-  struct Peer {
+  struct State {
     Code down = Code::ok;
     Code parting = Code::ok;
     int64_t parting_ends_ns = 0;
   };
-  const Peer& at(int rank) const { return peers_[static_cast<size_t>(rank)]; }
+  const State& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
 
   const int rank_;
-  std::vector<Peer> peers_;
+  std::vector<State> ranks_;
   int parting_ = 0;                                  // number of parting ranks
   std::unordered_map<uint64_t, int64_t> failed_;     // contexts, and after which run
   std::unordered_map<uint64_t, int64_t> forgotten_;  // by context: the oldest negative tag

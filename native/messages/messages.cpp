@@ -27,7 +27,7 @@ void set_recv(Operation& op, int from, const Envelope& envelope, char* data, Ran
 }  // namespace
 
 Messages::Messages(int rank, int ranks)
-    : parts_(rank, ranks), links_(ranks, parts_), waiting_(lock_, parts_, links_) {}
+    : parts_(rank, ranks), peers_(ranks, parts_), waiting_(lock_, parts_, peers_) {}
 
 int Messages::create(const unsigned char* nonce) {
   return parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce);
@@ -45,13 +45,13 @@ void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
 
 bool Messages::reaches(int peer) {
   const Lock lock(lock_);
-  return peer == rank() || links_[peer].find_route(lock);
+  return peer == rank() || peers_[peer].find_route(lock);
 }
 
 bool Messages::has_left(int rank) {
   const Lock lock(lock_);
-  links_.look_for_senders(lock);
-  return links_[rank].rings.has_left(lock);
+  peers_.look_for_senders(lock);
+  return peers_[rank].rings.has_left(lock);
 }
 
 // ---- synchronous calls -------------------------------------------------------------------
@@ -59,7 +59,7 @@ bool Messages::has_left(int rank) {
 // Not if ranks share cores: a woken thread could get the core that this rank needs.
 void Messages::wake_waiters(int to) {
   const Lock lock(lock_, std::try_to_lock);
-  if (lock.owns_lock() && !waiting_.is_crowded(lock)) links_[to].rings.wake_waiters(lock);
+  if (lock.owns_lock() && !waiting_.is_crowded(lock)) peers_[to].rings.wake_waiters(lock);
 }
 
 bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
@@ -67,7 +67,7 @@ bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
   if (!lock.owns_lock() || parts_.ends.is_closed(lock) || parts_.ends.have_failed(lock)) {
     return false;
   }
-  return to != rank() && links_[to].try_send(lock, envelope, data);
+  return to != rank() && peers_[to].try_send(lock, envelope, data);
 }
 
 Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
@@ -92,7 +92,7 @@ Outcome Messages::run(Operation& op, int64_t timeout_ns) {
     const Code reason = waiting_.wait_for(&op, timeout_ns, lock);
     if (!op.done) {
       parts_.delivery.leave_message(lock, op);
-      links_.cancel(lock, op, reason);
+      peers_.cancel(lock, op, reason);
     }
     // The message may have come at that moment, but the caller must see the signal.
     if (reason == Code::interrupted) op.code = reason;
@@ -151,7 +151,7 @@ Outcome Messages::start(const Lock& lock, Operation& op) {
 
 // Remove every reference to an operation whose caller gets an exception.
 void Messages::cancel_unfinished(const Lock& lock, Operation& op) {
-  if (!op.done) links_.cancel(lock, op, Code::no_memory);
+  if (!op.done) peers_.cancel(lock, op, Code::no_memory);
 }
 
 uint64_t Messages::number_of(const char* data, uint64_t after) {
@@ -197,7 +197,7 @@ Outcome Messages::cancel(uint64_t number) {
   if (op == nullptr) return {number, Code::unknown};
   if (!op->done) {
     parts_.delivery.leave_message(lock, *op);
-    links_.cancel(lock, *op, Code::cancelled);
+    peers_.cancel(lock, *op, Code::cancelled);
   }
   waiting_.notify(lock);
   // A thread that waits for the operation takes the outcome itself.
@@ -209,7 +209,7 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   return waiting_.serve(stuck, lock);
 }
 
-// ---- programs, and messages from Python's links -------------------------------------------
+// ---- programs, and messages from Python's peers -------------------------------------------
 
 // Without progress after a receive: a program posts several receives before it waits.
 void Messages::begin(Operation& op) {
@@ -230,14 +230,14 @@ Code Messages::wait(const Operation& op, int64_t timeout_ns) {
 
 void Messages::cancel(Operation& op) {
   const Lock lock(lock_);
-  if (!op.done) links_.cancel(lock, op, Code::cancelled);
+  if (!op.done) peers_.cancel(lock, op, Code::cancelled);
   waiting_.notify(lock);
 }
 
 void Messages::try_progress() {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  links_.progress(lock);
+  peers_.progress(lock);
   waiting_.notify(lock);
 }
 
@@ -257,7 +257,7 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
 void Messages::begin(const Lock& lock, Operation& op) {
   if (op.is_send) return begin_send(lock, op);
   if (!parts_.delivery.post(lock, op)) return;
-  links_.progress(lock, &op);
+  peers_.progress(lock, &op);
   parts_.delivery.end_if_down(lock, op);
 }
 
@@ -274,7 +274,7 @@ void Messages::begin_send(const Lock& lock, Operation& op) {
     op.source = op.peer;
     return operations.finish(lock, op, down);
   }
-  PeerLink& to = links_[op.peer];
+  Peer& to = peers_[op.peer];
   if (!to.find_route(lock, op.envelope.nbytes)) {
     return operations.finish(lock, op, Code::unreachable);
   }
@@ -286,7 +286,7 @@ void Messages::begin_send(const Lock& lock, Operation& op) {
 void Messages::add_wire(int rank, int channel, int fd) {
   const Lock lock(lock_);
   auto wire = std::make_unique<Wire>(fd, channel);
-  if (!waiting_.prepare_for_wires(lock) || !links_.add_wire(lock, rank, std::move(wire))) return;
+  if (!waiting_.prepare_for_wires(lock) || !peers_.add_wire(lock, rank, std::move(wire))) return;
   parts_.operations.note_change(lock);  // a polling thread must poll this wire, too
   waiting_.delegate(lock);
 }
@@ -304,7 +304,7 @@ void Messages::forget_tags(uint64_t context, int64_t oldest) {
 
 bool Messages::peer_down(int rank, Code code) {
   const Lock lock(lock_);
-  const bool is_parting = links_.peer_down(lock, rank, code);
+  const bool is_parting = peers_.peer_down(lock, rank, code);
   if (is_parting) waiting_.delegate(lock);
   waiting_.notify(lock);
   return is_parting;
@@ -312,10 +312,10 @@ bool Messages::peer_down(int rank, Code code) {
 
 void Messages::fail_context(uint64_t context, int64_t after) {
   const Lock lock(lock_);
-  links_.receive_all(lock);
+  peers_.receive_all(lock);
   parts_.ends.fail(lock, context, after);
   parts_.delivery.discard_unwanted(lock);
-  links_.end_all(lock, [&](Operation& op) {
+  peers_.end_all(lock, [&](Operation& op) {
     const bool is_its = op.envelope.context == context;
     return is_its && parts_.ends.is_failed(lock, op.envelope) ? Code::aborted : Code::ok;
   });
@@ -327,7 +327,7 @@ void Messages::forget_context(uint64_t context) {
   const Lock lock(lock_);
   parts_.ends.forget(lock, context);
   parts_.delivery.discard(lock, [&](const Envelope& each) { return each.context == context; });
-  links_.end_all(lock, [&](Operation& op) {
+  peers_.end_all(lock, [&](Operation& op) {
     return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
   });
   waiting_.notify(lock);
@@ -338,7 +338,7 @@ std::vector<int> Messages::close(int64_t timeout_ns) {
   Lock lock(lock_);
   if (parts_.ends.is_closed(lock)) return {};
   if (parts_.queued_sends != 0) waiting_.wait_for(nullptr, timeout_ns, lock);
-  std::vector<int> fds = links_.close(lock);
+  std::vector<int> fds = peers_.close(lock);
   parts_.operations.note_change(lock);
   waiting_.notify(lock);
   parts_.inbox.close_fd();
@@ -346,7 +346,7 @@ std::vector<int> Messages::close(int64_t timeout_ns) {
 }
 
 void Messages::close_in_child() {
-  links_.close_wires_in_child();
+  peers_.close_wires_in_child();
   waiting_.close_in_child();
 }
 

@@ -7,7 +7,7 @@
 // - Operations: the started operations and their outcomes.
 // - Ends: ranks that are gone, failed contexts, close().
 // - Delivery: the receive that takes a message, over Matching.
-// - Links: the links to all ranks. Each is a PeerLink over PeerRings or PeerWires.
+// - Peers: the other ranks. Each is a Peer over PeerRings or PeerWires.
 // - Waiting: which thread makes progress, spins or sleeps.
 //
 // A waiting rank receives all messages that arrive, so that two ranks that both send first reach
@@ -27,10 +27,10 @@
 
 #include "core/fork_guard.hpp"
 #include "core/status.hpp"
-#include "messages/links.hpp"
 #include "messages/matching.hpp"
 #include "messages/operations.hpp"
 #include "messages/parts.hpp"
+#include "messages/peers.hpp"
 #include "messages/waiting.hpp"
 
 namespace unisono {
@@ -156,7 +156,7 @@ class Messages {
   const ForkGuard fork_guard_;
   std::mutex lock_;
   Parts parts_;
-  Links links_;
+  Peers peers_;
   Waiting waiting_;
 };
 

@@ -59,9 +59,9 @@ Code Waiting::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
   if (server_.polls) bells().polls.store(0, std::memory_order_relaxed);
   report_wires(lock);
   if (++waits_ % kHopeful == 0) spin_ns_ = kSpinNs;
-  const int64_t spin_ends_ns = links_.wired(lock).empty() ? INT64_MAX : now_ns() + spin_ns_;
+  const int64_t spin_ends_ns = peers_.wired(lock).empty() ? INT64_MAX : now_ns() + spin_ns_;
   const Core* const core =
-    op == nullptr || op->peer < 0 ? nullptr : links_[op->peer].rings.core(lock);
+    op == nullptr || op->peer < 0 ? nullptr : peers_[op->peer].rings.core(lock);
   lock.unlock();
   Code reason = Code::ok;
   const bool came_soon = spin(op, spin_ends_ns, core, lock);
@@ -69,7 +69,7 @@ Code Waiting::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
     reason = wait_slowly(op, timeout_ns, core);
     lock.lock();
   }
-  if (!links_.wired(lock).empty()) last_wait_ns_ = now_ns();
+  if (!peers_.wired(lock).empty()) last_wait_ns_ = now_ns();
   spin_ns_ = came_soon ? kSpinNs : spin_ns_ / 2;
   return reason;
 }
@@ -82,7 +82,7 @@ bool Waiting::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock&
       if (lock.try_lock()) {
         // While a message moves its waiter stays awake. To sleep and wake for every ring of a large
         // message takes three times as long.
-        if (links_.progress(lock, i % kLookAround == 0 ? nullptr : op)) round = 1;
+        if (peers_.progress(lock, i % kLookAround == 0 ? nullptr : op)) round = 1;
         if (is_over(op)) return true;
         notify(lock);
         lock.unlock();
@@ -136,10 +136,10 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
       *polls = *polls || poll_.begin(lock);
       if (*polls) bells().polls.store(1, std::memory_order_seq_cst);
       full_fence();
-      links_.ask_for_room(lock);
-      goes_on = links_.push_all(lock);
+      peers_.ask_for_room(lock);
+      goes_on = peers_.push_all(lock);
       parts_.delivery.keeps.loans = !is_over(op);
-      goes_on = (links_.progress(lock) || goes_on) && links_.wired(lock).empty();
+      goes_on = (peers_.progress(lock) || goes_on) && peers_.wired(lock).empty();
       notify(lock, *polls);
       report_wires(lock);
       *polls ? poll_.watch(lock) : poll_.refresh(lock);
@@ -167,7 +167,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
     parts_.delivery.keeps.all = true;  // the message may be behind others in a ring or wire
     if (!callbacks.stuck || now < report_ns) continue;
     report_ns = now + kStuckNs;
-    const std::vector<int> ranks = links_.awaited_ranks(lock, op);
+    const std::vector<int> ranks = peers_.awaited_ranks(lock, op);
     lock.unlock();
     callbacks.stuck(ranks, op == nullptr || op->is_send);
   }
@@ -176,7 +176,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
 std::vector<Outcome> Waiting::serve(std::vector<int>* stuck, Lock& lock) {
   Operations& operations = parts_.operations;
   while (true) {
-    links_.progress(lock);
+    peers_.progress(lock);
     for (Operation* const op : parts_.delivery.receives(lock)) {
       // A long message comes into a quiet receive, and its caller is busy elsewhere.
       if (op->started && op->quiet && waiters_ == 0) operations.watch(lock, *op);
@@ -194,7 +194,7 @@ std::vector<Outcome> Waiting::serve(std::vector<int>* stuck, Lock& lock) {
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
     if (parts_.queued_sends != 0 && now_ns() - server_.stuck_told_ns > kStuckNs) {
       server_.stuck_told_ns = now_ns();
-      *stuck = links_.awaited_ranks(lock, nullptr);
+      *stuck = peers_.awaited_ranks(lock, nullptr);
       return {};
     }
   }
@@ -207,7 +207,7 @@ bool Waiting::needs_server(const Lock& lock) const {
 }
 
 void Waiting::server_sleep(uint64_t seen, Lock& lock) {
-  const bool unattended = !links_.wired(lock).empty() && needs_server(lock);
+  const bool unattended = !peers_.wired(lock).empty() && needs_server(lock);
   const bool is_short = parts_.queued_sends != 0 || parts_.ends.are_parting(lock);
   int64_t limit_ns = is_short ? kSliceNs : 1000 * kSliceNs;
   const bool waits_elsewhere = waiters_ != 0 || now_ns() - last_wait_ns_ < kServerPauseNs;
@@ -217,7 +217,7 @@ void Waiting::server_sleep(uint64_t seen, Lock& lock) {
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
     bells().polls.store(1, std::memory_order_seq_cst);
     full_fence();
-    links_.progress(lock);
+    peers_.progress(lock);
     notify(lock);
     poll_.watch(lock);
     lock.unlock();
@@ -240,7 +240,7 @@ void Waiting::server_sleep(uint64_t seen, Lock& lock) {
 
 void Waiting::delegate(const Lock& lock) {
   if (server_.sleeps && waiters_ == 0 && needs_server(lock)) {
-    if (server_.idles && !links_.wired(lock).empty()) {
+    if (server_.idles && !peers_.wired(lock).empty()) {
       wake_server(lock);
     } else {
       // acquire: Outbox::ring_pipe
@@ -249,8 +249,8 @@ void Waiting::delegate(const Lock& lock) {
       bells().server_wants.store(wants, std::memory_order_relaxed);
       // Either a sender sees these words, or this thread sees what the sender wrote.
       full_fence();
-      links_.ask_for_room(lock);
-      links_.progress(lock);
+      peers_.ask_for_room(lock);
+      peers_.progress(lock);
       poll_.refresh(lock);
     }
   }

@@ -10,8 +10,8 @@
 #include <mutex>
 #include <vector>
 
-#include "messages/links.hpp"
 #include "messages/parts.hpp"
+#include "messages/peers.hpp"
 #include "messages/wire_poll.hpp"
 
 namespace unisono {
@@ -28,8 +28,8 @@ struct Callbacks {
 
 class Waiting {
  public:
-  Waiting(std::mutex& lock, Parts& parts, Links& links)
-      : lock_(lock), parts_(parts), links_(links), poll_(parts, links) {}
+  Waiting(std::mutex& lock, Parts& parts, Peers& peers)
+      : lock_(lock), parts_(parts), peers_(peers), poll_(parts, peers) {}
 
   Callbacks callbacks;
 
@@ -80,7 +80,7 @@ class Waiting {
 
   std::mutex& lock_;
   Parts& parts_;
-  Links& links_;
+  Peers& peers_;
   WirePoll poll_;
   bool is_crowded_ = false;
   Server server_;

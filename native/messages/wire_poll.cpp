@@ -13,7 +13,7 @@ bool WirePoll::prepare(const Lock& /*lock*/) {
 }
 
 bool WirePoll::begin(const Lock& lock) {
-  if (is_active_ || links_.wired(lock).empty()) return false;
+  if (is_active_ || peers_.wired(lock).empty()) return false;
   is_active_ = true;
   return true;
 }
@@ -31,8 +31,8 @@ void WirePoll::watch(const Lock& lock) {
   events_.clear();
   events_.push_back({bell_.fd(), POLLIN, 0});
   has_unread_ = false;
-  for (int rank : links_.wired(lock)) {
-    for (const auto& wire : links_[rank].wires.all()) {
+  for (int rank : peers_.wired(lock)) {
+    for (const auto& wire : peers_[rank].wires.all()) {
       wire->watched = wire->wanted_events();
       wire->wake_for(std::max<size_t>(wire->in.left(), 1));
       if (wire->watched != 0) events_.push_back({wire->fd(), wire->watched, 0});
@@ -50,8 +50,8 @@ void WirePoll::sleep(int64_t limit_ns) {
 
 void WirePoll::refresh(const Lock& lock) const {
   if (!is_active_) return;
-  for (int rank : links_.wired(lock)) {
-    for (const auto& wire : links_[rank].wires.all()) {
+  for (int rank : peers_.wired(lock)) {
+    for (const auto& wire : peers_[rank].wires.all()) {
       const bool wants = (wire->wanted_events() & ~wire->watched) != 0;
       if (wants || wire->has_unread()) return bell_.ring();
     }

@@ -7,13 +7,13 @@
 
 #include <poll.h>
 
-#include "messages/links.hpp"
+#include "messages/peers.hpp"
 
 namespace unisono {
 
 class WirePoll {
  public:
-  WirePoll(Parts& parts, Links& links) : parts_(parts), links_(links) {}
+  WirePoll(Parts& parts, Peers& peers) : parts_(parts), peers_(peers) {}
 
   // Make the bell that wakes the thread. False: the system has no more descriptors.
   bool prepare(const Lock& lock);
@@ -32,7 +32,7 @@ class WirePoll {
 
  private:
   Parts& parts_;
-  Links& links_;
+  Peers& peers_;
   Bell bell_;
   bool is_active_ = false;
   std::vector<pollfd> events_;  // belongs to the thread, as the next member does

@@ -1,5 +1,5 @@
-// The link to one rank: its queue of sends, and their way. They go through rings if the rank's
-// memory can be opened, and over wires if not.
+// One other rank: the queue of sends to it, and their way. They go through rings if the memory of
+// the rank can be opened, and over wires if not.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,9 @@
 
 namespace unisono {
 
-class PeerLink {
+class Peer {
  public:
-  PeerLink(int peer, Parts& parts)
+  Peer(int peer, Parts& parts)
       : rings(peer, parts), wires(peer, parts), peer_(peer), parts_(parts) {}
 
   // Open the rank's inbox, or request wires for a message of this size. False: there is no way.

@@ -1,4 +1,4 @@
-#include "messages/links.hpp"
+#include "messages/peers.hpp"
 
 #include <utility>
 
@@ -12,15 +12,15 @@ constexpr int kMostLooks = 32;
 
 }  // namespace
 
-Links::Links(int ranks, Parts& parts) : parts_(parts) {
-  links_.reserve(static_cast<size_t>(ranks));
-  for (int rank = 0; rank < ranks; ++rank) links_.emplace_back(rank, parts);
-  active_.reserve(links_.size());
+Peers::Peers(int ranks, Parts& parts) : parts_(parts) {
+  peers_.reserve(static_cast<size_t>(ranks));
+  for (int rank = 0; rank < ranks; ++rank) peers_.emplace_back(rank, parts);
+  active_.reserve(peers_.size());
 }
 
 // ---- progress -----------------------------------------------------------------------------
 
-bool Links::progress(const Lock& lock, const Operation* awaited) {
+bool Peers::progress(const Lock& lock, const Operation* awaited) {
   look_for_senders(lock);
   bool moved = push_all(lock);
   for (int source : active_) moved |= (*this)[source].rings.pull(lock);
@@ -28,33 +28,33 @@ bool Links::progress(const Lock& lock, const Operation* awaited) {
   return moved;
 }
 
-bool Links::progress_wires(const Lock& lock, const Operation* awaited) {
+bool Peers::progress_wires(const Lock& lock, const Operation* awaited) {
   bool moved = false;
   for (int rank : wired_) {
     if (awaited != nullptr && awaited->peer >= 0 && awaited->peer != rank) continue;
-    PeerLink& link = (*this)[rank];
-    moved |= link.wires.pull(lock, awaited == nullptr);
-    if (link.has_sends(lock)) moved |= link.push(lock);
+    Peer& peer = (*this)[rank];
+    moved |= peer.wires.pull(lock, awaited == nullptr);
+    if (peer.has_sends(lock)) moved |= peer.push(lock);
   }
   if (parts_.ends.are_parting(lock)) end_parting(lock);
   return moved;
 }
 
-bool Links::push_all(const Lock& lock) {
+bool Peers::push_all(const Lock& lock) {
   bool moved = false;
   if (parts_.queued_sends == 0) return moved;
-  for (PeerLink& to : links_) {
+  for (Peer& to : peers_) {
     if (to.has_sends(lock) && to.rings.is_attached(lock)) moved |= to.push(lock);
   }
   return moved;
 }
 
-void Links::receive_all(const Lock& lock) {
+void Peers::receive_all(const Lock& lock) {
   Delivery::Keeps& keeps = parts_.delivery.keeps;
   const Delivery::Keeps before = keeps;
   keeps.all = keeps.loans = true;
   look_for_senders(lock);
-  for (PeerLink& from : links_) {
+  for (Peer& from : peers_) {
     for (int look = 0; look < kMostLooks; ++look) {
       const bool moved = from.rings.pull(lock);
       if (!(from.wires.pull(lock, true) || moved)) break;
@@ -63,55 +63,55 @@ void Links::receive_all(const Lock& lock) {
   keeps = before;
 }
 
-void Links::ask_for_room(const Lock& lock) {
+void Peers::ask_for_room(const Lock& lock) {
   if (parts_.queued_sends == 0) return;
-  for (PeerLink& to : links_) {
+  for (Peer& to : peers_) {
     if (to.has_sends(lock) && to.rings.is_attached(lock)) to.rings.ask_for_room(lock);
   }
 }
 
-void Links::look_for_senders(const Lock& lock) {
+void Peers::look_for_senders(const Lock& lock) {
   const uint32_t joined =
     parts_.inbox.head().joined.load(std::memory_order_acquire);  // release: PeerRings::join
   if (joined == joined_seen_) return;
   joined_seen_ = joined;
-  for (int rank = 0; rank < static_cast<int>(links_.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
     if ((*this)[rank].rings.find_sender(lock)) active_.push_back(rank);
   }
 }
 
-std::vector<int> Links::awaited_ranks(const Lock& lock, const Operation* op) {
+std::vector<int> Peers::awaited_ranks(const Lock& lock, const Operation* op) {
   if (op != nullptr && op->peer >= 0) return {op->peer};
   if (op != nullptr) return *op->among;
   std::vector<int> ranks;
-  for (int rank = 0; rank < static_cast<int>(links_.size()); ++rank) {
+  for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
     if ((*this)[rank].has_sends(lock)) ranks.push_back(rank);
   }
   return ranks;
 }
 
-bool Links::add_wire(const Lock& lock, int rank, std::unique_ptr<Wire> wire) {
-  PeerLink& link = (*this)[rank];
+bool Peers::add_wire(const Lock& lock, int rank, std::unique_ptr<Wire> wire) {
+  Peer& peer = (*this)[rank];
   if (parts_.ends.is_closed(lock) || parts_.ends.down(lock, rank) != Code::ok ||
-      link.wires.has_channel(lock, wire->channel)) {
+      peer.wires.has_channel(lock, wire->channel)) {
     return false;
   }
-  if (link.wires.all().empty()) wired_.push_back(rank);
-  link.wires.add(lock, std::move(wire));
-  if (link.has_sends(lock)) link.push(lock);
-  link.wires.pull(lock, true);
+  if (peer.wires.all().empty()) wired_.push_back(rank);
+  peer.wires.add(lock, std::move(wire));
+  if (peer.has_sends(lock)) peer.push(lock);
+  peer.wires.pull(lock, true);
   return true;
 }
 
-void Links::close_wires_in_child() {
-  for (PeerLink& link : links_) {
-    for (const auto& wire : link.wires.all()) wire->close_fd();
+void Peers::close_wires_in_child() {
+  for (Peer& peer : peers_) {
+    for (const auto& wire : peer.wires.all()) wire->close_fd();
   }
 }
 
 // ---- ends ---------------------------------------------------------------------------------
 
-void Links::cancel(const Lock& lock, Operation& op, Code code) {
+void Peers::cancel(const Lock& lock, Operation& op, Code code) {
   if (op.is_send) {
     (*this)[op.peer].cancel(lock, op, code);
   } else {
@@ -119,9 +119,9 @@ void Links::cancel(const Lock& lock, Operation& op, Code code) {
   }
 }
 
-void Links::end_all(const Lock& lock, const std::function<Code(Operation&)>& code_of) {
+void Peers::end_all(const Lock& lock, const std::function<Code(Operation&)>& code_of) {
   std::vector<Operation*> candidates = parts_.delivery.receives(lock);
-  for (PeerLink& to : links_) {
+  for (Peer& to : peers_) {
     candidates.insert(candidates.end(), to.sends(lock).begin(), to.sends(lock).end());
   }
   for (Operation* op : candidates) {
@@ -131,8 +131,8 @@ void Links::end_all(const Lock& lock, const std::function<Code(Operation&)>& cod
 }
 
 // End the operations that wait for a rank from which no message can come any more.
-void Links::end_peer(const Lock& lock, int rank, Code code) {
-  PeerLink& gone = (*this)[rank];
+void Peers::end_peer(const Lock& lock, int rank, Code code) {
+  Peer& gone = (*this)[rank];
   parts_.delivery.discard_partial(lock, rank);  // the rank will never send the rest
   // A wire with an incomplete outgoing frame stays writable, so poll() would return at once every
   // time.
@@ -150,10 +150,10 @@ void Links::end_peer(const Lock& lock, int rank, Code code) {
   gone.discard_sends(lock);
 }
 
-bool Links::peer_down(const Lock& lock, int rank, Code code) {
+bool Peers::peer_down(const Lock& lock, int rank, Code code) {
   look_for_senders(lock);
   parts_.ends.set_parting(lock, rank, code);
-  PeerLink& gone = (*this)[rank];
+  Peer& gone = (*this)[rank];
   while (gone.rings.pull(lock)) continue;
   while (gone.wires.pull(lock, true)) continue;
   const bool is_parting = !parts_.ends.is_closed(lock) && !gone.wires.is_drained(lock);
@@ -162,7 +162,7 @@ bool Links::peer_down(const Lock& lock, int rank, Code code) {
 }
 
 // End the ranks whose wires have ended, or whose last messages took too long.
-void Links::end_parting(const Lock& lock) {
+void Peers::end_parting(const Lock& lock) {
   for (int rank : wired_) {
     const Code code = parts_.ends.parting(lock, rank);
     if (code == Code::ok) continue;
@@ -172,12 +172,12 @@ void Links::end_parting(const Lock& lock) {
   }
 }
 
-std::vector<int> Links::close(const Lock& lock) {
+std::vector<int> Peers::close(const Lock& lock) {
   std::vector<int> fds;
   parts_.ends.close(lock);
-  for (PeerLink& link : links_) {
-    link.rings.leave(lock);
-    for (const auto& wire : link.wires.all()) wire->hand_back(&fds);
+  for (Peer& peer : peers_) {
+    peer.rings.leave(lock);
+    for (const auto& wire : peer.wires.all()) wire->hand_back(&fds);
   }
   end_all(lock, [](Operation&) { return Code::closed; });
   return fds;

@@ -1,4 +1,4 @@
-#include "messages/peer_link.hpp"
+#include "messages/peer.hpp"
 
 #include <algorithm>
 #include <new>
@@ -23,19 +23,19 @@ std::unique_ptr<Operation> copy_of(const Operation& op) {
 
 }  // namespace
 
-bool PeerLink::find_route(const Lock& lock, uint64_t nbytes) {
+bool Peer::find_route(const Lock& lock, uint64_t nbytes) {
   if (wires.are_requested(lock, nbytes) || rings.attach(lock)) return true;
   if (parts_.address(peer_).pid != 0 && !rings.is_unreachable(lock)) throw std::bad_alloc();
   return wires.request(lock, nbytes);
 }
 
-void PeerLink::send(const Lock& lock, Operation& op) {
+void Peer::send(const Lock& lock, Operation& op) {
   sends_.push_back(&op);
   ++parts_.queued_sends;
   if (sends_.size() == 1) push(lock);
 }
 
-bool PeerLink::try_send(const Lock& lock, const Envelope& envelope, const char* data) {
+bool Peer::try_send(const Lock& lock, const Envelope& envelope, const char* data) {
   if (!rings.is_attached(lock) || parts_.ends.down(lock, peer_) != Code::ok || has_sends(lock) ||
       !rings.has_room_for(lock, envelope)) {
     return false;
@@ -48,7 +48,7 @@ bool PeerLink::try_send(const Lock& lock, const Envelope& envelope, const char* 
   return true;
 }
 
-bool PeerLink::push(const Lock& lock) {
+bool Peer::push(const Lock& lock) {
   bool moved = false;
   const bool has_rings = rings.is_attached(lock);
   while (!sends_.empty() && parts_.ends.down(lock, peer_) == Code::ok) {
@@ -70,7 +70,7 @@ bool PeerLink::push(const Lock& lock) {
   return moved;
 }
 
-void PeerLink::cancel(const Lock& lock, Operation& op, Code code) {
+void Peer::cancel(const Lock& lock, Operation& op, Code code) {
   if (op.on_loan && !rings.revoke_loan(lock, op)) code = Code::ok;
   const auto place = std::find(sends_.begin(), sends_.end(), &op);
   const bool must_go_on = op.started && parts_.ends.down(lock, peer_) == Code::ok;
@@ -84,7 +84,7 @@ void PeerLink::cancel(const Lock& lock, Operation& op, Code code) {
 
 // The receiver has the head of this send's frame: send it the rest from a copy, which replaces the
 // send in the queue. False: there is no memory for the copy, and the frame was aborted.
-bool PeerLink::continue_from_copy(const Lock& lock, const Operation& op, Operation** place) {
+bool Peer::continue_from_copy(const Lock& lock, const Operation& op, Operation** place) {
   try {
     leftovers_.push_back(copy_of(op));
     *place = leftovers_.back().get();
@@ -100,7 +100,7 @@ bool PeerLink::continue_from_copy(const Lock& lock, const Operation& op, Operati
   }
 }
 
-void PeerLink::discard_sends(const Lock& /*lock*/) {
+void Peer::discard_sends(const Lock& /*lock*/) {
   parts_.queued_sends -= static_cast<int>(sends_.size());
   sends_.clear();
   leftovers_.clear();

@@ -1,4 +1,4 @@
-// The links of a rank to all ranks: progress on all of them, and their ends.
+// The other ranks: progress on the messages of all of them, and their ends.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 #include <vector>
 
 #include "messages/parts.hpp"
-#include "messages/peer_link.hpp"
+#include "messages/peer.hpp"
 
 namespace unisono {
 
-class Links {
+class Peers {
  public:
-  Links(int ranks, Parts& parts);
+  Peers(int ranks, Parts& parts);
 
-  PeerLink& operator[](int rank) { return links_[static_cast<size_t>(rank)]; }
+  Peer& operator[](int rank) { return peers_[static_cast<size_t>(rank)]; }
 
   // Move all bytes that can be moved; return whether there were any. A look at a wire costs a
   // system call: if `awaited` depends on one rank, the wires of other ranks are skipped.
@@ -52,7 +52,7 @@ class Links {
   void end_parting(const Lock& lock);
 
   Parts& parts_;
-  std::vector<PeerLink> links_;
+  std::vector<Peer> peers_;
   std::vector<int> active_;  // ranks that have joined
   std::vector<int> wired_;
   uint32_t joined_seen_ = 0;
