@@ -310,7 +310,7 @@ class CPUBackend(DeviceBackend):
         self._engine.close()
 
     def lost(self, rank: int) -> str | None:
-        down = self._comm.transport.mailbox.down(self._comm.ranks[rank])
+        down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
     def broken(self) -> str | None:

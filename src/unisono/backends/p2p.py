@@ -97,7 +97,7 @@ def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOpti
     message = _open(comm, MessageCall("send", data, to, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
     if to == comm.transport.rank and not (
-        options.async_op or comm.transport.mailbox.has_receive(to, key)
+        options.async_op or comm.transport.messages.has_receive(to, key)
     ):
         raise InvalidArgumentError(
             f"send to this rank itself ({to}) would wait for its own receive",

@@ -30,7 +30,7 @@ from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
-from unisono.errors import InternalError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
     Layout,
     Program,
@@ -400,8 +400,6 @@ class NativeEngine(QueueEngine):
                 self.over = "messages"
                 _log.info("group '%s' cannot share memory; it uses messages", comm.name)
         messages = comm.transport.messages
-        if messages is None:
-            raise InternalError("a world with the native engine has messages in C++")
         numbers = [self._hosts.index(host) for host in self._hosts]
         self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]
