@@ -74,8 +74,7 @@ def test_every_function_repeats_with_other_contents(rank):
                 calls.all_reduce()
                 calls.check(n, k)
                 seen.append(repeats() > before)
-    # Of three rounds with the same arguments the second and the third are repeated.
-    assert [seen[i] for i in range(len(seen)) if i % 3] == [p > 1] * 8
+    assert seen == [p > 1] * 12
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -371,4 +370,4 @@ def test_calls_with_an_algorithm_are_repeated(rank):
             dist.barrier()
         repeated.append(found)
     # Two of the calls can have the same slot in the table: in 1 of 100 tables.
-    assert [False] * 3 + [True] * 6 in repeated
+    assert [True] * 9 in repeated

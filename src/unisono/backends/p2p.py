@@ -148,7 +148,7 @@ class Port:
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
     and a tag. They return None if the call is not plain, for example with another kind of
     array. A send to this rank itself or to another host is not plain either. Calls that wait go
-    from the public functions to C++ without this class; see `engines.repeat`.
+    from the public functions to C++ without this class; see `engines.functions`.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:

@@ -1,6 +1,6 @@
-"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ repeats.
+"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ runs.
 
-C++ repeats calls of those functions on NumPy arrays (`engines/repeat.py`). A plain torch tensor has
+C++ runs calls of those functions on NumPy arrays (`engines/functions.py`). A plain torch tensor has
 the same memory as a NumPy array at its address. The array describes that memory correctly even
 after the tensor has gone, so it is kept for the next call. A kept array does not keep the memory
 alive. So it serves only calls that end before they return; an asynchronous call gets a new array,
@@ -152,7 +152,7 @@ def _plain(schema: OpSchema) -> Plain:
 PLAIN: dict[str, Plain] = {
     method: _plain(schema)
     for schema in OPS.values()
-    if schema.repeat is not None and hasattr(collectives, schema.name)
+    if schema.in_cpp is not None and hasattr(collectives, schema.name)
     for method in (schema.name, *schema.c10d_methods)
 }
 """Method of torch's process group -> function that makes a plain call; False: it is not plain."""
