@@ -169,12 +169,13 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   if (seq == 0) return false;
   const TakenTurn taken(*queue_);
   const Inside inside(*this);
-  // A signal handler may make calls during the run, and one of them may take this call's place.
-  const nb::object call = what.call, prepared = what.prepared;
+  const Prepared& prepared = *nb::inst_ptr<Prepared>(what.prepared);
+  // It keeps the call alive: a signal handler may make other calls, and one may take its place in
+  // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;
-  if (!last_call_.is(call)) last_call_ = call;
-  const Status status = run(*nb::inst_ptr<Prepared>(prepared), arrays, timeout_ns_);
-  if (!status.is_ok()) continue_in_python(call, seq, status, arrays);
+  if (!last_call_.is(what.call)) last_call_ = what.call;
+  const Status status = run(prepared, arrays, timeout_ns_);
+  if (!status.is_ok()) continue_in_python(nb::object(last_call_), seq, status, arrays);
   return true;
 }
 

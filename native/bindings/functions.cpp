@@ -52,9 +52,9 @@ void prepare(const Function& f, const Arguments& known) {
 
 // Run or queue a collective. No object: Python must run it.
 nb::object call_prepared(const Function& f, const Arguments& known) {
-  if (!known.calls->accepts()) return {};
   const CachedCall* what = known.calls->find(known.key);
   if (what == nullptr) {
+    if (!known.calls->accepts()) return {};
     prepare(f, known);
     what = known.calls->find(known.key);
   }

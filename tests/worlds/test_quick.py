@@ -1,4 +1,4 @@
-"""A call that C++ repeats does what it did the first time, or what Python would do."""
+"""A call that C++ runs without Python code does what Python would do."""
 
 import inspect
 import pickle
@@ -348,6 +348,26 @@ def test_plain_messages_run_no_python(rank):
     finally:
         del group.send, group.recv
     dist.barrier()
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_an_attribute_that_hides_a_method_is_called(rank):
+    group, seen = dist.group.WORLD, []
+    dist.barrier()
+
+    def all_reduce(tensor, *args, **how):
+        seen.append(tensor.size)
+        return type(group).all_reduce(group, tensor, *args, **how)
+
+    group.all_reduce = all_reduce
+    try:
+        for _ in range(2):
+            x = np.full(7, rank + 1.0)
+            dist.all_reduce(x)
+            assert (x == 3).all()
+    finally:
+        del group.all_reduce
+    assert seen == [7, 7]
 
 
 @pytest.mark.sweep(2)
