@@ -5,7 +5,7 @@ Other code is derived from the rows:
 
     groups/dispatch.py        kernels, and the error of an operation that a backend lacks
     groups/c10d_methods.py    c10d's methods of `ProcessGroup`
-    c10d/collectives.py       calls that C++ runs (`in_cpp`)
+    c10d/collectives.py       calls that C++ runs (`repeat`)
     c10d/coalescing.py        calls that a block records
     torch/operations.py       methods of torch's process group; torch/plain.py: their short way
 
@@ -180,7 +180,7 @@ class OpSchema(NamedTuple):
             that c10d also takes inside a list of length 1: [tensor], [outputs].
         settings: Parameters that c10d has in an options object, or after the data.
         check: Check of the method's arguments, called as check(group, *arguments).
-        in_cpp: The function's parameters before `group`, in its order, each with its kind for
+        repeat: The function's parameters before `group`, in its order, each with its kind for
             `engines.functions.run_in_cpp`. None: Python runs every call of the function.
         coalesced: Operation that replaces several calls of this operation in a coalescing block;
             "" if there is none.
@@ -192,7 +192,7 @@ class OpSchema(NamedTuple):
     data: str = ""
     settings: str = ""
     check: Callable[..., Checked] = lambda group, *arguments: (None, arguments)
-    in_cpp: str | None = None
+    repeat: str | None = None
     coalesced: str = ""
 
     @property
@@ -202,8 +202,8 @@ class OpSchema(NamedTuple):
 
     @property
     def parameters(self) -> dict[str, str]:
-        """The parameters in `in_cpp`: our name -> kind for C++."""
-        words = [word.partition(":") for word in (self.in_cpp or "").split()]
+        """The parameters in `repeat`: our name -> kind for C++."""
+        words = [word.partition(":") for word in (self.repeat or "").split()]
         return {name: kind or name for name, _, kind in words}
 
 
@@ -212,11 +212,11 @@ OPS: dict[str, OpSchema] = {
     for schema in (
         OpSchema(
             "broadcast", "broadcast_", ("broadcast",), "[tensor]", "root", _broadcast,
-            in_cpp="tensor:writes root",
+            repeat="tensor:writes root",
         ),
         OpSchema(
             "all_reduce", "allreduce_", ("allreduce",), "[tensor]", "op", _all_reduce,
-            in_cpp="tensor:writes op", coalesced="all_reduce_coalesced",
+            repeat="tensor:writes op", coalesced="all_reduce_coalesced",
         ),
         OpSchema(
             "all_reduce_coalesced", "allreduce_coalesced_", ("allreduce_coalesced",),
@@ -225,16 +225,16 @@ OPS: dict[str, OpSchema] = {
         ),
         OpSchema(
             "reduce", "reduce_", ("reduce",), "[tensor]", "root op", _reduce,
-            in_cpp="tensor:writes root op",
+            repeat="tensor:writes root op",
         ),
         OpSchema(
             "all_gather", "allgather_", ("allgather",), "[outputs] [tensor]", "", _all_gather,
-            in_cpp="outputs:writes_list tensor:reads",
+            repeat="outputs:writes_list tensor:reads",
         ),
         OpSchema(
             "all_gather_into_tensor", "_allgather_base_", ("_allgather_base", "all_gather_single"),
             "output tensor", "", lambda group, output, tensor: (tensor, (output, tensor)),
-            in_cpp="output:writes tensor:reads", coalesced="all_gather_into_tensor_coalesced",
+            repeat="output:writes tensor:reads", coalesced="all_gather_into_tensor_coalesced",
         ),
         OpSchema(
             "all_gather_coalesced", "allgather_coalesced_", ("allgather_coalesced",),
@@ -248,21 +248,21 @@ OPS: dict[str, OpSchema] = {
         ),
         OpSchema(
             "gather", "gather_", ("gather",), "[outputs] [tensor]", "root", _gather,
-            in_cpp="tensor:reads outputs:writes_list root",
+            repeat="tensor:reads outputs:writes_list root",
         ),
         OpSchema(
             "scatter", "scatter_", ("scatter",), "[output] [inputs]", "root", _scatter,
-            in_cpp="output:writes inputs:reads_list root",
+            repeat="output:writes inputs:reads_list root",
         ),
         OpSchema(
             "reduce_scatter", "reduce_scatter_", ("reduce_scatter",), "[output] [inputs]", "op",
-            _reduce_scatter, in_cpp="output:writes inputs:reads_list op",
+            _reduce_scatter, repeat="output:writes inputs:reads_list op",
         ),
         OpSchema(
             "reduce_scatter_tensor", "_reduce_scatter_base_",
             ("_reduce_scatter_base", "reduce_scatter_single"), "output tensor", "op",
             lambda group, output, tensor, op: (output, (output, tensor, _reduce_op(op))),
-            in_cpp="output:writes tensor:reads op", coalesced="reduce_scatter_tensor_coalesced",
+            repeat="output:writes tensor:reads op", coalesced="reduce_scatter_tensor_coalesced",
         ),
         OpSchema(
             "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_coalesced_",
@@ -274,31 +274,31 @@ OPS: dict[str, OpSchema] = {
         ),
         OpSchema(
             "all_to_all", "alltoall_", ("alltoall",), "outputs inputs", "", _all_to_all,
-            in_cpp="outputs:writes_list inputs:reads_list",
+            repeat="outputs:writes_list inputs:reads_list",
         ),
         OpSchema(
             "all_to_all_single", "alltoall_base_", ("alltoall_base", "all_to_all_single"),
             "output tensor output_split_sizes input_split_sizes", "",
             lambda group, *arguments: (arguments[1], arguments),
-            in_cpp="output:writes tensor:reads output_split_sizes input_split_sizes",
+            repeat="output:writes tensor:reads output_split_sizes input_split_sizes",
         ),
         OpSchema("scan", data="tensor", settings="op", check=_all_reduce),
         OpSchema("exscan", data="tensor", settings="op", check=_all_reduce),
-        OpSchema("barrier", "barrier", ("barrier",), in_cpp=""),
+        OpSchema("barrier", "barrier", ("barrier",), repeat=""),
         OpSchema("agree"),
         OpSchema(
             "send", "send", ("send",), "[tensor] peer tag", "",
             lambda group, tensor, peer, tag: (
                 tensor, (tensor, _member(group, peer, "dst"), _tag(tag)),
             ),
-            in_cpp="tensor:sent peer",
+            repeat="tensor:sent peer",
         ),
         OpSchema(
             "recv", "recv_", ("recv",), "[tensor] peer tag", "",
             lambda group, tensor, peer, tag: (
                 tensor, (tensor, _member(group, peer, "src"), _tag(tag, receives=True)),
             ),
-            in_cpp="tensor:received peer",
+            repeat="tensor:received peer",
         ),
         OpSchema(
             "recv_any_source", "recv_any_source_", ("recv_anysource",), "[tensor] tag", "",
@@ -339,7 +339,7 @@ def schema_of(op: str) -> OpSchema:
 
 
 def in_cpp(function: F) -> F:
-    """Let C++ run the calls of an operation's function, as `OpSchema.in_cpp` describes it."""
+    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     kinds = {name: name for name in names if name in ("group", "async_op", "tag")}

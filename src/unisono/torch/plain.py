@@ -152,7 +152,7 @@ def _plain(schema: OpSchema) -> Plain:
 PLAIN: dict[str, Plain] = {
     method: _plain(schema)
     for schema in OPS.values()
-    if schema.in_cpp is not None and hasattr(collectives, schema.name)
+    if schema.repeat is not None and hasattr(collectives, schema.name)
     for method in (schema.name, *schema.c10d_methods)
 }
 """Method of torch's process group -> function that makes a plain call; False: it is not plain."""
