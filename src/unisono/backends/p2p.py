@@ -209,7 +209,7 @@ class Port:
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
     and a tag. They return None or False if the call is not plain, for example with another kind of
     array. A send to this rank itself or to another host is not plain either. Calls that wait go
-    from the public functions to C++ without this class; see `engines.repeat`.
+    from the public functions to C++ without this class; see `engines.functions`.
 
     Attributes:
         try_send: Send an array if this takes no wait; returns whether it was sent.

@@ -17,7 +17,7 @@ from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
 from unisono.groups.keywords import CallKeywords, How
-from unisono.groups.operations import repeatable
+from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import Group, member_group, resolve
@@ -90,7 +90,7 @@ def irecv(
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
-@repeatable
+@in_cpp
 def send(
     tensor: Array,
     dst: int | None = None,
@@ -117,7 +117,7 @@ def send(
     pg.send(tensor, peer, tag, **how)
 
 
-@repeatable
+@in_cpp
 def recv(
     tensor: Array,
     src: int | None = None,

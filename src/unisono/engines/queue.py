@@ -90,13 +90,17 @@ class OrderedEngine(Engine):
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
-        self._require_open(task.call)
+        call = task.prepared.call
+        self._require_open(call)
         with self._changed:
-            self._require_open(task.call)
-            free = self._turn.is_free() and self.comm.transport.may_wait()
-            if inline and self.runs_here() and not free:
+            self._require_open(call)
+            if (
+                inline
+                and self.runs_here()
+                and not (self._turn.is_free() and self.comm.transport.may_wait())
+            ):
                 raise UsageError(
-                    f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
+                    f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
                     hint="in a callback of a future, call it with async_op=True",
                 )
             seq = self._turn.take() if inline else 0
@@ -104,7 +108,7 @@ class OrderedEngine(Engine):
             if not now:
                 self._worker.start(self._progress)
                 seq = self._put(task, completion)
-            task.call = task.call._replace(seq=seq)
+            task.seq = seq
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
@@ -170,7 +174,7 @@ class OrderedEngine(Engine):
         dropped, self._queue = self._queue, deque()
         self._turn.wanted = True
         self._changed.notify_all()
-        return [(task.call, completion) for task, completion in dropped]
+        return [(task.prepared.call, completion) for task, completion in dropped]
 
     def _wait_until_still(self, limit_s: float) -> None:
         with self._changed:

@@ -1,6 +1,6 @@
-"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ repeats.
+"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ runs.
 
-C++ repeats calls of those functions on NumPy arrays (`engines/repeat.py`). A plain torch tensor has
+C++ runs calls of those functions on NumPy arrays (`engines/functions.py`). A plain torch tensor has
 the same memory as a NumPy array at its address. The array describes that memory correctly even
 after the tensor has gone, so it is kept for the next call. A kept array does not keep the memory
 alive. So it serves only calls that end before they return; an asynchronous call gets a new array,

@@ -259,9 +259,9 @@ class NativeMessages(Messages):
         self._open.pop(outcome[0], None)
         self._finish(transfer, outcome)
 
-    def cancel(self, transfer: Transfer, error: BaseException | None = None) -> None:
+    def cancel(self, transfer: Any, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
-        if type(transfer) is Transfer:
+        if type(transfer) is Transfer:  # a receive of a port is no Transfer
             self._mailbox.cancel(transfer)
             return
         if transfer.done():
