@@ -96,15 +96,18 @@ class Pending(Completion):
         outputs: Sequence[Any] = (),
         deadline: Deadline | None = None,
         runs_here: Callable[[], bool] = lambda: False,
+        *,
+        done: bool = False,
     ) -> None:
-        """Make the end of a call that has not ended.
+        """Make the end of a call.
 
         Args:
             outputs: The arrays that hold the result.
             deadline: See the class.
             runs_here: Returns whether the calling thread runs the call.
+            done: Whether the call has ended.
         """
-        super().__init__()
+        super().__init__(done=done)
         self.outputs = list(outputs)
         self.deadline = deadline
         self.source: int | None = None
@@ -207,6 +210,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def abort(self, reason: str, failed: bool = False) -> None:
         """End all calls with an error, on all ranks; `failed`: this rank ends with an error."""
+
+    def adopt_failure(self, other: Any) -> None:
+        """Break this group if the group of `other`, a backend of this class, is broken."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

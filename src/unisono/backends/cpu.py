@@ -38,6 +38,7 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
+from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
 
@@ -295,6 +296,12 @@ class CPUBackend(DeviceBackend):
             return
         self._engine.abort(reason, failed)
 
+    def adopt_failure(self, other: Any) -> None:
+        transport = self._comm.transport
+        if (known := transport.failure(other._comm.context)) is not None:
+            words = (known.kind, known.reason, known.peers, transport.rank, known.table)
+            self._engine.fail(Failure(*words))
+
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
         self._engine.set_timeout(timeout_s)
@@ -303,7 +310,7 @@ class CPUBackend(DeviceBackend):
         self._engine.close()
 
     def lost(self, rank: int) -> str | None:
-        down = self._comm.transport.mailbox.down(self._comm.ranks[rank])
+        down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
     def broken(self) -> str | None:

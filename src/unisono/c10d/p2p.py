@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array
@@ -56,10 +57,8 @@ def isend(
     if (pg := member_group(group, "isend")) is None:
         return None
     port = pg.plain_port
-    if port is not None and group_dst is None and not how:
-        sent = port.isend(tensor, dst, tag, tensor)
-        if sent is not None:
-            return Work(sent, "send")
+    if port is not None and group_dst is None and not how and port.try_send(tensor, dst, tag):
+        return Work(Pending((tensor,), done=True), "send")
     peer = group_rank_of(pg, "isend", dst, group_dst, None, how)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 

@@ -18,6 +18,7 @@ from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.schedules import Buf, Layout, Program, Schedule, lower
 from unisono.transports import Transport
+from unisono.transports.messages import Failure
 
 Array = np.ndarray[Any, Any]
 
@@ -258,6 +259,10 @@ class Engine(ABC):
     @abstractmethod
     def last_number(self) -> int:
         """Return the number of this rank's last call; the first call has number 1."""
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """Send a failure to every member, and end the calls of this group here."""
 
     @abstractmethod
     def abort(self, reason: str, failed: bool = False) -> None:

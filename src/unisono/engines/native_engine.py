@@ -30,7 +30,7 @@ from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
-from unisono.errors import InternalError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
     Layout,
     Program,
@@ -224,8 +224,8 @@ class NativeEngine(QueueEngine):
         # Calls over shared memory are not counted: the memory shows which calls a rank has ended.
         return 0 if self._steps is None else int(self._steps.finished())
 
-    def _break(self, failure: Failure) -> None:
-        super()._break(failure)
+    def fail(self, failure: Failure) -> None:
+        super().fail(failure)
         # The group may have been broken before, by a rank that has finished the call that has
         # failed here. This rank waits no more, and other ranks must not wait for it.
         if self._group is not None:
@@ -384,8 +384,6 @@ class NativeEngine(QueueEngine):
                 self.over = "messages"
                 _log.info("group '%s' cannot share memory; it uses messages", comm.name)
         messages = comm.transport.messages
-        if messages is None:
-            raise InternalError("a world with the native engine has messages in C++")
         numbers = [self._hosts.index(host) for host in self._hosts]
         self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]

@@ -120,14 +120,13 @@ class OrderedEngine(Engine):
 
     def abort(self, reason: str, failed: bool = False) -> None:
         me = self.comm.transport.rank
-        self._break(Failure("failed" if failed else "aborted", reason, [me], me))
+        self.fail(Failure("failed" if failed else "aborted", reason, [me], me))
 
     def finished(self) -> int:
         """Return the number of the last call that has ended here; see `Failure.after`."""
         return self._finished
 
-    def _break(self, failure: Failure) -> None:
-        """Send a failure to every member, and end the calls of this group here."""
+    def fail(self, failure: Failure) -> None:
         comm = self.comm
         if failure.by == comm.transport.rank:
             words = (failure.kind, failure.reason, failure.peers, failure.by, failure.table)
@@ -238,7 +237,7 @@ class OrderedEngine(Engine):
             return error
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
-            self._break(failure)
+            self.fail(failure)
             failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
             if isinstance(error, (Failure, LinkDown, Expired)):
                 # The transport keeps the error, and its stack frames would keep the task's buffers.
