@@ -172,7 +172,7 @@ NB_MODULE(_engine, m) {
   bind_store(m);
   bind_store_link(m);
   bind_queue(m);
-  bind_quick(m);
+  bind_calls(m);
   bind_p2p(m);
 
   nb::class_<unisono::Steps, unisono::Runner>(m, "Steps")

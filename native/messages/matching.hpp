@@ -139,7 +139,7 @@ class Matching {
   bool has_receive_from(int source) const;
   bool has_receive_for(int source, uint64_t context, int64_t tag) const;
 
-  std::vector<Operation*>& posted() { return posted_; }
+  const std::vector<Operation*>& posted() const { return posted_; }
   std::list<Arrival>& arrivals() { return arrivals_; }
 
  private:

@@ -3,8 +3,6 @@
 #include <algorithm>
 
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include "core/clock.hpp"
 #include "core/futex.hpp"
@@ -21,18 +19,11 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1),
       current_(epoch_) {
   for (int peer = 0; peer < ranks_; ++peer) {
-    // Without pidfds (kernels before 5.3) the death of a peer is detected at the deadline.
-    long fd = peer == rank_ ? -1 : syscall(SYS_pidfd_open, pids[static_cast<size_t>(peer)], 0);
-    pidfds_.push_back(static_cast<int>(fd));
+    processes_.push_back(ProcessHandle::of(pids[static_cast<size_t>(peer)]));
   }
 }
 
-Group::~Group() {
-  leave();
-  for (int fd : pidfds_) {
-    if (fd >= 0) close(fd);
-  }
-}
+Group::~Group() { leave(); }
 
 // After a failure, `current_` stays at the epoch that this rank has not finished.
 void Group::end_epoch(Code code) {

@@ -9,6 +9,7 @@
 
 #include "core/fork_guard.hpp"
 #include "core/program.hpp"
+#include "shared/process_handle.hpp"
 #include "shared/remote_read.hpp"
 #include "shared/segment.hpp"
 
@@ -122,7 +123,7 @@ class Group final : public Runner {
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;
   std::atomic<int> broken_by_{-1};  // the rank that has broken the group; this rank: abort()
-  std::vector<int> pidfds_;
+  std::vector<std::shared_ptr<const ProcessHandle>> processes_;  // by rank
   std::function<bool()> poll_;
   int64_t late_called_ns_ = 0;  // the deadline of the call for which late_ was called
   // State of the current run.

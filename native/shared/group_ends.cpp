@@ -1,8 +1,6 @@
 // How a rank leaves or aborts a group, and how other ranks detect it.
 #include "shared/group.hpp"
 
-#include <poll.h>
-
 #include "core/futex.hpp"
 
 namespace unisono {
@@ -41,8 +39,7 @@ Code Group::exit_of(int peer) const {
   // acquire: pairs with the stores in leave() and abort()
   const uint32_t membership = segment_->words(peer).membership.load(std::memory_order_acquire);
   if (membership != kMember) return membership == kLeft ? Code::left : Code::aborted;
-  pollfd end{pidfds_[static_cast<size_t>(peer)], POLLIN, 0};
-  return end.fd >= 0 && poll(&end, 1, 0) == 1 ? Code::lost : Code::ok;
+  return processes_[static_cast<size_t>(peer)]->has_ended() ? Code::lost : Code::ok;
 }
 
 }  // namespace unisono

@@ -5,7 +5,7 @@ import pytest
 
 import unisono as dist
 from tests.support.operations import Operations
-from tests.worlds.test_quick import NO_RANK_1, repeats
+from tests.worlds.test_prepared import NO_RANK_1, repeats
 from unisono.base import config
 from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
 

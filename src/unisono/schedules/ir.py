@@ -59,6 +59,9 @@ REDUCING = frozenset({"all_reduce", "reduce", "reduce_scatter", "scan", "exscan"
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
+_NO_ROWS: IntArray = np.empty((0, 8), np.int64)
+
+
 class Op(IntEnum):
     """The kind of a step; the module's docstring defines each."""
 
@@ -148,7 +151,7 @@ class Schedule:
             int64 [rows, 8]: (rank, op, peer, src_buf, src_chunk, dst_buf, dst_chunk, nchunks),
             unused fields -1. The rows of one rank are in the order of execution.
         """
-        blocks: list[IntArray] = [np.empty((0, 8), np.int64)]
+        blocks: list[IntArray] = [_NO_ROWS]
         if k == 0:
             blocks += self.before(ranks)
         if k < self.rounds:
@@ -158,21 +161,38 @@ class Schedule:
         return np.concatenate(blocks)
 
 
-def _rows(
-    op: Op,
+def make_rows(
+    op: IntArray | int,
     ranks: IntArray,
     peer: IntArray | int,
-    src: tuple[int, IntArray | int],
-    dst: tuple[int, IntArray | int],
+    src: tuple[IntArray | int, IntArray | int],
+    dst: tuple[IntArray | int, IntArray | int],
     n: IntArray | int,
-    where: BoolArray | bool,
+    where: BoolArray | bool = True,
 ) -> IntArray:
-    columns = (ranks, int(op), peer, int(src[0]), src[1], int(dst[0]), dst[1], n)
-    shape = np.broadcast_shapes(*(np.shape(column) for column in columns), np.shape(where))
-    rows = np.empty((*shape, 8), np.int64)
+    """Return rows of these columns, broadcast; `src` and `dst` are (buffer, chunk).
+
+    A row for which `where` is false is left out.
+    """
+    columns: tuple[IntArray | int, ...] = (ranks, op, peer, *src, *dst, n)
+    if where is not True:
+        # Keep the active ranks only, before there are rows.
+        shape = np.broadcast(*columns, where).shape
+        at = np.nonzero(_spread(where, shape))
+        if not at[0].size:
+            return _NO_ROWS
+        columns = tuple(
+            column if np.ndim(column) == 0 else _spread(column, shape)[at] for column in columns
+        )
+    rows = np.empty((*np.broadcast(*columns).shape, 8), np.int64)
     for index, column in enumerate(columns):
         rows[..., index] = column
-    return rows.reshape(-1, 8) if where is True else rows[np.broadcast_to(where, shape)]
+    return rows.reshape(-1, 8)
+
+
+def _spread(column: Any, shape: tuple[int, ...]) -> IntArray:
+    # broadcast_to takes longer than the rest of a row of one rank.
+    return column if np.shape(column) == shape else np.broadcast_to(column, shape)
 
 
 def _transfer(
@@ -190,7 +210,7 @@ def _transfer(
     """
     place, none = (buf, chunk), (-1, -1)
     src, dst = (place, none) if op in (Op.SEND, Op.POST) else (none, place)
-    return _rows(op, ranks, peer, src, dst, n, where)
+    return make_rows(op, ranks, peer, src, dst, n, where)
 
 
 send, recv, recv_reduce = (partial(_transfer, op) for op in (Op.SEND, Op.RECV, Op.RECV_REDUCE))
@@ -205,7 +225,7 @@ def copy(
     where: BoolArray | bool = True,
 ) -> IntArray:
     """Return rows in which each rank copies `n` chunks from `src` = (buffer, chunk) to `dst`."""
-    return _rows(Op.COPY, ranks, -1, src, dst, n, where)
+    return make_rows(Op.COPY, ranks, -1, src, dst, n, where)
 
 
 def reduce(
@@ -216,7 +236,7 @@ def reduce(
     where: BoolArray | bool = True,
 ) -> IntArray:
     """Return rows in which each rank reduces `n` chunks of `src` = (buffer, chunk) into `dst`."""
-    return _rows(Op.REDUCE, ranks, -1, src, dst, n, where)
+    return make_rows(Op.REDUCE, ranks, -1, src, dst, n, where)
 
 
 def is_power_of_two(n: int) -> bool:

@@ -18,10 +18,11 @@ import numpy as np
 
 from unisono.schedules import linear
 from unisono.schedules.blocks import block_schedule
-from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy, post, read, read_reduce, reduce
+from unisono.schedules.ir import Buf, IntArray, Op, Schedule, copy, make_rows, post, read
 
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
 NAME = "one_shot"
+_TURN_OPS = (Op.REDUCE, Op.READ_REDUCE)
 
 
 def all_reduce(p: int) -> Schedule:
@@ -138,13 +139,24 @@ def reduce_in_rank_order(
     Rank `first` + 1 must do so, too. For it b+a differs from a+b in the payload of a NaN, and b*a
     from a*b in the last bit of a complex product.
     """
-    place = r - first
-    late = place >= 1
+    late = r > first
     yield copy(r, (OUTPUT, chunk), (SCRATCH, chunk), where=late)
     yield read(r, first, OUTPUT, chunk, where=late)
-    for turn in range(1, size):
-        yield read_reduce(r, first + turn, OUTPUT, chunk, where=place != turn)
-        yield reduce(r, (SCRATCH, chunk), (OUTPUT, chunk), where=late & (place == turn))
+    yield reduce_in_turns(r, first, size, chunk, chunk)
+
+
+def reduce_in_turns(
+    r: IntArray, first: IntArray, size: int, kept: IntArray | int, chunk: IntArray | int
+) -> IntArray:
+    """Return rows that reduce the values of ranks first+1 ... first+size-1 into OUTPUT[chunk].
+
+    Each value but the rank's own, SCRATCH[kept], is a post.
+    """
+    peers = first[:, None] + np.arange(1, size)
+    own = peers == r[:, None]
+    ops, peers, buf = (np.where(own, *pair) for pair in (_TURN_OPS, (-1, peers), (SCRATCH, -1)))
+    source = np.where(own, np.reshape(kept, (-1, 1)), -1)
+    return make_rows(ops, r[:, None], peers, (buf, source), (OUTPUT, np.reshape(chunk, (-1, 1))), 1)
 
 
 def _at_once(schedule: Schedule) -> Schedule:

@@ -42,21 +42,22 @@ def lower(schedule: Schedule, rank: int, layout: Layout) -> Program:
     """
     rows = _rank_rows(schedule, rank)
     ends = buffer_ends(schedule, rank, layout)
-    src_off, dst_off = ends[rows.src], ends[rows.dst]
-    src_count, dst_count = ends[rows.src_end] - src_off, ends[rows.dst_end] - dst_off
-    _require_equal(schedule, rank, rows, src_count, dst_count)
-    steps = rows.steps.copy()
-    steps[:, 3], steps[:, 5] = src_off, dst_off
-    steps[:, 6] = count = np.maximum(src_count, dst_count)
-    scratch_ends = np.where(count > 0, ends[rows.scratch], 0)
-    if schedule.collective != "barrier":
-        steps = steps[count > 0]
+    steps, moved = _in_elements(schedule, rows, ends)
+    scratch_ends = np.where(steps[:, 6] > 0, ends[rows.scratch], 0)
+    steps = steps[moved]
     steps.flags.writeable = False
     return Program(steps, int(scratch_ends.max(initial=0)))
 
 
+def lower_all(schedule: Schedule, layout: Layout) -> tuple[IntArray, IntArray]:
+    """Return the steps of all ranks, rank by rank, and the rank of each; for equal blocks."""
+    rows = _all_rows(schedule, np.arange(schedule.world_size))
+    steps, moved = _in_elements(schedule, rows, buffer_ends(schedule, 0, layout))
+    return steps[moved], rows.chunks[moved, _RANK]
+
+
 class _Rows(NamedTuple):
-    """All rows of one rank, with the indices of their chunks in `buffer_ends`.
+    """All rows of some ranks, rank by rank, with the indices of their chunks in `buffer_ends`.
 
     Attributes:
         chunks: The rows as the schedule returns them.
@@ -82,9 +83,15 @@ class _Rows(NamedTuple):
 @lru_cache(maxsize=256)
 def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
     """Return all rows of one rank; they are valid for every element count."""
-    ranks = np.array([rank])
+    return _all_rows(schedule, np.array([rank]))
+
+
+def _all_rows(schedule: Schedule, ranks: IntArray) -> _Rows:
+    """Return the rows of all stages; an index does not depend on the rank."""
     rows = np.concatenate([schedule.steps(k, ranks) for k in range(schedule.stages)])
-    bounds = buffer_bounds(schedule, rank, layout_for(schedule, 0))
+    if len(ranks) > 1:
+        rows = rows[np.argsort(rows[:, _RANK], kind="stable")]
+    bounds = buffer_bounds(schedule, 0, layout_for(schedule, 0))
     *bases, none = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
     steps = np.full((len(rows), 7), -1, np.int64)
     steps[:, [0, 1, 2, 4]] = rows[:, [_OP, _PEER, _SRC_BUF, _DST_BUF]]
@@ -99,13 +106,26 @@ def _rank_rows(schedule: Schedule, rank: int) -> _Rows:
     return _Rows(rows, steps, begin[0], begin[1], end[0], end[1], scratch, local)
 
 
+def _in_elements(schedule: Schedule, rows: _Rows, ends: IntArray) -> tuple[IntArray, BoolArray]:
+    """Return the steps with offsets and counts, and which of them a program keeps."""
+    src_off, dst_off = ends[rows.src], ends[rows.dst]
+    src_count, dst_count = ends[rows.src_end] - src_off, ends[rows.dst_end] - dst_off
+    _require_equal(schedule, rows, src_count, dst_count)
+    steps = rows.steps.copy()
+    steps[:, 3], steps[:, 5] = src_off, dst_off
+    steps[:, 6] = np.maximum(src_count, dst_count)
+    return steps, (steps[:, 6] > 0) | (schedule.collective == "barrier")
+
+
 def _require_equal(
-    schedule: Schedule, rank: int, rows: _Rows, src_count: IntArray, dst_count: IntArray
+    schedule: Schedule, rows: _Rows, src_count: IntArray, dst_count: IntArray
 ) -> None:
     wrong = rows.local & (src_count != dst_count)
     if wrong.any():
         at = int(np.flatnonzero(wrong)[0])
+        rank = rows.chunks[at, _RANK]
+        step = at - np.searchsorted(rows.chunks[:, _RANK], rank)
         raise ScheduleError(
-            f"{schedule.collective} ({schedule.algorithm}), rank {rank}, step {at}: "
+            f"{schedule.collective} ({schedule.algorithm}), rank {rank}, step {step}: "
             f"source has {src_count[at]} elements, destination {dst_count[at]}: {rows.chunks[at]}"
         )

@@ -19,10 +19,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from unisono.schedules import ir
 from unisono.schedules.blocks import block_schedule
-from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read, read_reduce
-from unisono.schedules.one_shot import others, reduce_in_rank_order
+from unisono.schedules.ir import Buf, IntArray, Schedule, copy, post, read
+from unisono.schedules.one_shot import others, reduce_in_rank_order, reduce_in_turns
 from unisono.schedules.two_shot import in_two_shots
 
 INPUT, OUTPUT, SCRATCH = Buf.INPUT, Buf.OUTPUT, Buf.SCRATCH
@@ -82,9 +81,7 @@ def reduce_scatter(p: int) -> Schedule:
         column = r[:, None]
         yield post(column, others(column, p), INPUT, others(column, p))
         yield read(r, 0, OUTPUT, 0, where=r > 0)
-        for turn in range(1, p):
-            yield read_reduce(r, turn, OUTPUT, 0, where=r != turn)
-            yield ir.reduce(r, (SCRATCH, r), (OUTPUT, 0), where=r == turn)
+        yield reduce_in_turns(r, np.zeros_like(r), p, r, 0)
 
     rounds = 1 if p > 1 else 0
     return block_schedule(

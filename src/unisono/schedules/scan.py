@@ -30,10 +30,11 @@ def scan_chain(p: int, pipeline: int) -> Schedule:
     m = pipeline
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
-        # Rank r sends chunk c in round r + c.
+        # Rank r sends chunk c in round r + c, and receives the next chunk. Few ranks are active.
+        r = r[(r <= k + 1) & (r > k - m)]
         c = k - r
-        yield send(r, r + 1, OUTPUT, c, where=(r < p - 1) & (c >= 0) & (c < m))
-        yield recv_reduce(r, r - 1, OUTPUT, c + 1, where=(r > 0) & (c >= -1) & (c < m - 1))
+        yield send(r, r + 1, OUTPUT, c, where=(r < p - 1) & (c >= 0))
+        yield recv_reduce(r, r - 1, OUTPUT, c + 1, where=(r > 0) & (c < m - 1))
 
     return Schedule("scan", "linear", p, _chain_rounds(p, m), exchange, output_chunks=m)
 
@@ -52,12 +53,13 @@ def exscan_chain(p: int, pipeline: int) -> Schedule:
         yield copy(r, (OUTPUT, 0), (SCRATCH, 0), m, where=r > 0)
 
     def exchange(k: int, r: IntArray) -> Iterable[IntArray]:
+        r = r[(r <= k + 1) & (r > k - m)]
         c = k - r
-        gives = (r < p - 1) & (c >= 0) & (c < m)
+        gives = (r < p - 1) & (c >= 0)
         yield send(r, r + 1, OUTPUT, c, where=gives & (r == 0))
         yield send(r, r + 1, SCRATCH, m + c, where=gives & (r > 0))
         c = c + 1
-        takes = (r > 0) & (c >= 0) & (c < m)
+        takes = (r > 0) & (c < m)
         yield recv(r, r - 1, OUTPUT, c, where=takes)
         # The received value is the first operand, so the copy of it is the destination of the
         # reduction.

@@ -19,6 +19,8 @@ KIB = 1024
 # chunk does not stay in cache. Precedents: Open MPI han 512 KiB, NCCL 1 MiB, xhc 16 KiB.
 PIPELINE_CHUNK_BYTES = 256 * KIB
 MAX_PIPELINE = 128
+# The number of ranks of a host up to which each rank reads from all other ranks.
+FEW_RANKS = 32
 
 
 class Choice(NamedTuple):
@@ -151,6 +153,8 @@ def _ordered(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
 
 def _shared(collective: str, nbytes: int, p: int) -> str:
     """Choose for ranks that read one another's memory."""
+    if p > FEW_RANKS and collective in ("all_reduce", "reduce"):
+        return _shared_by_many(collective, nbytes)
     if collective in ("all_reduce", "reduce"):
         # PyTorch's IntraNodeComm and MSCCL++ use one-shot up to 16 to 256 KiB. The threshold here
         # is on the bytes that a rank has to read, which grow with the world size.
@@ -161,6 +165,19 @@ def _shared(collective: str, nbytes: int, p: int) -> str:
         # The engine pipelines the pieces along the chain.
         return "recursive_doubling" if nbytes <= 32 * KIB else "linear"
     return "one_shot"
+
+
+def _shared_by_many(collective: str, nbytes: int) -> str:
+    """Choose for many ranks of a host, which wait less in rounds than they work for all pairs.
+
+    Each rank works out the places of all posts: two_shot of 128 ranks has 49,000 rows, a tree 500.
+    Measured with 32 to 128 ranks on two cores.
+    """
+    if collective == "reduce":  # only the root waits
+        return "one_shot" if nbytes <= 512 * KIB else "tree"
+    if nbytes <= 2 * KIB:
+        return "recursive_doubling"
+    return "tree" if nbytes <= 256 * KIB else "halving_doubling"
 
 
 def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ SEND and POST are the same here, and so are RECV and READ: a message is a post w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -20,7 +19,7 @@ import numpy as np
 
 from unisono.schedules.ir import Buf, IntArray, Op, Schedule
 from unisono.schedules.layout import buffer_bounds, buffer_ends, layout_for
-from unisono.schedules.program import Program, lower
+from unisono.schedules.program import Program, lower, lower_all
 
 # Posts begin at multiples of this number of elements, and so at a cache line for any element type.
 ALIGN = 64
@@ -30,9 +29,9 @@ ALIGN = 64
 # cells, xhc 16 KiB, DeepSpeed 32 MiB. 256 KiB was fastest on a machine with 1-2 MiB of L2.
 PIECE_BYTES = 256 * 1024
 
-_GIVES = frozenset({Op.SEND, Op.POST})
-_REDUCES = frozenset({Op.RECV_REDUCE, Op.READ_REDUCE})
-_TAKES = frozenset({Op.RECV, Op.READ}) | _REDUCES
+_GIVES = (Op.SEND, Op.POST)
+_REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE)
+_TAKES = (Op.RECV, Op.READ, *_REDUCES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +64,11 @@ def lower_shared(
 
     All ranks get the same pieces. `count` is as in `layout`.
     """
+    messages = lower(schedule, rank, layout_for(schedule, count))
+    if schedule.collective == "barrier":
+        # No rank leaves the agreement on a call before all ranks have entered it.
+        nothing, once = np.empty((0, 10), np.int64), np.array([[0, 0, 1, 0, 0]])
+        return SharedProgram(messages.steps, 0, nothing, once, 0)
     piece = _piece_count(schedule, count, itemsize, slot_bytes)
     if piece is None:
         return None
@@ -83,7 +87,6 @@ def lower_shared(
         first += len(rows)
         scratch = max(scratch, used)
         steps.append(rows)
-    messages = lower(schedule, rank, layout_for(schedule, count))
     table = np.ascontiguousarray(np.concatenate(steps))
     return SharedProgram(
         messages.steps, messages.scratch_count, table, np.array(loops, np.int64), scratch
@@ -118,105 +121,120 @@ def _units(schedule: Schedule, size: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Outline:
-    """The posts and reads that pieces of all sizes have in common; see `_units`.
+    """The rows of all ranks that pieces of all sizes have in common; see `_units`.
+
+    Posts are numbered rank by rank. Units are numbered through all buffers, in the order of `Buf`.
 
     Attributes:
-        posts: Per rank int64 [n, 4]: (row, peer, number of the post, stage).
-        reads: Per rank int64 [n, 4]: (row, peer, number of the peer's post, its stage).
-        places: See `_places`.
-        first: int64 [p, n]: the first unit of a rank's n-th post. Units are numbered through all
-            buffers, in the order of `Buf`.
-        last: int64 [p, n]: the unit after the last unit of the post. It equals `first` if there
-            is no such post, or if the post uses the place of another post.
+        rows: int64 [n, 10]: as in `SharedProgram.pieces`, rank by rank. The offset in the slot is
+            the number of the post whose place the row uses; see `_places`.
+        begins: int64 [p + 1]: the first row of each rank.
+        firsts: int64 [m]: the first post of the rank of each post.
+        units: int64 [2, m]: the first unit of each post, and the unit after its last unit. Both are
+            equal if the post uses the place of another post.
         separable: Whether no step moves several blocks. In a piece the parts of two blocks are
             not contiguous, so such a step could not move them.
     """
 
-    posts: tuple[IntArray, ...]
-    reads: tuple[IntArray, ...]
-    places: IntArray
-    first: IntArray
-    last: IntArray
+    rows: IntArray
+    begins: IntArray
+    firsts: IntArray
+    units: IntArray
     separable: bool
 
 
-@lru_cache(maxsize=256)
+# Few, because an outline has the rows of all ranks: 262,000 of a two_shot of 256 ranks.
+@lru_cache(maxsize=32)
 def _outline(schedule: Schedule, units: int) -> _Outline:
-    """Return the outline of `units` units."""
-    layout = layout_for(schedule, units)
-    bases = _bases(schedule, units)
-    programs = [lower(schedule, rank, layout).steps for rank in range(schedule.world_size)]
-    posts = tuple(_posts(steps) for steps in programs)
-    first = np.zeros((schedule.world_size, max(map(len, posts))), np.int64)
-    last = first.copy()
-    for rank, (steps, own) in enumerate(zip(programs, posts, strict=True)):
-        posted = steps[own[:, 0]]
-        first[rank, : len(own)] = bases[posted[:, 2]] + posted[:, 3]
-        last[rank, : len(own)] = first[rank, : len(own)] + posted[:, 6]
-    reads = tuple(_reads(steps, rank, posts) for rank, steps in enumerate(programs))
-    places = _places(programs, posts, reads)
-    elsewhere = places != np.arange(places.size).reshape(places.shape)
-    last[elsewhere] = first[elsewhere]
-    longest = max(int(steps[:, 6].max(initial=0)) for steps in programs)
-    return _Outline(
-        posts, reads, places, first, last, not schedule.input_chunks or longest <= units
-    )
+    """Return the outline of `units` units; the same on all ranks, so that they agree on places."""
+    steps, ranks = lower_all(schedule, layout_for(schedule, units))
+    begins = np.searchsorted(ranks, np.arange(schedule.world_size + 1))
+    gives, takes = (np.isin(steps[:, 0], ops) for ops in (_GIVES, _TAKES))
+    posts, reads = np.flatnonzero(gives), np.flatnonzero(takes)
+    # The first of consecutive posts of a rank begins a stage.
+    begun = gives.copy()
+    begun[1:] &= ~gives[:-1] | (ranks[1:] != ranks[:-1])
+    stages = np.append(0, np.cumsum(begun))
+    stages = stages[posts + 1] - stages[begins[ranks[posts]]]
+    readers, posters = steps[posts, 1], ranks[posts]
+    if schedule.world_size == 2:
+        readers = 1 - posters
+    used = _posts_read(readers, posters, steps[reads, 1], ranks[reads], schedule.world_size)
+    alone = readers[used] == ranks[reads]
+    results = alone & np.isin(steps[reads, 0], _REDUCES)
+    places = _places(steps, ranks, posts, reads[results], used[results], _bases(schedule, units))
+    rows = np.concatenate([steps, np.full((len(steps), 3), -1)], axis=1)
+    number = np.arange(len(posts))
+    for at, post in ((posts, number), (reads, used)):
+        rows[at, 7:] = np.stack([ranks[posts[places[post]]], places[post], stages[post]], axis=1)
+    first = _bases(schedule, units)[steps[posts, 2]] + steps[posts, 3]
+    last = np.where(places == number, first + steps[posts, 6], first)
+    separable = not schedule.input_chunks or int(steps[:, 6].max(initial=0)) <= units
+    firsts = np.searchsorted(posts, begins[ranks[posts]])
+    return _Outline(rows, begins, firsts, np.stack([first, last]), separable)
 
 
-def _posts(steps: IntArray) -> IntArray:
-    """Return [n, 4]: (row, peer, number, stage) of the posts of a rank."""
-    posts: list[tuple[int, int, int, int]] = []
-    stage = 0
-    posting = False
-    for at, (op, peer, *_) in enumerate(steps.tolist()):
-        sends = op in _GIVES
-        if sends:
-            stage += not posting
-            posts.append((at, peer, len(posts), stage))
-        posting = sends
-    return np.array(posts, np.int64).reshape(-1, 4)
+def _posts_read(
+    readers: IntArray, posters: IntArray, peers: IntArray, ranks: IntArray, p: int
+) -> IntArray:
+    """Return the number of the post that each read reads.
 
-
-def _reads(steps: IntArray, rank: int, posts: tuple[IntArray, ...]) -> IntArray:
-    """Return [n, 4]: (row, peer, number, stage) of the posts that a rank reads."""
-    reads: list[list[int]] = []
-    coming: dict[int, Iterator[list[int]]] = {}
-    for at, (op, peer, *_) in enumerate(steps.tolist()):
-        if op in _TAKES:
-            if peer not in coming:
-                theirs = posts[peer]
-                mine = (theirs[:, 1] == rank) | (theirs[:, 1] == -1)
-                coming[peer] = iter(theirs[mine, 2:].tolist())
-            reads.append([at, peer, *next(coming[peer])])
-    return np.array(reads, np.int64).reshape(-1, 4)
+    Args:
+        readers: The rank for which each post is; -1 for all other ranks.
+        posters: The rank of each post.
+        peers: The rank whose post each read reads.
+        ranks: The rank of each read.
+        p: World size.
+    """
+    single, to_all = np.flatnonzero(readers >= 0), np.flatnonzero(readers < 0)
+    numbers = np.concatenate([single, np.repeat(to_all, p)])
+    reader = np.concatenate([readers[single], np.tile(np.arange(p), len(to_all))])
+    is_other = posters[numbers] != reader
+    numbers, reader = numbers[is_other], reader[is_other]
+    # The n-th read of a rank from a peer reads the n-th post of this peer for the rank.
+    given = numbers[np.lexsort((numbers, posters[numbers] * p + reader))]
+    used: IntArray = np.empty_like(given)
+    used[np.argsort(peers * p + ranks, kind="stable")] = given
+    return used
 
 
 def _places(
-    programs: list[IntArray], posts: tuple[IntArray, ...], reads: tuple[IntArray, ...]
+    steps: IntArray,
+    ranks: IntArray,
+    posts: IntArray,
+    results: IntArray,
+    operands: IntArray,
+    bases: IntArray,
 ) -> IntArray:
-    """Return [p, n]: the post whose place each post uses; numbered rank by rank, n per rank.
+    """Return the number of the post whose place each post uses.
 
     A result goes to the place from which its last operand was read, if no other rank reads this
     operand. The cache of this rank has those cache lines already. The lines of the post's own place
     are in the caches of its previous readers. To fetch them back takes a fifth of the time of a
     large all_reduce. See docs/decisions/0027.
+
+    Args:
+        steps: The steps of all ranks.
+        ranks: The rank of each step.
+        posts: The rows of the posts.
+        results: The rows that reduce an operand that no other rank reads.
+        operands: The number of each such operand, a post.
+        bases: The first unit of each buffer.
     """
-    width = max(map(len, posts))
-    own = np.arange(len(posts) * width).reshape(len(posts), width)
+    own = np.arange(len(posts))
+    # A result may go to the place of its operand until a post takes this place.
+    at = np.concatenate([results, posts])
+    operands = np.concatenate([operands, np.full(len(posts), -1)])
+    buf = np.where(operands < 0, 2, 4)
+    first = bases[steps[at, buf]] + steps[at, buf + 1]
+    order = np.lexsort((at, steps[at, 6], first, ranks[at]))
+    same = np.diff(np.stack([ranks[at], first, steps[at, 6]])[:, order]) == 0
+    before, after = order[:-1], order[1:]
+    taken = same.all(axis=0) & (operands[before] >= 0) & (operands[after] < 0)
     places = own.copy()
-    for rank, steps in enumerate(programs):
-        read = {row: (peer, number) for row, peer, number, _ in reads[rank].tolist()}
-        numbers = {row: number for row, _, number, _ in posts[rank].tolist()}
-        free: dict[tuple[int, ...], int] = {}
-        for row, (op, _, *source, dst, dst_off, count) in enumerate(steps.tolist()):
-            if op in _REDUCES:
-                poster, number = read[row]
-                if len(programs) == 2 or posts[poster][number, 1] == rank:
-                    free[dst, dst_off, count] = int(own[poster, number])
-            elif op in _GIVES:
-                places[rank, numbers[row]] = free.pop((*source, count), own[rank, numbers[row]])
+    places[after[taken] - len(results)] = operands[before[taken]]
     # A post that uses the place of another post has no place that a third post could use.
-    is_at_home = (places == own).ravel()
+    is_at_home = places == own
     return np.where(is_at_home[places], places, own)
 
 
@@ -239,36 +257,28 @@ def _ends(schedule: Schedule, size: int) -> IntArray:
 
 @lru_cache(maxsize=256)
 def _slots(schedule: Schedule, size: int) -> tuple[IntArray, int]:
-    """Return the offset of each place in its slot, and the largest part of a slot that is used.
-
-    The offsets are numbered rank by rank, the same number for each, as in `_places`; then -1.
-    """
+    """Return the offset of each post's place in its slot, then -1; then the most used of a slot."""
     outline = _outline(schedule, _units(schedule, size))
-    ends = _ends(schedule, size)
-    room = -(-(ends[outline.last] - ends[outline.first]) // ALIGN) * ALIGN
-    filled = np.cumsum(room, axis=1)
-    return np.append(filled - room, -1), int(filled.max(initial=0))
+    first, last = _ends(schedule, size)[outline.units]
+    room = -(-(last - first) // ALIGN) * ALIGN
+    begin = np.cumsum(room) - room
+    begin -= begin[outline.firsts]
+    return np.append(begin, -1), int((begin + room).max(initial=0))
 
 
 class _UnitPiece(NamedTuple):
     """One rank's rows of a piece, with the indices from which their offsets are computed.
 
     Attributes:
-        rows: As in `SharedProgram.pieces`, without offsets and counts.
+        rows: As in `_Outline.rows`, in units.
         src: Index in `_ends` of the begin of each row's source.
         dst: Index in `_ends` of the begin of each row's destination.
-        begin: Index in `_ends` of the begin of the data that each row moves.
-        end: Index in `_ends` of the end of that data.
-        post: Index in `_slots` of the place of each row's post.
         scratch: Index in `_ends` of the end of the SCRATCH that is used.
     """
 
     rows: IntArray
     src: IntArray
     dst: IntArray
-    begin: IntArray
-    end: IntArray
-    post: IntArray
     scratch: int
 
 
@@ -276,24 +286,19 @@ class _UnitPiece(NamedTuple):
 def _unit_piece(schedule: Schedule, rank: int, units: int) -> _UnitPiece:
     """Return the rows of one piece of `units` units."""
     outline = _outline(schedule, units)
-    program = lower(schedule, rank, layout_for(schedule, units))
-    rows = np.concatenate([program.steps, np.full((len(program.steps), 3), -1)], axis=1)
-    own, places = outline.posts[rank].copy(), outline.places
-    own[:, 1] = rank
-    for at, peer, number, stage in (*own.tolist(), *outline.reads[rank].tolist()):
-        place = places[peer, number]
-        rows[at, 7:] = place // places.shape[1], place, stage
-    rows = _join_rows(_move_posts_first(rows), rank)
+    first, end = outline.begins[rank : rank + 2]
+    steps = outline.rows[first:end]
+    rows = _join_rows(_move_posts_first(steps), rank)
     bases = _bases(schedule, units)
     src, dst = (
         np.where(rows[:, buf] < 0, bases[-1], bases[rows[:, buf]] + rows[:, off])
         for buf, off in ((2, 3), (4, 5))
     )
-    begin = np.minimum(src, dst)
-    scratch = program.scratch_count if int(Buf.SCRATCH) in rows[:, (2, 4)] else 0
-    return _UnitPiece(
-        rows, src, dst, begin, begin + rows[:, 6], rows[:, 8], int(bases[Buf.SCRATCH]) + scratch
-    )
+    scratch = 0
+    if int(Buf.SCRATCH) in rows[:, (2, 4)]:
+        aside = steps[:, (2, 4)] == Buf.SCRATCH
+        scratch = int((steps[:, (3, 5)] + steps[:, 6:7])[aside].max())
+    return _UnitPiece(rows, src, dst, int(bases[Buf.SCRATCH]) + scratch)
 
 
 def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArray, int]:
@@ -307,8 +312,9 @@ def _piece(schedule: Schedule, rank: int, size: int, count: int) -> tuple[IntArr
         places[:blocks] = ends[:blocks] // size * count + ends[:blocks] % size
     rows = piece.rows.copy()
     rows[:, 3], rows[:, 5] = places[piece.src], places[piece.dst]
-    rows[:, 6] = ends[piece.end] - ends[piece.begin]
-    rows[:, 8] = _slots(schedule, size)[0][piece.post]
+    begin = np.minimum(piece.src, piece.dst)
+    rows[:, 6] = ends[begin + rows[:, 6]] - ends[begin]
+    rows[:, 8] = _slots(schedule, size)[0][rows[:, 8]]
     return rows, int(ends[piece.scratch])
 
 

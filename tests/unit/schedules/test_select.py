@@ -8,6 +8,7 @@ from unisono.schedules.select import MAX_PIPELINE, Topology, select
 
 KIB, MIB = 1024, 1024**2
 HOST8 = Topology(8, shared_memory=True)
+HOST128 = Topology(128, shared_memory=True)
 NET8 = Topology(8)
 NET6 = Topology(6)
 
@@ -86,6 +87,12 @@ def test_an_algorithm_with_another_order_is_refused_there(how):
         ("exscan", 8, HOST8, "recursive_doubling"),
         ("barrier", 0, NET8, "dissemination"),
         ("barrier", 0, HOST8, "one_shot"),
+        ("all_reduce", 8, Topology(32, shared_memory=True), "one_shot"),
+        ("all_reduce", 8, HOST128, "recursive_doubling"),
+        ("all_reduce", 8000, HOST128, "tree"),
+        ("all_reduce", MIB, HOST128, "halving_doubling"),
+        ("reduce", 8, HOST128, "one_shot"),
+        ("reduce", MIB, HOST128, "tree"),
     ],
 )
 def test_default_rule(collective, nbytes, topology, algorithm):

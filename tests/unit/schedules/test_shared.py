@@ -3,11 +3,18 @@
 import numpy as np
 import pytest
 
-from tests.unit.schedules.test_program import PAIRS, expected, make_inputs, schedules
-from unisono.schedules.ir import Buf, Op, Schedule, post, read_reduce
-from unisono.schedules.layout import layout_for
-from unisono.schedules.registry import build
-from unisono.schedules.shared import lower_shared
+from tests.unit.schedules.test_program import (
+    DATA_COLLECTIVES,
+    PAIRS,
+    expected,
+    make_inputs,
+    schedules,
+)
+from unisono.schedules.ir import ROOTED, Buf, Op, Schedule, post, read_reduce
+from unisono.schedules.layout import buffer_bounds, layout_for
+from unisono.schedules.program import lower
+from unisono.schedules.registry import available, build, entry
+from unisono.schedules.shared import ALIGN, lower_shared
 
 REDUCES = (Op.RECV_REDUCE, Op.READ_REDUCE, Op.REDUCE)
 POSTS = (Op.SEND, Op.POST)
@@ -129,6 +136,77 @@ def test_result_equals_numpy(collective, algorithm, itemsize, slot_bytes, buffer
     assert fitted, "nothing fitted: the test has tested nothing"
 
 
+def places_by_loops(schedule, size):
+    """Return per rank the (slot, offset, stage) of its posts and reads, worked out row by row."""
+    p = schedule.world_size
+    units = min(size, schedule.block_chunks)
+    programs = [lower(schedule, r, layout_for(schedule, units)).steps.tolist() for r in range(p)]
+    posts, stages = [[] for _ in range(p)], [0] * p
+    for rank, rows in enumerate(programs):
+        for at, row in enumerate(rows):
+            if row[0] in POSTS:
+                stages[rank] += at == 0 or rows[at - 1][0] not in POSTS
+                posts[rank].append((row[1], stages[rank], *row[2:4], row[6]))
+    homes = {(rank, n): (rank, n) for rank in range(p) for n in range(len(posts[rank]))}
+    taken, uses = dict(homes), [[] for _ in range(p)]
+    for rank, rows in enumerate(programs):
+        coming = {
+            q: iter([(q, n) for n, post in enumerate(posts[q]) if post[0] in (-1, rank)])
+            for q in range(p)
+        }
+        free, number = {}, 0
+        for op, peer, *source, dst, dst_off, count in rows:
+            if op in POSTS:
+                taken[rank, number] = free.pop((*source, count), (rank, number))
+                uses[rank].append((rank, number))
+                number += 1
+            elif op not in (Op.COPY, Op.REDUCE):
+                uses[rank].append(operand := next(coming[peer]))
+                alone = p == 2 or posts[operand[0]][operand[1]][0] == rank
+                if op in REDUCES and alone:
+                    free[dst, dst_off, count] = operand
+    at_home = {post for post, place in taken.items() if place == post}
+    places = {post: place if place in at_home else post for post, place in taken.items()}
+    bounds = buffer_bounds(schedule, 0, layout_for(schedule, size))
+    offsets = {}
+    for rank, own in enumerate(posts):
+        filled = 0
+        for n, (_, _, buf, first, count) in enumerate(own):
+            offsets[rank, n] = filled
+            if places[rank, n] == (rank, n):
+                length = bounds[buf][first + count] - bounds[buf][first] if units < size else count
+                filled += -(-length // ALIGN) * ALIGN
+    return [
+        [[places[u][0], offsets[places[u]], posts[u[0]][u[1]][1]] for u in used] for used in uses
+    ]
+
+
+def check_places(schedule, drawn):
+    """Ranks that derive other slots, offsets or stages read wrong memory or wait for ever."""
+    for size in drawn((1, schedule.block_chunks, 300 * schedule.block_chunks), 1):
+        wanted = places_by_loops(schedule, size)
+        for rank in drawn(range(schedule.world_size), 2):
+            rows = lower_shared(schedule, rank, size, 1, 1 << 40).pieces
+            rows = rows[~np.isin(rows[:, 0], (Op.COPY, Op.REDUCE))]
+            assert rows[:, 7:].tolist() == wanted[rank], f"{schedule} rank {rank} size {size}"
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), PAIRS)
+def test_a_rank_gets_the_places_that_a_loop_over_all_ranks_gives(collective, algorithm, drawn):
+    for schedule in schedules(collective, algorithm, drawn(range(2, 18), 4, always=(2, 3, 8))):
+        check_places(schedule, drawn)
+
+
+@pytest.mark.parametrize("collective", [c for c in DATA_COLLECTIVES if available(c, 4, local=2)])
+def test_places_of_two_levels_equal_those_of_the_loop(collective, drawn):
+    worlds = [(p, local) for p in range(4, 18) for local in range(2, p) if p % local == 0]
+    for p, local in drawn(worlds, 3):
+        if "two_level" in available(collective, p, local=local):
+            root = p // 2 if collective in ROOTED else -1
+            for pipeline in (1, 3) if entry(collective, "two_level").pipelined else (1,):
+                check_places(build(collective, "two_level", p, root, pipeline, local), drawn)
+
+
 @pytest.mark.parametrize("p", [2, 3, 8, 33])
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_any_amount_fits_with_one_shot(collective, p):
@@ -146,10 +224,12 @@ def test_small_data_is_one_piece():
     assert program.loops.tolist() == [[0, len(program.pieces), 1, 0, 10]]
 
 
-def test_barrier_keeps_its_steps():
-    program = lower_shared(build("barrier", "one_shot", 3), 1, 0, 1, 4096)
-    assert program.pieces[:, 0].tolist() == [Op.POST, Op.READ, Op.READ]
-    assert program.pieces[:, 9].tolist() == [1, 1, 1]
+@pytest.mark.parametrize("algorithm", ["one_shot", "dissemination", "linear"])
+def test_a_barrier_has_no_steps_because_the_agreement_is_one(algorithm):
+    program = lower_shared(build("barrier", algorithm, 3), 1, 0, 1, 4096)
+    assert program.pieces.shape == (0, 10)
+    assert program.loops.tolist() == [[0, 0, 1, 0, 0]]
+    assert len(program.steps), "with messages the ranks need the steps"
 
 
 @pytest.mark.parametrize("p", [2, 3, 8])
