@@ -7,11 +7,10 @@ import importlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unisono.bench.plan import Sizes, parse_nbytes
+from unisono.bench.plan import OPS, Sizes, parse_nbytes
 from unisono.cli.flags import checked, non_negative, positive
 from unisono.errors import InvalidArgumentError, UnknownNameError
 
@@ -43,8 +42,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     nbytes = checked(parse_nbytes)
     add = parser.add_argument
-    add("op", metavar="OP", help="all_reduce, broadcast, ...")
-    add("-p", "--ranks", type=_counts, default="16", metavar="N,N", help="ranks (16)")
+    ops = [op for op in (*OPS, "scan", "exscan") if op != "sendrecv"]
+    add("op", choices=ops, metavar="OP", help=", ".join(ops))
+    counts = lambda text: [positive(number) for number in text.split(",")]  # noqa: E731
+    add("-p", "--ranks", type=counts, default="16", metavar="N,N", help="ranks (16)")
     add("--hosts", type=positive, metavar="H", help="number of hosts (what the network has)")
     add("-b", "--minbytes", type=nbytes, default="8", metavar="SIZE", help="first size (8)")
     add("-e", "--maxbytes", type=nbytes, metavar="SIZE", help="last size (the first)")
@@ -59,10 +60,6 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--plot", metavar="FILE.png", help="draw time over size, or over ranks")
     add("--goal", metavar="FILE", help="write the last schedule as LogGOPSim's GOAL")
     parser.set_defaults(handler=_simulate, parser=parser)
-
-
-def _counts(text: str) -> list[int]:
-    return [positive(number) for number in text.split(",")]
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -85,6 +82,8 @@ def _simulate(options: argparse.Namespace) -> int:
 
 def _machine(options: argparse.Namespace) -> Machine:
     """Return the machine of --net, with the ranks per host of --hosts."""
+    from importlib import resources
+
     from unisono.simulate import machine
 
     shipped = resources.files("unisono.simulate") / "shipped"
@@ -112,8 +111,7 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
     """Yield and print a row per algorithm."""
     from unisono.schedules import available
 
-    hosts = net.values["topology"] == "hosts"
-    local = net.values["ranks_per_host"] if hosts and p % net.values["ranks_per_host"] == 0 else 1
+    local = net.values["ranks_per_host"] if p % net.values["ranks_per_host"] == 0 else 1
     every = options.algorithm == "all"
     names = available(options.op, p, local=local) if every else options.algorithm.split(",")
     for name in names:
@@ -129,8 +127,8 @@ def _rows(options: argparse.Namespace, net: Machine, p: int, nbytes: int) -> Ite
         measured = row["published_us"]
         error_percent = f"{100 * row['time_us'] / measured - 100:+.1f} %" if measured else ""
         time = ("" if row["exact"] else "~") + _us(row["time_us"])
-        last = [_us(measured) if measured else "", error_percent]
-        print(_aligned([str(p), str(nbytes), name, time, *parts, *last]).rstrip(), flush=True)
+        cells = [str(p), str(nbytes), name, time, *parts, _us(measured) if measured else ""]
+        print(_aligned([*cells, error_percent]).rstrip(), flush=True)
         yield row
 
 

@@ -19,23 +19,7 @@ from unisono.simulate.result import Result
 from unisono.simulate.traffic import Traffic
 
 __all__ = [
-    "Costs",
-    "FullyConnected",
-    "Hosts",
-    "LogGOPS",
-    "LogGOPSResult",
-    "Machine",
-    "Network",
-    "Pods",
-    "Program",
-    "Result",
-    "Switch",
-    "Torus",
-    "Traffic",
-    "Wire",
-    "from_goal",
-    "machine",
-    "program_of",
-    "simulate",
-    "to_goal",
-]
+    "Costs", "FullyConnected", "Hosts", "LogGOPS", "LogGOPSResult", "Machine", "Network", "Pods",
+    "Program", "Result", "Switch", "Torus", "Traffic", "Wire", "from_goal", "machine",
+    "program_of", "simulate", "to_goal",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What ranks do besides waiting for messages: overheads, copies, reductions, an agreement."""
+"""The work of ranks besides messages: overheads, copies, reductions, an agreement."""
 
 from __future__ import annotations
 

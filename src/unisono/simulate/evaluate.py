@@ -39,12 +39,12 @@ def simulate(
         schedule: The algorithm.
         nbytes: Size of the whole data: the vector, or all p blocks.
         network: Links between the ranks.
-        costs: What ranks do besides; nothing by default.
+        costs: The work of ranks besides messages; none by default.
         itemsize: Bytes per element.
         padded: Give all chunks the size of the largest chunk; see `Traffic`.
         contended: Whether links serve in turn. Otherwise each message finds its links free, as in
             the alpha-beta model.
-        method: "events", exact; "stages", for large worlds; "auto" chooses by the number of rows.
+        method: "events" is exact, "stages" is for large worlds, "auto" chooses by the rows.
 
     Returns:
         When each rank ends, and why. `Result.exact` is False if the order of messages on shared

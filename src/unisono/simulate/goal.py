@@ -25,7 +25,6 @@ from unisono.simulate.traffic import RECV, SEND, WORK
 
 _NS = 1000
 _LABEL = r"[a-zA-Z][a-zA-Z0-9_]*"
-_ENDS = r"(?:\s+(?:(tag)|(cpu)|(nic))\s+(\d+))*"
 _MESSAGE = re.compile(
     rf"(?:({_LABEL})\s*:\s*)?(send|recv)\s+(\d+)\s*b\s+(to|from)\s+(\d+)((?:\s+(?:tag|cpu|nic)\s+\d+)*)$"
 )

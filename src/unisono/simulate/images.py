@@ -4,7 +4,7 @@ A *translation* adds a number to all ranks, modulo p, or flips bits of all ranks
 schedule and the network on themselves, a rank and its image end at the same time. A ring on uniform
 links needs one rank; on hosts of L ranks it needs L. Links that ranks share are not followed.
 
-The rows of the followed ranks are compared with those of an image, another one in each stage.
+The rows of the followed ranks are compared with those of an image, in each stage a new image.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def find_images(parts: Sequence[Traffic], network: Network) -> Images | None:
     number = p // followed
     some = {0, number - 1, *(1 << j for j in range(number.bit_length() - 1))}
     some |= {_other(j, number) for j in range(32)}
-    blocks = np.array(sorted(some))[:, None] * followed
+    rows = max(len(part.rows(0, [np.arange(followed)]).rank) for part in parts)
+    blocks = np.array(sorted(some)[: max(3, 4 * _ROWS // (rows + 1))])[:, None] * followed
     ranks = (blocks + np.arange(followed)).ravel()
     for images in choices:
         if all(

@@ -13,6 +13,7 @@ determined.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -109,7 +110,7 @@ def _private(links: IntArray, source: IntArray, used: int, ranks: int) -> BoolAr
 
 
 class _Trace(NamedTuple):
-    """What happened: per row its begin and the arrival of its message, per message the rest."""
+    """Times: per row its begin and the arrival of its message, per message the others."""
 
     clock: list[int]
     begin: list[int]
@@ -125,7 +126,7 @@ def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -
     Args:
         rows: The rows, rank by rank.
         network: The links.
-        costs: What ranks do besides.
+        costs: The work of ranks besides messages.
         contended: Whether links serve in turn. Otherwise each message finds its links free.
 
     Raises:
@@ -172,28 +173,34 @@ class _State:
         self.ready = deque(range(len(clock)))
         self.order = 0
 
-    def serve(self, time: int, code: int, m: int) -> None:
-        """Let a link serve a message that arrives at `time`, and pass the message on."""
-        link, step, busy, rest = self.hops[code]
-        trace, free = self.trace, self.free
-        begun = free[link]
-        if begun < time:
-            begun = time
-        else:
-            trace.waited[m] += begun - time
-        free[link] = begun + busy
-        end = begun + rest
-        if end < trace.end[m]:
-            end = trace.end[m]
-        trace.end[m] = end
-        if self.hops[code + 1][0] >= 0:
-            heappush(self.heap, (begun + step, self.order, code + 1))
-            self.order += 1
-            return
-        row, target = self.receive[m], self.target[m]
-        trace.arrival[row] = end
-        if self.place[target] == row:
-            self.ready.append(target)
+    def server(self) -> Callable[[int, int, int], None]:
+        """Return the function by which a link serves message m that arrives at `time`."""
+        hops, free, heap, ready = self.hops, self.free, self.heap, self.ready
+        receive, target, place = self.receive, self.target, self.place
+        arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
+
+        def serve(time: int, code: int, m: int) -> None:
+            link, step, busy, rest = hops[code]
+            begun = free[link]
+            if begun < time:
+                begun = time
+            else:
+                waited[m] += begun - time
+            free[link] = begun + busy
+            end = begun + rest
+            if end < ends[m]:
+                end = ends[m]
+            ends[m] = end
+            if hops[code + 1][0] >= 0:
+                heappush(heap, (begun + step, self.order, code + 1))
+                self.order += 1
+                return
+            row = receive[m]
+            arrival[row] = end
+            if place[target[m]] == row:
+                ready.append(target[m])
+
+        return serve
 
 
 class _Cores:
@@ -234,7 +241,8 @@ def _execute(
     number = np.full(len(kind), -1)
     number[messages.send] = np.arange(len(messages.send))
     message = number.tolist()
-    place, stop, ready, heap, serve = state.place, state.stop, state.ready, state.heap, state.serve
+    place, stop, ready, heap = state.place, state.stop, state.ready, state.heap
+    serve = state.server()
     begin, arrival, sent = state.trace.begin, state.trace.arrival, state.trace.sent
     now = 0
     while True:
@@ -307,6 +315,6 @@ def _critical_path(
         row = int(messages.send[m])
         rank = int(rows.rank[row])
         path.append(rank)
-    # What is left is the time before the first row.
+    # The rest is the time before the first row.
     ends = max(trace.clock) - latency - moving - busy
     return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), tuple(path[::-1])

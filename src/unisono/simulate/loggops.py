@@ -1,7 +1,7 @@
 """LogGOPS in virtual time, event by event, exactly as LogGOPSim computes it.
 
 A program is a graph of operations per rank: sends, receives and calculations. An operation begins
-when the operations that it *requires* are done and those that it *irequires* have begun. There is
+when the operations that it *requires* are done and all that it *irequires* have begun. There is
 no contention in the network. The processor of a rank does one thing at a time:
 
     send      the processor is busy for o + (s-1)O, the interface for g + (s-1)G
@@ -76,11 +76,8 @@ class Program:
 
     def add(self, rank: int, kind: int, size: int, peer: int = -1, tag: int = 0) -> int:
         """Add an operation that waits for none, and return its index."""
-        for column, value in zip(
-            (self.rank, self.kind, self.peer, self.size, self.tag, self.needs),
-            (rank, kind, peer, size, tag, 0),
-            strict=True,
-        ):
+        columns = (self.rank, self.kind, self.peer, self.size, self.tag, self.needs)
+        for column, value in zip(columns, (rank, kind, peer, size, tag, 0), strict=True):
             column.append(value)
         self.on_done.append(())
         self.on_start.append(())
@@ -166,7 +163,7 @@ class _Run:
         return channel
 
     def release(self, waiting: tuple[int, ...]) -> None:
-        """Count down the operations that waited; collect those that may begin."""
+        """Count down the operations that waited; collect the operations that may begin."""
         for i in waiting:
             self.needs[i] -= 1
             if not self.needs[i]:

@@ -50,6 +50,8 @@ class Wire:
 
     def busy_ps(self, nbytes: IntArray) -> IntArray:
         """Return how long messages occupy the link."""
+        if len(nbytes) > 1 and (nbytes == nbytes[0]).all():
+            return np.full_like(nbytes, self.busy_ps(nbytes[:1])[0])
         ns = nbytes / self.gbps
         if self.whole:
             return ns.astype(np.int64) * _PS_PER_NS
@@ -136,7 +138,18 @@ class Network:
         return self.groups[kind].name.format(link - self.first[kind])
 
 
-class FullyConnected(Network):
+class _Flat(Network):
+    """Each message crosses as many links as the network has groups, one of each."""
+
+    def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
+        """Return the latency and the time for the bytes of messages that find all links free."""
+        wire, hops = self.groups[0].wire, len(self.groups)
+        busy = wire.busy_ps(nbytes)
+        latency = np.full_like(busy, hops * wire.latency_ps)
+        return latency, busy if self.cut_through else hops * busy
+
+
+class FullyConnected(_Flat):
     """A link from each rank to each other rank."""
 
     def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
@@ -148,7 +161,7 @@ class FullyConnected(Network):
         return (source * self.size + target)[:, None]
 
 
-class Switch(Network):
+class Switch(_Flat):
     """A link from each rank to one switch, and a link back."""
 
     def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
@@ -207,8 +220,8 @@ class Hosts(Network):
     """Hosts of several ranks: shared memory inside, network interfaces between them.
 
     Each rank has a port to the memory of its host. The ranks of a host share its interfaces in
-    turn. Hosts may stand in pods, with links between the pods that all hosts of a pod share: one
-    link up and one link down (a fat tree), or a link to each other pod (a dragonfly). Without
+    turn. Hosts may stand in pods. All hosts of a pod share its links. In a fat tree a pod has one
+    link up and one link down, in a dragonfly a link to each other pod. Without
     oversubscription these links carry all that the interfaces of the pod can send.
 
     Args:
@@ -276,7 +289,7 @@ class Pods:
 
     Attributes:
         hosts: Hosts per pod; the last pod may have fewer.
-        oversubscription: What the interfaces of a pod can send, divided by what its links carry.
+        oversubscription: Bandwidth of the interfaces of a pod, divided by that of its links.
         latency_ps: From one pod to another, in addition.
         dragonfly: Whether each pair of pods has a link of its own.
     """

@@ -1,4 +1,4 @@
-"""What a simulation returns: when ranks end, why so late, and what links carried."""
+"""The result of a simulation: when ranks end, why so late, and how busy links were."""
 
 from __future__ import annotations
 

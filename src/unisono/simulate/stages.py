@@ -2,14 +2,15 @@
 
 A message is received in the stage in which it is sent, and within a stage a rank sends before it
 receives. So the times of all ranks after a stage follow from those before the stage. This equals
-the events if no message waits for a link that several ranks share. Where links are shared, messages
-of one stage are served in the order of arrival, and before those of the next stage; that order is
-an approximation.
+the events if no message waits for a link that several ranks share. Otherwise the messages of a
+stage are served in the order of arrival, and before those of the next stage. That order is
+approximate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -20,13 +21,17 @@ from unisono.simulate.networks import Network
 from unisono.simulate.result import CAUSES, Result
 from unisono.simulate.traffic import RECV, SEND, Rows, Traffic
 
+# Rows come as blocks in the order of ranks. Up to this number of blocks, one after another is
+# faster than to sort the rows by rank.
+_RUNS = 8
+
 
 class _State:
     """The clocks of all ranks, and what is on the critical path of each.
 
     Args:
         network: The links.
-        costs: What ranks do besides.
+        costs: The work of ranks besides messages.
         contended: Whether links serve in turn.
     """
 
@@ -35,79 +40,78 @@ class _State:
         self.network, self.costs, self.contended = network, costs, contended
         self.clock = np.full(p, costs.start_ps, np.int64)
         # Latency, bytes, links busy and messages on the path to each rank.
-        self.path = np.zeros((4, p), np.int64)
+        self.path = [np.zeros(p, np.int64) for _ in range(4)]
         self.free = np.zeros(network.links if contended else 0, np.int64)
         self.busy = self.free.copy()
         self.exact, self.messages, self.nbytes = True, 0, 0
 
     def advance(self, rows: Rows) -> None:
         """Execute the rows of one stage of all ranks."""
-        if not len(rows.rank):
-            return
-        if (rows.rank[1:] < rows.rank[:-1]).any():
-            rows = rows.take(np.argsort(rows.rank, kind="stable"))
-        head = _heads(rows.rank)
         cost = self.costs.of(rows)
-        spent = np.cumsum(cost)
-        length = np.diff(np.append(head, len(cost)))
-        spent -= np.repeat(spent[head] - cost[head], length)
-        sends, receives = np.flatnonzero(rows.kind == SEND), np.flatnonzero(rows.kind == RECV)
-        if len(sends) or len(receives):
-            send, receive = rows.take(sends), rows.take(receives)
-            found = matched(send.rank, send.peer, receive.peer, receive.rank, self.network.size)
+        spent, total = _spent(rows.rank, cost, len(self.clock))
+        send, receive = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+        if len(send) or len(receive):
+            source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
+            rank = rows.rank[receive]
+            found = matched(source, target, rows.peer[receive], rank, len(self.clock))
             if found is None:
                 raise InvalidArgumentError(
-                    f"simulate: the {len(sends)} messages of a stage do not match its "
-                    f"{len(receives)} receives"
+                    f"simulate: the {len(send)} messages of a stage do not match its "
+                    f"{len(receive)} receives"
                 )
-            at = self.clock[send.rank] + spent[sends]
-            arrival, parts = self._deliver(send.rank, send.peer, send.nbytes, at)
+            end, parts = self._deliver(source, target, nbytes, self.clock[source] + spent[send])
             # As if the rank had waited for this message before its first row.
-            begin = arrival[found] - (spent - cost)[receives]
-            self._wait(receive.rank, begin, send.rank[found], parts[:, found])
-            self.messages += len(sends)
-            self.nbytes += int(send.nbytes.sum())
-        self.clock[rows.rank[head]] += spent[head + length - 1]
+            self._wait(rank, end[found] - (spent - cost)[receive], source, parts, found)
+            self.messages += len(send)
+            self.nbytes += int(nbytes.sum())
+        self.clock += total
 
-    def _wait(self, rank: IntArray, begin: IntArray, source: IntArray, parts: IntArray) -> None:
-        """Set the clock of each rank to the latest `begin` of its messages, if that is later."""
+    def _wait(
+        self, rank: IntArray, begin: IntArray, source: IntArray, parts: list[IntArray], m: IntArray
+    ) -> None:
+        """Set the clock of each rank to the latest `begin` of its messages `m`, if it is later."""
+        if (rank[1:] < rank[:-1]).any():
+            order = np.argsort(rank, kind="stable")
+            rank, begin, m = rank[order], begin[order], m[order]
         head = _heads(rank)
         if len(head) < len(rank):
             best = np.maximum.reduceat(begin, head)
             hits = np.flatnonzero(begin == np.repeat(best, np.diff(np.append(head, len(rank)))))
             head = hits[np.searchsorted(hits, head)]
         later = head[begin[head] > self.clock[rank[head]]]
-        who = rank[later]
-        self.path[:, who] = self.path[:, source[later]] + parts[:, later]
+        who, m = rank[later], m[later]
+        before = source[m]
+        for path, part in zip(self.path, parts, strict=True):
+            path[who] = path[before] + part[m]
         self.clock[who] = begin[later]
 
     def _deliver(
         self, source: IntArray, target: IntArray, nbytes: IntArray, at: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """Return when messages arrive, and their latency, bytes, waiting and number, [4, n]."""
+    ) -> tuple[IntArray, list[IntArray]]:
+        """Return when messages arrive, and their latency, bytes, waiting and number."""
+        one, waited = np.ones_like(at), np.zeros_like(at)
         if not self.contended:
             latency, moving = self.network.alone(source, target, nbytes)
-            one, none = np.ones_like(at), np.zeros_like(at)
-            return at + latency + moving, np.stack([latency, moving, none, one])
+            return at + latency + moving, [latency, moving, waited, one]
         links = self.network.routes(source, target)
         latencies, busy = self.network.costs(links, nbytes)
         rest = latencies[:, ::-1].cumsum(axis=1)[:, ::-1] + busy
         step = latencies if self.network.cut_through else latencies + busy
         own = np.array([group.own for group in self.network.groups])
-        head, end, waited = at, at, np.zeros_like(at)
+        head, end = at.copy(), at.copy()
         for hop in range(links.shape[1]):
             here = np.flatnonzero(links[:, hop] >= 0)
+            if not len(here):
+                continue
             link = links[here, hop]
             begin = self._serve(link, head[here], busy[here, hop])
             late = begin - head[here]
             self.exact &= not (late * ~own[self.network.kinds(link)]).any()
-            head, end = head.copy(), end.copy()
             waited[here] += late
             end[here] = np.maximum(end[here], begin + rest[here, hop])
             head[here] = begin + step[here, hop]
         latency = latencies.sum(axis=1)
-        moving = end - at - latency - waited
-        return end, np.stack([latency, moving, waited, np.ones_like(at)])
+        return end, [latency, end - at - latency - waited, waited, one]
 
     def _serve(self, link: IntArray, arrival: IntArray, busy: IntArray) -> IntArray:
         """Let links serve messages in the order of arrival; return when each service begins.
@@ -138,6 +142,26 @@ class _State:
         back = np.empty_like(begin)
         back[order] = begin
         return back
+
+
+def _spent(rank: IntArray, cost: IntArray, p: int) -> tuple[IntArray, IntArray]:
+    """Return what the rank of each row has spent when the row ends, and each rank's total."""
+    total = np.zeros(p, np.int64)
+    cuts = np.flatnonzero(rank[1:] <= rank[:-1]) + 1
+    if len(cuts) > _RUNS:
+        order = np.argsort(rank, kind="stable")
+        sums, head = np.cumsum(cost[order]), _heads(rank[order])
+        last = np.append(head[1:], len(rank)) - 1
+        sums -= np.repeat(sums[head] - cost[order[head]], last - head + 1)
+        total[rank[order[head]]] = sums[last]
+        spent = np.empty_like(cost)
+        spent[order] = sums
+        return spent, total
+    spent = cost.copy()
+    for low, high in pairwise([0, *cuts.tolist(), len(rank)]):
+        total[rank[low:high]] += cost[low:high]
+        spent[low:high] = total[rank[low:high]]
+    return spent, total
 
 
 def _is_head(values: IntArray) -> BoolArray:
@@ -195,7 +219,7 @@ def run(
         for k in range(traffic.stages):
             state.advance(traffic.rows(k, [ranks]))
     last = int(np.argmax(state.clock))
-    latency, moving, busy, hops = state.path[:, last].tolist()
+    latency, moving, busy, hops = (int(path[last]) for path in state.path)
     ends = int(state.clock[last]) - latency - moving - busy
     causes = dict(zip(CAUSES, (latency, moving, busy, ends), strict=True))
     return Result(

@@ -32,7 +32,7 @@ _REDUCES = np.array([op in (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE) for op in
 
 
 class Rows(NamedTuple):
-    """What some ranks do in one stage; the rows of one rank are in the order of execution.
+    """Rows of some ranks; the rows of one rank are in the order of execution.
 
     Attributes:
         rank: int64 [n].

@@ -74,8 +74,11 @@ def test_stages_equal_the_events_where_links_are_not_shared(seed):
         lambda size, local: Switch(size, Wire(600, 10.0)),
         lambda size, local: Hosts(size, local, Wire(600, 100.0), Wire(2200, 12.5)),
         lambda size, local: Torus(size, 1, Wire(100, 10.0), cut_through=False),
+        lambda size, local: Hosts(
+            size, local, Wire(600, 100.0), Wire(2200, 12.5), pods=Pods(2, 2.0, 90)
+        ),
     ],
-    ids=["switch", "hosts", "ring"],
+    ids=["switch", "hosts", "ring", "pods"],
 )
 def test_stages_know_when_they_are_exact(network_of):
     exact = 0

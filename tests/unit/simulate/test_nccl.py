@@ -3,7 +3,7 @@
 import pytest
 
 from unisono.errors import InvalidArgumentError
-from unisono.simulate.nccl import PROTOCOLS, latency_us, time_us
+from unisono.simulate.nccl import PROTOCOLS, latency_us
 
 COLUMNS = [("all_reduce", "tree"), ("all_reduce", "ring"), ("all_gather", "ring")]
 TABLE = {
@@ -21,13 +21,6 @@ def test_latencies(ranks, nodes):
     found = [latency_us(*column, ranks, nodes) for column in columns]
     expected = [float(text) for text in TABLE[ranks, nodes].split()]
     assert [round(us, 1) for us in found] == expected
-
-
-def test_the_bandwidth_of_a_tree_is_corrected_by_size():
-    assert time_us(10.0, "ring", "LL", 1 << 20, 10.0) == pytest.approx(10 + 104.8576)
-    # 1 MiB is 2**14 times 64 B.
-    assert time_us(10.0, "tree", "LL", 1 << 20, 10.0) == pytest.approx(10 + 104.8576 / 0.5)
-    assert time_us(10.0, "tree", "LL", 32, 10.0) == pytest.approx(10 + 0.0032)
 
 
 @pytest.mark.parametrize(
