@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 24_500
+TREE = 26_000
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
@@ -47,11 +47,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("src/unisono/c10d/objects/functions.py", "recv_object_list parameters"): (
         9,
         "torch's signature, and a tag",
-    ),
-    ("src/unisono/transports/api.py", "Transport methods"): (28, "until Messages is one interface"),
-    ("src/unisono/transports/tcp/transport.py", "TCPTransport attributes"): (
-        17,
-        "until Messages is one interface",
     ),
 }
 

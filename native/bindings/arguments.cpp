@@ -52,8 +52,8 @@ bool take_array(PyObject* object, bool writes, Arguments* into) {
   auto* array = reinterpret_cast<PyArrayObject*>(object);
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
   argument.array = object;
-  argument.span.data = PyArray_BYTES(array);
-  argument.span.nbytes = PyArray_NBYTES(array);
+  argument.data = PyArray_BYTES(array);
+  argument.nbytes = PyArray_NBYTES(array);
   return add_kind(array, &into->key);
 }
 
@@ -65,7 +65,6 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
   PyObject** items = PySequence_Fast_ITEMS(object);
   if (!into->key.add(count)) return false;
   Argument& argument = writes ? into->arrays.output : into->arrays.input;
-  Span& span = argument.span;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!is_plain(items[i], writes)) return false;
     auto* array = reinterpret_cast<PyArrayObject*>(items[i]);
@@ -74,26 +73,26 @@ bool take_list(PyObject* object, bool writes, Arguments* into) {
                : PyArray_TYPE(array) != PyArray_TYPE(first) || !PyArray_SAMESHAPE(array, first)) {
       return false;
     }
-    span.parts.push_back(PyArray_BYTES(array));
-    span.nbytes += PyArray_NBYTES(array);
+    argument.parts.push_back(PyArray_BYTES(array));
+    argument.nbytes += PyArray_NBYTES(array);
     argument.listed.push_back(nb::borrow(items[i]));
   }
   return true;
 }
 
 // Whether memory that is written belongs to another array as well.
-bool overlap(const Span& input, const Span& output) {
+bool overlap(const Argument& input, const Argument& output) {
   struct Piece {
     const char* begin;
     const char* end;
     bool written;
   };
   std::vector<Piece> pieces;
-  auto add = [&pieces](const Span& span, bool written) {
-    if (span.data != nullptr) pieces.push_back({span.data, span.data + span.nbytes, written});
+  auto add = [&pieces](const Argument& from, bool written) {
+    if (from.data != nullptr) pieces.push_back({from.data, from.data + from.nbytes, written});
     const int64_t size =
-      span.parts.empty() ? 0 : span.nbytes / static_cast<int64_t>(span.parts.size());
-    for (const char* part : span.parts) pieces.push_back({part, part + size, written});
+      from.parts.empty() ? 0 : from.nbytes / static_cast<int64_t>(from.parts.size());
+    for (const char* part : from.parts) pieces.push_back({part, part + size, written});
   };
   add(input, false);
   add(output, true);
@@ -119,19 +118,19 @@ nb::object value_of(PyObject* variable) {
 
 // Find the Calls of a group object. False: it has none.
 bool take_group(PyObject* group, Arguments* into) {
-  nb::object found;
   if (group == nullptr || group == Py_None) {
     group = global.default_group;
     if (nb::object world = value_of(global.world); !world.is_none()) {
       // This thread acts as a rank.
-      found = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
-      group = found.ptr();
+      into->group = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
+      group = into->group.ptr();
     }
   }
   if (group == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(group)) != global.group_type) {
     PyErr_Clear();
     return false;
   }
+  if (!into->group.is_valid()) into->group = nb::borrow(group);
   into->calls_ref = nb::steal(PyObject_GetAttr(group, global.attribute));
   if (!into->calls_ref.is_valid()) {
     PyErr_Clear();
@@ -162,9 +161,38 @@ bool take_message(const Signature& f, PyObject* const* places, Arguments* into) 
 
 }  // namespace
 
+Argument argument_of(nb::handle given) {
+  import_numpy();
+  Argument made;
+  const auto take = [&made](nb::handle object) {
+    auto* array = reinterpret_cast<PyArrayObject*>(object.ptr());
+    if (!PyArray_Check(object.ptr()) || !PyArray_IS_C_CONTIGUOUS(array)) {
+      throw nb::value_error("not a contiguous array");
+    }
+    made.nbytes += PyArray_NBYTES(array);
+    made.is_readonly |= !PyArray_ISWRITEABLE(array);
+    return PyArray_BYTES(array);
+  };
+  if (given.is_none()) return made;
+  if (!nb::isinstance<nb::list>(given)) {
+    made.data = take(given);
+    made.array = given.ptr();
+    return made;
+  }
+  for (nb::handle each : nb::borrow<nb::list>(given)) {
+    const int64_t before = made.nbytes;
+    made.parts.push_back(take(each));
+    made.listed.push_back(nb::borrow(each));
+    if (made.nbytes != static_cast<int64_t>(made.parts.size()) * (made.nbytes - before)) {
+      throw nb::value_error("arrays of different size");
+    }
+  }
+  return made;
+}
+
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into) {
-  PyObject* places[kMaxParameters] = {};
+  PyObject** const places = into->places;
   if (!place_arguments(f, args, count, keywords, places)) return false;
   if (!value_of(global.stream).is_none() || !take_group(places[f.group], into)) return false;
   if (f.kinds[0] == kSent || f.kinds[0] == kReceived) return take_message(f, places, into);
@@ -216,7 +244,7 @@ bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, Py
         if (value != nullptr && value != Py_None) return false;
     }
   }
-  const Span &in = into->arrays.input.span, &out = into->arrays.output.span;
+  const Argument &in = into->arrays.input, &out = into->arrays.output;
   if (!in.parts.empty() || !out.parts.empty()) {
     if (overlap(in, out)) return false;
   } else if (in.data != nullptr && out.data != nullptr && in.data < out.data + out.nbytes &&

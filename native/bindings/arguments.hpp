@@ -15,6 +15,7 @@ struct Global {
   PyObject* world = nullptr;   // context variable of the current world; None: the process's world
   PyObject* stream = nullptr;  // context variable of the current stream; None: no explicit stream
   PyObject* group_type = nullptr;
+  PyObject* preparing_type = nullptr;  // made from a group; its collectives return prepared calls
   PyObject* work_type = nullptr;
   PyObject* default_group = nullptr;
   PyObject* attribute = nullptr;  // name of a group's attribute that holds its Calls
@@ -54,7 +55,8 @@ struct Signature {
 
 struct Arguments {
   Calls* calls = nullptr;
-  nanobind::object calls_ref;
+  nanobind::object calls_ref, group;
+  PyObject* places[kMaxParameters] = {};  // by parameter; nullptr: not given
   Key key;
   PyObject* op = nullptr;
   PyObject* algorithm = nullptr;
@@ -67,7 +69,7 @@ struct Arguments {
 bool parse_arguments(const Signature& f, PyObject* const* args, size_t count, PyObject* keywords,
                      Arguments* into);
 
-// Must run before the first call of parse_arguments(). Not when the extension is loaded, because
+// Must run before the first use of an array. Not when the extension is loaded, because
 // the launcher loads it for the store's server and must stay without NumPy.
 void import_numpy();
 

@@ -1,9 +1,6 @@
 #include "bindings/calls.hpp"
 
-#include "bindings/flight.hpp"
 #include "bindings/waits.hpp"
-
-#include <nanobind/stl/unique_ptr.h>
 
 #include <cstring>
 #include <memory>
@@ -39,13 +36,13 @@ class Unlocker final : public Idler {
 // Gives the turn back in its destructor.
 class TakenTurn {
  public:
-  explicit TakenTurn(Turn& turn) : turn_(turn) {}
-  ~TakenTurn() { turn_.give(); }
+  explicit TakenTurn(CallQueue& queue) : queue_(queue) {}
+  ~TakenTurn() { queue_.give(); }
   TakenTurn(const TakenTurn&) = delete;
   TakenTurn& operator=(const TakenTurn&) = delete;
 
  private:
-  Turn& turn_;
+  CallQueue& queue_;
 };
 
 }  // namespace
@@ -64,11 +61,11 @@ size_t Key::hash() const {
   return static_cast<size_t>(hash);
 }
 
-Calls::Calls(nb::object turn, nb::object failed, nb::object begun)
-    : turn_ref_(std::move(turn)),
-      turn_(nb::cast<Turn*>(turn_ref_)),
-      failed_(std::move(failed)),
-      begun_(std::move(begun)) {}
+Calls::Calls(nb::object queue, nb::object continues, nb::object queues)
+    : queue_ref_(std::move(queue)),
+      queue_(nb::cast<CallQueue*>(queue_ref_)),
+      continues_(std::move(continues)),
+      queues_(std::move(queues)) {}
 
 void Calls::set_timeout(double timeout_s) {
   timeout_s_ = timeout_s;
@@ -81,56 +78,22 @@ void Calls::set_messenger(nb::handle_t<Messenger> messenger, nb::object failed) 
   message_failed_ = std::move(failed);
 }
 
-Job job_of(const CallSpec& spec, const Span& input, const Span& output,
-           std::vector<char>& scratch) {
-  const int64_t itemsize = spec.itemsize;
-  const auto parts = [itemsize](const Span& span) -> ArrayList {
-    if (span.parts.empty()) return {};
-    return {span.parts.data(), span.nbytes / itemsize / static_cast<int64_t>(span.parts.size())};
-  };
-  return {
-    spec.runner,
-    spec.program->view(),
-    {input.data, input.nbytes / itemsize, output.data, output.nbytes / itemsize, output.is_readonly,
-     scratch.data(), spec.program->scratch_count, itemsize, parts(input), parts(output)},
-    reduce_fn(static_cast<DType>(spec.dtype), static_cast<RedOp>(spec.op)),
-    {spec.fingerprint, spec.even}};
-}
-
-nb::object Argument::owner() const {
-  if (listed.empty()) return array == nullptr ? nb::none() : nb::borrow(array);
-  nb::list arrays;
-  for (const nb::object& each : listed) arrays.append(each);
-  return arrays;
-}
-
-int Recipe::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each : {&runner, &program, &call}) Py_VISIT(each->ptr());
-  return 0;
-}
-
-void Calls::note(Recipe recipe, const Span& input, const Span& output) {
-  noted_ =
-    std::make_unique<Note>(Note{std::move(recipe), input, output, PyThread_get_thread_ident()});
-}
-
 int Calls::visit(visitproc visit, void* arg) const {
-  for (const nb::object* each :
-       {&turn_ref_, &failed_, &begun_, &last_call_, &runner_, &messenger_ref_, &message_failed_}) {
+  for (const nb::object* each : {&queue_ref_, &continues_, &queues_, &last_call_, &runner_,
+                                 &messenger_ref_, &message_failed_}) {
     Py_VISIT(each->ptr());
   }
   for (const auto& what : table_) {
     if (what == nullptr) continue;
-    Py_VISIT(what->op.ptr());
-    if (const int stop = what->recipe.visit(visit, arg)) return stop;
+    for (const nb::object* each : {&what->op, &what->call, &what->prepared}) {
+      Py_VISIT(each->ptr());
+    }
   }
-  if (noted_ != nullptr) return noted_->recipe.visit(visit, arg);
   return 0;
 }
 
 void Calls::clear() {
   close();
-  noted_.reset();
   for (auto& what : table_) what.reset();
   last_seq_ = 0;
   last_call_.reset();
@@ -138,8 +101,8 @@ void Calls::clear() {
   messenger_ref_.reset();
   messenger_ = nullptr;
   message_failed_.reset();
-  failed_.reset();
-  begun_.reset();
+  continues_.reset();
+  queues_.reset();
 }
 
 nb::object Calls::last() const {
@@ -162,34 +125,24 @@ nb::object Calls::run_message(const Message& message) const {
   throw nb::python_error();
 }
 
-CachedCall* Calls::find(const Key& key) const {
-  if (closed_ || suspended > 0 || fork_guard_.is_forked()) return nullptr;
+const CachedCall* Calls::find(const Key& key) const {
   const auto& place = table_[key.hash() % table_.size()];
-  if (place == nullptr || !(place->key == key)) return nullptr;
-  return place->recipe.spec.runner->is_aborted() ? nullptr : place.get();
+  if (place == nullptr || !(place->key == key) || !accepts()) return nullptr;
+  const nb::object& prepared = place->prepared;
+  return prepared.is_valid() && nb::inst_ptr<Prepared>(prepared)->is_aborted() ? nullptr
+                                                                               : place.get();
 }
 
-void Calls::remember(const Key& key, nb::handle op, nb::handle algorithm, const Arrays& arrays,
-                     bool is_async) {
-  // Another thread may have made a different call in the meantime. The key stands only for a call
-  // that ran on this thread and on this memory. A signal handler may run inside a call whose table
-  // entry would be replaced, so a call in a handler is not remembered.
-  if (noted_ == nullptr || noted_->thread != PyThread_get_thread_ident() || caller_ != 0 ||
-      !(is_async || turn_->is_free()) ||
-      !(noted_->input == arrays.input.span && noted_->output == arrays.output.span)) {
-    return;
-  }
+void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle found) {
+  if (found.is_none()) return;
   auto what = std::make_unique<CachedCall>();
   what->key = key;
-  what->recipe = std::move(noted_->recipe);
   what->op = nb::borrow(op);
   what->algorithm = nb::borrow(algorithm);
-  runner_ = what->recipe.runner;
-  noted_.reset();
-  try {
-    what->scratch.resize(scratch_bytes(what->recipe.spec));
-  } catch (const std::bad_alloc&) {
-    return;  // Python frees its own scratch memory after each call
+  if (found.ptr() != Py_False) {
+    what->call = nb::borrow(found);
+    what->prepared = nb::borrow(nb::cast<nb::handle_t<Prepared>>(found.attr("native")));
+    runner_ = nb::inst_ptr<Prepared>(what->prepared)->runner();
   }
   table_[key.hash() % table_.size()] = std::move(what);
 }
@@ -211,38 +164,45 @@ class Calls::Inside {
 
 bool Calls::is_busy() const { return caller_ != 0 && caller_ != PyThread_get_thread_ident(); }
 
-bool Calls::run(CachedCall& what, const Arrays& arrays) {
-  if (is_busy()) return false;
-  const uint64_t seq = turn_->take();
+bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
+  const uint64_t seq = queue_->take();
   if (seq == 0) return false;
-  const TakenTurn taken(*turn_);
+  const TakenTurn taken(*queue_);
   const Inside inside(*this);
+  const Prepared& prepared = *nb::inst_ptr<Prepared>(what.prepared);
+  // It keeps the call alive: a signal handler may make other calls, and one may take its place in
+  // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;
-  const Recipe& recipe = what.recipe;
-  if (!last_call_.is(recipe.call)) last_call_ = recipe.call;
-  const Span &input = arrays.input.span, &output = arrays.output.span;
-  const Job job = job_of(recipe.spec, input, output, what.scratch);
-  Status status;
-  {
-    Unlocker unlocker;
-    if (input.nbytes + output.nbytes > kHoldBytes) unlocker.idle();
-    status =
-      job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns_, &unlocker);
-  }
-  if (!status.is_ok()) end(recipe, seq, status, arrays);
+  if (!last_call_.is(what.call)) last_call_ = what.call;
+  const Status status = run(prepared, arrays, timeout_ns_);
+  if (!status.is_ok()) continue_in_python(nb::object(last_call_), seq, status, arrays);
   return true;
 }
 
-nb::object Calls::start(const CachedCall& what, Arrays&& arrays) {
-  if (is_busy()) return {};
-  const Inside inside(*this);
-  nb::tuple owners = nb::make_tuple(arrays.input.owner(), arrays.output.owner());
-  auto flight = std::make_unique<Flight>(what.recipe, std::move(arrays), timeout_ns_);
-  return begun_(nb::cast(std::move(flight)), what.recipe.call, owners);
+Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns) {
+  if (const size_t needed = what.scratch_bytes(); scratch_.size() < needed) {
+    try {
+      scratch_ = {};
+      scratch_.resize(needed);
+    } catch (const std::bad_alloc&) {
+      return {Code::no_memory};
+    }
+  }
+  const Job job = what.job(arrays, scratch_.data());
+  Unlocker unlocker;
+  if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
+  return job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);
 }
 
-// Pass a failed call to Python, which cleans up and mostly raises.
-void Calls::end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays) {
+nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
+  const Inside inside(*this);
+  const nb::object call = what.call;
+  return queues_(call, arrays.input.owner(), arrays.output.owner());
+}
+
+// Pass a call whose program did not end well to Python, which mostly raises.
+void Calls::continue_in_python(const nb::object& call, uint64_t seq, Status status,
+                               const Arrays& arrays) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);  // of a signal handler that ended the wait
   PyErr_NormalizeException(&type, &value, &trace);
@@ -250,9 +210,9 @@ void Calls::end(const Recipe& recipe, uint64_t seq, Status status, const Arrays&
   nb::object raised = nb::steal(value);
   Py_XDECREF(type);
   Py_XDECREF(trace);
-  failed_(recipe.call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
-          raised.is_valid() ? raised : nb::none(),
-          nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
+  continues_(call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
+             raised.is_valid() ? raised : nb::none(),
+             nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
 }
 
 }  // namespace unisono

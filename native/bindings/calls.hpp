@@ -1,4 +1,4 @@
-// The calls of a group that C++ can repeat, and the turn of a call to run.
+// The cache of a group's prepared calls, and how C++ runs a call that it finds there.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,7 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "bindings/owned_program.hpp"
+#include "bindings/arrays.hpp"
+#include "bindings/prepared.hpp"
 #include "core/fork_guard.hpp"
 #include "core/program.hpp"
 #include "core/queue.hpp"
@@ -34,41 +35,6 @@ struct Key {
   size_t hash() const;
 };
 
-// The memory of an argument: an array, or a list of arrays of equal size.
-struct Span {
-  char* data = nullptr;      // of an array
-  std::vector<char*> parts;  // of a list
-  int64_t nbytes = 0;        // of all arrays together
-  bool is_readonly = false;  // for example the array of a broadcast's root
-
-  bool operator==(const Span& other) const {
-    return data == other.data && parts == other.parts && nbytes == other.nbytes;
-  }
-};
-
-// Make the job of a call from its specification and its memory. All jobs are made here. `scratch`
-// must have scratch_bytes() bytes.
-Job job_of(const CallSpec& spec, const Span& input, const Span& output, std::vector<char>& scratch);
-inline size_t scratch_bytes(const CallSpec& spec) {
-  return static_cast<size_t>(spec.program->scratch_count * spec.itemsize);
-}
-
-// An argument that is an array or a list of arrays, with its owners.
-struct Argument {
-  Span span;
-  PyObject* array = nullptr;  // borrowed: the caller keeps it alive
-  // Owned, because a list can change while the interpreter lock is released.
-  std::vector<nanobind::object> listed;
-
-  // Return the array, a list of arrays, or None.
-  nanobind::object owner() const;
-};
-
-// The arrays of a call.
-struct Arrays {
-  Argument input, output;
-};
-
 // The arguments of a send or recv. nullptr: the argument is missing.
 struct Message {
   PyObject* array = nullptr;
@@ -87,27 +53,21 @@ class Messenger {
                                 double timeout_s) = 0;
 };
 
-// A call without its memory: the specification and the Python objects that own it.
-struct Recipe {
-  CallSpec spec;
-  nanobind::object runner;   // keeps spec.runner alive
-  nanobind::object program;  // keeps spec.program alive
-  nanobind::object call;     // for errors: Python's object of the call
-
-  int visit(visitproc visit, void* arg) const;
-};
-
+// A place in the cache.
 struct CachedCall {
   Key key;
-  Recipe recipe;
-  std::vector<char> scratch;
   nanobind::object op, algorithm;  // keep the addresses in the key from being reused
+  nanobind::object call;           // Python's object of the prepared call
+  // The same for C++. No object: Python runs such calls.
+  nanobind::object prepared;
 };
 
-// The calls of one group that can be repeated.
+// The prepared calls of one group, found by the arguments of a public function.
 class Calls {
  public:
-  Calls(nanobind::object turn, nanobind::object failed, nanobind::object begun);
+  // `continues(call, seq, status, raised, memory)` continues a call whose program did not end well,
+  // `queues(call, input, output)` queues a call and returns the arguments for a new Work.
+  Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
 
   void close() { closed_ = true; }
   // The thread that is in a collective call of the group, in C++ or in Python. 0: there is none.
@@ -118,17 +78,13 @@ class Calls {
   // timeout_s)` returns the error of a failed message.
   void set_messenger(nanobind::handle_t<Messenger> messenger, nanobind::object failed);
 
-  // Note a call that Python has run on these buffers without work before or after the program.
-  void note(Recipe recipe, const Span& input, const Span& output);
-  void forget_note() { noted_.reset(); }
-
-  // For Python's garbage collector, because the noted calls refer back to the engine that owns this
+  // For Python's garbage collector, because the calls refer back to the engine that owns this
   // object.
   int visit(visitproc visit, void* arg) const;
   void clear();
 
-  // Return the number and the Call of the last repeated call, for the answer to another rank's
-  // question.
+  // Return the number and the object of the last call that C++ ran without Python, for the answer
+  // to another rank's question.
   nanobind::object last() const;
 
   // Wake the waiting ranks, because a call has begun; see Runner::wake_waiters().
@@ -138,31 +94,33 @@ class Calls {
   // Send or receive. Returns the result of the public function, or no object if Python must handle
   // it.
   nanobind::object run_message(const Message& message) const;
-  CachedCall* find(const Key& key) const;
-  void remember(const Key& key, nanobind::handle op, nanobind::handle algorithm,
-                const Arrays& arrays, bool is_async);
-  // Run a cached call if the turn is free. False: Python must handle the call.
-  bool run(CachedCall& what, const Arrays& arrays);
-  // Queue a cached call. Returns the arguments for a new Work, which Python provides. No object:
-  // Python must handle the call.
-  nanobind::object start(const CachedCall& what, Arrays&& arrays);
+  // Whether C++ may run calls of this thread.
+  bool accepts() const {
+    return !closed_ && suspended == 0 && !is_busy() && !fork_guard_.is_forked();
+  }
+  // Return the place of a call; nullptr: it is unknown, or Python must run it now.
+  const CachedCall* find(const Key& key) const;
+  // Keep what `Engine.prepare` of Python has returned for calls of this key.
+  void keep(const Key& key, nanobind::handle op, nanobind::handle algorithm,
+            nanobind::handle found);
+  // Run a call on this thread if the group's turn is free. False: Python must run the call.
+  bool run_now(const CachedCall& what, const Arrays& arrays);
+  // Queue a call. Returns the arguments for a new Work.
+  nanobind::object queue(const CachedCall& what, const Arrays& arrays);
+  // Run a prepared call on this thread, which has the turn.
+  Status run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns);
 
  private:
-  struct Note {
-    Recipe recipe;
-    Span input;
-    Span output;
-    unsigned long thread;
-  };
   class Inside;
   // Whether another thread is in a call, which Python rejects with an error.
   bool is_busy() const;
-  void end(const Recipe& recipe, uint64_t seq, Status status, const Arrays& arrays);
+  void continue_in_python(const nanobind::object& call, uint64_t seq, Status status,
+                          const Arrays& arrays);
 
-  nanobind::object turn_ref_;
-  Turn* turn_;
-  nanobind::object failed_;
-  nanobind::object begun_;
+  nanobind::object queue_ref_;
+  CallQueue* queue_;
+  nanobind::object continues_;
+  nanobind::object queues_;
   bool closed_ = false;
   unsigned long caller_ = 0;
   const ForkGuard fork_guard_;
@@ -171,10 +129,10 @@ class Calls {
   nanobind::object messenger_ref_;
   Messenger* messenger_ = nullptr;
   nanobind::object message_failed_;
-  std::unique_ptr<Note> noted_;
-  nanobind::object runner_;  // of the last call that was remembered
+  nanobind::object runner_;  // of the last call that was kept
   uint64_t last_seq_ = 0;
   nanobind::object last_call_;
+  std::vector<char> scratch_;  // of the call that has the turn
   std::array<std::unique_ptr<CachedCall>, 256> table_;
 };
 

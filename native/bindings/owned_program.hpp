@@ -25,15 +25,4 @@ struct OwnedProgram {
   Program view() const { return {steps.data(), steps.size(), loops.data(), loops.size()}; }
 };
 
-// Everything that a run needs except its memory.
-struct CallSpec {
-  Runner* runner;
-  const OwnedProgram* program;
-  int64_t itemsize;
-  int dtype;
-  int op;
-  uint64_t fingerprint;
-  uint64_t even;
-};
-
 }  // namespace unisono

@@ -21,12 +21,12 @@ Status Job::run() const {
   return runner->run(program, buffers, reduce, words, std::max<int64_t>(deadline_ns - now_ns(), 0));
 }
 
-bool Turn::runs() const {
+bool CallQueue::runs() const {
   const std::lock_guard<std::mutex> lock(lock_);
   return running_ || busy_.load(std::memory_order_acquire);
 }
 
-uint64_t Turn::push(Job* job) {
+uint64_t CallQueue::push(Job* job) {
   job->seq = ++seq_;
   {
     const std::lock_guard<std::mutex> lock(lock_);
@@ -37,7 +37,7 @@ uint64_t Turn::push(Job* job) {
   return job->seq;
 }
 
-uint64_t Turn::close() {
+uint64_t CallQueue::close() {
   uint64_t first = 0;
   {
     const std::lock_guard<std::mutex> lock(lock_);
@@ -54,7 +54,7 @@ uint64_t Turn::close() {
   return first;
 }
 
-Turn::Served Turn::serve() {
+CallQueue::Served CallQueue::serve() {
   bool has_run = false;
   while (true) {
     const uint64_t seen = bell_.load(std::memory_order_seq_cst);
@@ -86,7 +86,7 @@ Turn::Served Turn::serve() {
 }
 
 // Take the next job that may run; nullptr: there is none.
-Job* Turn::next() {
+Job* CallQueue::next() {
   const std::lock_guard<std::mutex> lock(lock_);
   // acquire: pairs with give()
   if (running_ || queue_.empty() || busy_.load(std::memory_order_acquire)) return nullptr;
@@ -98,12 +98,12 @@ Job* Turn::next() {
   return job;
 }
 
-void Turn::finish(uint64_t seq) {
+void CallQueue::finish(uint64_t seq) {
   const std::lock_guard<std::mutex> lock(lock_);
   end(seq);
 }
 
-void Turn::end(uint64_t seq) {
+void CallQueue::end(uint64_t seq) {
   running_ = false;
   // Before `ended_`: a thread that has waited for this job must find the turn free.
   pending_.fetch_sub(1, std::memory_order_release);
@@ -112,14 +112,14 @@ void Turn::end(uint64_t seq) {
   if (is_closed_) ring();
 }
 
-bool Turn::watch(Job* job) {
+bool CallQueue::watch(Job* job) {
   const std::lock_guard<std::mutex> lock(lock_);
   if (is_over(job->seq)) return job->handed;
   job->watched = true;
   return true;
 }
 
-bool Turn::wait(uint64_t seq, int64_t timeout_ns) {
+bool CallQueue::wait(uint64_t seq, int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   while (!is_over(seq)) {
     waiters_.fetch_add(1, std::memory_order_seq_cst);
@@ -132,7 +132,7 @@ bool Turn::wait(uint64_t seq, int64_t timeout_ns) {
   return true;
 }
 
-bool Turn::wait_until_still(int64_t timeout_ns) {
+bool CallQueue::wait_until_still(int64_t timeout_ns) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   while (runs()) {
     const uint64_t seen = bell_.load(std::memory_order_seq_cst);
@@ -142,7 +142,7 @@ bool Turn::wait_until_still(int64_t timeout_ns) {
   return true;
 }
 
-void Turn::ring() {
+void CallQueue::ring() {
   bell_.fetch_add(1, std::memory_order_seq_cst);
   if (listens_.load(std::memory_order_seq_cst) != 0 || is_closed_) futex_wake_all(bell_);
 }

@@ -34,7 +34,7 @@ struct Job {
 // While the queue holds a job, no caller gets the turn. Callers of take(), give(), push() and
 // close() hold a lock of their own (Python's). So a call that finds the queue empty needs no atomic
 // read-modify-write operation. The server, a thread that runs queued jobs, needs no such lock.
-class Turn {
+class CallQueue {
  public:
   // Take the turn and return the next number, or 0 if the turn is not free.
   uint64_t take() {

@@ -1,54 +1,57 @@
-// The beginning of a send or a receive. waiting.cpp has the waits, ends.cpp the ends from outside.
 #include "messages/messages.hpp"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
-#include "core/clock.hpp"
 #include "core/finally.hpp"
-#include "core/futex.hpp"
 
 namespace unisono {
 
 namespace {
 
-// Also for an operation that goes on, and then still needs its memory.
-Outcome outcome_of(Operation& op) {
-  auto memory = op.done ? std::move(op.memory) : nullptr;
-  return {op.number, op.code, op.source, op.got_nbytes, op.got_info, op.got_tag, std::move(memory)};
+void set_send(Operation& op, int to, const Envelope& envelope, const char* data) {
+  op.envelope = envelope;
+  op.peer = to;
+  op.data = const_cast<char*>(data);  // only read
+  op.is_send = true;
+}
+
+void set_recv(Operation& op, int from, const Envelope& envelope, char* data, Ranks among) {
+  op.envelope = envelope;
+  op.peer = from;
+  op.data = data;
+  op.among = std::move(among);
 }
 
 }  // namespace
 
 Messages::Messages(int rank, int ranks)
-    : rank_(rank),
-      ranks_(ranks),
-      addresses_(static_cast<size_t>(ranks)),
-      peers_(static_cast<size_t>(ranks)),
-      matching_(static_cast<size_t>(ranks)) {
-  active_.reserve(peers_.size());
+    : parts_(rank, ranks), peers_(ranks, parts_), waiting_(lock_, parts_, peers_) {}
+
+int Messages::create(const unsigned char* nonce) {
+  return parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce);
 }
 
 void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
   const Lock lock(lock_);
-  addresses_ = std::move(addresses);
-  addresses_.resize(static_cast<size_t>(ranks_));
-  const auto near = std::count_if(addresses_.begin(), addresses_.end(),
+  addresses.resize(parts_.addresses.size());
+  parts_.addresses = std::move(addresses);
+  const auto near = std::count_if(parts_.addresses.begin(), parts_.addresses.end(),
                                   [](const Address& each) { return each.pid != 0; });
-  ring_bytes_ = near <= kFewRanks ? kWideRingBytes : kRingBytes;
-  is_crowded_ = is_crowded;
+  parts_.ring_bytes = near <= kFewRanks ? kWideRingBytes : kRingBytes;
+  waiting_.set_crowded(lock, is_crowded);
 }
 
 bool Messages::reaches(int peer) {
   const Lock lock(lock_);
-  return peer == rank_ || find_route(peer);
+  return peer == rank() || peers_[peer].find_route(lock);
 }
 
 bool Messages::has_left(int rank) {
   const Lock lock(lock_);
-  look_for_senders();
-  const Peer& from = peer(rank);
-  return from.active && from.ring.words->left.load(std::memory_order_acquire) != 0;
+  peers_.look_for_senders(lock);
+  return peers_[rank].rings.has_left(lock);
 }
 
 // ---- synchronous calls -------------------------------------------------------------------
@@ -56,305 +59,295 @@ bool Messages::has_left(int rank) {
 // Not if ranks share cores: a woken thread could get the core that this rank needs.
 void Messages::wake_waiters(int to) {
   const Lock lock(lock_, std::try_to_lock);
-  if (!lock.owns_lock() || is_crowded_ || peer(to).outbox == nullptr) return;
-  Bells& bells = peer(to).outbox->head().bells;
-  if (bells.sleepers.load(std::memory_order_relaxed) != 0) futex_wake_all(bells.waiters);
+  if (lock.owns_lock() && !waiting_.is_crowded(lock)) peers_[to].rings.wake_waiters(lock);
 }
 
 bool Messages::try_send(int to, const Envelope& envelope, const char* data) {
   const Lock lock(lock_, std::try_to_lock);
-  if (!lock.owns_lock() || closed_ || !failed_.empty() || to == rank_) return false;
-  Peer& there = peer(to);
-  if (there.outbox == nullptr || there.down != Code::ok || !there.sends.empty() ||
-      there.outbox->ring.room() < frame_bytes(envelope.nbytes)) {
+  if (!lock.owns_lock() || parts_.ends.is_closed(lock) || parts_.ends.have_failed(lock)) {
     return false;
   }
-  Operation op;
-  op.envelope = envelope;
-  op.data = const_cast<char*>(data);  // only read
-  push_some(there, op);
-  ring_bell(*there.outbox, false);
-  return true;
+  return to != rank() && peers_[to].try_send(lock, envelope, data);
 }
 
 Outcome Messages::send(int to, const Envelope& envelope, const char* data, int64_t timeout_ns) {
   Operation op;
-  op.envelope = envelope;
-  op.peer = to;
-  op.data = const_cast<char*>(data);  // only read
-  op.is_send = true;
-  Lock lock(lock_);
-  const Finally ended([&] { cancel_unfinished(op); });
-  begin_send(op);
-  if (!op.done) wait_to_end(op, timeout_ns, lock);
-  notify_ended();
-  return outcome_of(op);
+  set_send(op, to, envelope, data);
+  return run(op, timeout_ns);
 }
 
 Outcome Messages::recv(int from, const Envelope& envelope, char* data, Ranks among,
                        int64_t timeout_ns) {
   Operation op;
-  op.envelope = envelope;
-  op.peer = from;
-  op.data = data;
-  op.among = std::move(among);
+  set_recv(op, from, envelope, data, std::move(among));
+  return run(op, timeout_ns);
+}
+
+// Run an operation in the caller's memory to its end.
+Outcome Messages::run(Operation& op, int64_t timeout_ns) {
   Lock lock(lock_);
-  const Finally ended([&] { cancel_unfinished(op); });
-  begin_recv(op);
-  if (!op.done) wait_to_end(op, timeout_ns, lock);
-  notify_ended();
+  const Finally ended([&] { cancel_unfinished(lock, op); });
+  begin(lock, op);
+  if (!op.done) {
+    const Code reason = waiting_.wait_for(&op, timeout_ns, lock);
+    if (!op.done) {
+      parts_.delivery.leave_message(lock, op);
+      peers_.cancel(lock, op, reason);
+    }
+    // The message may have come at that moment, but the caller must see the signal.
+    if (reason == Code::interrupted) op.code = reason;
+    waiting_.delegate(lock);
+  }
+  waiting_.notify(lock);
   return outcome_of(op);
 }
 
 bool Messages::has_receive(int from, uint64_t context, int64_t tag) {
   const Lock lock(lock_);
-  return matching_.has_receive_for(from, context, tag);
+  return parts_.delivery.has_receive(lock, from, context, tag);
 }
 
 // ---- started operations ------------------------------------------------------------------
 
 Outcome Messages::start_send(int to, const Envelope& envelope, const char* data) {
   Lock lock(lock_);
-  Operation& op = open_operation(std::make_unique<Operation>());
-  op.envelope = envelope;
-  op.peer = to;
-  op.data = const_cast<char*>(data);  // only read
-  op.is_send = true;
-  Outcome outcome = start(op);
-  report_wires(lock);
+  Operation& op = parts_.operations.open(lock);
+  set_send(op, to, envelope, data);
+  Outcome outcome = start(lock, op);
+  waiting_.report_wires(lock);
   return outcome;
 }
 
 Outcome Messages::start_recv(int from, const Envelope& envelope, char* data, Ranks among,
                              Take takes) {
   const Lock lock(lock_);
-  Operation& op = open_operation(std::make_unique<Operation>());
-  op.envelope = envelope;
-  op.peer = from;
-  op.data = data;
+  Operation& op = parts_.operations.open(lock);
+  set_recv(op, from, envelope, data, std::move(among));
   op.given = data;
   op.quiet = true;
   op.takes = takes;
-  op.among = std::move(among);
-  return start(op);
+  return start(lock, op);
 }
 
-// Store an operation that is about to begin, because after its start there must be memory for that.
-Operation& Messages::open_operation(std::unique_ptr<Operation> op) {
-  ended_.reserve(open_.size() + 1);
-  return *(open_[last_number() + 1] = std::move(op));
-}
-
-Outcome Messages::start(Operation& op) {
-  const uint64_t number = last_number() + 1;
+Outcome Messages::start(const Lock& lock, Operation& op) {
   Outcome outcome;
   try {
-    op.is_send ? begin_send(op) : begin_recv(op);
+    begin(lock, op);
     outcome = outcome_of(op);
   } catch (...) {
-    cancel_unfinished(op);
-    open_.erase(number);
+    cancel_unfinished(lock, op);
+    parts_.operations.drop(lock);
     throw;
   }
   if (op.done) {
-    open_.erase(number);
+    parts_.operations.drop(lock);
   } else {
-    last_number_.store(number, std::memory_order_relaxed);
-    outcome.number = op.number = number;
-    if (!op.quiet) ++watched_;
-    delegate_to_server();
+    outcome.number = parts_.operations.assign_number(lock, op);
+    waiting_.delegate(lock);
   }
-  notify_ended();
+  waiting_.notify(lock);
   return outcome;
 }
 
 // Remove every reference to an operation whose caller gets an exception.
-void Messages::cancel_unfinished(Operation& op) {
-  if (!op.done) cancel_with(op, Code::no_memory);
+void Messages::cancel_unfinished(const Lock& lock, Operation& op) {
+  if (!op.done) peers_.cancel(lock, op, Code::no_memory);
 }
 
 uint64_t Messages::number_of(const char* data, uint64_t after) {
   const Lock lock(lock_);
-  uint64_t found = 0;
-  for (const auto& [number, op] : open_) {
-    if (!op->is_send && op->given == data && number > after) found = std::max(found, number);
-  }
-  return found;
+  return parts_.operations.number_of(lock, data, after);
 }
 
 void Messages::watch(uint64_t number) {
   const Lock lock(lock_);
-  const auto found = open_.find(number);
-  if (found == open_.end() || !found->second->quiet) return;
-  watch(*found->second);
-  delegate_to_server();
-  notify_ended();
+  Operation* const op = parts_.operations.find(lock, number);
+  if (op == nullptr || !op->quiet) return;
+  parts_.operations.watch(lock, *op);
+  waiting_.delegate(lock);
 }
 
-void Messages::watch(Operation& op) {
-  op.quiet = false;
-  ++watched_;
-  if (op.done && !op.awaited) anything_ended_ = server_is_due_ = true;
-}
-
-// Return the outcome of an operation that has ended, and forget the operation.
-Outcome Messages::take_outcome(uint64_t number) {
-  const auto found = open_.find(number);
-  Outcome outcome = outcome_of(*found->second);
-  if (!found->second->quiet) --watched_;
-  open_.erase(found);
-  ended_.erase(std::remove(ended_.begin(), ended_.end(), number), ended_.end());
+Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
+  // Otherwise the child of a fork would take its parent's messages out of the rings.
+  if (is_forked()) return {number, Code::unknown};
+  Lock lock(lock_);
+  Operation* const op = parts_.operations.find(lock, number);
+  if (op == nullptr || op->awaited) return {number, Code::unknown};
+  Code reason = Code::ok;
+  {
+    op->awaited = true;
+    const Finally ended([&] { op->awaited = false; });
+    if (!op->done) reason = waiting_.wait_for(op, timeout_ns, lock);
+  }
+  // A signal ends the wait, not the message, even if the message came at that moment.
+  const bool is_taken = op->done && reason != Code::interrupted;
+  if (op->done && !is_taken) {
+    parts_.operations.note_end(lock, *op);
+    parts_.operations.note_change(lock);
+  }
+  Outcome outcome = is_taken ? parts_.operations.take(lock, number) : Outcome{number, reason};
+  waiting_.delegate(lock);
   return outcome;
 }
 
 Outcome Messages::cancel(uint64_t number) {
   if (is_forked()) return {number, Code::unknown};
   const Lock lock(lock_);
-  const auto found = open_.find(number);
-  if (found == open_.end()) return {number, Code::unknown};
-  Operation& op = *found->second;
-  if (!op.done) {
-    leave_message(op);
-    cancel_with(op, Code::cancelled);
+  Operation* const op = parts_.operations.find(lock, number);
+  if (op == nullptr) return {number, Code::unknown};
+  if (!op->done) {
+    parts_.delivery.leave_message(lock, *op);
+    peers_.cancel(lock, *op, Code::cancelled);
   }
-  notify_ended();
+  waiting_.notify(lock);
   // A thread that waits for the operation takes the outcome itself.
-  return op.awaited ? Outcome{number, Code::unknown} : take_outcome(number);
+  return op->awaited ? Outcome{number, Code::unknown} : parts_.operations.take(lock, number);
 }
 
-// ---- programs, and messages from Python's links -------------------------------------------
+std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
+  Lock lock(lock_);
+  return waiting_.serve(stuck, lock);
+}
 
+// ---- programs, and messages from Python's peers -------------------------------------------
+
+// Without progress after a receive: a program posts several receives before it waits.
 void Messages::begin(Operation& op) {
   const Lock lock(lock_);
-  op.is_send ? begin_send(op) : post_recv(op);
-}
-
-// As begin_recv(), without progress: a program posts several receives before it waits.
-void Messages::post_recv(Operation& op) {
-  if (closed_) return finish(op, Code::closed);
-  const auto arrival = matching_.find_arrival(op);
-  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
-  const Code down = is_failed(op.envelope) ? Code::aborted : down_for(op);
-  if (down != Code::ok) return finish(op, down);
-  matching_.post(&op);
+  if (op.is_send) {
+    begin_send(lock, op);
+  } else if (parts_.delivery.post(lock, op)) {
+    parts_.delivery.end_if_down(lock, op);
+  }
 }
 
 Code Messages::wait(const Operation& op, int64_t timeout_ns) {
   Lock lock(lock_);
-  const Code reason = wait_for(&op, timeout_ns, lock);
-  notify_ended();
-  return is_over(&op) ? Code::ok : reason;
+  const Code reason = waiting_.wait_for(&op, timeout_ns, lock);
+  waiting_.notify(lock);
+  return op.done ? Code::ok : reason;
 }
 
 void Messages::cancel(Operation& op) {
   const Lock lock(lock_);
-  if (!op.done) cancel_with(op, Code::cancelled);
-  notify_ended();
+  if (!op.done) peers_.cancel(lock, op, Code::cancelled);
+  waiting_.notify(lock);
 }
 
 void Messages::try_progress() {
   const Lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock()) return;
-  progress();
-  notify_ended();
+  peers_.progress(lock);
+  waiting_.notify(lock);
 }
 
 void Messages::end_waits() {
   const Lock lock(lock_);
-  delegate_to_server();
-  notify_ended();
+  waiting_.delegate(lock);
 }
 
 void Messages::deliver(int source, const Envelope& envelope, const char* data) {
   const Lock lock(lock_);
-  accept_message(source, envelope, data);
-  notify_ended();
+  parts_.delivery.accept(lock, source, envelope, data);
+  waiting_.notify(lock);
 }
 
-// ---- beginning and ending -----------------------------------------------------------------
+// ---- beginning ----------------------------------------------------------------------------
 
-void Messages::begin_send(Operation& op) {
-  if (closed_) return finish(op, Code::closed);
-  if (is_failed(op.envelope)) return finish(op, Code::aborted);
-  if (op.peer == rank_) {
-    accept_message(rank_, op.envelope, op.data);
-    return finish(op, Code::ok);
+void Messages::begin(const Lock& lock, Operation& op) {
+  if (op.is_send) return begin_send(lock, op);
+  if (!parts_.delivery.post(lock, op)) return;
+  peers_.progress(lock, &op);
+  parts_.delivery.end_if_down(lock, op);
+}
+
+void Messages::begin_send(const Lock& lock, Operation& op) {
+  Operations& operations = parts_.operations;
+  if (parts_.ends.is_closed(lock)) return operations.finish(lock, op, Code::closed);
+  if (parts_.ends.is_failed(lock, op.envelope)) return operations.finish(lock, op, Code::aborted);
+  if (op.peer == rank()) {
+    parts_.delivery.accept(lock, rank(), op.envelope, op.data);
+    return operations.finish(lock, op, Code::ok);
   }
-  Peer& to = peer(op.peer);
-  if (to.down != Code::ok) {
+  const Code down = parts_.ends.down(lock, op.peer);
+  if (down != Code::ok) {
     op.source = op.peer;
-    return finish(op, to.down);
+    return operations.finish(lock, op, down);
   }
-  if (!find_route(op.peer, op.envelope.nbytes)) return finish(op, Code::unreachable);
-  to.sends.push_back(&op);
-  ++queued_sends_;
-  if (to.sends.size() == 1) push(to);
-}
-
-void Messages::begin_recv(Operation& op) {
-  if (closed_) return finish(op, Code::closed);
-  auto arrival = matching_.find_arrival(op);
-  if (arrival != matching_.arrivals().end()) return take_arrival(op, arrival);
-  if (is_failed(op.envelope)) return finish(op, Code::aborted);
-  matching_.post(&op);
-  progress(&op);
-  const Code down = op.done || op.started ? Code::ok : down_for(op);
-  if (down != Code::ok && matching_.unpost(&op)) finish(op, down);
-}
-
-void Messages::take_arrival(Operation& op, std::list<Arrival>::iterator arrival) {
-  const char* const bytes = arrival->data.get();
-  Peer& from = peer(arrival->source);
-  if (op.order == 0) matching_.assign_order(&op);
-  const bool fits = op.accept(arrival->source, arrival->envelope, &arrival->data);
-  if (op.takes == Take::nothing) return finish(op, Code::ok);
-  if (fits && op.data != bytes) copy_bytes(op.data, bytes, arrival->filled);
-  if (from.kept == &*arrival) {  // the rest of the message has not come
-    from.kept = nullptr;
-    from.into = fits ? &op : nullptr;
-    op.started = fits;
+  Peer& to = peers_[op.peer];
+  if (!to.find_route(lock, op.envelope.nbytes)) {
+    return operations.finish(lock, op, Code::unreachable);
   }
-  if (!op.started) finish(op, fits ? Code::ok : Code::mismatch);
-  matching_.discard(arrival);
+  to.send(lock, op);
 }
 
-void Messages::finish(Operation& op, Code code) {
-  op.code = code;
-  anything_ended_ = true;
-  if (op.number != 0 && !op.awaited) note_end(op);
-  op.done.store(true, std::memory_order_release);  // acquire: wait_for
+// ---- wires, and ends from outside ---------------------------------------------------------
+
+void Messages::add_wire(int rank, int channel, int fd) {
+  const Lock lock(lock_);
+  auto wire = std::make_unique<Wire>(fd, channel);
+  if (!waiting_.prepare_for_wires(lock) || !peers_.add_wire(lock, rank, std::move(wire))) return;
+  parts_.operations.note_change(lock);  // a polling thread must poll this wire, too
+  waiting_.delegate(lock);
 }
 
-// Record that an operation has ended for which no thread waits.
-void Messages::note_end(const Operation& op) {
-  ended_.push_back(op.number);
-  server_is_due_ |= !op.quiet;
+void Messages::attend() {
+  const Lock lock(lock_);
+  waiting_.attend(lock);
 }
 
-// Whether a message is lost with its context. The rank that has broken the context has finished
-// the runs before, so all their messages come.
-bool Messages::is_failed(const Envelope& envelope) const {
-  if (failed_.empty()) return false;
-  const auto found = failed_.find(envelope.context);
-  return found != failed_.end() && run_of(envelope.tag) > found->second;
+void Messages::forget_tags(uint64_t context, int64_t oldest) {
+  const Lock lock(lock_);
+  parts_.ends.forget_tags(lock, context, oldest);
+  parts_.delivery.discard_unwanted(lock);
 }
 
-// The code with which a receive must end because its sender is gone. `source` becomes the rank to
-// blame.
-Code Messages::down_for(Operation& op) {
-  if (op.peer >= 0) {
-    op.source = op.peer;
-    return peer(op.peer).down;
-  }
-  Code left = Code::left;
-  for (int rank : *op.among) {
-    if (rank == rank_) continue;
-    const Code down = peer(rank).down;
-    if (down != Code::ok) op.source = rank;
-    if (down == Code::lost) return down;
-    if (down == Code::ok) left = Code::ok;
-  }
-  return left;
+bool Messages::peer_down(int rank, Code code) {
+  const Lock lock(lock_);
+  const bool is_parting = peers_.peer_down(lock, rank, code);
+  if (is_parting) waiting_.delegate(lock);
+  waiting_.notify(lock);
+  return is_parting;
+}
+
+void Messages::fail_context(uint64_t context, int64_t after) {
+  const Lock lock(lock_);
+  peers_.receive_all(lock);
+  parts_.ends.fail(lock, context, after);
+  parts_.delivery.discard_unwanted(lock);
+  peers_.end_all(lock, [&](Operation& op) {
+    const bool is_its = op.envelope.context == context;
+    return is_its && parts_.ends.is_failed(lock, op.envelope) ? Code::aborted : Code::ok;
+  });
+  waiting_.notify(lock);
+}
+
+// Sends of the context go on, because they may be a rank's last messages before it leaves.
+void Messages::forget_context(uint64_t context) {
+  const Lock lock(lock_);
+  parts_.ends.forget(lock, context);
+  parts_.delivery.discard(lock, [&](const Envelope& each) { return each.context == context; });
+  peers_.end_all(lock, [&](Operation& op) {
+    return !op.is_send && op.envelope.context == context ? Code::closed : Code::ok;
+  });
+  waiting_.notify(lock);
+}
+
+std::vector<int> Messages::close(int64_t timeout_ns) {
+  if (is_forked()) return {};
+  Lock lock(lock_);
+  if (parts_.ends.is_closed(lock)) return {};
+  if (parts_.queued_sends != 0) waiting_.wait_for(nullptr, timeout_ns, lock);
+  std::vector<int> fds = peers_.close(lock);
+  parts_.operations.note_change(lock);
+  waiting_.notify(lock);
+  parts_.inbox.close_fd();
+  return fds;
+}
+
+void Messages::close_in_child() {
+  peers_.close_wires_in_child();
+  waiting_.close_in_child();
 }
 
 }  // namespace unisono

@@ -1,4 +1,5 @@
-// Waits for sends and receives, and which thread makes progress meanwhile.
+#include "messages/waiting.hpp"
+
 #include <algorithm>
 #include <utility>
 
@@ -7,7 +8,6 @@
 #include "core/clock.hpp"
 #include "core/finally.hpp"
 #include "core/futex.hpp"
-#include "messages/messages.hpp"
 
 namespace unisono {
 
@@ -42,37 +42,25 @@ constexpr int64_t kServerSleepNs = 4'000'000;
 
 }  // namespace
 
-// Wait for an operation in the caller's memory. The operation has ended on return.
-void Messages::wait_to_end(Operation& op, int64_t timeout_ns, Lock& lock) {
-  const Code reason = wait_for(&op, timeout_ns, lock);
-  if (!op.done) {
-    leave_message(op);
-    cancel_with(op, reason);
-  }
-  // The message may have come at that moment, but the caller must see the signal.
-  if (reason == Code::interrupted) op.code = reason;
-  delegate_to_server();
+bool Waiting::is_over(const Operation* op) const {
+  // acquire: Operations::finish
+  return op == nullptr ? parts_.queued_sends == 0 : op->done.load(std::memory_order_acquire);
 }
 
-bool Messages::is_over(const Operation* op) const {
-  // acquire: pairs with finish()
-  return op == nullptr ? queued_sends_ == 0 : op->done.load(std::memory_order_acquire);
-}
-
-// Make progress until `op` is done. nullptr: until no send is queued.
-Code Messages::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
+Code Waiting::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
   ++waiters_;
   const Finally ended([&] {
     if (!lock.owns_lock()) lock.lock();
     --waiters_;
   });
-  attends_ = false;
-  if (server_sleeps_) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
-  if (server_polls_) bells().polls.store(0, std::memory_order_relaxed);
+  server_.attends = false;
+  if (server_.sleeps) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
+  if (server_.polls) bells().polls.store(0, std::memory_order_relaxed);
   report_wires(lock);
   if (++waits_ % kHopeful == 0) spin_ns_ = kSpinNs;
-  const int64_t spin_ends_ns = wired_.empty() ? INT64_MAX : now_ns() + spin_ns_;
-  const Core* const core = core_of(op);
+  const int64_t spin_ends_ns = peers_.wired(lock).empty() ? INT64_MAX : now_ns() + spin_ns_;
+  const Core* const core =
+    op == nullptr || op->peer < 0 ? nullptr : peers_[op->peer].rings.core(lock);
   lock.unlock();
   Code reason = Code::ok;
   const bool came_soon = spin(op, spin_ends_ns, core, lock);
@@ -80,22 +68,22 @@ Code Messages::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
     reason = wait_slowly(op, timeout_ns, core);
     lock.lock();
   }
-  if (!wired_.empty()) last_wait_ns_ = now_ns();
+  if (!peers_.wired(lock).empty()) last_wait_ns_ = now_ns();
   spin_ns_ = came_soon ? kSpinNs : spin_ns_ / 2;
   return reason;
 }
 
 // Spin until `op` is done; the lock is then held. False: it may take long.
-bool Messages::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock) {
+bool Waiting::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock& lock) {
   const SpinPolicy& patience = ends_ns != INT64_MAX ? kAtWires : is_crowded_ ? kCrowded : kAtRings;
   for (int round = 1; round <= patience.busy_rounds + patience.yield_rounds; ++round) {
     for (int i = 0; i < patience.spins; ++i) {
       if (lock.try_lock()) {
         // While a message moves its waiter stays awake. To sleep and wake for every ring of a large
         // message takes three times as long.
-        if (progress(i % kLookAround == 0 ? nullptr : op)) round = 1;
+        if (peers_.progress(lock, i % kLookAround == 0 ? nullptr : op)) round = 1;
         if (is_over(op)) return true;
-        notify_ended();
+        notify(lock);
         lock.unlock();
       }
       cpu_pause();
@@ -109,31 +97,25 @@ bool Messages::spin(const Operation* op, int64_t ends_ns, const Core* core, Lock
   return false;
 }
 
-// The word in which the peer of an operation records its core; nullptr: unknown.
-const Messages::Core* Messages::core_of(const Operation* op) {
-  const Peer* other = op == nullptr || op->peer < 0 ? nullptr : &peer(op->peer);
-  return other == nullptr || other->outbox == nullptr ? nullptr : &other->outbox->head().core;
-}
-
 // Whether the peer cannot be running because this thread runs on the same core. This is a guess.
-bool Messages::is_on_this_core(const Core* core) {
-  const uint32_t here = record_core(inbox_.head().core);
+bool Waiting::is_on_this_core(const Core* core) {
+  const uint32_t here = record_core(parts_.inbox.head().core);
   return core != nullptr && here != 0 && core->load(std::memory_order_relaxed) == here;
 }
 
-Code Messages::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* core) {
+Code Waiting::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* core) {
   bool polls = false;
   const Finally ended([&] {
     const Lock lock(lock_);
-    takes_all_ = takes_loans_ = false;
-    if (polls) end_polling();
+    parts_.delivery.keeps_all = false;
+    if (polls) poll_.end(lock);
   });
   return sleep_until_over(op, timeout_ns, core, &polls);
 }
 
 // `polls`: set if this thread becomes the thread that sleeps on wires.
-Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core,
-                                bool* polls) {
+Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Core* core,
+                               bool* polls) {
   const int64_t deadline_ns = now_ns() + timeout_ns;
   int64_t look_ns = now_ns() + kSliceNs;
   int64_t report_ns = look_ns;
@@ -150,24 +132,23 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
     bool goes_on = false;
     {
       Lock lock(lock_);
-      *polls = *polls || begin_polling();
+      *polls = *polls || poll_.begin(lock);
       if (*polls) bells().polls.store(1, std::memory_order_seq_cst);
       full_fence();
-      ask_for_room();
-      goes_on = push_all();
-      takes_loans_ = !is_over(op);
-      goes_on = (progress() || goes_on) && wired_.empty();
-      notify_ended(*polls);
+      peers_.ask_for_room(lock);
+      goes_on = peers_.push_all(lock);
+      goes_on = (peers_.progress(lock) || goes_on) && peers_.wired(lock).empty();
+      notify(lock, *polls);
       report_wires(lock);
-      *polls ? watch_wires() : repoll();
+      *polls ? poll_.watch(lock) : poll_.refresh(lock);
     }
     if (*polls) awake();
     const int64_t limit_ns = std::min(deadline_ns - now_ns(), kSliceNs);
     if (!is_over(op) && limit_ns > 0 && !goes_on) {
       if (*polls) {
-        poll_wires(limit_ns);
+        poll_.sleep(limit_ns);
       } else {
-        // Woken early, perhaps for a message that is about to come; see wake_waiters().
+        // Woken early, perhaps for a message that is about to come; see Messages::wake_waiters().
         goes_on = futex_wait(bells().waiters, seen, limit_ns) && !is_crowded_;
       }
     }
@@ -179,149 +160,129 @@ Code Messages::sleep_until_over(const Operation* op, int64_t timeout_ns, const C
     if (now < look_ns) continue;
     look_ns = now + kSliceNs;
     // close(), which passes nullptr, ends soon, whatever a signal handler raises.
-    if (op != nullptr && poll_ && poll_()) return Code::interrupted;
+    if (op != nullptr && callbacks.poll && callbacks.poll()) return Code::interrupted;
     Lock lock(lock_);
-    takes_all_ = true;  // the message may be behind others in a ring or wire
-    if (!stuck_ || now < report_ns) continue;
+    parts_.delivery.keeps_all = true;  // the message may be behind others in a ring or wire
+    if (!callbacks.stuck || now < report_ns) continue;
     report_ns = now + kStuckNs;
-    const std::vector<int> ranks = awaited_ranks(op);
+    const std::vector<int> ranks = peers_.awaited_ranks(lock, op);
     lock.unlock();
-    stuck_(ranks, op == nullptr || op->is_send);
+    callbacks.stuck(ranks, op == nullptr || op->is_send);
   }
 }
 
-// The ranks on which a wait depends.
-std::vector<int> Messages::awaited_ranks(const Operation* op) {
-  if (op != nullptr && op->peer >= 0) return {op->peer};
-  if (op != nullptr) return *op->among;
-  std::vector<int> ranks;
-  for (int to = 0; to < ranks_; ++to) {
-    if (!peer(to).sends.empty()) ranks.push_back(to);
-  }
-  return ranks;
-}
-
-Outcome Messages::wait(uint64_t number, int64_t timeout_ns) {
-  // Otherwise the child of a fork would take its parent's messages out of the rings.
-  if (is_forked()) return {number, Code::unknown};
-  Lock lock(lock_);
-  const auto found = open_.find(number);
-  if (found == open_.end() || found->second->awaited) return {number, Code::unknown};
-  Operation& op = *found->second;
-  Code reason = Code::ok;
-  {
-    op.awaited = true;
-    const Finally ended([&] { op.awaited = false; });
-    if (!op.done) reason = wait_for(&op, timeout_ns, lock);
-  }
-  // A signal ends the wait, not the message, even if the message came at that moment.
-  const bool is_taken = op.done && reason != Code::interrupted;
-  if (op.done && !is_taken) {
-    note_end(op);
-    anything_ended_ = true;
-  }
-  Outcome outcome = is_taken ? take_outcome(number) : Outcome{number, reason};
-  delegate_to_server();
-  notify_ended();
-  return outcome;
-}
-
-std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
-  Lock lock(lock_);
+std::vector<Outcome> Waiting::serve(std::vector<int>* stuck, Lock& lock) {
+  Operations& operations = parts_.operations;
   while (true) {
-    progress();
-    for (const Peer& from : peers_) {
+    peers_.progress(lock);
+    for (Operation* const op : parts_.delivery.receives(lock)) {
       // A long message comes into a quiet receive, and its caller is busy elsewhere.
-      Operation* const into = from.into;
-      if (into != nullptr && into->quiet && waiters_ == 0) watch(*into);
+      if (op->started && op->quiet && waiters_ == 0) operations.watch(lock, *op);
     }
-    notify_ended();
-    std::vector<Outcome> outcomes;
-    for (const uint64_t number : std::vector<uint64_t>(ended_)) {
-      outcomes.push_back(take_outcome(number));
-    }
-    if (!outcomes.empty() || closed_) return outcomes;
+    notify(lock);
+    std::vector<Outcome> outcomes = operations.take_ended(lock);
+    if (!outcomes.empty() || parts_.ends.is_closed(lock)) return outcomes;
     report_wires(lock);
     const uint64_t seen = bells().server.load(std::memory_order_seq_cst);
-    server_sleeps_ = true;
+    server_.sleeps = true;
     bells().server_wants.store(kFullRings, std::memory_order_seq_cst);
-    delegate_to_server();
-    if (ended_.empty() && !closed_) server_sleep(seen, lock);
-    server_sleeps_ = false;
+    delegate(lock);
+    if (!operations.have_ended(lock) && !parts_.ends.is_closed(lock)) server_sleep(seen, lock);
+    server_.sleeps = false;
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
-    if (queued_sends_ != 0 && now_ns() - stuck_reported_ns_ > kStuckNs) {
-      stuck_reported_ns_ = now_ns();
-      *stuck = awaited_ranks(nullptr);
+    if (parts_.queued_sends != 0 && now_ns() - server_.stuck_told_ns > kStuckNs) {
+      server_.stuck_told_ns = now_ns();
+      *stuck = peers_.awaited_ranks(lock, nullptr);
       return {};
     }
   }
 }
 
 // Whether operations go on for which no thread waits.
-bool Messages::needs_server() const {
-  return watched_ != 0 || queued_sends_ != 0 || departing_ != 0 || attends_;
+bool Waiting::needs_server(const Lock& lock) const {
+  return parts_.operations.are_watched(lock) || parts_.queued_sends != 0 ||
+         parts_.ends.are_parting(lock) || server_.attends;
 }
 
-void Messages::server_sleep(uint64_t seen, Lock& lock) {
-  const bool unattended = !wired_.empty() && needs_server();
-  int64_t limit_ns = queued_sends_ != 0 || departing_ != 0 ? kSliceNs : 1000 * kSliceNs;
+void Waiting::server_sleep(uint64_t seen, Lock& lock) {
+  const bool unattended = !peers_.wired(lock).empty() && needs_server(lock);
+  const bool is_short = parts_.queued_sends != 0 || parts_.ends.are_parting(lock);
+  int64_t limit_ns = is_short ? kSliceNs : 1000 * kSliceNs;
   const bool waits_elsewhere = waiters_ != 0 || now_ns() - last_wait_ns_ < kServerPauseNs;
-  if (unattended && !waits_elsewhere && begin_polling()) {
-    server_sleep_ns_ = 0;
-    server_polls_ = true;
+  if (unattended && !waits_elsewhere && poll_.begin(lock)) {
+    server_.sleep_ns = 0;
+    server_.polls = true;
     bells().server_wants.store(kNothing, std::memory_order_relaxed);
     bells().polls.store(1, std::memory_order_seq_cst);
     full_fence();
-    progress();
-    notify_ended();
-    watch_wires();
+    peers_.progress(lock);
+    notify(lock);
+    poll_.watch(lock);
     lock.unlock();
-    poll_wires(limit_ns);
+    poll_.sleep(limit_ns);
     lock.lock();
-    server_polls_ = false;
-    end_polling();
+    server_.polls = false;
+    poll_.end(lock);
     return;
   }
   if (unattended) {
-    server_sleep_ns_ = std::clamp(2 * server_sleep_ns_, kServerPauseNs, kServerSleepNs);
-    limit_ns = server_sleep_ns_;
+    server_.sleep_ns = std::clamp(2 * server_.sleep_ns, kServerPauseNs, kServerSleepNs);
+    limit_ns = server_.sleep_ns;
   }
-  server_idles_ = !unattended;
+  server_.idles = !unattended;
   lock.unlock();
   futex_wait(bells().server, seen, limit_ns);
   lock.lock();
-  server_idles_ = false;
+  server_.idles = false;
 }
 
-// Wake the server thread for the open operations, because no other thread handles them now.
-void Messages::delegate_to_server() {
-  if (!server_sleeps_ || waiters_ != 0 || !needs_server()) return;
-  if (server_idles_ && !wired_.empty()) return wake_server();
-  if (server_polls_) bells().polls.store(1, std::memory_order_release);  // acquire: ring_pipe
-  bells().server_wants.store(server_polls_ ? kNothing : kEverything, std::memory_order_relaxed);
-  // Either a sender sees these words, or this thread sees what the sender wrote.
-  full_fence();
-  ask_for_room();
-  progress();
-  repoll();
+void Waiting::delegate(const Lock& lock) {
+  if (server_.sleeps && waiters_ == 0 && needs_server(lock)) {
+    if (server_.idles && !peers_.wired(lock).empty()) {
+      wake_server(lock);
+    } else {
+      // acquire: Outbox::ring_pipe
+      if (server_.polls) bells().polls.store(1, std::memory_order_release);
+      const Wants wants = server_.polls ? kNothing : kEverything;
+      bells().server_wants.store(wants, std::memory_order_relaxed);
+      // Either a sender sees these words, or this thread sees what the sender wrote.
+      full_fence();
+      peers_.ask_for_room(lock);
+      peers_.progress(lock);
+      poll_.refresh(lock);
+    }
+  }
+  notify(lock);
 }
 
-void Messages::wake_server() {
-  server_idles_ = false;
+void Waiting::attend(const Lock& lock) {
+  server_.attends = true;
+  delegate(lock);
+}
+
+void Waiting::wake_server(const Lock& lock) {
+  server_.idles = false;
   change_and_wake(bells().server);
-  if (server_polls_) bell_.ring();
+  if (server_.polls) poll_.wake(lock);
 }
 
 // Wake the threads of this rank whose operations have ended. `here_polls`: this thread sleeps on
 // the wires.
-void Messages::notify_ended(bool here_polls) {
-  if (!anything_ended_) return;
-  anything_ended_ = false;
+void Waiting::notify(const Lock& lock, bool here_polls) {
+  if (!parts_.operations.take_change(lock)) return;
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
-  const bool due = (server_is_due_ && !ended_.empty()) || closed_;
-  server_is_due_ = false;
-  if (polling_ && !server_polls_ && !here_polls) bell_.ring();
-  if (server_sleeps_ && due) wake_server();
+  const bool due = parts_.operations.take_due(lock) || parts_.ends.is_closed(lock);
+  if (poll_.is_active(lock) && !server_.polls && !here_polls) poll_.wake(lock);
+  if (server_.sleeps && due) wake_server(lock);
+}
+
+void Waiting::report_wires(Lock& lock) {
+  if (parts_.wire_events.empty() || !callbacks.wire) return;
+  const auto news = std::move(parts_.wire_events);
+  parts_.wire_events.clear();
+  lock.unlock();
+  for (const auto& [rank, channel, ended] : news) callbacks.wire(rank, channel, ended);
+  lock.lock();
 }
 
 }  // namespace unisono

@@ -43,14 +43,14 @@ std::unique_ptr<Job> job(Runner* runner, uint64_t ends = Counter::kGood) {
 
 // Serves until the end, and counts what Python would handle.
 struct Server {
-  explicit Server(Turn& turn) : thread([this, &turn] { serve(turn); }) {}
-  void serve(Turn& turn) {
+  explicit Server(CallQueue& turn) : thread([this, &turn] { serve(turn); }) {}
+  void serve(CallQueue& turn) {
     while (true) {
-      const Turn::Served served = turn.serve();
+      const CallQueue::Served served = turn.serve();
       ++reported[served.reason];
-      if (served.reason == Turn::kClosed) return;
-      if (served.reason == Turn::kFailed) assert(served.status.peer == 1);
-      if (served.reason == Turn::kForeign || served.reason == Turn::kFailed) {
+      if (served.reason == CallQueue::kClosed) return;
+      if (served.reason == CallQueue::kFailed) assert(served.status.peer == 1);
+      if (served.reason == CallQueue::kForeign || served.reason == CallQueue::kFailed) {
         turn.finish(served.seq);
       }
     }
@@ -60,7 +60,7 @@ struct Server {
 };
 
 void test_calls_of_both_kinds_take_turns() {
-  Turn turn;
+  CallQueue turn;
   Counter counter;
   Server server(turn);
   int expected = 0;
@@ -87,11 +87,11 @@ void test_calls_of_both_kinds_take_turns() {
   }
   assert(turn.close() == 0);
   server.thread.join();
-  assert(server.reported[Turn::kClosed] == 1 && server.reported[Turn::kEnded] == 0);
+  assert(server.reported[CallQueue::kClosed] == 1 && server.reported[CallQueue::kEnded] == 0);
 }
 
 void test_a_job_waits_for_a_caller_that_has_the_turn() {
-  Turn turn;
+  CallQueue turn;
   Counter counter;
   Server server(turn);
   for (int round = 0; round < 500; ++round) {
@@ -110,29 +110,29 @@ void test_a_job_waits_for_a_caller_that_has_the_turn() {
 }
 
 void test_the_server_returns_for_other_work() {
-  Turn turn;
+  CallQueue turn;
   Counter counter;
   const auto foreign = job(nullptr), bad = job(&counter, Counter::kBad), good = job(&counter);
   for (const auto* each : {&foreign, &bad, &good}) turn.push(each->get());
-  Turn::Served served = turn.serve();
-  assert(served.reason == Turn::kForeign && served.seq == 1 && foreign->handed);
+  CallQueue::Served served = turn.serve();
+  assert(served.reason == CallQueue::kForeign && served.seq == 1 && foreign->handed);
   assert(counter.runs == 0 && !turn.is_over(1) && turn.begun() == 1);
   turn.finish(1);
   served = turn.serve();
-  assert(served.reason == Turn::kFailed && served.seq == 2 && bad->handed);
+  assert(served.reason == CallQueue::kFailed && served.seq == 2 && bad->handed);
   assert(served.status.code == Code::mismatch && counter.runs == 1 && !turn.is_over(2));
   turn.finish(2);
   assert(turn.watch(good.get()));
   served = turn.serve();
-  assert(served.reason == Turn::kEnded && served.seq == 3 && good->handed && turn.is_over(3));
+  assert(served.reason == CallQueue::kEnded && served.seq == 3 && good->handed && turn.is_over(3));
   const auto last = job(&counter);
   turn.push(last.get());
-  assert(turn.serve().reason == Turn::kIdle);
+  assert(turn.serve().reason == CallQueue::kIdle);
   assert(turn.is_over(4) && !last->handed && !turn.watch(last.get()) && turn.is_free());
 }
 
 void test_each_end_is_reported_once() {
-  Turn turn;
+  CallQueue turn;
   Counter counter;
   Server server(turn);
   int reported = 0;
@@ -145,11 +145,11 @@ void test_each_end_is_reported_once() {
   }
   turn.close();
   server.thread.join();
-  assert(server.reported[Turn::kEnded] == reported);
+  assert(server.reported[CallQueue::kEnded] == reported);
 }
 
 void test_closing_drops_what_has_not_begun() {
-  Turn turn;
+  CallQueue turn;
   Counter counter;
   Server server(turn);
   const auto stuck = job(&counter, Counter::kStuck), later = job(&counter);
@@ -163,7 +163,7 @@ void test_closing_drops_what_has_not_begun() {
   counter.abort();
   assert(turn.wait_until_still(kMinute) && turn.wait(1, kMinute));
   server.thread.join();
-  assert(server.reported[Turn::kFailed] == 1 && counter.runs == 1);
+  assert(server.reported[CallQueue::kFailed] == 1 && counter.runs == 1);
 }
 
 }  // namespace

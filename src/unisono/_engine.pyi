@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 8
+ABI: int = 9
 
 BUILD: str = "gcc 12.2.0"
 
@@ -99,31 +99,16 @@ class StoreLink:
     def cancel(self, timeout_s: float) -> bool:
         """End a wait that timed out; return whether it was over by then."""
 
-class Flight:
+class QueuedCall:
     @overload
     def __init__(self) -> None:
         """A call that Python runs when it has the turn."""
 
     @overload
     def __init__(
-        self,
-        runner: Runner,
-        program: Program,
-        input: object | None,
-        output: object | None,
-        itemsize: int,
-        dtype: int,
-        op: int,
-        fingerprint: int,
-        even: int,
-        timeout_s: float,
-        calls: Calls | None,
-        call: object | None,
+        self, prepared: Prepared, input: object | None, output: object | None, timeout_s: float
     ) -> None:
-        """A call to run or queue; `calls`, if any, notes it to be repeated."""
-
-    def run(self) -> tuple[int, int]:
-        """Run it here, once; return (code, peer)."""
+        """A prepared call with its memory."""
 
     @property
     def seq(self) -> int:
@@ -133,7 +118,7 @@ class Flight:
     def is_handed(self) -> bool:
         """Once it is over: whether serve() reports its end."""
 
-class Turn:
+class CallQueue:
     def __init__(self) -> None: ...
 
     CLOSED: int = 0
@@ -156,7 +141,7 @@ class Turn:
     def runs(self) -> bool:
         """Whether a call runs."""
 
-    def push(self, flight: Flight) -> int:
+    def push(self, call: QueuedCall) -> int:
         """Queue a call, to be kept until it is over; return its number."""
 
     def serve(self) -> tuple[int, int, int, int]:
@@ -166,7 +151,7 @@ class Turn:
         """End the call with which serve() returned."""
 
     def is_over(self, seq: int) -> bool: ...
-    def watch(self, flight: Flight) -> bool:
+    def watch(self, call: QueuedCall) -> bool:
         """Have serve() report its end; False: it has ended well already."""
 
     def wait(self, seq: int, timeout_s: float) -> bool:
@@ -186,8 +171,21 @@ class Turn:
     def begun(self) -> int:
         """Number of the last queued call that began."""
 
+class Prepared:
+    def __init__(
+        self,
+        runner: Runner,
+        program: Program,
+        itemsize: int,
+        dtype: int,
+        op: int,
+        fingerprint: int,
+        even: int,
+    ) -> None:
+        """A call without its memory; fingerprint 0: the ranks have agreed."""
+
 class Calls:
-    def __init__(self, turn: object, failed: object, begun: object) -> None: ...
+    def __init__(self, queue: object, continues: object, queues: object) -> None: ...
     def close(self) -> None:
         """Pass every call to Python from now on."""
 
@@ -201,19 +199,26 @@ class Calls:
     def set_messenger(self, messenger: Messenger, failed: object) -> None:
         """Send and receive plain messages through a Port."""
 
+    def run(
+        self, prepared: Prepared, input: object | None, output: object | None, timeout_s: float
+    ) -> tuple[int, int]:
+        """Run a call on this thread, which has the turn; return (code, peer)."""
+
     def last(self) -> object:
-        """Return (seq, call) of the last call that was repeated, or None."""
+        """Return (seq, call) of the last call without Python, or None."""
 
-def quick(function: object, names: Sequence[str], kinds: str) -> object:
-    """Return a callable that repeats calls, and passes others to `function`."""
+def make_function(function: object, prepare: object, names: Sequence[str], kinds: str) -> object:
+    """Return a callable that passes only some calls to `function`."""
 
-def set_world(world: object, stream: object, group_type: object, work_type: object) -> None: ...
+def set_world(
+    world: object, stream: object, group_type: object, preparing_type: object, work_type: object
+) -> None: ...
 def set_default(group: object | None) -> None: ...
-def suspend_quick() -> None:
+def suspend_calls() -> None:
     """Pass every call to Python."""
 
-def resume_quick() -> None:
-    """Undo one suspend_quick()."""
+def resume_calls() -> None:
+    """Undo one suspend_calls()."""
 
 CLOSED: int = 12
 

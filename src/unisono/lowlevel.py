@@ -5,7 +5,15 @@ from unisono.base.buffers import BufferView, device_of, view
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType
-from unisono.engines import Call, Communicator, Engine, Exchange, ReferenceEngine, Task
+from unisono.engines import (
+    Call,
+    Communicator,
+    Engine,
+    Exchange,
+    Prepared,
+    ReferenceEngine,
+    Task,
+)
 from unisono.groups.dispatch import Dispatcher, dispatcher
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select
@@ -35,6 +43,7 @@ __all__ = [
     "Layout",
     "OpSchema",
     "Pending",
+    "Prepared",
     "Program",
     "RedisStore",
     "ReferenceEngine",

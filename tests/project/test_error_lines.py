@@ -610,7 +610,6 @@ WITHOUT_A_WORLD["Closed"] = {
         lambda: closed_while_waiting(lambda: TCPStore(HERE, 0, is_master=True)),
     "the transport is closed": lambda: with_transport(send_after_close),
     "the transport was closed": lambda: closed_meanwhile(lambda t: t.close()),
-    "the transport vanished": lambda: closed_meanwhile(lambda t: t.vanish("gone")),
 }
 WITHOUT_A_WORLD["Store"] = {
     "cannot lock the store file '{}': Not a directory":

@@ -79,4 +79,4 @@ def use_native(world, ways, channels=()):
             for way, other in zip(kinds, everybody, strict=True)
         ]
         messages.introduce(words, [way == "ring" for way in kinds], crowded=True)
-        world[rank].use_messages(messages)
+        world[rank].messages = messages

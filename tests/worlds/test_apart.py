@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import unisono as dist
 from tests.support.matrix import matrix
 from tests.support.operations import Operations
-from tests.worlds import test_algorithms, test_mismatch, test_quick, test_stress
+from tests.worlds import test_algorithms, test_mismatch, test_prepared, test_stress
 from unisono.testing import run
 
 pytestmark = pytest.mark.native
@@ -32,12 +32,12 @@ HEAVY = [
     (matrix, 3),
 ]
 REPEATED = [
-    (test_quick.test_every_function_repeats_with_other_contents, 2),
-    (test_quick.test_every_function_repeats_with_other_contents, 4),
-    (test_quick.test_a_missing_rank_is_named, 3),
-    (test_quick.test_abort_ends_a_repeated_call, 3),
-    (test_quick.test_a_mismatch_names_both_calls, 3),
-    (test_quick.test_an_even_exchange_among_uneven_ones, 3),
+    (test_prepared.test_every_function_repeats_with_other_contents, 2),
+    (test_prepared.test_every_function_repeats_with_other_contents, 4),
+    (test_prepared.test_a_missing_rank_is_named, 3),
+    (test_prepared.test_abort_ends_a_repeated_call, 3),
+    (test_prepared.test_a_mismatch_names_both_calls, 3),
+    (test_prepared.test_an_even_exchange_among_uneven_ones, 3),
 ]
 
 

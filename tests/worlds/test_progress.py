@@ -13,7 +13,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import wait_until
 from unisono.base.deadline import Deadline
-from unisono.engines.native_queue import _Queued
+from unisono.engines.native_queue import QueuedCall
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -234,16 +234,12 @@ def test_a_signal_handler_may_make_calls_between_all_lines(rank):
         nonlocal freed
         # What a trace function calls is not traced.
         name, queued = frame.f_code.co_name, frame.f_locals.get("queued")
-        if (
-            event != "line"
-            or len(left) <= 20
-            or name not in ("_append", "_discard_ended", "is_over")
-        ):
+        if event != "line" or len(left) <= 20 or name not in ("_put", "_discard_ended", "is_over"):
             return
-        if name != "_append" or queued is not None:
+        if name != "_put" or queued is not None:
             call()
-        if name == "_append" and queued is not None:
-            freed += queued.flight is None  # before C++ has it
+        if name == "_put" and queued is not None:
+            freed += queued.native is None  # before C++ has it
 
     if rank == 0:
         sys.settrace(at_lines_of_the_queue(call_others))
@@ -401,7 +397,7 @@ def test_an_abort_ends_repeated_calls(rank):
 @pytest.mark.ranks(2, kind="processes", engine="native")
 def test_a_callback_runs_outside_the_lock(rank):
     """A call finds a call that is over and not watched yet, and runs its callback."""
-    originals = _Queued.is_over, _Queued.watch
+    originals = QueuedCall.is_over, QueuedCall.watch
     lock = dist.group.WORLD.backends["cpu"]._engine._changed
     begun, was_free = [], []
 
@@ -419,15 +415,15 @@ def test_a_callback_runs_outside_the_lock(rank):
 
     def watch(queued):
         # The callback is known; that there is one, not yet.
-        _Queued.is_over, _Queued.watch = originals
+        QueuedCall.is_over, QueuedCall.watch = originals
         assert queued._turn.wait(queued.seq, LIMIT_S)
         begin()
         return queued.watch()
 
     dist.barrier()
-    # The first is made in Python, the next ones by what repeats calls.
+    # C++ makes all calls but the first of a group.
     for _ in range(3):
-        _Queued.is_over, _Queued.watch = (lambda queued: False), watch
+        QueuedCall.is_over, QueuedCall.watch = (lambda queued: False), watch
         begin()
         begun[-1]._pending.add_callback(take_elsewhere)
     for work in begun:

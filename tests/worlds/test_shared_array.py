@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import select
 import signal
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
     CollectiveMismatchError,
+    CollectiveTimeoutError,
     InvalidArgumentError,
     PeerLostError,
     UnisonoError,
@@ -258,6 +260,29 @@ def dies_in_sync(rank):
 def test_a_rank_that_ends_while_copies_are_sent(monkeypatch):
     monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "2")
     run(dies_in_sync, 4, ranks="processes", dead=[2])
+
+
+def is_late_in_sync(rank):
+    shared = dist.shared_array((4, 1000))
+    pids = [0] * 4
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 2:
+        first, real = os.pidfd_open(pids[0]), ProcessGroup.broadcast
+        ProcessGroup.broadcast = lambda group, *arguments, **how: (
+            real(group, *arguments, **how)
+            if group.size() != 2
+            else select.select([first], [], [], 60.0) and os._exit(0)
+        )
+    timeout = 0.5 if rank == 0 else 60.0
+    error = raised(lambda: shared.sync(rows=slice(rank, rank + 1), timeout=timeout))
+    assert isinstance(error, CollectiveTimeoutError), error
+    assert error.context.peers == (2,)
+
+
+def test_a_rank_that_only_follows_is_not_named_as_the_cause(monkeypatch):
+    monkeypatch.setenv("UNISONO_RANKS_PER_HOST", "2")
+    # Rank 0 ends at once after its error. Ranks 1 and 3 wait for it in the barrier.
+    run(is_late_in_sync, 4, ranks="processes", dead=[2])
 
 
 class Stop(BaseException):

@@ -6,8 +6,8 @@ import numpy as np
 
 from unisono.backends.api import Pending
 from unisono.base.deadline import Deadline
-from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Engine, Task
+from unisono.base.types import dtype_named
+from unisono.engines import Call, Engine, Prepared, Task
 from unisono.schedules import Program
 
 # A rank that refuses a call often ends with that error. It stays this long, so that slower ranks
@@ -49,7 +49,7 @@ def refuse(engine: Engine, op: str, why: str, deadline: Deadline, *, wait: bool)
 
 
 def _submitted(engine: Engine, call: Call, deadline: Deadline, *, inline: bool) -> Pending:
-    task = Task(call, _NO_STEPS, None, None, dtype_named("uint8"), ReduceOp.SUM, deadline)
+    task = Task(Prepared(call, _NO_STEPS, dtype_named("uint8")), None, None, deadline)
     pending = Pending(runs_here=engine.runs_here)
     engine.submit(task, pending, inline=inline)
     return pending

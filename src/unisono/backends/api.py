@@ -63,6 +63,7 @@ class CallOptions(NamedTuple):
         deterministic: Reduce in the order of ranks.
         split_sizes: Rows of dimension 0 of each rank if the parts differ; equal parts if None.
         partial: A receive takes shorter messages, too.
+        prepare: Only set `Pending.prepared`; do not make the call.
     """
 
     async_op: bool
@@ -72,6 +73,7 @@ class CallOptions(NamedTuple):
     deterministic: bool = False
     split_sizes: Sequence[int] | None = None
     partial: bool = False
+    prepare: bool = False
 
 
 class Pending(Completion):
@@ -84,29 +86,34 @@ class Pending(Completion):
         tag: Tag of that message; None as for `source`.
         count: Elements that a receive got; None as for `source`.
         deadline: When a waiting thread must call `expire`; None if the backend watches the time.
+        prepared: Result of `Engine.prepare`, if the options ask for it.
     """
 
-    __slots__ = ("_runs_here", "count", "deadline", "outputs", "source", "tag")
+    __slots__ = ("_runs_here", "count", "deadline", "outputs", "prepared", "source", "tag")
 
     def __init__(
         self,
         outputs: Sequence[Any] = (),
         deadline: Deadline | None = None,
         runs_here: Callable[[], bool] = lambda: False,
+        *,
+        done: bool = False,
     ) -> None:
-        """Make the end of a call that has not ended.
+        """Make the end of a call.
 
         Args:
             outputs: The arrays that hold the result.
             deadline: See the class.
             runs_here: Returns whether the calling thread runs the call.
+            done: Whether the call has ended.
         """
-        super().__init__()
+        super().__init__(done=done)
         self.outputs = list(outputs)
         self.deadline = deadline
         self.source: int | None = None
         self.tag: int | None = None
         self.count: int | None = None
+        self.prepared: Any = None
         self._runs_here = runs_here
 
     def expire(self) -> None:
@@ -164,7 +171,7 @@ class DeviceBackend(ABC):
     world_number = 1
     """Number of this world among the worlds over the same store, if it is known."""
     calls: Any = None
-    """Object that repeats calls on NumPy arrays in C++, or None; see `engines.repeat`."""
+    """Object that runs calls on NumPy arrays in C++, or None; see `engines.functions`."""
     port: Any = None
     """Object that sends and receives plain arrays in C++, or None; see `backends.p2p.Port`."""
 
@@ -203,6 +210,10 @@ class DeviceBackend(ABC):
     @abstractmethod
     def abort(self, reason: str, failed: bool = False) -> None:
         """End all calls with an error, on all ranks; `failed`: this rank ends with an error."""
+
+    def adopt_failure(self, other: Any) -> None:
+        """Break this group if the group of `other`, a backend of this class, is broken."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

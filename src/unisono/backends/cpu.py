@@ -1,7 +1,7 @@
 """The CPU backend: from arrays to tasks for an engine.
 
 Every collective takes the same steps: view the arrays as flat memory, describe the call, take its
-cached plan (algorithm and program), submit a task. A list of arrays stands for their
+prepared call (algorithm and program), submit a task. A list of arrays stands for their
 concatenation, so a schedule has one input and one output only.
 """
 
@@ -38,6 +38,7 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
+from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
 
@@ -295,6 +296,12 @@ class CPUBackend(DeviceBackend):
             return
         self._engine.abort(reason, failed)
 
+    def adopt_failure(self, other: Any) -> None:
+        transport = self._comm.transport
+        if (known := transport.failure(other._comm.context)) is not None:
+            words = (known.kind, known.reason, known.peers, transport.rank, known.table)
+            self._engine.fail(Failure(*words))
+
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
         self._engine.set_timeout(timeout_s)
@@ -303,7 +310,7 @@ class CPUBackend(DeviceBackend):
         self._engine.close()
 
     def lost(self, rank: int) -> str | None:
-        down = self._comm.transport.mailbox.down(self._comm.ranks[rank])
+        down = self._comm.transport.down(self._comm.ranks[rank])
         return None if down is None else down.reason
 
     def broken(self) -> str | None:
@@ -350,8 +357,8 @@ class CPUBackend(DeviceBackend):
         dtype = NO_DTYPE if subject is None else subject.dtype
         if op is not None:
             require_reducible(dtype, op)
-        plan = self._planner.plan(spec, subject, options)
-        if not result and output is not None and plan.writes_output:
+        prepared = self._planner.prepare(spec, subject, options)
+        if not result and output is not None and prepared.writes_output:
             # Many schedules of reduce use the other ranks' tensors as scratch. torch permits
             # this; a private copy keeps the tensors unchanged.
             output.make_private()
@@ -366,17 +373,17 @@ class CPUBackend(DeviceBackend):
 
         pending = Pending(outputs, runs_here=self._engine.runs_here)
         task = Task(
-            call=plan.call,
-            program=plan.program,
+            prepared,
             input=None if input is None else input.memory,
             output=None if output is None else output.memory,
-            dtype=dtype,
-            op=op or ReduceOp.SUM,
             deadline=options.deadline,
-            exchange=plan.exchange,
             begin=partial(_fill, copies, dtype, op) if copies else None,
             finish=finish if average or output in copies else None,
         )
+        if options.prepare:
+            # A thread that runs queued calls must not wait for one; `submit` raises the error.
+            pending.prepared = None if self.runs_here() else self._engine.prepare(task)
+            return pending
         self._engine.submit(task, pending, inline=not options.async_op)
         if not options.async_op:
             pending.wait_until(None)

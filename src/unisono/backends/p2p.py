@@ -97,7 +97,7 @@ def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOpti
     message = _open(comm, MessageCall("send", data, to, tag), options)
     key = Key(comm.context, Kind.P2P, tag)
     if to == comm.transport.rank and not (
-        options.async_op or comm.transport.mailbox.has_receive(to, key)
+        options.async_op or comm.transport.messages.has_receive(to, key)
     ):
         raise InvalidArgumentError(
             f"send to this rank itself ({to}) would wait for its own receive",
@@ -142,69 +142,126 @@ def _receive(
     return _wait_or_cancel(message, options)
 
 
+class _StartedReceive(Pending):
+    """A receive that C++ has started for a port, and the transfer of `NativeMessages` for it."""
+
+    __slots__ = (
+        *("_array", "_cause", "_port", "_quiet", "_tag"),
+        *("among", "number", "outcomes", "peer"),
+    )
+
+    def __init__(
+        self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
+    ) -> None:
+        super().__init__((owner,), Deadline(timeout_s), port.messages.is_server)
+        self._port = port
+        self._array = array
+        self._tag = tag
+        self.peer, self.among = peer, port.among
+        self._quiet = True
+        self._cause: BaseException | None = None
+        self.number = 0
+        self.outcomes: list[Outcome] = []
+
+    @property
+    def context(self) -> int:
+        """The number of the group's context."""
+        return self._port.comm.context
+
+    def end(self, outcome: Outcome, status: BaseException | None) -> None:
+        """Finish the call with this outcome; `status`: why it has failed."""
+        if status is None:
+            _, _, self.source, nbytes, _, self.tag, _ = outcome
+            self.count = nbytes // self._array.itemsize
+            self.finish()
+            return
+        data = view(self._array, write=False)
+        data.owner = self.outputs[0]
+        call = MessageCall("recv", data, self.peer, self._tag)
+        self.finish(message_error(self._port.comm, call, status, self.deadline))
+
+    def done(self) -> bool:
+        if not self._done:
+            if self.outcomes:
+                self._port.messages.finish(self)
+            elif self._quiet:
+                # A caller that polls does not move bytes, so another thread must.
+                self._quiet = False
+                self._port.messages.watch(self)
+        return self._done
+
+    def add_callback(self, callback: Callable[[Self], object]) -> None:
+        super().add_callback(callback)
+        self.done()
+
+    def wait_until(self, deadline: Deadline | None) -> bool:
+        return self._done or self._port.messages.wait(self, deadline)
+
+    def expire(self) -> None:
+        """Cancel the receive. The group stays usable, and the memory is not touched any more."""
+        if not self.done():
+            self._port.messages.cancel(self)
+
+
 class Port:
     """Plain messages of one group, with little Python code on their way.
 
     All calls take a contiguous NumPy array of a common dtype, a global rank (None: any source)
-    and a tag. They return None if the call is not plain, for example with another kind of
+    and a tag. They return None or False if the call is not plain, for example with another kind of
     array. A send to this rank itself or to another host is not plain either. Calls that wait go
-    from the public functions to C++ without this class; see `engines.repeat`.
+    from the public functions to C++ without this class; see `engines.functions`.
+
+    Attributes:
+        try_send: Send an array if this takes no wait; returns whether it was sent.
     """
 
     def __init__(self, comm: Communicator, messages: NativeMessages) -> None:
-        self._comm = comm
-        self._messages = messages
-        self._among = frozenset(comm.others)
+        self.comm = comm
+        # A receive of a port stands in for a NativeTransfer.
+        self.messages: Any = messages
+        self.among = frozenset(comm.others)
         self._native = messages.port(comm.context, comm.ranks, _CODES)
+        self.try_send = self._native.try_send
 
     def attach(self, calls: Any) -> None:
         """Carry the messages of public functions, which find `calls` through their group."""
         calls.set_messenger(self._native, self.failure)
 
-    def isend(self, array: Any, peer: int | None, tag: int, owner: Any) -> Pending | None:
-        """Send if this takes no wait; None: nothing was sent.
-
-        Args:
-            array: The memory.
-            peer: Global rank.
-            tag: Of the message.
-            owner: The argument of the caller; keeps the memory alive.
-        """
-        if not self._native.try_send(array, peer, tag):
-            return None
-        sent = Pending([owner])
-        sent.finish()
-        return sent
-
     def irecv(
         self, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
     ) -> Pending | None:
-        """Start receiving; None: not a plain call. Arguments as for `isend`."""
-        self._messages.hold(array)
-        before = self._messages.native.last_number()
+        """Start receiving; None: not a plain call.
+
+        Args:
+            array: The memory.
+            peer: Global rank; None for any.
+            tag: Of the message.
+            owner: The argument of the caller; keeps the memory alive.
+            timeout_s: From now on.
+        """
+        messages = self.messages
+        messages.hold(array)
+        before = messages.native.last_number()
         try:
             outcome = self._native.start_recv(array, peer, tag)
             if outcome is None:
                 return None
-            data = view(array, write=False)
-            data.owner = owner
-            call = MessageCall("recv", data, peer, tag)
-            message = _Message(self._comm, call, Deadline(timeout_s))
-            message.follow(self._messages.begun(peer, self._comm.context, outcome, self._among))
-            return message
+            receive = _StartedReceive(self, array, peer, tag, owner, timeout_s)
+            messages.begun(receive, outcome)
+            return receive
         except BaseException:
-            self._messages.cancel_interrupted(array, before)
+            messages.cancel_interrupted(array, before)
             raise
         finally:
-            self._messages.release(array)
+            messages.release(array)
 
     def failure(
         self, op: str, outcome: Outcome, array: Any, peer: int | None, tag: int, timeout_s: float
     ) -> BaseException:
         """Return the error of a call that ended with `outcome`."""
         call = MessageCall(op, view(array, write=False), peer, tag)
-        status = self._messages.status_of(outcome, self._comm.context)
-        error = message_error(self._comm, call, status, Deadline(timeout_s))
+        status = self.messages.status_of(outcome, self.comm.context)
+        error = message_error(self.comm, call, status, Deadline(timeout_s))
         assert error is not None
         return error
 

@@ -1,14 +1,14 @@
-"""Plans of calls: the algorithm, the program and the text for errors, made once per kind of call.
+"""Prepared calls: algorithm, program and text for errors, worked out once per kind of call.
 
     CallSpec     a call without its memory: collective, count, root, op, splits, ...
       select       the algorithm: by size and ranks, or by request of the caller or UNISONO_ALGO
       build        its schedule, for all ranks
       layout_for   the elements of each chunk
       lower        this rank's program, for the engine of the group
-    Plan         the call to agree on (Call), and the program
+    Prepared     the call to agree on (Call), and the program
 
 In all_to_all, gather and scatter a rank knows only its own sizes, so there may be two programs. If
-the sizes of all ranks are even and equal, the program of the plan runs. Otherwise the ranks
+the sizes of all ranks are even and equal, the prepared program runs. Otherwise the ranks
 exchange their sizes, and the program of the `Exchange` runs.
 """
 
@@ -32,9 +32,9 @@ from unisono.backends.blocks import (
 from unisono.backends.flat import Flat
 from unisono.base import config
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Communicator, Engine, Exchange
+from unisono.engines import Call, Communicator, Engine, Exchange, Prepared
 from unisono.engines.api import fingerprint_of
-from unisono.schedules import Buf, Program, Topology, build, layout_for, select
+from unisono.schedules import Program, Topology, build, layout_for, select
 
 Array = np.ndarray[Any, Any]
 
@@ -56,8 +56,8 @@ _SPLITS = {
 _ROLES = {"broadcast": "src", "scatter": "src", "reduce": "dst", "gather": "dst"}
 
 # A training loop repeats some dozens of calls. Without a limit, a program whose sizes never repeat
-# would collect plans for ever.
-_MAX_PLANS = 1024
+# would collect prepared calls for ever.
+_MAX_PREPARED = 1024
 
 
 NO_DTYPE = dtype_named("uint8")
@@ -86,23 +86,8 @@ class CallSpec(NamedTuple):
     agreed: tuple[object, ...] = ()
 
 
-class Plan(NamedTuple):
-    """The part of a call that is equal whenever the call is repeated."""
-
-    call: Call
-    program: Program
-    exchange: Exchange | None
-    writes_output: bool
-    """Whether the program uses this rank's OUTPUT for more than reading."""
-
-    @classmethod
-    def of(cls, call: Call, program: Program, exchange: Exchange | None = None) -> Plan:
-        """Return the plan of a call."""
-        return cls(call, program, exchange, bool((program.steps[:, 4] == Buf.OUTPUT).any()))
-
-
 class Planner:
-    """Makes the plans of one group, and keeps them.
+    """Makes the prepared calls of one group, and keeps them.
 
     Args:
         comm: The group.
@@ -119,10 +104,10 @@ class Planner:
         # Read once, as NCCL does, because a later change would have to happen on all ranks.
         self._override = config.get("UNISONO_ALGO")
         self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._prepared: dict[tuple[object, ...], Prepared] = {}
 
-    def plan(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Plan:
-        """Return the plan of a call, made when the call is new.
+    def prepare(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Prepared:
+        """Return a prepared call, made when the call is new.
 
         Args:
             spec: The call.
@@ -138,21 +123,21 @@ class Planner:
         key = (
             collective, called, count, root, reduction, splits, agreed, like, wish, label, ordered,
         )  # fmt: skip
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._prepared.clear()
             if label is not None:
                 spec = spec._replace(called=label, agreed=(*agreed, label))
-            plan = self._plans[key] = self._make(spec, subject, wish, ordered=ordered)
-        return plan
+            prepared = self._prepared[key] = self._make(spec, subject, wish, ordered=ordered)
+        return prepared
 
     def _make(
         self, spec: CallSpec, subject: Flat | None, wish: str | None, *, ordered: bool
-    ) -> Plan:
+    ) -> Prepared:
         """Return everything about a call that does not depend on its memory."""
         collective, called, count, root, op, splits, agreed = spec
-        dtype = NO_DTYPE if subject is None else subject.dtype
+        dtype, reduce_op = NO_DTYPE if subject is None else subject.dtype, op or ReduceOp.SUM
         size, itemsize = self._comm.size, dtype.itemsize
         nbytes = count * itemsize
         text = f"{called}({', '.join(self._words(spec, subject, wish, ordered))})"
@@ -177,10 +162,11 @@ class Planner:
                 collective, dtype.name, count, root, op, algorithm, pipeline, ordered, blocks,
                 same, *agreed,
             )  # fmt: skip
-            return Plan.of(Call.of(called, text, agreed, nbytes), program)
+            call = Call.of(called, text, agreed, nbytes)
+            return Prepared(call, program, dtype, reduce_op)
         exchange, program = self._exchange_plan(spec, splits, algorithm, itemsize)
         call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Plan.of(call, program, exchange)
+        return Prepared(call, program, dtype, reduce_op, exchange)
 
     def _words(
         self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool

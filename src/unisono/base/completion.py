@@ -58,15 +58,17 @@ class Completion:
     Args:
         any_process: Whether the child of a fork may finish its copy. If not, a wait in the child
             raises ClosedError, because the thread that would finish it is in the parent.
+        done: Whether it is done from the start.
     """
 
     __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
 
-    def __init__(self, *, any_process: bool = False) -> None:
+    def __init__(self, *, any_process: bool = False, done: bool = False) -> None:
         self._lock = threading.Lock()
         self._gate = threading.Lock()
-        self._gate.acquire()
-        self._done = False
+        if not done:
+            self._gate.acquire()
+        self._done = done
         self._forks = None if any_process else _forks
         self._callbacks: list[Callable[[Any], object]] = []
         self._source: Source | None = None

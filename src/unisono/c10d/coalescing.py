@@ -80,7 +80,7 @@ def coalescing_manager(
     if any(name in vars(pg) for name in _KINDS):
         raise InvalidArgumentError(f"group '{pg.name}' is in a coalescing block already")
     # An attribute of the object hides the method of its class, so calls outside of blocks need no
-    # test. Without `calls` the C++ engine repeats no call of the group.
+    # test. Without `calls` the C++ engine runs no call of the group.
     vars(pg).update({name: partial(recorder.record, name) for name in _KINDS})
     calls, pg.calls = pg.calls, None
     manager = CoalescingManager()

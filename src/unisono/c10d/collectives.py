@@ -22,7 +22,7 @@ from unisono.base.types import Array, Arrays, ReduceOp
 from unisono.c10d.arguments import reporting_bad_arguments, root_of
 from unisono.errors import UsageError
 from unisono.groups.keywords import AlgorithmKeywords, CallKeywords, check_keywords
-from unisono.groups.operations import repeatable
+from unisono.groups.operations import in_cpp
 from unisono.groups.work import Future, Work
 from unisono.groups.world import Group, member_group
 
@@ -42,7 +42,7 @@ def _call(name: str, group: Group, async_op: bool, /, *arguments: Any, **how: An
     return work if async_op else None
 
 
-@repeatable
+@in_cpp
 def broadcast(
     tensor: Array,
     src: int | None = None,
@@ -79,7 +79,7 @@ def broadcast(
     return _call("broadcast", pg, async_op, tensor, root, **how)
 
 
-@repeatable
+@in_cpp
 def all_reduce(
     tensor: Array,
     op: ReduceOp = ReduceOp.SUM,
@@ -137,7 +137,7 @@ def all_reduce_coalesced(
     return work.get_future() if work else None
 
 
-@repeatable
+@in_cpp
 def reduce(
     tensor: Array,
     dst: int | None = None,
@@ -163,7 +163,7 @@ def reduce(
     return _call("reduce", pg, async_op, tensor, root, op, **how)
 
 
-@repeatable
+@in_cpp
 def all_gather(
     tensor_list: Arrays,
     tensor: Array,
@@ -189,7 +189,7 @@ def all_gather(
     return _call("all_gather", group, async_op, tensor_list, tensor, **how)
 
 
-@repeatable
+@in_cpp
 def all_gather_into_tensor(
     output_tensor: Array,
     input_tensor: Array,
@@ -241,7 +241,7 @@ def all_gather_coalesced(
     return work.get_future() if work else None
 
 
-@repeatable
+@in_cpp
 def gather(
     tensor: Array,
     gather_list: Arrays | None = None,
@@ -267,7 +267,7 @@ def gather(
     return _call("gather", pg, async_op, tensor, gather_list, root, **how)
 
 
-@repeatable
+@in_cpp
 def scatter(
     tensor: Array,
     scatter_list: Arrays | None = None,
@@ -293,7 +293,7 @@ def scatter(
     return _call("scatter", pg, async_op, tensor, scatter_list, root, **how)
 
 
-@repeatable
+@in_cpp
 def reduce_scatter(
     output: Array,
     input_list: Arrays,
@@ -313,7 +313,7 @@ def reduce_scatter(
     return _call("reduce_scatter", group, async_op, output, input_list, op, **how)
 
 
-@repeatable
+@in_cpp
 def reduce_scatter_tensor(
     output: Array,
     input: Array,
@@ -343,7 +343,7 @@ def reduce_scatter_tensor(
     return _call("reduce_scatter_tensor", group, async_op, output, input, op, **how)
 
 
-@repeatable
+@in_cpp
 def all_to_all(
     output_tensor_list: Arrays,
     input_tensor_list: Arrays,
@@ -364,7 +364,7 @@ def all_to_all(
     return _call("all_to_all", group, async_op, output_tensor_list, input_tensor_list, **how)
 
 
-@repeatable
+@in_cpp
 def all_to_all_single(
     output: Array,
     input: Array,
@@ -459,7 +459,7 @@ def exscan(
     return _call("exscan", group, async_op, tensor, op, **how)
 
 
-@repeatable
+@in_cpp
 def barrier(
     group: Group = None,
     async_op: bool = False,

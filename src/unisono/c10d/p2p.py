@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
+from unisono.backends import Pending
 from unisono.base.buffers import view
 from unisono.base.deadline import Timeout
 from unisono.base.types import Array
 from unisono.c10d.arguments import group_rank_of
 from unisono.errors import CollectiveTimeoutError, InvalidArgumentError
 from unisono.groups.keywords import CallKeywords, How
-from unisono.groups.operations import repeatable
+from unisono.groups.operations import in_cpp
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.groups.world import Group, member_group, resolve
@@ -56,10 +57,8 @@ def isend(
     if (pg := member_group(group, "isend")) is None:
         return None
     port = pg.plain_port
-    if port is not None and group_dst is None and not how:
-        sent = port.isend(tensor, dst, tag, tensor)
-        if sent is not None:
-            return Work(sent, "send")
+    if port is not None and group_dst is None and not how and port.try_send(tensor, dst, tag):
+        return Work(Pending((tensor,), done=True), "send")
     peer = group_rank_of(pg, "isend", dst, group_dst, None, how)
     return pg.send(tensor, peer, tag, async_op=True, _label="isend", **how)
 
@@ -91,7 +90,7 @@ def irecv(
     return pg.recv(tensor, peer, tag, async_op=True, _label="irecv", **how)
 
 
-@repeatable
+@in_cpp
 def send(
     tensor: Array,
     dst: int | None = None,
@@ -118,7 +117,7 @@ def send(
     pg.send(tensor, peer, tag, **how)
 
 
-@repeatable
+@in_cpp
 def recv(
     tensor: Array,
     src: int | None = None,

@@ -35,6 +35,7 @@ from unisono.errors import (
     ArgumentTypeError,
     CollectiveError,
     InvalidArgumentError,
+    UnisonoError,
     UnsupportedError,
 )
 from unisono.groups.process_group import ProcessGroup
@@ -124,14 +125,26 @@ class SharedArray:
                 )
             with self._leaders() as leaders:
                 if leaders is not None:
-                    for rank, part in enumerate(parts):
-                        data = whole[slice(*part)] if part else whole[:0]
-                        if data.size:
-                            root = self._copies.index(self._owners[rank])
-                            leaders.broadcast(
-                                data, root, timeout=call.remaining_s, _label=call.label
-                            )
+                    try:
+                        self._exchange(leaders, whole, parts, call)
+                    except UnisonoError:
+                        # The other ranks of this host must not take this rank for the cause.
+                        group.backends["cpu"].adopt_failure(leaders.backends["cpu"])
+                        raise
                 group.barrier(timeout=call.remaining_s, _label=call.label)
+
+    def _exchange(
+        self,
+        leaders: ProcessGroup,
+        whole: np.ndarray[Any, Any],
+        parts: Sequence[tuple[int, int] | None],
+        call: ObjectCall,
+    ) -> None:
+        for rank, part in enumerate(parts):
+            data = whole[slice(*part)] if part else whole[:0]
+            if data.size:
+                root = self._copies.index(self._owners[rank])
+                leaders.broadcast(data, root, timeout=call.remaining_s, _label=call.label)
 
     def _check_source(self, src: int | None, rows: slice | None) -> None:
         if src is not None and rows is not None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from unisono import __version__
-from unisono.cli import bench
+from unisono.cli import bench, simulate
 from unisono.cli.completion import SHELLS, PrintCompletion
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with those of its sub-commands."""
     parser = argparse.ArgumentParser(
         prog="unisono",
-        description="Collective communication between processes: start them, measure it.",
+        description="Collective communication between processes: start, measure, simulate.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     parser.add_argument(
@@ -44,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     run.add_command(commands)
     bench.add_command(commands)
+    simulate.add_command(commands)
     return parser
 
 

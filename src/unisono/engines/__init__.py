@@ -4,7 +4,7 @@ May import `transports`, `schedules`, `base` and `errors`. An engine knows buffe
 and opcodes; never a group's backend or an algorithm's name.
 """
 
-from unisono.engines.api import Call, Communicator, Engine, Exchange, Task
+from unisono.engines.api import Call, Communicator, Engine, Exchange, Prepared, Task
 from unisono.engines.choice import make_engine
 from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
@@ -16,6 +16,7 @@ __all__ = [
     "Engine",
     "Exchange",
     "NativeEngine",
+    "Prepared",
     "ReferenceEngine",
     "Task",
     "host_id",

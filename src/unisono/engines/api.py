@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -16,8 +16,9 @@ from unisono.base.deadline import Deadline
 from unisono.base.types import DType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
-from unisono.schedules import Layout, Program, Schedule, lower
+from unisono.schedules import Buf, Layout, Program, Schedule, lower
 from unisono.transports import Transport
+from unisono.transports.messages import Failure
 
 Array = np.ndarray[Any, Any]
 
@@ -92,7 +93,7 @@ class Call(NamedTuple):
         fingerprint: 64 bits over everything that must be equal on all ranks. Never 0, which means
             in a message that the ranks disagree.
         nbytes: Size of this rank's buffer, for errors.
-        seq: Position in the group's order, from 1; given by the engine on submission.
+        seq: Position in the group's order, from 1; 0 before the call has one.
     """
 
     op: str
@@ -134,35 +135,61 @@ class Exchange(NamedTuple):
     counts: Callable[[Array], Array] | None = None
 
 
-@dataclass(slots=True)
-class Task:
-    """A program with everything that it needs to run.
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A call without its memory: what is worked out once for each kind of call.
 
     Attributes:
         call: The call; the ranks agree on it before any buffer is written.
         program: This rank's steps.
-        input: [*] read-only, an array or a list; None if the program has no input buffer.
-        output: [*] written in place, likewise; None if this rank gets no output.
-        dtype: Of the elements in both.
+        dtype: Of the elements in INPUT and OUTPUT.
         op: Reduce op of recv_reduce and reduce steps.
-        deadline: Of the whole call.
         exchange: Numbers to compare after the agreement.
-        begin: Packs and scales when the task's turn has come. None if the arrays are used in
-            place.
-        finish: Unpacks and scales after success, before the completion. None if the result is
-            in its place already.
+        native: The same for C++, made by the C++ engine when the call first runs.
+        writes_output: Whether the program uses this rank's OUTPUT for more than reading.
     """
 
     call: Call
     program: Program
+    dtype: DType
+    op: ReduceOp = ReduceOp.SUM
+    exchange: Exchange | None = None
+    native: Any = None
+    writes_output: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.writes_output = bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+
+
+@dataclass(slots=True)
+class Task:
+    """A prepared call with everything that it needs to run.
+
+    Attributes:
+        prepared: The call without its memory.
+        input: [*] read-only, an array or a list; None if the program has no input buffer. Arrays
+            that C++ found may have any shape.
+        output: [*] written in place, likewise; None if this rank gets no output.
+        deadline: Of the whole call.
+        begin: Packs and scales when the task's turn has come. None if the arrays are used in
+            place.
+        finish: Unpacks and scales after success, before the completion. None if the result is
+            in its place already.
+        seq: Number of the call; given by the engine on submission.
+    """
+
+    prepared: Prepared
     input: Memory
     output: Memory
-    dtype: DType
-    op: ReduceOp
     deadline: Deadline
-    exchange: Exchange | None = None
     begin: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
+    seq: int = 0
+
+    @property
+    def call(self) -> Call:
+        """The call, with its number."""
+        return self.prepared.call._replace(seq=self.seq)
 
 
 class Engine(ABC):
@@ -184,17 +211,17 @@ class Engine(ABC):
     """What carries the data of programs ("messages", "shared memory"), as far as it is known."""
 
     calls: Any = None
-    """Repeats calls without Python code, if the engine can; see `engines.repeat`."""
+    """Runs calls without Python code, if the engine can; see `engines.functions`."""
 
     pending_type: Any = Completion
-    """Type of the completion of a repeated call; made from (outputs, deadline, runs_here)."""
+    """Type of the completion of a call that C++ makes; made from (outputs, deadline, runs_here)."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.timeout_s = 0.0
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time-out of repeated calls, in seconds; a task has its own deadline."""
+        """Set the time-out of calls that C++ makes, in seconds; a task has its own deadline."""
         self.timeout_s = timeout_s
 
     def lower(self, schedule: Schedule, layout: Layout, itemsize: int) -> Program:
@@ -220,9 +247,22 @@ class Engine(ABC):
         """Whether the calling thread runs the queued tasks; if so, it must not wait."""
         return False
 
+    def prepare(self, task: Task) -> Prepared | bool | None:
+        """Return what C++ needs to run the kind of call that a task is; run nothing.
+
+        Returns:
+            The task's prepared call. False if every such call needs Python. None if this call
+            needs Python, for example because the group is not connected yet.
+        """
+        return None
+
     @abstractmethod
     def last_number(self) -> int:
         """Return the number of this rank's last call; the first call has number 1."""
+
+    @abstractmethod
+    def fail(self, failure: Failure) -> None:
+        """Send a failure to every member, and end the calls of this group here."""
 
     @abstractmethod
     def abort(self, reason: str, failed: bool = False) -> None:

@@ -16,7 +16,6 @@ from unisono.engines.native_engine import NativeEngine, is_native_built
 from unisono.engines.reference import ReferenceEngine
 from unisono.engines.shared_memory import host_id, memory_kind
 from unisono.errors import InvalidArgumentError, UnsupportedError
-from unisono.transports.native_messages import NativeMessages
 
 _log = get_logger("engines")
 
@@ -60,7 +59,7 @@ def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
     """Whether ranks of several hosts have C++ messages of equal versions."""
     messages = comm.transport.messages
     versions = {host.partition("/")[0] for host in hosts}
-    return isinstance(messages, NativeMessages) and messages.reaches_all and len(versions) == 1
+    return messages.reaches_all and len(versions) == 1
 
 
 class EngineInfo(NamedTuple):

@@ -107,7 +107,7 @@ def status_of_code(
     transport = comm.transport
     if code in _GONE:
         rank, left = comm.ranks[peer], code == _engine.LEFT
-        down = transport.mailbox.down(rank)
+        down = transport.down(rank)
         if down is not None and down.left and code == _engine.LOST and shares_memory:
             # Without a link to it, the transport takes a rank that was killed for one that left.
             down = None
@@ -163,7 +163,7 @@ def _time_out(
         return known
     behind = sorted(rank for rank, status in now.items() if status.seq < call.seq)
     quiet = [rank for rank in comm.others if rank not in now]
-    gone = [rank for rank in quiet if transport.mailbox.down(rank) is not None]
+    gone = [rank for rank in quiet if transport.down(rank) is not None]
     came = sorted(rank for rank in before.keys() - set(gone) if before[rank].seq >= call.seq)
     missed = sorted(before.keys() - {*gone, *came})
     silent = [rank for rank in quiet if rank not in before and rank not in gone]

@@ -14,23 +14,23 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 
 from unisono.base import config
+from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.types import DType, ReduceOp, dtype_named
-from unisono.engines.api import Call, Communicator, Exchange, Task
+from unisono.engines.api import Communicator, Prepared, Task
 from unisono.engines.array_lists import Memory, are_even, concatenated, copy_back
 from unisono.engines.errors import LATE_S, status_of_code, takes_no_part
 from unisono.engines.native_queue import QueueEngine
 from unisono.engines.reference import Run
 from unisono.engines.shared_memory import SLOT_BYTES, share_memory
-from unisono.errors import InternalError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.schedules import (
     Layout,
     Program,
@@ -68,16 +68,6 @@ _NO_STEPS = Program(np.empty((0, 7), np.int64), 0)
 def is_native_built() -> bool:
     """Whether the extension module is built, and fits this version."""
     return _engine is not None
-
-
-class _Repeated(NamedTuple):
-    """The call that C++ returns to Python if a repeated call fails."""
-
-    call: Call
-    program: Program
-    dtype: DType
-    op: ReduceOp
-    exchange: Exchange | None
 
 
 class _NativeProgram(SharedProgram):
@@ -119,23 +109,8 @@ def _uneven(
     return None if shared is None else _NativeProgram(shared)
 
 
-def _before_exchange(task: Task) -> tuple[Task, int]:
-    """Return the task to run first, and the number by which ranks compare their sizes."""
-    if task.exchange is None:
-        return task, 1
-    even = task.exchange.even
-    # A program of sizes that the ranks have not compared may address memory outside the buffers.
-    return task if even else replace(task, program=_NO_STEPS), even
-
-
 def _whole(memory: Memory) -> Memory:
     return memory if are_even(memory) else concatenated(memory)
-
-
-def _flat(memory: Memory) -> Memory:
-    if isinstance(memory, list):
-        return [each.reshape(-1) for each in memory]
-    return None if memory is None else memory.reshape(-1)
 
 
 def _ask_others(engine: NativeEngine | None) -> None:
@@ -186,12 +161,12 @@ class NativeEngine(QueueEngine):
         self.over = "shared memory" if self.shares_memory else "messages"
         self._group: Any = None
         self._steps: Any = None
-        # Programs that gather k numbers of each rank, by k.
-        self._tables: dict[int, Program] = {}
+        # Prepared calls, in C++, that gather k numbers of each rank, by k.
+        self._tables: dict[int, Any] = {}
         self._failure_known = threading.Event()
         self._connected = False
         self._asked: Question | None = None
-        self.calls = _engine.Calls(self._turn, self._finish_repeat, self._queue_repeat)
+        self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
         comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -212,38 +187,45 @@ class NativeEngine(QueueEngine):
                 self._connect(run)
         if self.comm.size == 1:
             with Run(self.comm, task) as run:
-                run.execute(task.program)
+                run.execute(task.prepared.program)
             return
-        first, even = _before_exchange(task)
-        if not self._execute(first, task.call.fingerprint, even):
-            self._exchange(task)
+        status = self._execute(task, self._native(task.prepared))
+        if status[0] != _engine.OK:
+            self.continue_task(task, *status)
 
-    def prepare(self, task: Task) -> Any:
-        ready = self._connected and self.comm.size > 1
-        plain = task.begin is None and task.finish is None
-        if not (ready and plain and are_even(task.input) and are_even(task.output)):
+    def prepare(self, task: Task) -> Prepared | bool | None:
+        if not self._connected:
             return None
-        first, even = _before_exchange(task)
-        return self._flight(first, task.call.fingerprint, even)
+        plain = self.comm.size > 1 and task.begin is None and task.finish is None
+        if not (plain and are_even(task.input) and are_even(task.output)):
+            return False
+        self._native(task.prepared)
+        return task.prepared
+
+    def continue_task(self, task: Task, code: int, peer: int) -> None:
+        if code != _engine.UNEVEN:
+            self._raise(task, code, peer)
+        self._exchange(task)
 
     def _exchange(self, task: Task) -> None:
         """Compare the numbers that may differ by rank, and run the program for unequal sizes."""
-        exchange = task.exchange
+        prepared, exchange = task.prepared, task.prepared.exchange
         assert exchange is not None
         table = self._gather(task, exchange.mine)
         exchange.check(task.call, table)
         program, shared = exchange.program, None
         if self._group is not None and exchange.counts is not None:
-            counts = exchange.counts(table).tobytes()
-            shared = _uneven(program, counts, self.comm.rank, self.comm.size, task.dtype.itemsize)
-        self._execute(replace(task, program=shared or program))
+            counts, size = exchange.counts(table).tobytes(), self.comm.size
+            shared = _uneven(program, counts, self.comm.rank, size, prepared.dtype.itemsize)
+        native = self._in_cpp(shared or program, prepared.dtype, prepared.op)
+        self._require_ok(task, *self._execute(task, native))
 
     def finished(self) -> int:
         # Calls over shared memory are not counted: the memory shows which calls a rank has ended.
         return 0 if self._steps is None else int(self._steps.finished())
 
-    def _break(self, failure: Failure) -> None:
-        super()._break(failure)
+    def fail(self, failure: Failure) -> None:
+        super().fail(failure)
         # The group may have been broken before, by a rank that has finished the call that has
         # failed here. This rank waits no more, and other ranks must not wait for it.
         if self._group is not None:
@@ -255,7 +237,7 @@ class NativeEngine(QueueEngine):
             self._group.leave()
         super().close()
 
-    # ---- repeated calls -------------------------------------------------------------------
+    # ---- calls that C++ makes without Python ----------------------------------------------
 
     def _last_without_python(self) -> CallStatus | None:
         """Return the last call that this rank has begun without `Transport.enter`, or None."""
@@ -264,95 +246,97 @@ class NativeEngine(QueueEngine):
             return queued
         return CallStatus(last[0], last[1].call.text)
 
-    def _finish_repeat(
+    def _continue_here(
         self,
-        what: _Repeated,
+        prepared: Prepared,
         seq: int,
         status: tuple[int, int],
         raised: BaseException | None,
-        buffers: tuple[Memory, Memory],
+        memory: tuple[Memory, Memory],
     ) -> None:
-        """Finish a repeated call that failed in C++. The caller still holds the turn."""
+        """Continue a call that C++ ran on this thread, which still has the turn.
+
+        Args:
+            prepared: The call.
+            seq: Its number.
+            status: Of its program; not OK.
+            raised: The exception of a signal handler, or None.
+            memory: Input and output.
+        """
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = self.repeated_task(what, buffers, seq)
+        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq)
         error = self._run(task, lambda task: self.continue_task(task, *status))
         if error is not None:
             raise error
 
-    def repeated_task(self, repeated: Any, buffers: tuple[Memory, Memory], seq: int) -> Task:
-        call, program, dtype, op, exchange = repeated
-        source, target = map(_flat, buffers)
-        deadline = Deadline(self.timeout_s)
-        call = call._replace(seq=seq)
-        return Task(call, program, source, target, dtype, op, deadline, exchange)
-
-    def continue_task(self, task: Task, code: int, peer: int) -> None:
-        if code != _engine.UNEVEN:
-            self._raise(task, code, peer)
-        self._exchange(task)
+    def _queue_prepared(
+        self, prepared: Prepared, input: Memory, output: Memory
+    ) -> tuple[Completion, str]:
+        """Queue a call that C++ found; return its completion and its name."""
+        outputs = output if isinstance(output, list) else [] if output is None else [output]
+        completion: Completion = self.pending_type(outputs, None, self.runs_here)
+        task = Task(prepared, input, output, Deadline(self.timeout_s))
+        self.submit(task, completion, inline=False)
+        return completion, prepared.call.op
 
     # ---- the C++ engine -------------------------------------------------------------------
 
-    def _execute(self, task: Task, fingerprint: int = 0, even: int = 1) -> bool:
-        """Run a task's program.
+    def _native(self, prepared: Prepared) -> Any:
+        """Return a prepared call for C++."""
+        if prepared.native is None:
+            exchange, program = prepared.exchange, prepared.program
+            even = 1 if exchange is None else exchange.even
+            if not even:
+                # A program of sizes that the ranks have not compared may address memory outside
+                # the buffers.
+                program = _NO_STEPS
+            words = prepared.call.fingerprint, even
+            prepared.native = self._in_cpp(program, prepared.dtype, prepared.op, *words)
+        return prepared.native
 
-        Args:
-            task: The task.
-            fingerprint: The ranks agree on it first; 0 if they have agreed already.
-            even: Compared in the agreement, too.
-
-        Returns:
-            False if `even` differs between ranks; then nothing was written.
-        """
-        given, result = _whole(task.input), _whole(task.output)
-        changed = given is not task.input or result is not task.output
-        whole = replace(task, input=given, output=result) if changed else task
-        code, peer = self._flight(whole, fingerprint, even).run()
-        if code and code != _engine.UNEVEN:
-            self._raise(task, code, peer)
-        if result is not task.output:
-            copy_back(cast(Array, result), task.output)
-        return not code
-
-    def _flight(self, task: Task, fingerprint: int, even: int) -> Any:
-        """Return the task for C++, to run here or queued; arguments as in `_execute`."""
-        program, dtype = task.program, task.dtype
+    def _in_cpp(
+        self, program: Program, dtype: DType, op: ReduceOp, fingerprint: int = 0, even: int = 1
+    ) -> Any:
+        """Return a call for C++; by default one on which the ranks have agreed already."""
         if self._group is not None and isinstance(program, _NativeProgram):
-            runner, native = self._group, program.native
+            runner, steps = self._group, program.native
         else:
-            runner, native = self._steps, _in_messages(program)
-        calls = repeated = None
-        if fingerprint and task.begin is None and task.finish is None:
-            calls = self.calls
-            repeated = _Repeated(task.call, program, dtype, task.op, task.exchange)
-        return _engine.Flight(
+            runner, steps = self._steps, _in_messages(program)
+        return _engine.Prepared(
             runner,
-            native,
-            task.input,
-            task.output,
-            itemsize=dtype.itemsize,
+            steps,
+            dtype.itemsize,
             dtype=_CODES.get(dtype.name, _BYTES),
-            op=task.op.op.value,
+            op=op.op.value,
             fingerprint=fingerprint,
             even=even,
-            timeout_s=task.deadline.remaining(),
-            calls=calls,
-            call=repeated,
         )
+
+    def _execute(self, task: Task, native: Any) -> tuple[int, int]:
+        """Run a call in C++ on the memory of a task; return (code, peer)."""
+        given, result = _whole(task.input), _whole(task.output)
+        status: tuple[int, int] = self.calls.run(native, given, result, task.deadline.remaining())
+        if status[0] == _engine.OK and result is not task.output:
+            copy_back(cast(Array, result), task.output)
+        return status
+
+    def _require_ok(self, task: Task, code: int, peer: int) -> None:
+        if code != _engine.OK:
+            self._raise(task, code, peer)
 
     def _gather(self, task: Task, mine: Array) -> Array:
         """Return [world_size, k]: the numbers of all ranks."""
         comm = self.comm
         table = np.empty((comm.size, mine.size), np.int64)
-        program = self._tables.get(mine.size)
-        if program is None:
+        native = self._tables.get(mine.size)
+        if native is None:
             schedule = build("all_gather", "one_shot", comm.size)
             program = self.lower(schedule, layout_for(schedule, mine.size), 8)
-            self._tables[mine.size] = program
-        flat = table.reshape(-1)
-        self._execute(replace(task, program=program, dtype=_INT64, input=mine, output=flat))
+            native = self._tables[mine.size] = self._in_cpp(program, _INT64, ReduceOp.SUM)
+        left_s = task.deadline.remaining()
+        self._require_ok(task, *self.calls.run(native, mine, table.reshape(-1), left_s))
         return table
 
     def _raise(self, task: Task, code: int, peer: int) -> NoReturn:
@@ -400,8 +384,6 @@ class NativeEngine(QueueEngine):
                 self.over = "messages"
                 _log.info("group '%s' cannot share memory; it uses messages", comm.name)
         messages = comm.transport.messages
-        if messages is None:
-            raise InternalError("a world with the native engine has messages in C++")
         numbers = [self._hosts.index(host) for host in self._hosts]
         self._steps = _engine.Steps(messages.native, comm.context, comm.ranks, numbers, self._group)
         runners = [each for each in (self._group, self._steps) if each is not None]

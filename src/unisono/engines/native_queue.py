@@ -1,8 +1,8 @@
 """The queue of the C++ engine: asynchronous calls that run without the interpreter.
 
-Theory of operation: the progress thread of a group stays in `Turn.serve`, in C++ and without the
-interpreter lock. If the program of a queued call needs no Python (`Flight`), it runs and ends
-there. A thread that waits for the call sleeps in C++, too; a thread that polls detects the end.
+Theory of operation: the progress thread of a group stays in `CallQueue.serve`, in C++ and without
+the interpreter lock. If a call needs no Python before or after its program, it runs and ends there.
+A thread that waits for the call sleeps in C++, too; a thread that polls detects the end.
 
 `serve` returns if a call needs Python. There are three cases: C++ cannot run the call, the call has
 failed, or the call has succeeded and has callbacks. In the first two cases no other call runs until
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,33 +27,27 @@ from unisono.transports.messages import CallStatus
 _FOREVER_S = 4e9
 
 
-class _Queued:
+class QueuedCall:
     """A call in the queue; the source of its completion (see `base.completion.Source`).
 
     Attributes:
         completion: None from the moment on at which a thread finishes it, because it holds the
             arrays.
-        flight: The call in C++; None after `release`.
-        task: Makes the task from the number of the call; None after `release`.
+        native: The call in C++; None after `release`.
+        task: None after `release`.
     """
 
-    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "flight", "is_put", "task")
+    __slots__ = ("_comm", "_seq", "_turn", "call", "completion", "is_put", "native", "task")
 
     def __init__(
-        self,
-        turn: Any,
-        comm: Communicator,
-        call: Call,
-        completion: Completion,
-        flight: Any,
-        task: Callable[[int], Task],
+        self, turn: Any, comm: Communicator, task: Task, completion: Completion, native: Any
     ) -> None:
         self._turn = turn
         self._comm = comm
-        self.call = call
+        self.call = task.prepared.call
         self.completion: Completion | None = completion
-        self.flight = flight
-        self.task: Callable[[int], Task] | None = task
+        self.native = native
+        self.task: Task | None = task
         self._seq = 0
         # False: the call has no number yet, and is about to be given to C++.
         self.is_put = False
@@ -62,8 +55,8 @@ class _Queued:
     @property
     def seq(self) -> int:
         """The number in the group's order; 0 before the call is queued."""
-        if (flight := self.flight) is not None:
-            self._seq = int(flight.seq)
+        if (native := self.native) is not None:
+            self._seq = int(native.seq)
         return self._seq
 
     def status(self) -> CallStatus:
@@ -72,10 +65,10 @@ class _Queued:
 
     def is_over(self) -> bool:
         """Whether the call is over and the progress thread does not handle its end."""
-        flight = self.flight
-        if flight is None or not self.is_put:
+        native = self.native
+        if native is None or not self.is_put:
             return self.is_put
-        return self._turn.is_over(self.seq) and not flight.is_handed
+        return self._turn.is_over(self.seq) and not native.is_handed
 
     def poll(self) -> None:
         """Finish the completion if the call is over and no other thread does."""
@@ -97,9 +90,9 @@ class _Queued:
 
     def watch(self) -> bool:
         """Make the progress thread finish the completion; False: the call has succeeded."""
-        flight = self.flight
-        # Without a flight, another thread is about to finish the completion.
-        if flight is None or self._turn.watch(flight):
+        native = self.native
+        # After `release`, another thread is about to finish the completion.
+        if native is None or self._turn.watch(native):
             return True
         self.release()
         return False
@@ -108,35 +101,22 @@ class _Queued:
         """Release the arrays; return the completion, for the caller to finish."""
         self._seq = self.seq
         completion, self.completion = self.completion, None
-        self.flight = self.task = None
+        self.native = self.task = None
         return completion
-
-
-def _numbered(task: Task, seq: int) -> Task:
-    task.call = task.call._replace(seq=seq)
-    return task
 
 
 class QueueEngine(OrderedEngine):
     """Runs asynchronous tasks on a thread that needs no interpreter for most tasks."""
 
     def __init__(self, comm: Communicator) -> None:
-        super().__init__(comm, _engine.Turn())
+        super().__init__(comm, _engine.CallQueue())
         # In the order of the queue: calls that are not known to be over.
-        self._queued: deque[_Queued] = deque()
+        self._queued: deque[QueuedCall] = deque()
         self._last_over: CallStatus | None = None
-
-    @abstractmethod
-    def prepare(self, task: Task) -> Any:
-        """Return the task as a `Flight`, or None if it needs Python."""
 
     @abstractmethod
     def continue_task(self, task: Task, code: int, peer: int) -> None:
         """Continue a task whose program has ended with this status; raises as `perform` does."""
-
-    @abstractmethod
-    def repeated_task(self, repeated: Any, buffers: tuple[Any, Any], seq: int) -> Task:
-        """Return the task of a call that C++ has repeated, on these buffers."""
 
     def last_queued(self) -> CallStatus | None:
         """Return the last queued call that has begun, or None if it is unknown."""
@@ -147,42 +127,25 @@ class QueueEngine(OrderedEngine):
     # ---- order ----------------------------------------------------------------------------
 
     def _put(self, task: Task, completion: Completion) -> int:
-        flight = self.prepare(task)
-        return self._append(task.call, completion, flight, lambda seq: _numbered(task, seq))
+        needs_python = not self.prepare(task)
+        if needs_python:
+            native = _engine.QueuedCall()
+        else:
+            left_s = task.deadline.remaining()
+            native = _engine.QueuedCall(task.prepared.native, task.input, task.output, left_s)
+        queued = QueuedCall(self._turn, self.comm, task, completion, native)
+        try:
+            # Before the push: otherwise Ctrl-C between the two would free memory that C++ uses.
+            self._queued.append(queued)
+            if not needs_python:
+                completion.ends_with(queued)
+            return int(self._turn.push(native))
+        finally:
+            queued.is_put = True
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         super().submit(task, completion, inline=inline)
         self._discard_ended()
-
-    def _append(
-        self, call: Call, completion: Completion, flight: Any, task: Callable[[int], Task]
-    ) -> int:
-        given = flight or _engine.Flight()
-        queued = _Queued(self._turn, self.comm, call, completion, given, task)
-        try:
-            # Before the push: otherwise Ctrl-C between the two would free memory that C++ uses.
-            self._queued.append(queued)
-            if flight is not None:
-                completion.ends_with(queued)
-            return int(self._turn.push(given))
-        finally:
-            queued.is_put = True
-
-    def _queue_repeat(
-        self, flight: Any, repeated: Any, buffers: tuple[Any, Any]
-    ) -> tuple[Completion, str]:
-        """Queue a repeated call that C++ has prepared; return its completion and its name."""
-        call, output = repeated.call, buffers[1]
-        outputs = output if isinstance(output, list) else [] if output is None else [output]
-        self._require_open(call)
-        completion: Completion = self.pending_type(outputs, None, self.runs_here)
-        with self._changed:
-            self._require_open(call)
-            self._worker.start(self._progress)
-            task = partial(self.repeated_task, repeated, buffers)
-            self._append(call, completion, flight, task)
-        self._discard_ended()
-        return completion, call.op
 
     def _discard_ended(self) -> None:
         """Remove the calls that are over, and finish their completions."""
@@ -217,30 +180,31 @@ class QueueEngine(OrderedEngine):
     def _progress(self) -> None:
         while True:
             reason, seq, code, peer = self._turn.serve()
-            if reason == _engine.Turn.CLOSED:
+            if reason == _engine.CallQueue.CLOSED:
                 return
             self._discard_ended()
             with self._changed:
-                queued = None if reason == _engine.Turn.IDLE else self._find(seq)
+                queued = None if reason == _engine.CallQueue.IDLE else self._find(seq)
             if queued is not None:
                 self._handle(queued, reason, code, peer)
             # Otherwise this thread would keep the buffers of a finished task while it waits.
             del queued
 
-    def _find(self, seq: int) -> _Queued:
+    def _find(self, seq: int) -> QueuedCall:
         return next(queued for queued in self._queued if queued.seq == seq)
 
-    def _handle(self, queued: _Queued, reason: int, code: int, peer: int) -> None:
-        make, completion = queued.task, queued.release()
+    def _handle(self, queued: QueuedCall, reason: int, code: int, peer: int) -> None:
+        task, completion = queued.task, queued.release()
         assert completion is not None
-        if reason == _engine.Turn.ENDED:
+        if reason == _engine.CallQueue.ENDED:
             completion.finish()
             return
-        assert make is not None
+        assert task is not None
+        task.seq = queued.seq
         rest = partial(self.continue_task, code=code, peer=peer)
         self._run_and_finish(
-            make(queued.seq),
+            task,
             completion,
             partial(self._turn.finish, queued.seq),
-            self.perform if reason == _engine.Turn.FOREIGN else rest,
+            self.perform if reason == _engine.CallQueue.FOREIGN else rest,
         )

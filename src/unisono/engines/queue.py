@@ -90,13 +90,17 @@ class OrderedEngine(Engine):
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
-        self._require_open(task.call)
+        call = task.prepared.call
+        self._require_open(call)
         with self._changed:
-            self._require_open(task.call)
-            free = self._turn.is_free() and self.comm.transport.may_wait()
-            if inline and self.runs_here() and not free:
+            self._require_open(call)
+            if (
+                inline
+                and self.runs_here()
+                and not (self._turn.is_free() and self.comm.transport.may_wait())
+            ):
                 raise UsageError(
-                    f"{task.call.op} on group '{self.comm.name}' waits for the thread it runs on",
+                    f"{call.op} on group '{self.comm.name}' waits for the thread it runs on",
                     hint="in a callback of a future, call it with async_op=True",
                 )
             seq = self._turn.take() if inline else 0
@@ -104,7 +108,7 @@ class OrderedEngine(Engine):
             if not now:
                 self._worker.start(self._progress)
                 seq = self._put(task, completion)
-            task.call = task.call._replace(seq=seq)
+            task.seq = seq
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
@@ -116,14 +120,13 @@ class OrderedEngine(Engine):
 
     def abort(self, reason: str, failed: bool = False) -> None:
         me = self.comm.transport.rank
-        self._break(Failure("failed" if failed else "aborted", reason, [me], me))
+        self.fail(Failure("failed" if failed else "aborted", reason, [me], me))
 
     def finished(self) -> int:
         """Return the number of the last call that has ended here; see `Failure.after`."""
         return self._finished
 
-    def _break(self, failure: Failure) -> None:
-        """Send a failure to every member, and end the calls of this group here."""
+    def fail(self, failure: Failure) -> None:
         comm = self.comm
         if failure.by == comm.transport.rank:
             words = (failure.kind, failure.reason, failure.peers, failure.by, failure.table)
@@ -171,7 +174,7 @@ class OrderedEngine(Engine):
         dropped, self._queue = self._queue, deque()
         self._turn.wanted = True
         self._changed.notify_all()
-        return [(task.call, completion) for task, completion in dropped]
+        return [(task.prepared.call, completion) for task, completion in dropped]
 
     def _wait_until_still(self, limit_s: float) -> None:
         with self._changed:
@@ -234,7 +237,7 @@ class OrderedEngine(Engine):
             return error
         except Exception as error:
             failure = to_failure(error, comm, call, task.deadline)
-            self._break(failure)
+            self.fail(failure)
             failed = broken_group_error(failure, comm, call.op, call.seq, call.nbytes)
             if isinstance(error, (Failure, LinkDown, Expired)):
                 # The transport keeps the error, and its stack frames would keep the task's buffers.

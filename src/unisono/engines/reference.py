@@ -45,7 +45,7 @@ class ReferenceEngine(OrderedEngine):
 
     def perform(self, task: Task) -> None:
         with Run(self.comm, task) as run:
-            program = run.agree() if self.comm.size > 1 else task.program
+            program = run.agree() if self.comm.size > 1 else task.prepared.program
             run.execute(program)
 
 
@@ -55,7 +55,7 @@ class Run:
     def __init__(self, comm: Communicator, task: Task) -> None:
         self._comm = comm
         self._task = task
-        self._key = Key(comm.context, Kind.COLLECTIVE, task.call.seq)
+        self._key = Key(comm.context, Kind.COLLECTIVE, task.seq)
         self._late = task.deadline.earlier(LATE_S)
         self._asked: Question | None = None
         self._open: list[Transfer] = []
@@ -80,9 +80,9 @@ class Run:
         Raises:
             CollectiveMismatchError: They are not; equal on every rank.
         """
-        comm, task = self._comm, self._task
-        exchange = task.exchange
-        word, even = task.call.fingerprint, exchange.even if exchange else 1
+        comm, task, prepared = self._comm, self._task, self._task.prepared
+        exchange = prepared.exchange
+        word, even = prepared.call.fingerprint, exchange.even if exchange else 1
         distance = 1
         while distance < comm.size:
             out = memoryview(_AGREEMENT.pack(word, even))
@@ -99,7 +99,7 @@ class Run:
         if exchange is not None and even == 0:
             exchange.check(task.call, self._gather(exchange.mine))
             return exchange.program
-        return task.program
+        return prepared.program
 
     def mismatch(self) -> CollectiveMismatchError:
         """Ask the other ranks for their calls and return the error that lists them."""
@@ -139,8 +139,9 @@ class Run:
     def execute(self, program: Program) -> None:
         """Execute the program's steps in order."""
         task = self._task
-        scratch = np.empty(program.scratch_count, task.dtype.storage)
-        received = none = np.empty(0, task.dtype.storage)
+        dtype, reduce_op = task.prepared.dtype, task.prepared.op
+        scratch = np.empty(program.scratch_count, dtype.storage)
+        received = none = np.empty(0, dtype.storage)
         given, result = concatenated(task.input), concatenated(task.output)
         buffers = {
             Buf.INPUT: none if given is None else given,
@@ -164,7 +165,7 @@ class Run:
                 continue
             if op in (Op.RECV_REDUCE, Op.READ_REDUCE):
                 if received.size < count:
-                    received = np.empty(count, task.dtype.storage)
+                    received = np.empty(count, dtype.storage)
                 other = received[:count]
                 self.wait(self.recv(peer, as_bytes(other)))
             else:
@@ -177,7 +178,7 @@ class Run:
                 # compute the same expression. Otherwise the results may differ: the payload of a
                 # NaN, the sign of a zero, the last bit of a complex product (fused multiply-add).
                 swapped = op == Op.RECV_REDUCE and peer < self._comm.rank
-                reduce_into(into, other, task.dtype, task.op, swapped=swapped)
+                reduce_into(into, other, dtype, reduce_op, swapped=swapped)
         self.wait_for_sends()
         copy_back(result, task.output)
 

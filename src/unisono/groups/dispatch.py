@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from unisono.backends import DeviceBackend, Pending
 from unisono.base.buffers import device_of
-from unisono.engines import repeat
+from unisono.engines import functions
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.groups.operations import OPS, OpSchema, schema_of
 from unisono.groups.protocols import GroupView
@@ -68,11 +68,11 @@ class Dispatcher:
 
     def _changed(self, *, suspended: bool) -> None:
         self._composed.clear()
-        # C++ repeats a call without wrappers and registered kernels, so it must not repeat any.
+        # C++ runs a call without wrappers and registered kernels, so it must not run any.
         if suspended:
-            repeat.suspend()
+            functions.suspend()
         else:
-            repeat.resume()
+            functions.resume()
 
     def kernel(self, op: str, device: str) -> Kernel:
         """Return the kernel that runs `op` on arrays of `device`, with its wrappers."""

@@ -5,7 +5,7 @@ Other code is derived from the rows:
 
     groups/dispatch.py        kernels, and the error of an operation that a backend lacks
     groups/c10d_methods.py    c10d's methods of `ProcessGroup`
-    c10d/collectives.py       calls that C++ repeats (`repeatable`)
+    c10d/collectives.py       calls that C++ runs (`repeat`)
     c10d/coalescing.py        calls that a block records
     torch/operations.py       methods of torch's process group; torch/plain.py: their short way
 
@@ -29,8 +29,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from unisono.base.types import ReduceOp
-from unisono.engines.repeat import repeat_in_cpp
-from unisono.errors import ArgumentTypeError, InvalidArgumentError
+from unisono.engines.functions import run_in_cpp
+from unisono.errors import ArgumentTypeError, InvalidArgumentError, UnisonoError
 from unisono.groups.protocols import GroupView
 from unisono.transports.messages import ANY_TAG
 
@@ -181,7 +181,7 @@ class OpSchema(NamedTuple):
         settings: Parameters that c10d has in an options object, or after the data.
         check: Check of the method's arguments, called as check(group, *arguments).
         repeat: The function's parameters before `group`, in its order, each with its kind for
-            `engines.repeat.repeat_in_cpp`. None: C++ does not repeat calls of the function.
+            `engines.functions.run_in_cpp`. None: Python runs every call of the function.
         coalesced: Operation that replaces several calls of this operation in a coalescing block;
             "" if there is none.
     """
@@ -338,12 +338,20 @@ def schema_of(op: str) -> OpSchema:
     return found
 
 
-def repeatable(function: F) -> F:
-    """Let C++ repeat the calls of an operation's function, as `OpSchema.repeat` describes it."""
+def in_cpp(function: F) -> F:
+    """Let C++ run the calls of an operation's function, as `OpSchema.repeat` describes it."""
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
     kinds = {name: name for name in names if name in ("group", "async_op", "tag")}
     for name, kind in zip(names, OPS[function.__name__].parameters.values(), strict=False):
         if not kind.endswith("split_sizes"):
             kinds[name] = kind
-    return repeat_in_cpp(function, kinds)
+
+    def prepare(group: GroupView, arguments: dict[str, Any]) -> object:
+        try:
+            return function(**arguments, group=group, async_op=True)
+        except UnisonoError:
+            # Python makes the call: it raises the error again, and reports it to the other ranks.
+            return None
+
+    return run_in_cpp(function, prepare, kinds)

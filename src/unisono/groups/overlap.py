@@ -44,7 +44,7 @@ def _call_site(group: GroupView, frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     called = "a call"
     if frame is None:
-        # C++ repeats the call, so there is no frame of ours below the user's code.
+        # C++ runs the call, so there is no frame of ours below the user's code.
         frame = top
         last = None if group.calls is None else group.calls.last()
         if last is not None:

@@ -124,7 +124,7 @@ class ProcessGroup(C10dNames):
         self.counts: Counter[str] = Counter()
         # Made by the first call in a stream.
         self._stream_queue: StreamQueue | None = None
-        # Read by the C++ engine, see engines/repeat.py.
+        # Read by the C++ engine, see engines/functions.py.
         self.calls: Any = None
         # Its `caller` is the identity of the thread in a collective call, 0 if there is none.
         self._guard: Any = SimpleNamespace(caller=0)
@@ -140,7 +140,7 @@ class ProcessGroup(C10dNames):
                 self._spec = replace(spec, store=store)
             if "cpu" in self.backends:
                 self.calls = self.backends["cpu"].calls
-                # C++ sets the mark in `calls` when it repeats a call, so it must be the same mark.
+                # C++ sets the mark in `calls` when it runs a call, so it must be the same mark.
                 self._guard = self.calls or self._guard
                 self.port = self.backends["cpu"].port
         except BaseException:

@@ -20,13 +20,14 @@ from typing import TypeAlias
 
 from unisono.base import log
 from unisono.base.streams import stream_variable
-from unisono.engines import repeat
+from unisono.engines import functions
 from unisono.errors import (
     ArgumentTypeError,
     InvalidArgumentError,
     NotInitializedError,
     UnisonoError,
 )
+from unisono.groups.preparing import Preparing
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 
@@ -51,7 +52,7 @@ class World:
     def default(self, group: ProcessGroup | None) -> None:
         self._default = group
         if self is process_world:
-            repeat.set_default(group)
+            functions.set_default(group)
             log.set_rank(None if group is None else group.rank())
 
     def close(self, *, only: ProcessGroup | None = None) -> None:
@@ -103,7 +104,7 @@ process_world = World()
 """The world of this process, unless `use` has installed another."""
 
 _context_world: ContextVar[World | None] = ContextVar("unisono_world", default=None)
-repeat.set_world(_context_world, stream_variable, ProcessGroup, Work)
+functions.set_world(_context_world, stream_variable, ProcessGroup, Preparing, Work)
 
 
 def current() -> World:

@@ -13,6 +13,7 @@ from unisono.schedules import (
     double_tree,
     halving_doubling,
     linear,
+    node_tree,
     one_shot,
     pairwise,
     rank_order,
@@ -78,6 +79,7 @@ _TABLE: dict[str, dict[str, Entry]] = {
         "rank_order": Entry(rank_order.all_reduce, pipelined=True, ordered=True),
         "cube_mesh": Entry(cube_mesh.all_reduce, lambda p: p == cube_mesh.RANKS, "world size 8"),
         "two_level": _levels(two_level.all_reduce, pipelined=True),
+        "node_tree": _levels(node_tree.all_reduce, pipelined=True),
     },
     "broadcast": {
         "linear": Entry(linear.broadcast),

@@ -11,7 +11,7 @@ import numpy as np
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, dtype_named
-from unisono.engines import Call, Engine, Exchange, Task
+from unisono.engines import Call, Engine, Exchange, Prepared, Task
 from unisono.errors import (
     ClosedError,
     CollectiveAbortedError,
@@ -65,7 +65,8 @@ def _task(
     finish: Callable[[], None] = lambda: None,
 ) -> Task:
     call = Call.of("test", f"test({', '.join(map(str, agreed))})", agreed)
-    return Task(call, program, input, output, dtype, op, Deadline(timeout_s), finish=finish)
+    prepared = Prepared(call, program, dtype, op)
+    return Task(prepared, input, output, Deadline(timeout_s), finish=finish)
 
 
 def _submit(engine: Engine, task: Task, *, inline: bool = True) -> Completion:
@@ -219,7 +220,7 @@ def _check_exchange(make: Make) -> None:
         # The own program sums 1 element, the program after an exchange sums 4.
         own, other = _sum_program(rank, size, 1), _sum_program(rank, size, 4)
         task = _task(own, data)
-        task.exchange = Exchange(even, np.array(numbers, np.int64), check, other)
+        task.prepared.exchange = Exchange(even, np.array(numbers, np.int64), check, other)
         return _run(engine, task), data
 
     with opened(make, size) as engines:

@@ -217,7 +217,7 @@ def _check_cancel_on_its_way(make: Make) -> None:
                 equal("a receive that won the race", room == pattern(nbytes), True)
             # A send that was cancelled before its first byte is never sent. Another may arrive
             # later: drop it, so that the next round does not receive it.
-            b.mailbox.forget_context(CONTEXT, Cancelled())
+            b.messages.forget(CONTEXT, Cancelled())
 
 
 def _check_many_to_one(make: Make) -> None:

@@ -23,12 +23,11 @@ from unisono.errors import UnisonoError
 from unisono.groups.c10d_methods import call_c10d_form
 from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
-from unisono.groups.work import Work
 from unisono.torch.arguments import call_options, call_settings, reduce_op
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.dynamo import keep_out
 from unisono.torch.errors import for_torch
-from unisono.torch.plain import PLAIN, begin_all_reduce, recv, send
+from unisono.torch.plain import PLAIN, begin_all_reduce
 from unisono.torch.sparse import all_reduce_sparse
 from unisono.torch.values import are_fake, dense, done
 from unisono.torch.work import TorchWork
@@ -61,8 +60,8 @@ def operation(method: Method) -> Method:
             if _profiled() and not are_fake(args):
                 with torch.profiler.record_function(title):
                     return method(self, *args, **kwargs)
-            if plain is not None and plain(self._group, args, kwargs):
-                return None
+            if plain is not None and (result := plain(self, args, kwargs)) is not NotImplemented:
+                return result
             if are_fake(args):
                 return done(args[0])
             return method(self, *args, **kwargs)
@@ -83,10 +82,10 @@ def device_of(args: Sequence[Any]) -> str:
 
 
 class Operations:
-    """The operations of torch's process group; a sub-class sets the unisono group."""
+    """The operations of torch's process group; a sub-class sets the attributes of `Caller`."""
 
-    _group: ProcessGroup
-    _callbacks: CallbackThreads
+    unisono: ProcessGroup
+    callbacks: CallbackThreads
 
     def has_devices(self) -> bool:
         """Return whether the group has backends of other devices."""
@@ -108,22 +107,19 @@ class Operations:
             return self._issue(OPS["all_reduce"], arguments, kwargs)
         tensor, op, how = tensors[0], reduce_op(opts.reduceOp), call_options(opts)
         if tensor.is_sparse:
-            work = all_reduce_sparse(self._group, tensor, op, **how)
+            work = all_reduce_sparse(self.unisono, tensor, op, **how)
         else:
-            begun = begin_all_reduce(self._group, tensor, op) if how == _ASYNCHRONOUS else None
-            work = self._group.all_reduce(dense(tensor, op), op, **how) if begun is None else begun
+            begun = begin_all_reduce(self.unisono, tensor, op) if how == _ASYNCHRONOUS else None
+            work = self.unisono.all_reduce(dense(tensor, op), op, **how) if begun is None else begun
         if not how["async_op"]:
             return None
-        return self._as_torch(work, tensors, typed=tensor.dtype is torch.float16)
+        return TorchWork(work, tensors, self, typed=tensor.dtype is torch.float16)
 
     @operation
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
         """Send to a rank; the work is done when the tensor may be changed."""
-        data, group = _single(tensors), self._group
-        work = send(group, data, dstRank, tag) or group.send(
-            dense(data), dstRank, tag, async_op=True
-        )
-        return self._as_torch(work, tensors)
+        work = self.unisono.send(dense(_single(tensors)), dstRank, tag, async_op=True)
+        return TorchWork(work, tensors, self)
 
     @operation
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Any:
@@ -138,23 +134,19 @@ class Operations:
     @operation
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Return when all ranks have called it, or raise an error that names missing ranks."""
-        monitored_barrier(self._group, timeout, wait_all_ranks)
+        monitored_barrier(self.unisono, timeout, wait_all_ranks)
 
     def _issue(self, schema: OpSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; return its work, or None if it was synchronous."""
         arguments, how = call_settings(schema, args, kwargs)
         op = next((value for value in arguments if isinstance(value, ReduceOp)), how.get("op"))
         arguments = dense(arguments, op)
-        work = call_c10d_form(self._group, schema.name, tuple(arguments), how)
-        return self._as_torch(work, work.result()) if how["async_op"] else None
+        work = call_c10d_form(self.unisono, schema.name, tuple(arguments), how)
+        return TorchWork(work, work.result(), self) if how["async_op"] else None
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> Any:
-        data, group = _single(tensors), self._group
-        work = recv(group, data, source, tag) or group.recv(dense(data), source, tag, async_op=True)
-        return self._as_torch(work, tensors)
-
-    def _as_torch(self, work: Work, outputs: list[Tensor], *, typed: bool = False) -> TorchWork:
-        return TorchWork(work, outputs, self._callbacks, self._group.ranks, typed=typed)
+        work = self.unisono.recv(dense(_single(tensors)), source, tag, async_op=True)
+        return TorchWork(work, tensors, self)
 
 
 def _single(tensors: list[Tensor]) -> Any:

@@ -1,6 +1,6 @@
-"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ repeats.
+"""Plain calls: torch's calls made by unisono's public functions on arrays, which C++ runs.
 
-C++ repeats calls of those functions on NumPy arrays (`engines/repeat.py`). A plain torch tensor has
+C++ runs calls of those functions on NumPy arrays (`engines/functions.py`). A plain torch tensor has
 the same memory as a NumPy array at its address. The array describes that memory correctly even
 after the tensor has gone, so it is kept for the next call. A kept array does not keep the memory
 alive. So it serves only calls that end before they return; an asynchronous call gets a new array,
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch._C._distributed_c10d as c10d
 
+from unisono.backends import Pending
 from unisono.base.buffers import alias_torch
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.c10d import collectives
@@ -23,8 +24,9 @@ from unisono.groups.operations import OPS, OpSchema
 from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Work
 from unisono.torch.arguments import UNSET, reduce_op
+from unisono.torch.work import Caller, TorchWork
 
-__all__ = ["PLAIN", "begin_all_reduce", "recv", "send"]
+__all__ = ["PLAIN", "begin_all_reduce"]
 
 Array = np.ndarray[Any, Any]
 
@@ -115,7 +117,7 @@ _SETTINGS: dict[str, Callable[[ProcessGroup, Any], Any]] = {
 _OPTIONS = {getattr(c10d, name) for name in dir(c10d) if name.endswith("Options")}
 
 
-Plain = Callable[[ProcessGroup, Sequence[Any], dict[str, Any]], bool]
+Plain = Callable[[Caller, Sequence[Any], dict[str, Any]], Any]
 
 
 def _plain(schema: OpSchema) -> Plain:
@@ -127,26 +129,58 @@ def _plain(schema: OpSchema) -> Plain:
     order = [name for name in schema.parameters if name in schema.data_names]
     swapped = order != schema.data_names
 
-    def call(group: ProcessGroup, arguments: Sequence[Any], keywords: dict[str, Any]) -> bool:
+    def call(caller: Caller, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         if len(keywords) == 1 and "opts" in keywords:
             arguments = (*arguments, keywords["opts"])
         elif keywords:
-            return False
+            return NotImplemented
         if len(arguments) != count + 1 or type(options := arguments[count]) not in _OPTIONS:
-            return False
+            return NotImplemented
         if options.asyncOp or options.timeout != UNSET:
-            return False
+            return NotImplemented
+        group = caller.unisono
         try:
             given = [to(value) for to, value in zip(data, arguments, strict=False)]
             chosen = [of(group, options) for of in settings]
         except NotPlain:
-            return False
+            return NotImplemented
         if swapped:
             given.reverse()
         function(*given, *chosen, group)
-        return True
+        return None
 
     return call
+
+
+_SENT = Work(Pending(done=True), "send")
+
+
+def _send(caller: Caller, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Send if the message can go at once."""
+    group = caller.unisono
+    if keywords or (port := group.plain_port) is None:
+        return NotImplemented
+    tensors, peer, tag = arguments
+    try:
+        sent = port.try_send(as_array(_first(tensors)), _rank(group, peer), tag)
+    except NotPlain:
+        return NotImplemented
+    return TorchWork(_SENT, tensors, caller) if sent else NotImplemented
+
+
+def _recv(caller: Caller, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Start receiving, from any rank if the arguments name none."""
+    group = caller.unisono
+    if keywords or (port := group.plain_port) is None:
+        return NotImplemented
+    tensors, *source, tag = arguments
+    try:
+        peer = _rank(group, source[0]) if source else None
+        tensor = _first(tensors)
+        started = port.irecv(as_array(tensor), peer, tag, tensor, group.timeout_s)
+    except NotPlain:
+        return NotImplemented
+    return NotImplemented if started is None else TorchWork(Work(started, "recv"), tensors, caller)
 
 
 PLAIN: dict[str, Plain] = {
@@ -154,8 +188,9 @@ PLAIN: dict[str, Plain] = {
     for schema in OPS.values()
     if schema.repeat is not None and hasattr(collectives, schema.name)
     for method in (schema.name, *schema.c10d_methods)
-}
-"""Method of torch's process group -> function that makes a plain call; False: it is not plain."""
+} | {"send": _send, "recv": _recv, "recv_anysource": _recv}
+"""Method of torch's process group -> function that makes a plain call and returns what the method
+returns; NotImplemented: the call is not plain."""
 
 
 def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | None:
@@ -165,26 +200,3 @@ def begin_all_reduce(group: ProcessGroup, tensor: Any, op: ReduceOp) -> Work | N
     except NotPlain:
         return None
     return collectives.all_reduce(array, op, group, async_op=True)
-
-
-def send(group: ProcessGroup, tensor: Any, peer: int, tag: int) -> Work | None:
-    """Send if the message can go at once; return None if nothing was sent."""
-    if (port := group.plain_port) is None:
-        return None
-    try:
-        sent = port.isend(as_array(tensor), _rank(group, peer), tag, tensor)
-    except NotPlain:
-        return None
-    return None if sent is None else Work(sent, "send")
-
-
-def recv(group: ProcessGroup, tensor: Any, peer: int | None, tag: int) -> Work | None:
-    """Start receiving, from any rank if `peer` is None; return None if the call is not plain."""
-    if (port := group.plain_port) is None:
-        return None
-    try:
-        source = None if peer is None else _rank(group, peer)
-        started = port.irecv(as_array(tensor), source, tag, tensor, group.timeout_s)
-    except NotPlain:
-        return None
-    return None if started is None else Work(started, "recv")

@@ -63,10 +63,10 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         keep_out()
         # Without a store: that constructor makes no object of a sub-class in torch 2.13.
         super().__init__(group.rank(), group.size())
-        self.unisono = self._group = group
+        self.unisono = group
         self._store = store
         self._options = options
-        self._callbacks = CallbackThreads(group.name)
+        self.callbacks = CallbackThreads(group.name)
         self._name: str | None = None
         self._description = "undefined"
         self._bound: torch.device | None = None
@@ -85,7 +85,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     def getSize(self) -> int:
         """Return the number of ranks."""
-        return self._group.size()
+        return self.unisono.size()
 
     def get_group_store(self) -> Any:
         """Return the torch store from which the group was made."""
@@ -159,7 +159,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             names = self._backend_names()
             if names.get("cpu") != NAME or list(names.values()).count(NAME) > 1:
                 raise UnsupportedError(
-                    f"backend 'unisono' is for tensors on the CPU; group '{self._group.name}' has "
+                    f"backend 'unisono' is for tensors on the CPU; group '{self.unisono.name}' has "
                     f"{', '.join(f'{device}:{name}' for device, name in names.items())}",
                     hint='write "cpu:unisono" and another backend for each other device',
                 )
@@ -184,7 +184,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
             names = self._backend_names()
             if names.get(device, NAME) == NAME:
                 raise UnsupportedError(
-                    f"group '{self._group.name}' has no backend for tensors on {device!r} "
+                    f"group '{self.unisono.name}' has no backend for tensors on {device!r} "
                     f"(it has: {', '.join(f'{d}:{b}' for d, b in names.items())})",
                     hint=f'name one: init_process_group("cpu:unisono,{device}:...")',
                 )
@@ -196,7 +196,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
                 self._store,
                 c10d.GroupName(f"{self.group_name}/{device}"),
                 backend_options=self._options,
-                timeout=timedelta(seconds=self._group.timeout_s),
+                timeout=timedelta(seconds=self.unisono.timeout_s),
             )
             self._devices[device] = group
         return self._devices[device]
@@ -230,7 +230,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         if self.rank() not in new_ranks:
             return None
         name = group_name or f"{self._name}:split:{'-'.join(map(str, new_ranks))}"
-        ranks = tuple(self._group.ranks[rank] for rank in new_ranks)
+        ranks = tuple(self.unisono.ranks[rank] for rank in new_ranks)
         group = self.child(ranks, self._store, timeout, opts)
         group._set_group_name(name)
         group._set_group_desc(group_desc or "undefined")
@@ -245,15 +245,15 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
         self._made[ranks] += 1
         spec = GroupSpec(
             PrefixStore(key, TorchStore(store)),
-            ranks.index(self._group.ranks[self._group.rank()]),
+            ranks.index(self.unisono.ranks[self.unisono.rank()]),
             len(ranks),
             ranks,
             _name_of(ranks),
             key,
-            group_timeout_s(self._group.timeout_s if timeout is None else timeout),
+            group_timeout_s(self.unisono.timeout_s if timeout is None else timeout),
             ours,
         )
-        group = UnisonoGroup.from_spec(spec, parent=self._group)
+        group = UnisonoGroup.from_spec(spec, parent=self.unisono)
         return ProcessGroup(group, store, theirs)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,28 +262,28 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change the default time-out of later calls."""
-        self._group.set_timeout(timeout)
+        self.unisono.set_timeout(timeout)
 
     def abort(self) -> None:
         """End every call of the group with an error, on all ranks."""
-        self._group.abort("torch's abort() was called")
+        self.unisono.abort("torch's abort() was called")
         for group in self._devices.values():
             group.abort()
 
     def shutdown(self) -> None:
         """Close the group; not a collective. Calls in progress end with an error."""
-        self._group.close()
-        self._callbacks.close()
+        self.unisono.close()
+        self.callbacks.close()
         self._forget_exit()
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._group._get_sequence_number_for_group()
+        return self.unisono._get_sequence_number_for_group()
 
     def _set_sequence_number_for_group(self) -> None:
-        self._group._set_sequence_number_for_group()
+        self.unisono._set_sequence_number_for_group()
 
     def __repr__(self) -> str:
-        return f"<unisono.torch.ProcessGroup {self._group!r}>"
+        return f"<unisono.torch.ProcessGroup {self.unisono!r}>"
 
     def __reduce__(self) -> Any:
         raise TypeError("cannot pickle a process group: it belongs to this process")

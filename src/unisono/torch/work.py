@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 
 from unisono.errors import UnisonoError
+from unisono.groups.process_group import ProcessGroup
 from unisono.groups.work import Future, Work
 from unisono.torch.callbacks import CallbackThreads
 from unisono.torch.errors import for_torch
 from unisono.torch.futures import listed, opened
 
-__all__ = ["TorchWork"]
+__all__ = ["Caller", "TorchWork"]
 
 _NO_LIMIT = timedelta(0)
 # The Python function that calls C++ in a backward pass.
 _BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+class Caller(Protocol):
+    """torch's process group that makes a call.
+
+    Attributes:
+        unisono: The unisono process group.
+        callbacks: The threads for callbacks that users chain to a future.
+    """
+
+    unisono: ProcessGroup
+    callbacks: CallbackThreads
 
 
 class TorchWork(torch_dist.Work):
@@ -29,29 +41,20 @@ class TorchWork(torch_dist.Work):
     Args:
         work: The unisono work.
         outputs: The tensors that hold the result.
-        callbacks: The threads for callbacks that users chain to a future.
-        ranks: Global ranks of the group, for a receive from any rank.
+        caller: torch's process group that made the call.
         typed: Whether C++ needs the future's value to be a list of tensors.
 
     Source: torch.distributed.Work (2.13).
     """
 
-    def __init__(
-        self,
-        work: Work,
-        outputs: list[Any],
-        callbacks: CallbackThreads,
-        ranks: Sequence[int],
-        *,
-        typed: bool = False,
-    ) -> None:
+    _future: torch.futures.Future[list[Any]] | None = None
+
+    def __init__(self, work: Work, outputs: list[Any], caller: Caller, typed: bool = False) -> None:
         super().__init__()
         self._work = work
         self._outputs = outputs
+        self._caller = caller
         self._typed = typed
-        self._callbacks = callbacks
-        self._ranks = ranks
-        self._future: torch.futures.Future[list[Any]] | None = None
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Block until done; return True, or raise the operation's error."""
@@ -90,7 +93,7 @@ class TorchWork(torch_dist.Work):
     def source_rank(self) -> int:
         """Return the rank in the group whose message was received; -1 if unknown."""
         source = self._work.source_rank()
-        return -1 if source < 0 else self._ranks.index(source)
+        return -1 if source < 0 else self._caller.unisono.ranks.index(source)
 
     _source_rank = source_rank
 
@@ -115,7 +118,7 @@ class TorchWork(torch_dist.Work):
                 if at_once:
                     open_gate()
                 else:
-                    self._callbacks.run(open_gate)
+                    self._caller.callbacks.run(open_gate)
 
             self._work.get_future().add_done_callback(ended)
         return self._future

@@ -12,31 +12,17 @@ share one transport. Each has a `context`, a 64-bit number that separates their 
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
-from unisono.errors import ClosedError, InvalidArgumentError
+from unisono.errors import InvalidArgumentError
 from unisono.transports.control import CallLog, Failures, Question, Questions
-from unisono.transports.mailbox import Mailbox
-from unisono.transports.messages import (
-    LEFT,
-    CallStatus,
-    Cancelled,
-    Failure,
-    Key,
-    Kind,
-    LinkDown,
-    Unreached,
-)
-from unisono.transports.transfers import ANYTHING, NOTHING, Messages, Transfer
-
-# How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
-# callback, on the thread that copies, cancels the next transfer of that thread.
-_COPY_S = 5.0
+from unisono.transports.mailbox import MailboxMessages
+from unisono.transports.messages import LEFT, CallStatus, Failure, Key, Kind, LinkDown, Unreached
+from unisono.transports.transfers import ANYTHING, NOTHING, Messages, Transfer, Wires
 
 _NO_CONTEXT = -1
 
@@ -44,30 +30,31 @@ _NO_CONTEXT = -1
 class Transport(ABC):
     """One rank's end of the links to all other ranks.
 
-    Sub-classes move frames (`_transmit`) and pass arriving frames to `mailbox` or `on_control`.
+    Sub-classes move frames (`transmit`) and pass arriving frames to `messages` or `on_control`.
 
     Attributes:
         address: Where other ranks find this rank; published in the store.
+        hosts: The host id that each rank published; "" without the C++ engine.
+        messages: Carries the messages. May be replaced before the first message.
+        wires: Makes connections for messages in C++; None: this transport cannot.
         world_number: Number of this world among the worlds that have used the same store.
     """
 
     address: str
+    wires: Wires | None = None
     world_number = 1
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The host id that each rank published; "" without the C++ engine.
         self.hosts: tuple[str, ...] = ("",) * world_size
-        self.mailbox = Mailbox()
-        # Carries messages in C++; None: this transport carries them.
-        self.messages: Messages | None = None
+        self.messages: Messages = MailboxMessages(self)
+        self.closed = False
         self._lock = threading.Lock()
         self._calls = CallLog()
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
-        self._closed = False
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -81,28 +68,7 @@ class Transport(ABC):
             info: A number that the receiver compares with its own, such as a dtype code.
         """
         _require_bytes(data)
-        if self.messages is not None:
-            sent = self.messages.send(peer, key, data, info)
-            if sent is not None:
-                return sent
-        transfer = Transfer(peer, key.context, key[1:], data, info)
-        failure = self._failures.get(key.context)
-        if self._closed:
-            transfer.finish(ClosedError("the transport is closed"))
-        elif failure is not None and failure.ends(*key[1:]):
-            transfer.finish(failure)
-        elif peer == self.rank:
-            self.mailbox.deliver(peer, key.context, key[1:], data, info)
-            transfer.finish()
-        elif (down := self.mailbox.down(peer)) is not None:
-            transfer.finish(down)
-        else:
-            self._transmit(peer, key, transfer)
-            # The context may have broken after the check above, before this transfer was queued.
-            failure = self._failures.get(key.context)
-            if not transfer.done() and failure is not None and failure.ends(*key[1:]):
-                self._cancel(lambda other: other is transfer, failure)
-        return transfer
+        return self.messages.send(peer, key, data, info)
 
     def recv(
         self,
@@ -134,39 +100,18 @@ class Transport(ABC):
         sources: frozenset[int] = frozenset()
         if peer is None:
             sources = frozenset(range(self.world_size) if among is None else among) - {self.rank}
-        if self.messages is not None:
-            return self.messages.recv(peer, key, into, info, sources)
-        transfer = Transfer(peer, key.context, key[1:], into, info, sources)
-        if self._closed:
-            transfer.finish(ClosedError("the transport is closed"))
-            return transfer
-        self.mailbox.post(transfer)
-        for source in sources if peer is None else (peer,):
-            if source != self.rank and not transfer.done():
-                self._watch(source)
-        return transfer
+        return self.messages.recv(peer, key, into, info, sources)
 
     def cancel(self, transfer: Transfer) -> None:
         """End a transfer with `Cancelled` if it is not done.
 
         Its memory is not touched any more after the return.
         """
-        if transfer.in_messages:
-            if not transfer.done() and self.messages is not None:
-                self.messages.cancel(transfer)
-        elif self.mailbox.cancel(transfer):
-            transfer.finish(Cancelled())
-        elif not transfer.done():
-            self._cancel(lambda other: other is transfer, Cancelled())
-            transfer.wait_until(Deadline(_COPY_S))
+        self.messages.cancel(transfer)
 
     def may_wait(self) -> bool:
         """Whether the calling thread may wait for a transfer; False if it moves the transfers."""
-        return self.messages is None or not self.messages.is_server()
-
-    def use_messages(self, messages: Messages) -> None:
-        """Let `messages` carry all messages. Must be called before the first message."""
-        self.messages = self.mailbox.messages = messages
+        return not self.messages.is_server()
 
     def notice_end(self, peer: int) -> None:
         """Make sure that the end of a rank is detected although nothing is sent to it."""
@@ -175,7 +120,7 @@ class Transport(ABC):
 
     def knock(self, peer: int) -> None:
         """Make a rank receive messages for which none of its threads waits."""
-        if peer != self.rank and self.mailbox.down(peer) is None:
+        if peer != self.rank and self.down(peer) is None:
             self._control(peer, 0, Kind.KNOCK, {})
 
     # ---- control plane --------------------------------------------------------------------
@@ -210,7 +155,7 @@ class Transport(ABC):
         asked = sorted(set(peers) - {self.rank})
         question = self._questions.new(set(asked))
         for peer in asked:
-            if self.mailbox.down(peer) is None:
+            if self.down(peer) is None:
                 self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
             else:
                 question.drop(peer)
@@ -225,7 +170,7 @@ class Transport(ABC):
         """Break a context here and on all peers that can be reached."""
         if self._break(context, failure):
             for peer in peers:
-                if peer != self.rank and self.mailbox.down(peer) is None:
+                if peer != self.rank and self.down(peer) is None:
                     self._control(peer, context, Kind.FAIL, {"failure": failure.words})
 
     def failure(self, context: int) -> Failure | None:
@@ -240,7 +185,7 @@ class Transport(ABC):
         """Release everything that a destroyed context holds; `error` ends its receives."""
         self._calls.forget(context)
         self._failures.forget(context)
-        self.mailbox.forget_context(context, error)
+        self.messages.forget(context, error)
 
     def on_control(self, peer: int, context: int, kind: Kind, body: bytes) -> None:
         """Handle a control frame; called by the sub-class on the thread that received it.
@@ -266,7 +211,7 @@ class Transport(ABC):
             self._break(context, Failure(*words["failure"]))
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
-        elif kind is Kind.KNOCK and self.messages is not None:
+        elif kind is Kind.KNOCK:
             self.messages.attend()
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # If this rank had a link to that rank, it would detect the end itself.
@@ -276,25 +221,23 @@ class Transport(ABC):
         """Record that a rank cannot be reached any more, and end the transfers with it.
 
         Returns:
-            Whether this was unknown. The crash of a rank that seemed to have left counts as
-            unknown: without a link to the rank, the two look alike.
+            Whether this was unknown.
         """
-        known = self.mailbox.down(error.peer)
-        if self._closed or (known is not None and (error.left or not known.left)):
+        if self.closed or not self._failures.add_down(error):
             return False
-        self.mailbox.link_down(error)
+        self.messages.peer_down(error)
         self._questions.drop(error.peer)
         return True
 
+    def down(self, peer: int) -> LinkDown | None:
+        """Return why there is no link to a rank any more, or None."""
+        return self._failures.down(peer)
+
     def end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
         """Return the status of a broken link; the rank may have left by way of shared memory."""
-        return (
-            LinkDown(peer, LEFT, left=True) if self.has_left(peer) else LinkDown(peer, reason, left)
-        )
-
-    def has_left(self, peer: int) -> bool:
-        """Whether a rank has left by way of shared memory; False if this is unknown."""
-        return self.messages is not None and self.messages.has_left(peer)
+        if self.messages.has_left(peer):
+            return LinkDown(peer, LEFT, left=True)
+        return LinkDown(peer, reason, left)
 
     def spread(self, error: LinkDown) -> None:
         """Record that a rank crashed, and send this to all linked ranks, which do the same.
@@ -303,7 +246,7 @@ class Transport(ABC):
         """
         if self.mark_down(error):
             for peer in self._linked():
-                if peer != error.peer and self.mailbox.down(peer) is None:
+                if peer != error.peer and self.down(peer) is None:
                     words = {"peer": error.peer, "reason": error.reason}
                     self._control(peer, 0, Kind.LOST, words)
 
@@ -330,15 +273,11 @@ class Transport(ABC):
         """Remove one user; the last user closes the links and ends the waiting receives."""
         with self._lock:
             self._users -= 1
-            if self._users > 0 or self._closed:
+            if self._users > 0 or self.closed:
                 return
-            self._closed = True
-        self.mailbox.close(ClosedError("the transport was closed"))
+            self.closed = True
+        self.messages.close()
         self._shut()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     @abstractmethod
@@ -346,8 +285,8 @@ class Transport(ABC):
         """Return the name of this kind of transport: "inproc", "tcp"."""
 
     @abstractmethod
-    def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
-        """Move `transfer.into` to the mailbox of another rank and finish the transfer.
+    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+        """Move `transfer.into` to the messages of another rank and finish the transfer.
 
         `key` may be that of a control message, whose transfer belongs to no context.
         """
@@ -355,21 +294,6 @@ class Transport(ABC):
     def unreached(self) -> Unreached:
         """Return the ranks that could not be reached so far."""
         return {}
-
-    makes_wires = False
-    """Whether the transport can make connections for C++ messages."""
-
-    def make_wire(self, peer: int, channel: int) -> None:
-        """Give the C++ messages a connection to a rank, soon, unless that rank does so."""
-        raise NotImplementedError
-
-    def wire_ended(self, peer: int, reason: str) -> None:
-        """Find out why a wire has ended. If the link does not show it, the reason is `reason`."""
-        raise NotImplementedError
-
-    def read_to_end(self, sock: socket.socket) -> None:
-        """Read a socket that is closed for writing until its peer closes it, too."""
-        raise NotImplementedError
 
     def _linked(self) -> list[int]:
         """Return the ranks with a working link."""
@@ -380,7 +304,7 @@ class Transport(ABC):
         """Make sure that the end of `peer` is detected although nothing is sent to it."""
 
     @abstractmethod
-    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """End the transfers under way that `unwanted` selects, and stop using their memory."""
 
     @abstractmethod
@@ -391,7 +315,7 @@ class Transport(ABC):
         body = memoryview(json.dumps(words).encode())
         key = Key(context, kind, 0)
         # No context: the failure of a context must not cancel the frames that report it.
-        self._transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
+        self.transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
 
     def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
         status = self._calls.find(context, words["seq"])
@@ -407,8 +331,10 @@ class Transport(ABC):
     def _break(self, context: int, failure: Failure) -> bool:
         if not self._failures.add(context, failure):
             return False
-        self.mailbox.fail_context(context, failure)
-        self._cancel(lambda each: each.context == context and failure.ends(*each.tag), failure)
+        self.messages.fail(context, failure)
+        self.cancel_frames(
+            lambda each: each.context == context and failure.ends(*each.tag), failure
+        )
         return True
 
 

@@ -57,7 +57,7 @@ def connect(
         messages = NativeMessages.make(transport) if host and world_size > 1 else None
         if messages is not None:
             # Before the addresses are published: a faster rank may send before this rank returns.
-            transport.use_messages(messages)
+            transport.messages = messages
         elif world_size > 1:
             host = ""
         endpoint = messages.endpoint if messages is not None else ""

@@ -1,4 +1,4 @@
-"""The state of the control plane: begun calls, open questions, and failures of contexts."""
+"""The state of the control plane: begun calls, open questions, and what has failed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from unisono.base.completion import Completion
-from unisono.transports.messages import CallStatus, Failure
+from unisono.transports.messages import CallStatus, Failure, LinkDown
 
 # How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
@@ -115,12 +115,30 @@ class Questions:
 
 
 class Failures:
-    """The failures of broken contexts, and the callbacks that wait for them."""
+    """Ranks that are gone, broken contexts, and the callbacks that wait for these."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._down: dict[int, LinkDown] = {}
         self._failures: dict[int, Failure] = {}
         self._callbacks: dict[int, Callable[[Failure], None]] = {}
+
+    def down(self, peer: int) -> LinkDown | None:
+        """Return why a rank is gone, or None."""
+        return self._down.get(peer)
+
+    def add_down(self, error: LinkDown) -> bool:
+        """Record that a rank is gone; return whether this was unknown.
+
+        The crash of a rank that seemed to have left counts as unknown: without a link to the rank,
+        the two look alike.
+        """
+        with self._lock:
+            known = self._down.get(error.peer)
+            if known is not None and (error.left or not known.left):
+                return False
+            self._down[error.peer] = error
+        return True
 
     def get(self, context: int) -> Failure | None:
         """Return why a context is broken, or None."""

@@ -7,9 +7,9 @@ import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
-from unisono.errors import ClosedError
 from unisono.transports.api import Transport
-from unisono.transports.messages import LEFT, Key, Kind, LinkDown
+from unisono.transports.mailbox import deliver_copy
+from unisono.transports.messages import LEFT, Arrival, Key, Kind, LinkDown
 from unisono.transports.transfers import Transfer
 
 
@@ -39,13 +39,13 @@ class InprocTransport(Transport):
     def name(self) -> str:
         return "inproc"
 
-    def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         link = self._link(peer)
         if link is None:
-            transfer.finish(self.mailbox.down(peer))
+            transfer.finish(self.down(peer))
             return
         if key.kind in (Kind.COLLECTIVE, Kind.P2P):
-            link.mailbox.deliver(self.rank, key.context, key[1:], transfer.into, transfer.info)
+            deliver_copy(link.messages, key, Arrival(self.rank, transfer.into, transfer.info))
         else:
             link.on_control(self.rank, key.context, key.kind, bytes(transfer.into))
         transfer.finish()
@@ -53,7 +53,7 @@ class InprocTransport(Transport):
     def _watch(self, peer: int) -> None:
         self._link(peer)
 
-    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         """Do nothing: a message is delivered in one step, so no transfer is under way."""
 
     def _shut(self) -> None:
@@ -68,8 +68,8 @@ class InprocTransport(Transport):
             link = self._lookup(peer) if peer != self.rank else None
             if link is not None:
                 link.mark_down(LinkDown(self.rank, reason))
-        self._closed = True
-        self.mailbox.close(ClosedError("the transport vanished"))
+        self.closed = True
+        self.messages.close()
 
     def _lookup(self, peer: int) -> InprocTransport | None:
         return InprocTransport._by_address.get(self._find(peer))

@@ -1,4 +1,4 @@
-"""Match messages to receives: posted receives and unexpected messages.
+"""Messages in Python: posted receives and unexpected messages. Frames of links carry the bytes.
 
 The k-th message from a rank under a key meets the k-th receive for that rank and key. A receive
 from any source or of any tag takes the oldest message that it may take. A probe takes no message.
@@ -14,8 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from unisono.transports.messages import Arrival, Failure, Key, LinkDown, MessageMismatch
-from unisono.transports.transfers import NOTHING, Messages, Tag, Transfer
+from unisono.base.deadline import Deadline
+from unisono.errors import ClosedError
+from unisono.transports.messages import Arrival, Cancelled, Failure, Key, LinkDown, MessageMismatch
+from unisono.transports.transfers import NOTHING, Links, Messages, Tag, Transfer
+
+# How long `cancel` waits for a copy that is running. Without a limit it would wait for ever if a
+# callback, on the thread that copies, cancels the next transfer of that thread.
+_COPY_S = 5.0
 
 
 class _Entry:
@@ -28,69 +34,77 @@ class _Entry:
         self.arrivals: deque[tuple[Tag, Arrival]] = deque()
 
 
-class Mailbox:
-    """Posted receives and unexpected messages of one rank; safe to use from any thread."""
+class MailboxMessages(Messages):
+    """Posted receives and unexpected messages of one rank; safe to use from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        links: The transport, which moves the frames. It records the end of a rank or context before
+            it calls `peer_down` or `fail`.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
-        self._down: dict[int, LinkDown] = {}
-        self._failed: dict[int, Failure] = {}
-        self._closed: BaseException | None = None
-        # If set, it carries all messages, and gets all calls that end them.
-        self.messages: Messages | None = None
 
-    def post(self, transfer: Transfer) -> None:
-        """Queue a receive, or complete it with a message that has arrived already."""
-        with self._lock:
-            arrival = self._take_arrival(transfer)
-            if arrival is None:
-                failed = self._failure_for(transfer.context, transfer.tag)
-                error = self._closed or failed or self._down_for(transfer)
-                if error is None:
-                    self._entries.setdefault(transfer.context, _Entry()).posted.append(transfer)
-                    return
-        if arrival is None:
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
+        links = self._links
+        transfer = Transfer(peer, key.context, key[1:], data, info)
+        if (error := self._end_of(transfer)) is not None:
             transfer.finish(error)
+        elif peer == links.rank:
+            deliver_copy(self, key, Arrival(peer, data, info))
+            transfer.finish()
         else:
-            _fill(transfer, arrival)
+            links.transmit(peer, key, transfer)
+            # The context may have broken after the check above, before this transfer was queued.
+            failure = self._failure_of(transfer)
+            if failure is not None and not transfer.done():
+                links.cancel_frames(lambda other: other is transfer, failure)
+        return transfer
 
-    def deliver(self, source: int, context: int, tag: Tag, data: memoryview, info: int) -> None:
-        """Match a complete message; copies `data` unless a receive takes it at once."""
-        transfer = self.claim(source, context, tag)
-        if transfer is not None:
-            _fill(transfer, Arrival(source, data, info))
-        else:
-            self.keep(context, tag, Arrival(source, memoryview(bytes(data)), info))
+    def recv(
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
+    ) -> Transfer:
+        transfer = Transfer(peer, key.context, key[1:], into, info, among)
+        self._post(transfer)
+        for source in among if peer is None else (peer,):
+            if not transfer.done():
+                self._links.notice_end(source)
+        return transfer
 
-    def claim(self, source: int, context: int, tag: Tag) -> Transfer | None:
-        """Remove and return the receive of the next message from `source`, or None."""
+    def cancel(self, transfer: Transfer) -> None:
         with self._lock:
-            return self._claim(source, context, tag)
+            entry = self._entries.get(transfer.context)
+            posted = entry is not None and transfer in entry.posted
+            if entry is not None and posted:
+                entry.posted.remove(transfer)
+                self._drop_if_empty(transfer.context, entry)
+        if posted:
+            transfer.finish(Cancelled())
+        elif not transfer.done():
+            self._links.cancel_frames(lambda other: other is transfer, Cancelled())
+            transfer.wait_until(Deadline(_COPY_S))
 
-    def keep(self, context: int, tag: Tag, arrival: Arrival) -> None:
-        """Store a message that found no receive; no other code may change its data.
-
-        A receive that was posted after `claim` returned None takes the message at once.
-        """
-        if self.messages is not None:
-            self.messages.deliver(context, *tag, arrival)
-            return
+    def claim(self, source: int, key: Key) -> Transfer | None:
         with self._lock:
-            transfer = self._claim(arrival.source, context, tag)
+            return self._claim(source, key)
+
+    def deliver(self, key: Key, arrival: Arrival) -> None:
+        context, tag = key.context, key[1:]
+        with self._lock:
+            transfer = self._claim(arrival.source, key)
             ended = [] if transfer is None else [transfer]
-            is_open = self._closed is None and self._failure_for(context, tag) is None
+            failure = self._links.failure(context)
+            is_open = not self._links.closed and (failure is None or not failure.ends(*tag))
             if transfer is None and is_open:
-                while (probe := self._claim(arrival.source, context, tag, probes=True)) is not None:
+                while (probe := self._claim(arrival.source, key, probes=True)) is not None:
                     ended.append(probe)
                 self._entries.setdefault(context, _Entry()).arrivals.append((tag, arrival))
         for each in ended:
             _fill(each, arrival)
 
     def has_receive(self, peer: int, key: Key) -> bool:
-        """Whether a receive from this rank waits."""
-        if self.messages is not None:
-            return self.messages.has_receive(peer, key)
         with self._lock:
             entry = self._entries.get(key.context)
             return entry is not None and any(
@@ -98,103 +112,79 @@ class Mailbox:
                 for each in entry.posted
             )
 
-    def cancel(self, transfer: Transfer) -> bool:
-        """Remove a posted receive; return False if a message has matched it already."""
-        with self._lock:
-            entry = self._entries.get(transfer.context)
-            if entry is None or transfer not in entry.posted:
-                return False
-            entry.posted.remove(transfer)
-            self._drop_if_empty(transfer.context, entry)
-        return True
-
-    def link_down(self, error: LinkDown) -> None:
-        """End every receive that waits for this rank with `error`, now and later.
+    def peer_down(self, error: LinkDown) -> None:
+        """End every receive that waits for this rank.
 
         A receive from any source ends as well if the rank crashed, because its sender may be the
         crashed rank. An error is better than a wait that may never end. Ranks that left end such a
         receive only when no rank is left that could send.
         """
-        with self._lock:
-            self._down[error.peer] = error
-            failed = self._take_posted(
-                lambda t: (
-                    error.peer in ((t.peer,) if t.peer is not None else t.among)
-                    and self._down_for(t) is not None
-                )
-            )
-        for transfer in failed:
-            transfer.finish(error)
-        if self.messages is not None:
-            self.messages.peer_down(error)
+        self._end_posted(
+            lambda each: (
+                error.peer in ((each.peer,) if each.peer is not None else each.among)
+                and self._down_for(each) is not None
+            ),
+            error,
+        )
 
-    def fail_context(self, context: int, error: Failure) -> None:
-        """End the receives of one context that `error` ends, now and later.
+    def fail(self, context: int, failure: Failure) -> None:
+        """End the receives of a broken context. Messages that have come are kept.
 
-        Messages that have come are kept: a receive that is posted later takes them.
+        A receive that is posted later takes them.
         """
-        with self._lock:
-            known = self._failed.get(context)
-            # Two threads may report two failures, in either order.
-            if known is None or error.after < known.after:
-                self._failed[context] = error
-            failed = self._take_posted(
-                lambda each: self._failure_for(each.context, each.tag) is not None
-            )
-        for transfer in failed:
-            transfer.finish(error)
-        if self.messages is not None:
-            self.messages.fail(context, error)
+        self._end_posted(
+            lambda each: each.context == context and self._failure_of(each) is not None, failure
+        )
 
-    def forget_context(self, context: int, error: BaseException) -> None:
-        """Release everything that a destroyed context holds; `error` ends its receives."""
+    def forget(self, context: int, error: BaseException) -> None:
+        self._end_posted(lambda each: each.context == context, error)
         with self._lock:
-            self._failed.pop(context, None)
-            failed = self._clear_context(context)
-        for transfer in failed:
-            transfer.finish(error)
-        if self.messages is not None:
-            self.messages.forget(context, error)
+            self._entries.pop(context, None)
 
-    def close(self, error: BaseException) -> None:
-        """End every receive, now and later, and drop all messages."""
+    def close(self) -> None:
+        self._end_posted(lambda each: True, ClosedError("the transport was closed"))
         with self._lock:
-            self._closed = error
-            failed = self._take_posted(lambda transfer: True)
             self._entries.clear()
-        for transfer in failed:
+
+    def _post(self, transfer: Transfer) -> None:
+        """Queue a receive, or complete it with a message that has arrived already."""
+        with self._lock:
+            arrival = self._take_arrival(transfer)
+            error = None if arrival is not None else self._end_of(transfer)
+            if arrival is None and error is None:
+                self._entries.setdefault(transfer.context, _Entry()).posted.append(transfer)
+                return
+        if arrival is None:
             transfer.finish(error)
-        if self.messages is not None:
-            self.messages.close()
+        else:
+            _fill(transfer, arrival)
 
-    def down(self, peer: int) -> LinkDown | None:
-        """Return why there is no link to `peer`, or None."""
-        return self._down.get(peer)
+    def _end_of(self, transfer: Transfer) -> BaseException | None:
+        """Return why a transfer cannot begin, or None."""
+        if self._links.closed:
+            return ClosedError("the transport is closed")
+        return self._failure_of(transfer) or self._down_for(transfer)
 
-    def _failure_for(self, context: int, tag: Tag) -> Failure | None:
-        failure = self._failed.get(context)
-        return failure if failure is not None and failure.ends(*tag) else None
+    def _failure_of(self, transfer: Transfer) -> Failure | None:
+        failure = self._links.failure(transfer.context)
+        return failure if failure is not None and failure.ends(*transfer.tag) else None
 
     def _down_for(self, transfer: Transfer) -> LinkDown | None:
         if transfer.peer is not None:
-            return self._down.get(transfer.peer)
-        if not self._down:
-            return None
-        gone = [self._down[peer] for peer in transfer.among if peer in self._down]
+            return self._links.down(transfer.peer)
+        gone = [down for peer in transfer.among if (down := self._links.down(peer)) is not None]
         crashed = next((error for error in gone if not error.left), None)
         return gone[-1] if gone and len(gone) == len(transfer.among) else crashed
 
-    def _claim(
-        self, source: int, context: int, tag: Tag, *, probes: bool = False
-    ) -> Transfer | None:
-        entry = self._entries.get(context)
+    def _claim(self, source: int, key: Key, *, probes: bool = False) -> Transfer | None:
+        entry = self._entries.get(key.context)
         if entry is None:
             return None
         for transfer in entry.posted:
-            if (transfer.into is NOTHING) is probes and transfer.matches(source, tag):
+            if (transfer.into is NOTHING) is probes and transfer.matches(source, key[1:]):
                 entry.posted.remove(transfer)
-                self._drop_if_empty(context, entry)
-                transfer.peer, transfer.tag = source, tag
+                self._drop_if_empty(key.context, entry)
+                transfer.peer, transfer.tag = source, key[1:]
                 return transfer
         return None
 
@@ -212,24 +202,30 @@ class Mailbox:
                 return arrival
         return None
 
-    def _take_posted(self, wanted: Callable[[Transfer], bool]) -> list[Transfer]:
-        taken: list[Transfer] = []
-        for context, entry in list(self._entries.items()):
-            hits = [transfer for transfer in entry.posted if wanted(transfer)]
-            if hits:
-                entry.posted = deque(t for t in entry.posted if not wanted(t))
-                self._drop_if_empty(context, entry)
-                taken += hits
-        return taken
-
-    def _clear_context(self, context: int) -> list[Transfer]:
-        failed = self._take_posted(lambda transfer: transfer.context == context)
-        self._entries.pop(context, None)
-        return failed
+    def _end_posted(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        ended: list[Transfer] = []
+        with self._lock:
+            for context, entry in list(self._entries.items()):
+                hits = [transfer for transfer in entry.posted if unwanted(transfer)]
+                if hits:
+                    entry.posted = deque(each for each in entry.posted if each not in hits)
+                    self._drop_if_empty(context, entry)
+                    ended += hits
+        for transfer in ended:
+            transfer.finish(error)
 
     def _drop_if_empty(self, context: int, entry: _Entry) -> None:
         if not entry.posted and not entry.arrivals:
             self._entries.pop(context, None)
+
+
+def deliver_copy(messages: Messages, key: Key, arrival: Arrival) -> None:
+    """Match a message whose memory belongs to the sender; copy it unless a receive takes it."""
+    transfer = messages.claim(arrival.source, key)
+    if transfer is not None:
+        _fill(transfer, arrival)
+    else:
+        messages.deliver(key, arrival._replace(data=memoryview(bytes(arrival.data))))
 
 
 def _fill(transfer: Transfer, arrival: Arrival) -> None:

@@ -19,8 +19,8 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
 from unisono.base.worker import Worker
 from unisono.errors import ClosedError
-from unisono.transports.mailbox import Mailbox
+from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import (
     ANY_TAG,
     Arrival,
@@ -41,7 +41,7 @@ from unisono.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.transports.transfers import ANYTHING, NOTHING, Transfer
+from unisono.transports.transfers import ANYTHING, NOTHING, Links, Messages, Transfer
 
 _log = get_logger("transports.native")
 
@@ -71,42 +71,11 @@ def tag_of(kind: Kind, tag: int) -> int:
     return tag if kind is Kind.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
-class Links(Protocol):
-    """The transport as messages see it: its links to other ranks and the state of these ranks."""
-
-    rank: int
-    world_size: int
-    mailbox: Mailbox
-
-    @property
-    def makes_wires(self) -> bool:
-        """Whether the transport can make connections for C++."""
-
-    def notice_end(self, peer: int) -> None:
-        """Make sure that the end of a rank is detected although nothing is sent to it."""
-
-    def knock(self, peer: int) -> None:
-        """Make a rank receive messages for which none of its threads waits."""
-
-    def make_wire(self, peer: int, channel: int) -> None:
-        """Connect to a rank and hand the socket over, unless that rank does so."""
-
-    def wire_ended(self, peer: int, reason: str) -> None:
-        """Find out why a wire has ended."""
-
-    def read_to_end(self, sock: socket.socket) -> None:
-        """Read a socket until its peer has ended its direction."""
-
-    def failure(self, context: int) -> Failure | None:
-        """Return why a context is broken, or None."""
-
-
 class NativeTransfer(Transfer):
     """A send or receive in C++; a thread that waits for it moves its bytes."""
 
     __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
 
-    in_messages = True
     _messages: NativeMessages
     _quiet: bool
     _cause: BaseException | None
@@ -128,8 +97,16 @@ class NativeTransfer(Transfer):
             self._quiet = False
             self._messages.watch(self)
 
+    def end(self, outcome: Outcome, status: BaseException | None) -> None:
+        """Finish the transfer with this outcome; `status`: why it has failed."""
+        if status is None and self.receives:
+            _, _, self.peer, self.nbytes, self.info, tag, memory = outcome
+            self.tag = (self.tag[0], tag)
+            self.into = self.into if memory is None else memory.data
+        self.finish(status)
 
-class NativeMessages:
+
+class NativeMessages(Messages):
     """One rank's end of the messages in C++.
 
     Args:
@@ -142,6 +119,10 @@ class NativeMessages:
 
     def __init__(self, links: Links) -> None:
         self._links = links
+        # Sends to ranks that C++ cannot reach.
+        self._mailbox = MailboxMessages(links)
+        if links.wires is not None:
+            links.wires.take = self._add_wire
         self._nonce = os.urandom(_NONCE_BYTES)
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
@@ -151,7 +132,6 @@ class NativeMessages:
         self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{links.rank}")
         self._closed = False
-        self.reaches_all = False
         self.native = _engine.Messages(links.rank, links.world_size)
         if error := self.native.create(self._nonce):
             raise OSError(error, os.strerror(error))
@@ -190,9 +170,8 @@ class NativeMessages:
         for endpoint, is_near in zip(endpoints, near, strict=True):
             pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
             theirs.append(int(most))
-            channels = (
-                min(self._channels, theirs[-1]) if endpoint and self._links.makes_wires else 0
-            )
+            has_wires = endpoint and self._links.wires is not None
+            channels = min(self._channels, theirs[-1]) if has_wires else 0
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
         self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
@@ -208,34 +187,32 @@ class NativeMessages:
             )
 
     def has_left(self, peer: int) -> bool:
-        """Whether a rank that has sent something has closed its end."""
         return bool(self.native.has_left(peer))
 
     # ---- messages -------------------------------------------------------------------------
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> NativeTransfer | None:
-        """Start sending; return None if `peer` cannot be reached this way."""
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
         transfer = self._transfer(peer, key, data, info, receives=False)
         self.hold(transfer)
         outcome = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
         if outcome[1] == _engine.UNREACHABLE:
             self.release(transfer)
-            return None
-        self._begin(transfer, outcome)
+            return self._mailbox.send(peer, key, data, info)
+        self.begun(transfer, outcome)
         self.release(transfer)
         if not transfer.done():
             self._links.notice_end(peer)
         return transfer
 
     def recv(
-        self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
-    ) -> NativeTransfer:
-        """Start receiving, from `peer` or from any of `among`.
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
+    ) -> Transfer:
+        """Start receiving.
 
         Its bytes may not be moved, nor its end be detected, before a thread waits for it or calls
         `watch`. A server thread that ran for every message would cost more than the message.
         """
-        transfer = self._transfer(peer, key, into, info, receives=True, among=frozenset(among))
+        transfer = self._transfer(peer, key, into, info, receives=True, among=among)
         takes = 2 if into is NOTHING else int(into is ANYTHING)
         # An address of its own, for `cancel_interrupted`.
         into = memoryview(bytearray(1)) if takes else into
@@ -245,7 +222,7 @@ class NativeMessages:
         before = self.native.last_number()
         try:
             outcome = self.native.start_recv(source, key.context, tag, info, into, sources, takes)
-            self._begin(transfer, outcome)
+            self.begun(transfer, outcome)
         except BaseException:
             self.cancel_interrupted(into, before)
             raise
@@ -254,7 +231,6 @@ class NativeMessages:
         return transfer
 
     def has_receive(self, peer: int, key: Key) -> bool:
-        """Whether a receive from this rank waits."""
         return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
 
     def watch(self, transfer: NativeTransfer) -> None:
@@ -271,20 +247,25 @@ class NativeMessages:
             code = self.native.wait(transfer.number, limit_s, transfer.outcomes)
         finally:
             # Also if Ctrl-C came with the end of the message: other threads may wait for the end.
-            transfer.done()
+            ended = transfer.done()
         if code == _engine.UNKNOWN:
             # Another thread waits for it, or the server is about to end it.
             return self._wait_for_other(transfer, deadline)
-        return transfer.done()
+        return ended
 
     def finish(self, transfer: NativeTransfer) -> None:
         """Finish a transfer whose outcome is known; may be called repeatedly, by any thread."""
         outcome = transfer.outcomes[0]
-        self._remove(outcome[0])
+        self._open.pop(outcome[0], None)
         self._finish(transfer, outcome)
 
-    def cancel(self, transfer: NativeTransfer, error: BaseException | None = None) -> None:
+    def cancel(self, transfer: Any, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
+        if type(transfer) is Transfer:  # a receive of a port is no Transfer
+            self._mailbox.cancel(transfer)
+            return
+        if transfer.done():
+            return
         # A thread that waits for the transfer finishes it, with this cause.
         transfer._cause = error
         code = self.native.cancel(transfer.number, transfer.outcomes)
@@ -301,7 +282,7 @@ class NativeMessages:
             return MessageMismatch(source, nbytes, info)
         if code in (_engine.LOST, _engine.LEFT):
             left = bool(code == _engine.LEFT)
-            return self._links.mailbox.down(source) or LinkDown(source, "it is gone", left)
+            return self._links.down(source) or LinkDown(source, "it is gone", left)
         if code == _engine.ABORTED and (failure := self._links.failure(context)) is not None:
             return failure
         if code in (_engine.CANCELLED, _engine.TIMEOUT):
@@ -343,46 +324,33 @@ class NativeMessages:
             if transfer is not None:
                 transfer.done()
 
-    def begun(
-        self, peer: int | None, context: int, outcome: Outcome, among: frozenset[int]
-    ) -> NativeTransfer:
-        """Return a receive that a port has started; the caller keeps its memory alive."""
-        key = Key(context, Kind.P2P, 0)
-        transfer = self._transfer(peer, key, memoryview(b""), 0, receives=True, among=among)
-        self._begin(transfer, outcome)
-        return transfer
-
     # ---- calls of the transport -----------------------------------------------------------
 
-    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
-        """Match a message that came through the transport."""
+    def deliver(self, key: Key, arrival: Arrival) -> None:
         data = arrival.data if arrival.data.nbytes else b""
-        self.native.deliver(arrival.source, context, tag_of(kind, tag), arrival.info, data)
+        tag = tag_of(key.kind, key.tag)
+        self.native.deliver(arrival.source, key.context, tag, arrival.info, data)
 
-    def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Use this connection for messages with a rank."""
+    def _add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
         self.native.add_wire(peer, channel, sock.detach())
 
     def peer_down(self, error: LinkDown) -> None:
-        """End the transfers with a lost rank, after everything that it sent is received."""
         if self.native.peer_down(error.peer, error.left):
-            self.ensure_server()
+            self._ensure_server()
 
     def fail(self, context: int, failure: Failure) -> None:
-        """End the transfers of a broken context that it `ends`, now and later."""
         self.native.fail_context(context, failure.after)
         for transfer in self._of_context(context):
             if failure.ends(*transfer.tag):
                 self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:
-        """Release everything that a destroyed context holds; `error` ends its receives."""
         for transfer in self._of_context(context):
             if transfer.receives:
                 self.cancel(transfer, error)
         self.native.forget_context(context)
 
-    def ensure_server(self) -> None:
+    def _ensure_server(self) -> None:
         """Start the server, which moves the bytes of transfers without a waiting thread."""
         if self._server.thread is None:
             with self._lock:
@@ -390,12 +358,10 @@ class NativeMessages:
                     self._server.start(self._serve)
 
     def attend(self) -> None:
-        """Receive messages for which no thread waits, because their senders wait."""
-        self.ensure_server()
+        self._ensure_server()
         self.native.attend()
 
     def is_server(self) -> bool:
-        """Whether the calling thread is the server."""
         return self._server.is_here()
 
     def close(self) -> None:
@@ -403,8 +369,18 @@ class NativeMessages:
         with self._lock:
             self._closed = True
         for fd in self.native.close(_LINGER_S):
-            self._links.read_to_end(socket.socket(fileno=fd))
+            assert self._links.wires is not None
+            self._links.wires.read_to_end(socket.socket(fileno=fd))
         self._server.join()
+
+    def before_fork(self) -> None:
+        self.native.hold()
+
+    def after_fork(self) -> None:
+        self.native.release()
+
+    def close_in_child(self) -> None:
+        self.native.close_in_child()
 
     # ---- beginning and ending -------------------------------------------------------------
 
@@ -437,7 +413,8 @@ class NativeMessages:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def _begin(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+    def begun(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+        """Finish a transfer that C++ has started with this outcome, now or when it ends."""
         transfer.number = number = outcome[0]
         if not number:
             self._finish(transfer, outcome)
@@ -448,30 +425,28 @@ class NativeMessages:
                 self._open[number] = transfer
         if early is not None:
             self._finish(transfer, early)
-        self.ensure_server()
+        self._ensure_server()
 
     def _end(self, outcome: Outcome) -> None:
         transfer = self._remove(outcome[0], outcome)
         if transfer is not None:
             self._finish(transfer, outcome)
 
-    def _remove(self, number: int, outcome: Outcome | None = None) -> NativeTransfer | None:
+    def _remove(self, number: int, outcome: Outcome) -> NativeTransfer | None:
         with self._lock:
             transfer = self._open.pop(number, None)
-            if transfer is None and outcome is not None:
+            if transfer is None:
                 # It ended before the call that started it came back.
                 self._early[number] = outcome
             return transfer
 
     def _finish(self, transfer: NativeTransfer, outcome: Outcome) -> None:
-        error = self.status_of(outcome, transfer.context)
-        if isinstance(error, Cancelled):
-            error = transfer._cause or error
-        if error is None and transfer.receives:
-            _, _, transfer.peer, transfer.nbytes, transfer.info, tag, memory = outcome
-            transfer.tag = (transfer.tag[0], tag)
-            transfer.into = transfer.into if memory is None else memory.data
-        transfer.finish(error)
+        status = None
+        if outcome[1] != _engine.OK:
+            status = self.status_of(outcome, transfer.context)
+            if isinstance(status, Cancelled):
+                status = transfer._cause or status
+        transfer.end(outcome, status)
 
     # ---- threads --------------------------------------------------------------------------
 
@@ -485,10 +460,11 @@ class NativeMessages:
             self._stuck(stuck, True)
 
     def _wire(self, rank: int, channel: int, ended: bool) -> None:
+        assert self._links.wires is not None
         if ended:
-            self._links.wire_ended(rank, "a data connection to it was closed")
+            self._links.wires.ended(rank)
         else:
-            self._links.make_wire(rank, channel)
+            self._links.wires.make(rank, channel)
 
     def _stuck(self, ranks: list[int], sends: bool) -> None:
         """Make sure that the end of these ranks is detected, and that they receive messages."""

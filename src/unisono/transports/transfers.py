@@ -1,10 +1,10 @@
-"""One send or receive under way, and the contract of what can carry messages."""
+"""One send or receive under way, and the contract between a transport and its messages."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,12 +38,9 @@ class Transfer(Completion):
         into: The memory; see `ANYTHING` and `NOTHING`, too.
         nbytes: Size of the message of a receive that has ended.
         among: For a receive from any source: the ranks that may send.
-        in_messages: Whether `Messages` started the transfer, and must cancel it.
     """
 
     __slots__ = ("among", "context", "info", "into", "nbytes", "peer", "tag")
-
-    in_messages: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -86,28 +83,79 @@ class Transfer(Completion):
         """Make sure that the transfer ends without a waiting thread."""
 
 
-class Messages(Protocol):
-    """Carries the messages of one rank in place of its transport, and matches them to receives.
+class Links(Protocol):
+    """The transport as messages see it: frames to other ranks, and the state of these ranks."""
+
+    rank: int
+    world_size: int
+    closed: bool
+    wires: Wires | None
+
+    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+        """Move `transfer.into` to the messages of another rank and finish the transfer."""
+
+    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+        """End the transfers under way that `unwanted` selects, and stop using their memory."""
+
+    def down(self, peer: int) -> LinkDown | None:
+        """Return why a rank is gone, or None."""
+
+    def failure(self, context: int) -> Failure | None:
+        """Return why a context is broken, or None."""
+
+    def notice_end(self, peer: int) -> None:
+        """Make sure that the end of a rank is detected although nothing is sent to it."""
+
+    def knock(self, peer: int) -> None:
+        """Make a rank receive messages for which none of its threads waits."""
+
+
+class Wires(Protocol):
+    """Makes the connections whose sockets C++ takes over.
 
     Attributes:
-        native: The object in C++.
+        take: Set by the messages in C++: receives (peer, channel, connected socket).
     """
 
-    native: Any
+    take: Callable[[int, int, socket.socket], None] | None
 
-    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer | None:
-        """Start sending; return None if `peer` cannot be reached this way."""
+    def make(self, peer: int, channel: int) -> None:
+        """Connect to a rank and hand the socket over, unless that rank does so."""
+
+    def ended(self, peer: int) -> None:
+        """Find out why a wire has ended."""
+
+    def read_to_end(self, sock: socket.socket) -> None:
+        """Read a socket that is closed for writing until its peer closes it, too."""
+
+
+class Messages(Protocol):
+    """Carries the messages of one rank, and matches them to receives.
+
+    Attributes:
+        native: The object in C++, if there is one.
+        reaches_all: Whether C++ carries the messages to all ranks.
+    """
+
+    native: Any = None
+    reaches_all: bool = False
+
+    def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
+        """Start sending."""
 
     def recv(
-        self, peer: int | None, key: Key, into: memoryview, info: int, among: Collection[int]
+        self, peer: int | None, key: Key, into: memoryview, info: int, among: frozenset[int]
     ) -> Transfer:
         """Start receiving, from `peer` or, if it is None, from any of `among`."""
 
-    def cancel(self, transfer: Any) -> None:
+    def cancel(self, transfer: Transfer) -> None:
         """End a transfer with `Cancelled` unless it has ended."""
 
-    def deliver(self, context: int, kind: Kind, tag: int, arrival: Arrival) -> None:
-        """Match a message that came through the transport."""
+    def deliver(self, key: Key, arrival: Arrival) -> None:
+        """Match a message that came over a link; no other code may change its data.
+
+        A receive that was posted after `claim` returned None takes the message at once.
+        """
 
     def peer_down(self, error: LinkDown) -> None:
         """End the transfers with a lost rank, after everything that it sent is received."""
@@ -124,14 +172,32 @@ class Messages(Protocol):
     def has_receive(self, peer: int, key: Key) -> bool:
         """Whether a receive from this rank waits."""
 
+    # Messages in C++ can do more.
+
+    def claim(self, source: int, key: Key) -> Transfer | None:
+        """Remove and return the receive into which the next message can be read, or None."""
+        return None
+
     def has_left(self, peer: int) -> bool:
         """Whether a rank has closed its end in shared memory."""
-
-    def attend(self) -> None:
-        """Receive messages for which no thread of this rank waits."""
+        return False
 
     def is_server(self) -> bool:
         """Whether the calling thread is the server of transfers without a waiting thread."""
+        return False
 
-    def add_wire(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Use a connection for the messages of one rank."""
+    def attend(self) -> None:
+        """Receive messages for which no thread of this rank waits."""
+        return
+
+    def before_fork(self) -> None:
+        """Permit no change until `after_fork`."""
+        return
+
+    def after_fork(self) -> None:
+        """Permit changes again, in the parent and in the child."""
+        return
+
+    def close_in_child(self) -> None:
+        """Close a forked child's copies of descriptors."""
+        return

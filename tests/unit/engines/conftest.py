@@ -17,7 +17,7 @@ def native_engines(kind, size, per_host):
         for transport, each in zip(world, messages, strict=True):
             near = [rank // per_host == transport.rank // per_host for rank in range(size)]
             each.introduce(words, near, crowded=True)
-            transport.use_messages(each)
+            transport.messages = each
     for transport in world:
         transport.hosts = tuple(f"host {rank // per_host}" for rank in range(size))
     comms = [Communicator(t, tuple(range(size)), "g") for t in world]

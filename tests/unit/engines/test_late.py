@@ -46,7 +46,7 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
         close_question=closed.append,
         failure=lambda context: None,
         unreached=dict,
-        mailbox=SimpleNamespace(down=lambda rank: LinkDown(rank, LEFT) if rank == GONE else None),
+        down=lambda rank: LinkDown(rank, LEFT) if rank == GONE else None,
     )
     monkeypatch.setattr("time.monotonic", lambda: 104.0)
     comm = Communicator(transport, ranks, "g")

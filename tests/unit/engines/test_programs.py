@@ -13,7 +13,7 @@ from tests.support.transport_worlds import reference_engines
 from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import ReduceOp, dtype_named
-from unisono.engines import Call, Task
+from unisono.engines import Call, Prepared, Task
 from unisono.schedules import Program, available, build, layout_for, lower
 from unisono.schedules.ir import Buf, Op
 
@@ -39,7 +39,8 @@ def run_all(tasks):
 
 
 def task(program, output, input=None, op=ReduceOp.SUM):
-    return Task(Call.of("test", "test()", ()), program, input, output, INT64, op, Deadline(20))
+    prepared = Prepared(Call.of("test", "test()", ()), program, INT64, op)
+    return Task(prepared, input, output, Deadline(20))
 
 
 @settings(max_examples=40, deadline=None)

@@ -13,15 +13,15 @@ pytestmark = pytest.mark.skipif(engine is None, reason="the C++ engine is not bu
 
 
 def test_calls_that_the_end_of_the_queue_drops_are_over():
-    turn, flights = engine.Turn(), [engine.Flight() for _ in range(3)]
-    numbers = [turn.push(flight) for flight in flights]
+    turn, calls = engine.CallQueue(), [engine.QueuedCall() for _ in range(3)]
+    numbers = [turn.push(call) for call in calls]
     assert not any(map(turn.is_over, numbers))
     assert turn.close() == numbers[0]
     assert all(map(turn.is_over, numbers))
 
 
 def test_a_call_wakes_the_thread_that_serves():
-    turn, flight, served = engine.Turn(), engine.Flight(), queue.Queue()
+    turn, call, served = engine.CallQueue(), engine.QueuedCall(), queue.Queue()
     thread = threading.Thread(target=lambda: served.put(turn.serve()))
     thread.start()
     try:
@@ -30,7 +30,7 @@ def test_a_call_wakes_the_thread_that_serves():
             asleep = ") S " in read_text(f"/proc/self/task/{thread.native_id}/stat")
             looks = looks + 1 if asleep else 0
             time.sleep(0.005)
-        number = turn.push(flight)
+        number = turn.push(call)
         # Without the wake-up the thread looks again after 10 s.
         assert served.get(timeout=5.0)[:2] == (turn.FOREIGN, number)
         turn.finish(number)

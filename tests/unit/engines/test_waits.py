@@ -256,7 +256,7 @@ def test_the_interrupt_is_told_whatever_the_receive_was_called_with(rank, memory
     with pytest.raises(Ended):
         port.irecv(memory, 1 - rank, 0, memory, 1.0)
     port._native = real
-    assert not port._messages._held
+    assert not port.messages._held
 
 
 @pytest.mark.parametrize("count", [0, 4])

@@ -42,7 +42,7 @@ def wired(channels):
 def wires(transport):
     """The channels that there are, by peer."""
     found = {}
-    for peer, channel in list(transport._wired):
+    for peer, channel in list(transport.wires._made):
         found.setdefault(peer, set()).add(channel - 1)
     return found
 

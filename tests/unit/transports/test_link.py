@@ -8,23 +8,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch
-from unisono.transports.mailbox import Mailbox
+from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import Kind
-from unisono.transports.tcp.link import CHUNK_BYTES, Link
+from unisono.transports.tcp.io_loop import CHUNK_BYTES
+from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.wire import FRAME, Frame
 from unisono.transports.transfers import Transfer
 
 PEER = 3
 
 
+class NoLinks:
+    """A transport without ranks that are gone and without broken contexts."""
+
+    closed = False
+
+    def down(self, peer):
+        pass
+
+    def failure(self, context):
+        pass
+
+    def notice_end(self, peer):
+        pass
+
+
 class End:
     """A link at one end of a socket pair; the test plays the peer at the other end."""
 
     def __init__(self):
-        self.mailbox = Mailbox()
+        self.messages = MailboxMessages(NoLinks())
         self.controls = []
         chunk = memoryview(bytearray(CHUNK_BYTES))
-        self.link = Link(PEER, self.mailbox, lambda *args: self.controls.append(args), chunk)
+        self.link = Link(PEER, self.messages, lambda *args: self.controls.append(args), chunk)
         sock, self.peer = socket.socketpair()
         sock.setblocking(False)
         self.link.attach(sock)
@@ -35,8 +51,7 @@ class End:
 
     def post(self, key, nbytes, info=0):
         into = memoryview(bytearray(nbytes))
-        self.mailbox.post(transfer := Transfer(PEER, key.context, key[1:], into, info))
-        return transfer
+        return self.messages.recv(PEER, key, into, info, frozenset())
 
     def feed(self, data):
         """Give the link bytes, and let it read them."""

@@ -67,7 +67,7 @@ def test_a_parked_call_is_taken_when_the_own_one_fails():
         into = bytearray(24)
         received = b.recv(0, KEY, memoryview(into))  # calls rank 0
         patience = Deadline(SOON)
-        while a._outgoing[1, 0]._spare is None:
+        while a._dials.find(1, 0)._spare is None:
             assert not patience.expired()
         assert not received.done()
         caller.close()
@@ -301,7 +301,7 @@ def test_a_rank_that_leaves_before_its_call_is_answered_says_good_bye(monkeypatc
             assert len(link.recv(HELLO.size, socket.MSG_WAITALL)) == HELLO.size
             closer = threading.Thread(target=transport.close)
             closer.start()
-            while transport._linger_until is None:
+            while transport._leave is None:
                 time.sleep(0.001)
             link.sendall(ACCEPT)
             frame = Frame.parse(link.recv(FRAME.size, socket.MSG_WAITALL))

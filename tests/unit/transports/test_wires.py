@@ -147,22 +147,16 @@ def test_a_wire_that_breaks_ends_the_rank_it_led_to(channels, broken):
     with tcp_world(2) as world:
         copies = []
         made = threading.Semaphore(0)
+        use_native(world, WAYS["wires"], [channels] * 2)
         for transport in world:
             # Before it hands a socket over.
-            def dup(peer, channel, sock, transport=transport):
+            def dup(peer, channel, sock, take=transport.wires.take):
                 if channel == broken:
                     copies.append(socket.socket(fileno=os.dup(sock.fileno())))
                 made.release()
-                return type(transport.messages).add_wire(transport.messages, peer, channel, sock)
+                take(peer, channel, sock)
 
-            use = transport.use_messages
-
-            def use_watched(messages, use=use, dup=dup):
-                use(messages)
-                messages.add_wire = dup
-
-            transport.use_messages = use_watched
-        use_native(world, WAYS["wires"], [channels] * 2)
+            transport.wires.take = dup
         a, b = world
         works(a, b, LARGE)
         for _ in range(2 * channels):
@@ -191,9 +185,9 @@ def test_who_claims_to_be_on_this_host_has_to_show_its_memory():
             claimed = [messages.endpoint] * 2
             claimed[1 - rank] = ":".join([*other[:2], "0" * len(other[2]), *other[3:]])
             messages.introduce(claimed, [True, True], crowded=True)
-            world[rank].use_messages(messages)
+            world[rank].messages = messages
         works(*world)
-        assert world[0]._wired == {(1, 1)}
+        assert world[0].wires._made == {(1, 1)}
 
 
 REFERENCE = {"UNISONO_ENGINE": "reference"}

@@ -21,10 +21,20 @@ Handler = Callable[[int], None]
 Job = Callable[[], None]
 
 
+# Small frames are read through a buffer of this size, several in one system call. Larger payloads
+# are received straight into their place.
+CHUNK_BYTES = 1 << 16
+
+
 class Loop:
-    """Calls the handlers of sockets that are ready; only `later` may be used by any thread."""
+    """Calls the handlers of sockets that are ready; only `later` may be used by any thread.
+
+    Attributes:
+        chunk: [CHUNK_BYTES] buffer for handlers; holds no data between two handlers.
+    """
 
     def __init__(self) -> None:
+        self.chunk = memoryview(bytearray(CHUNK_BYTES))
         self._selector = selectors.DefaultSelector()
         self._todo: deque[Job] = deque()
         self._timers: dict[Job, float] = {}

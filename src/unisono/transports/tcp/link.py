@@ -15,24 +15,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from unisono.transports.mailbox import Mailbox
-from unisono.transports.messages import (
-    Arrival,
-    Cancelled,
-    Key,
-    Kind,
-    LinkDown,
-    MessageMismatch,
-)
+from unisono.transports.messages import Arrival, Cancelled, Key, Kind, LinkDown, MessageMismatch
+from unisono.transports.tcp.io_loop import CHUNK_BYTES
 from unisono.transports.tcp.wire import FRAME, Frame
-from unisono.transports.transfers import Transfer, is_of_user
+from unisono.transports.transfers import Messages, Transfer, is_of_user
 
 # How often one readable event may read before other links are served.
 _READS_PER_TURN = 64
-
-# Small frames are read through a buffer of this size, several in one system call. Larger payloads
-# are received straight into their place.
-CHUNK_BYTES = 1 << 16
 
 # Control messages have some hundred bytes. A longer one is not from a rank.
 _CONTROL_MAX_BYTES = 1 << 24
@@ -111,17 +100,17 @@ class Link:
 
     Args:
         peer: The other rank.
-        mailbox: Receives the messages.
+        messages: Receives the messages.
         control: Receives the control messages: (peer, context, kind, body).
         chunk: [CHUNK_BYTES] buffer of the I/O thread; holds no data between two reads.
     """
 
-    def __init__(self, peer: int, mailbox: Mailbox, control: Control, chunk: memoryview) -> None:
+    def __init__(self, peer: int, messages: Messages, control: Control, chunk: memoryview) -> None:
         self.peer = peer
         self.sock: socket.socket | None = None
         self.ready = False
         self._closed: LinkDown | None = None
-        self._mailbox = mailbox
+        self._messages = messages
         self._control = control
         self._frames: deque[_Out] = deque()
         self._write_lock = threading.Lock()
@@ -256,7 +245,7 @@ class Link:
         assignment of `_in`, would not find the receive, and its memory would be written later.
         """
         if frame.key.kind in _DATA:
-            transfer = self._mailbox.claim(self.peer, frame.key.context, frame.key[1:])
+            transfer = self._messages.claim(self.peer, frame.key)
             if transfer is not None:
                 fits = transfer.fits(frame.nbytes, frame.info)
                 return _In(frame, transfer, transfer.into if fits else None)
@@ -278,8 +267,7 @@ class Link:
         elif transfer is not None:
             transfer.finish()
         elif data is not None and frame.key.kind in _DATA:
-            arrival = Arrival(self.peer, data, frame.info)
-            self._mailbox.keep(frame.key.context, frame.key[1:], arrival)
+            self._messages.deliver(frame.key, Arrival(self.peer, data, frame.info))
         elif data is not None:
             self._control(self.peer, frame.key.context, frame.key.kind, bytes(data))
 

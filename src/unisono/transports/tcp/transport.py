@@ -25,16 +25,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from unisono.base.host import reason_of
 from unisono.base.log import get_logger
 from unisono.transports.api import Transport
 from unisono.transports.messages import Key, Kind, LinkDown
 from unisono.transports.tcp.address import TCPAddress, listen
-from unisono.transports.tcp.handshake import Dial, Greeting
+from unisono.transports.tcp.dials import LINK, Dials
+from unisono.transports.tcp.handshake import Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
-from unisono.transports.tcp.link import CHUNK_BYTES, Link
+from unisono.transports.tcp.link import Link
 from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
 _log = get_logger("transports.tcp")
@@ -44,12 +47,6 @@ _log = get_logger("transports.tcp")
 # job wait for a stopped peer.
 _LINGER_S = 2.0
 
-# How long the link has to show why a wire has ended. A rank that ends or leaves ends both.
-_EXPLAIN_S = 1.0
-
-# The channel of the link in a hello; wires have the channels from 1 on.
-_LINK = 0
-
 # Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
 
@@ -57,6 +54,14 @@ _transports: weakref.WeakSet[TCPTransport] = weakref.WeakSet()
 
 # By thread, because two may fork at the same time.
 _held: dict[int, list[TCPTransport]] = {}
+
+
+@dataclass
+class _Leave:
+    """The end of a transport: its deadline, and the links that have sent a good-bye."""
+
+    until: float
+    told: set[Link] = field(default_factory=set)
 
 
 class TCPTransport(Transport):
@@ -69,6 +74,8 @@ class TCPTransport(Transport):
         hosts: Addresses to publish; see `unisono.transports.tcp.address.listen`.
     """
 
+    wires: WireMaker
+
     def __init__(
         self,
         rank: int,
@@ -77,22 +84,16 @@ class TCPTransport(Transport):
         hosts: tuple[str, ...] = ("127.0.0.1",),
     ) -> None:
         super().__init__(rank, world_size)
-        self._find = find
         self._token = os.urandom(16)
         self._listeners, port = listen(hosts)
         self.address = TCPAddress(hosts, port, self._token).pack()
         self._links: dict[int, Link] = {}
         self._links_lock = threading.Lock()
         self._released = False
-        # These belong to the I/O thread.
-        self._outgoing: dict[tuple[int, int], Dial] = {}
-        self._failed_dials: dict[int, Dial] = {}
-        self._parting: set[Link] = set()
-        self._wired: set[tuple[int, int]] = set()
-        self._ending: set[socket.socket] = set()
-        self._linger_until: float | None = None
-        self._chunk = memoryview(bytearray(CHUNK_BYTES))
+        self._leave: _Leave | None = None
         self._loop = Loop()
+        self._dials = Dials(rank, world_size, find, self._loop)
+        self.wires = WireMaker(self._loop, self._dials, self.down, self._link, self._declare_lost)
         for listener in self._listeners:
             self._accept_from(listener)
         self._thread = threading.Thread(target=self._run, name=f"unisono-tcp-{rank}", daemon=True)
@@ -108,7 +109,7 @@ class TCPTransport(Transport):
 
     # ---- called from any thread -----------------------------------------------------------
 
-    def _transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
+    def transmit(self, peer: int, key: Key, transfer: Transfer) -> None:
         link = self._link(peer)
         try:
             if link.submit(key, transfer) and link.ready:
@@ -125,42 +126,16 @@ class TCPTransport(Transport):
             return [peer for peer, link in self._links.items() if link.ready]
 
     def unreached(self) -> dict[int, list[str]]:
-        # Copies, because the I/O thread changes them. A rank with a link has been reached.
-        dials = self._failed_dials.copy()
-        for (peer, channel), dial in self._outgoing.copy().items():
-            if channel == _LINK:
-                dials[peer] = dial
-        return {peer: rows for peer, dial in dials.items() if (rows := dial.unreached())}
+        return self._dials.unreached()
 
-    makes_wires = True
-
-    def make_wire(self, peer: int, channel: int) -> None:
-        self._link(peer)
-        self._loop.later(lambda: self._dial_wire(peer, channel + 1))
-
-    def wire_ended(self, peer: int, reason: str) -> None:
-        def declare_lost() -> None:
-            self._declare_lost(peer, reason)
-
-        self._loop.later(lambda: self._loop.start_timer(declare_lost, _EXPLAIN_S))
-
-    def read_to_end(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-
-        def begin() -> None:
-            self._ending.add(sock)
-            self._loop.watch(sock, READ, lambda events: self._read_out(sock))
-
-        self._loop.later(begin)
-
-    def _cancel(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
+    def cancel_frames(self, unwanted: Callable[[Transfer], bool], error: BaseException) -> None:
         with self._links_lock:
             links = list(self._links.values())
         for link in links:
             link.cancel(unwanted, error)
 
     def _shut(self) -> None:
-        self._loop.later(self._leave)
+        self._loop.later(self._begin_to_leave)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -168,7 +143,9 @@ class TCPTransport(Transport):
         with self._links_lock:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
+                link = self._links[peer] = Link(
+                    peer, self.messages, self.on_control, self._loop.chunk
+                )
                 if self._released:
                     link.close(_own_end(peer))
                 else:
@@ -188,29 +165,26 @@ class TCPTransport(Transport):
         finally:
             self._release()
 
-    def _leave(self) -> None:
-        self._linger_until = time.monotonic() + _LINGER_S
+    def _begin_to_leave(self) -> None:
+        self._leave = _Leave(time.monotonic() + _LINGER_S)
         # Ends the last wait of the loop.
         self._loop.start_timer(lambda: None, _LINGER_S)
 
     def _has_left(self) -> bool:
         """Continue to leave, if that has begun; return whether nothing is left to do."""
-        if self._linger_until is None:
+        if self._leave is None:
             return False
         links = list(self._links.values())
         for link in links:
-            if link not in self._parting and (link.ready or link.pending()):
-                self._parting.add(link)
+            if link not in self._leave.told and (link.ready or link.pending()):
+                self._leave.told.add(link)
                 self._control(link.peer, 0, Kind.GOODBYE, {})
             if link.ready and not link.pending():
                 link.end_writing()
         # A peer that has our hello may have a link already, and must not take its end for a crash.
-        unanswered = any(
-            channel == _LINK and dial.said_hello for (_, channel), dial in self._outgoing.items()
-        )
         open_links = any(link.ready or link.pending() for link in links)
-        done = not (self._ending or unanswered or open_links)
-        return done or time.monotonic() >= self._linger_until
+        done = not (self.wires.are_ending() or self._dials.are_unanswered() or open_links)
+        return done or time.monotonic() >= self._leave.until
 
     def _release(self) -> None:
         with self._links_lock:
@@ -218,8 +192,7 @@ class TCPTransport(Transport):
             links = list(self._links.values())
         for link in links:
             link.close(_own_end(link.peer))
-        for dial in self._outgoing.values():
-            dial.cancel()
+        self._dials.cancel_all()
         self._close_listeners()
         self._loop.close()
 
@@ -251,7 +224,7 @@ class TCPTransport(Transport):
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
         known = self._knows(hello)
-        if not known or self._has(peer, channel) or self.mailbox.down(peer) is not None:
+        if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
             level = logging.DEBUG if known else logging.WARNING
             _log.log(level, "rank %d refused a connection that claims rank %d", self.rank, peer)
@@ -259,7 +232,7 @@ class TCPTransport(Transport):
                 sock.send(REFUSE)
             sock.close()
             return
-        dial = self._outgoing.get((peer, channel))
+        dial = self._dials.find(peer, channel)
         if dial is not None and self.rank < peer:
             dial.park(sock)
             return
@@ -269,8 +242,8 @@ class TCPTransport(Transport):
 
     def _has(self, peer: int, channel: int) -> bool:
         """Whether such a connection exists, or is not wanted."""
-        if channel != _LINK:
-            return (peer, channel) in self._wired or self.messages is None
+        if channel != LINK:
+            return self.wires.has(peer, channel)
         link = self._links.get(peer)
         return link is not None and (link.ready or link.closed)
 
@@ -284,16 +257,17 @@ class TCPTransport(Transport):
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""
-        with contextlib.suppress(OSError):  # the link or wire will detect it
-            sock.send(ACCEPT)
-        if channel != _LINK:
-            self._link(peer)
-            self._hand_over(peer, channel, sock)
+        if channel != LINK:
+            self.wires.accept(peer, channel, sock)
             return
+        with contextlib.suppress(OSError):  # the link will detect it
+            sock.send(ACCEPT)
         with self._links_lock:
             link = self._links.get(peer)
             if link is None:
-                link = self._links[peer] = Link(peer, self.mailbox, self.on_control, self._chunk)
+                link = self._links[peer] = Link(
+                    peer, self.messages, self.on_control, self._loop.chunk
+                )
         self._establish(link, sock)
 
     def _dial(self, link: Link) -> None:
@@ -303,79 +277,28 @@ class TCPTransport(Transport):
 
         def done(sock: socket.socket | None, reason: str) -> None:
             if sock is None:
-                if not self.has_left(peer):
-                    self._failed_dials[peer] = dial
+                self._dials.remove(peer, LINK, failed=not self.messages.has_left(peer))
                 # This rank never had a connection to the peer, which may have left normally.
                 self._drop(link, reason, left=True)
             elif reason:
-                self._take(peer, _LINK, sock)
+                self._take(peer, LINK, sock)
             else:
                 self._establish(link, sock)
 
         try:
-            dial = self._make_dial(peer, _LINK, done)
+            dial = self._dials.make(peer, LINK, done)
         except Exception as error:
             self._drop(link, f"its address is of no use: {reason_of(error)}")
             return
         dial.start()
 
-    def _make_dial(
-        self, peer: int, channel: int, done: Callable[[socket.socket | None, str], None]
-    ) -> Dial:
-        address = TCPAddress.unpack(self._find(peer))
-        hello = Hello(self.world_size, self.rank, peer, channel, address.token)
-        dial = self._outgoing[peer, channel] = Dial(self._loop, hello, address, done)
-        return dial
-
-    def _dial_wire(self, peer: int, channel: int) -> None:
-        if (peer, channel) in self._wired or self.mailbox.down(peer) is not None:
-            return
-
-        def done(sock: socket.socket | None, reason: str) -> None:
-            def declare_lost() -> None:
-                if (peer, channel) not in self._wired:  # nor has the peer made it
-                    self._declare_lost(
-                        peer, f"data connection {channel} to it was not made: {reason}"
-                    )
-
-            if sock is None:
-                del self._outgoing[peer, channel]
-                self._loop.start_timer(declare_lost, _EXPLAIN_S)
-            elif reason:
-                self._take(peer, channel, sock)
-            else:
-                self._hand_over(peer, channel, sock)
-
-        # The link dials first, so a useless address has been detected.
-        with contextlib.suppress(Exception):
-            self._make_dial(peer, channel, done).start()
-
     def _declare_lost(self, peer: int, reason: str) -> None:
-        if self.mailbox.down(peer) is None:
+        if self.down(peer) is None:
             self._drop(self._link(peer), reason)
-
-    def _hand_over(self, peer: int, channel: int, sock: socket.socket) -> None:
-        """Give a connected socket to C++ as a wire to a rank."""
-        self._outgoing.pop((peer, channel), None)
-        self._wired.add((peer, channel))
-        assert self.messages is not None
-        self.messages.add_wire(peer, channel - 1, sock)
-
-    def _read_out(self, sock: socket.socket) -> None:
-        try:
-            if sock.recv_into(self._chunk):
-                return
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        self._loop.unwatch(sock)
-        self._ending.discard(sock)
-        sock.close()
 
     def _establish(self, link: Link, sock: socket.socket) -> None:
         """Make a connected socket the link to its peer and send the waiting frames."""
-        self._outgoing.pop((link.peer, _LINK), None)
+        self._dials.remove(link.peer, LINK)
         link.attach(sock)
         self._loop.watch(sock, READ, lambda events: self._serve(link, events))
         self._serve(link, WRITE)
@@ -412,15 +335,14 @@ class TCPTransport(Transport):
             self._loop.want(link.sock, READ | WRITE)
 
     def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
-        self._outgoing.pop((link.peer, _LINK), None)
-        for key in [key for key in self._outgoing if key[0] == link.peer]:
-            self._outgoing.pop(key).cancel()
+        self._dials.remove(link.peer, LINK)
+        self._dials.cancel(link.peer)
         if link.closed:
             return
         if link.sock is not None:
             self._loop.unwatch(link.sock)
         established = link.sock is not None
-        error = self.mailbox.down(link.peer) or self.end_of(link.peer, reason, left)
+        error = self.down(link.peer) or self.end_of(link.peer, reason, left)
         link.close(error)
         if established and not error.left:
             self.spread(error)
@@ -431,14 +353,12 @@ class TCPTransport(Transport):
         """Stop the I/O thread between two handlers, when every socket has an owner."""
         if not self._loop.hold():
             return False
-        if self.messages is not None:
-            self.messages.native.hold()
+        self.messages.before_fork()
         return True
 
     def release(self) -> None:
         """Let the I/O thread continue; called by the thread that called `hold`."""
-        if self.messages is not None:
-            self.messages.native.release()
+        self.messages.after_fork()
         self._loop.release()
 
     def close_in_child(self) -> None:
@@ -446,11 +366,9 @@ class TCPTransport(Transport):
 
         Otherwise peers would not see the end of a killed parent while its child lives on.
         """
-        self._closed = True
-        if self.messages is not None:
-            self.messages.native.close_in_child()
-        for dial in self._outgoing.values():
-            dial.close_spare()
+        self.closed = True
+        self.messages.close_in_child()
+        self._dials.close_spares()
         self._close_listeners()
         self._loop.close()
 

@@ -1,3 +1,4 @@
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
@@ -8,10 +9,12 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/arguments.hpp"
 #include "bindings/bindings.hpp"
+#include "bindings/waits.hpp"
 
 namespace nb = nanobind;
 
@@ -24,6 +27,7 @@ struct Function {
   vectorcallfunc vectorcall;
   PyObject* dict;
   PyObject* function;
+  PyObject* prepare;
   Signature signature;
 };
 
@@ -32,39 +36,52 @@ nb::object checked(PyObject* result) {
   return nb::steal(result);
 }
 
-nb::object call_known(const Function& f, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+// Ask Python for the prepared call of these arguments, and keep it.
+void prepare(const Function& f, const Arguments& known) {
+  nb::dict given;
+  for (size_t i = 0; i < f.signature.count; ++i) {
+    const char kind = f.signature.kinds[i];
+    if (known.places[i] == nullptr || kind == kGroup || kind == kFlag) continue;
+    const nb::handle name = PyTuple_GET_ITEM(f.signature.names, static_cast<Py_ssize_t>(i));
+    given[name] = nb::handle(known.places[i]);
+  }
+  const nb::object group = nb::handle(global.preparing_type)(known.group);
+  const nb::object found = nb::handle(f.prepare)(group, given);
+  known.calls->keep(known.key, known.op, known.algorithm, found);
+}
+
+// Run or queue a collective. No object: Python must run it.
+nb::object call_prepared(const Function& f, const Arguments& known) {
+  const CachedCall* what = known.calls->find(known.key);
+  if (what == nullptr) {
+    if (!known.calls->accepts()) return {};
+    prepare(f, known);
+    what = known.calls->find(known.key);
+  }
+  if (what == nullptr || !what->prepared.is_valid()) return {};
+  if (known.is_async) {
+    const nb::object arguments = known.calls->queue(*what, known.arrays);
+    return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
+  }
+  return known.calls->run_now(*what, known.arrays) ? nb::none() : nb::object();
+}
+
+nb::object call_function(const Function& f, PyObject* const* args, size_t nargsf,
+                         PyObject* keywords) {
   Arguments known;
-  if (!parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
-                       &known)) {
-    return checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
+  nb::object result;
+  if (parse_arguments(f.signature, args, static_cast<size_t>(PyVectorcall_NARGS(nargsf)), keywords,
+                      &known)) {
+    result = known.message.array != nullptr ? known.calls->run_message(known.message)
+                                            : call_prepared(f, known);
   }
-  if (known.message.array != nullptr) {
-    nb::object passed = known.calls->run_message(known.message);
-    return passed.is_valid() ? passed
-                             : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
-  }
-  CachedCall* const what = known.calls->find(known.key);
-  if (what != nullptr && known.is_async) {
-    // A copy of the arrays, because start() moves the lists and Python may still need the
-    // arguments.
-    nb::object arguments = known.calls->start(*what, Arrays(known.arrays));
-    if (arguments.is_valid()) {
-      return checked(PyObject_CallObject(global.work_type, arguments.ptr()));
-    }
-  } else if (what != nullptr && known.calls->run(*what, known.arrays)) {
-    return nb::none();
-  }
-  known.calls->forget_note();
-  nb::object result = checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
-  if (result.is_none() != known.is_async) {
-    known.calls->remember(known.key, known.op, known.algorithm, known.arrays, known.is_async);
-  }
-  return result;
+  return result.is_valid() ? result
+                           : checked(PyObject_Vectorcall(f.function, args, nargsf, keywords));
 }
 
 // Called by the interpreter. No C++ exception may pass through the interpreter's frames.
 PyObject* call(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) try {
-  return call_known(*reinterpret_cast<Function*>(self), args, nargsf, keywords).release().ptr();
+  return call_function(*reinterpret_cast<Function*>(self), args, nargsf, keywords).release().ptr();
 } catch (nb::python_error& error) {
   error.restore();
   return nullptr;
@@ -79,6 +96,7 @@ int visit_function(PyObject* self, visitproc visit, void* arg) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_VISIT(f->dict);
   Py_VISIT(f->function);
+  Py_VISIT(f->prepare);
   Py_VISIT(f->signature.names);
   Py_VISIT(Py_TYPE(self));
   return 0;
@@ -88,6 +106,7 @@ int clear_function(PyObject* self) {
   auto* f = reinterpret_cast<Function*>(self);
   Py_CLEAR(f->dict);
   Py_CLEAR(f->function);
+  Py_CLEAR(f->prepare);
   Py_CLEAR(f->signature.names);
   return 0;
 }
@@ -166,7 +185,8 @@ PyType_Spec spec{"unisono._engine.Function", sizeof(Function), 0,
 
 PyTypeObject* function_type = nullptr;
 
-nb::object quick(nb::object function, const std::vector<nb::str>& names, const std::string& kinds) {
+nb::object make_function(nb::object function, nb::object prepare, const std::vector<nb::str>& names,
+                         const std::string& kinds) {
   if (kinds.size() > kMaxParameters || kinds.size() != names.size()) {
     throw nb::value_error("one kind per parameter, eight at most");
   }
@@ -185,6 +205,7 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   f->vectorcall = &call;
   f->dict = nullptr;
   f->function = function.release().ptr();
+  f->prepare = prepare.release().ptr();
   f->signature.names = interned.release().ptr();
   f->signature.number = ++made;
   f->signature.count = kinds.size();
@@ -195,11 +216,23 @@ nb::object quick(nb::object function, const std::vector<nb::str>& names, const s
   return nb::steal(reinterpret_cast<PyObject*>(f));
 }
 
-void set_world(nb::object world, nb::object stream, nb::object group_type, nb::object work_type) {
+void set_world(nb::object world, nb::object stream, nb::object group_type,
+               nb::object preparing_type, nb::object work_type) {
   global.world = world.release().ptr();
   global.stream = stream.release().ptr();
   global.group_type = group_type.release().ptr();
+  global.preparing_type = preparing_type.release().ptr();
   global.work_type = work_type.release().ptr();
+}
+
+// (status code, peer)
+std::pair<int, int> run(Calls& calls, nb::handle_t<Prepared> prepared, nb::handle input,
+                        nb::handle output, double timeout_s) {
+  const Arrays arrays{argument_of(input), argument_of(output)};
+  const Status status =
+    calls.run(*nb::inst_ptr<Prepared>(prepared), arrays, nanoseconds(timeout_s));
+  if (status.code == Code::interrupted) throw nb::python_error();
+  return {static_cast<int>(status.code), status.peer};
 }
 
 void set_default(nb::object group) {
@@ -212,7 +245,7 @@ void set_default(nb::object group) {
 
 }  // namespace unisono
 
-void bind_quick(nb::module_& m) {
+void bind_calls(nb::module_& m) {
   unisono::global.attribute = PyUnicode_InternFromString("calls");
   unisono::global.default_attribute = PyUnicode_InternFromString("default");
   unisono::function_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&unisono::spec));
@@ -221,23 +254,35 @@ void bind_quick(nb::module_& m) {
   // A script may end without destroying its groups, and its threads may then hold objects.
   nb::set_leak_warnings(false);
 
-  nb::class_<unisono::Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
-    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("turn"), nb::arg("failed"),
-         nb::arg("begun"))
-    .def("close", &unisono::Calls::close, "Pass every call to Python from now on.")
-    .def_prop_rw("caller", &unisono::Calls::caller, &unisono::Calls::set_caller,
-                 "The thread that is in a collective call, or 0.")
-    .def("set_timeout", &unisono::Calls::set_timeout, nb::arg("timeout_s"))
-    .def("set_messenger", &unisono::Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
-         "Send and receive plain messages through a Port.")
-    .def("last", &unisono::Calls::last,
-         "Return (seq, call) of the last call that was repeated, or None.");
+  using unisono::Calls;
+  using unisono::Prepared;
+  nb::class_<Prepared>(m, "Prepared")
+    .def(nb::init<nb::handle_t<unisono::Runner>, nb::handle_t<unisono::OwnedProgram>, int64_t, int,
+                  int, uint64_t, uint64_t>(),
+         nb::arg("runner"), nb::arg("program"), nb::arg("itemsize"), nb::arg("dtype"),
+         nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"),
+         "A call without its memory; fingerprint 0: the ranks have agreed.");
 
-  m.def("quick", &unisono::quick, nb::arg("function"), nb::arg("names"), nb::arg("kinds"),
-        "Return a callable that repeats calls, and passes others to `function`.");
+  nb::class_<Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
+    .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"),
+         nb::arg("queues"))
+    .def("close", &Calls::close, "Pass every call to Python from now on.")
+    .def_prop_rw("caller", &Calls::caller, &Calls::set_caller,
+                 "The thread that is in a collective call, or 0.")
+    .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
+    .def("set_messenger", &Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
+         "Send and receive plain messages through a Port.")
+    .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),
+         nb::arg("output").none(), nb::arg("timeout_s"),
+         "Run a call on this thread, which has the turn; return (code, peer).")
+    .def("last", &Calls::last, "Return (seq, call) of the last call without Python, or None.");
+
+  m.def("make_function", &unisono::make_function, nb::arg("function"), nb::arg("prepare"),
+        nb::arg("names"), nb::arg("kinds"),
+        "Return a callable that passes only some calls to `function`.");
   m.def("set_world", &unisono::set_world, nb::arg("world"), nb::arg("stream"),
-        nb::arg("group_type"), nb::arg("work_type"));
+        nb::arg("group_type"), nb::arg("preparing_type"), nb::arg("work_type"));
   m.def("set_default", &unisono::set_default, nb::arg("group").none());
-  m.def("suspend_quick", [] { ++unisono::suspended; }, "Pass every call to Python.");
-  m.def("resume_quick", [] { --unisono::suspended; }, "Undo one suspend_quick().");
+  m.def("suspend_calls", [] { ++unisono::suspended; }, "Pass every call to Python.");
+  m.def("resume_calls", [] { --unisono::suspended; }, "Undo one suspend_calls().");
 }

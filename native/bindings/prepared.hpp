@@ -1,0 +1,65 @@
+// A prepared call, and a prepared call with its memory in a group's queue.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.hpp"
+#include "bindings/owned_program.hpp"
+#include "core/clock.hpp"
+#include "core/program.hpp"
+#include "core/queue.hpp"
+
+namespace unisono {
+
+// A call without its memory. Python works it out once for each kind of call.
+class Prepared {
+ public:
+  // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run().
+  Prepared(nanobind::handle_t<Runner> runner, nanobind::handle_t<OwnedProgram> program,
+           int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even)
+      : runner_(nanobind::borrow(runner)),
+        program_(nanobind::borrow(program)),
+        itemsize_(itemsize),
+        reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
+        words_{fingerprint, even} {}
+
+  const nanobind::object& runner() const { return runner_; }
+  bool is_aborted() const { return nanobind::inst_ptr<Runner>(runner_)->is_aborted(); }
+  size_t scratch_bytes() const { return static_cast<size_t>(program().scratch_count * itemsize_); }
+  // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
+  Job job(const Arrays& arrays, char* scratch) const;
+
+ private:
+  const OwnedProgram& program() const { return *nanobind::inst_ptr<OwnedProgram>(program_); }
+
+  nanobind::object runner_;
+  nanobind::object program_;
+  int64_t itemsize_;
+  ReduceFn reduce_;
+  AgreementWords words_;
+};
+
+// A call in a group's queue. Python keeps the object until the call is over.
+class QueuedCall {
+ public:
+  QueuedCall() = default;  // a call that Python runs when it has the turn
+
+  QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
+             double timeout_s);
+  QueuedCall(const QueuedCall&) = delete;
+  QueuedCall& operator=(const QueuedCall&) = delete;
+
+  Job job;
+
+ private:
+  nanobind::object prepared_, input_, output_;
+  Arrays arrays_;
+  std::vector<char> scratch_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,25 @@
+"""Schedules in virtual time: the programs that run for real, on networks that are numbers.
+
+`simulate` runs a schedule on a `Network` and returns when each rank ends and why. The package is
+pure: no I/O, no clock, no thread. All times are integers of picoseconds.
+
+Three models. *Links*: messages cross links that serve in turn (`networks`, `links`). *Alpha-beta*:
+the same without contention (`contended=False`). *LogGOPS*: processors and interfaces that are
+busy, without contention in the network (`loggops`). Large worlds are evaluated stage by stage
+(`stages`), or by following a few ranks (`images`).
+"""
+
+from unisono.simulate.costs import Costs
+from unisono.simulate.evaluate import simulate
+from unisono.simulate.goal import from_goal, to_goal
+from unisono.simulate.loggops import LogGOPS, LogGOPSResult, Program, program_of
+from unisono.simulate.machines import Machine, machine
+from unisono.simulate.networks import FullyConnected, Hosts, Network, Pods, Switch, Torus, Wire
+from unisono.simulate.result import Result
+from unisono.simulate.traffic import Traffic
+
+__all__ = [
+    "Costs", "FullyConnected", "Hosts", "LogGOPS", "LogGOPSResult", "Machine", "Network", "Pods",
+    "Program", "Result", "Switch", "Torus", "Traffic", "Wire", "from_goal", "machine",
+    "program_of", "simulate", "to_goal",
+]  # fmt: skip

@@ -1,0 +1,51 @@
+"""The work of ranks besides messages: overheads, copies, reductions, an agreement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from unisono.schedules.ir import IntArray
+from unisono.simulate.networks import Wire
+from unisono.simulate.traffic import WORK, Rows
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The time that a rank spends on its rows; all of it is 0 by default.
+
+    Attributes:
+        send_ps: Per message sent.
+        recv_ps: Per message received.
+        start_ps: Before the first row of a rank.
+        memory: Bandwidth of local copies, as a wire without latency.
+        reduction: Bandwidth of reductions, in bytes of the operand.
+        passes: Times that a reduction passes over its operand.
+        cores: Cores per host, on which its ranks take turns; 0 if each rank has its own. Ranks
+            that wait use no core.
+        switch_ps: Time that a core needs to go from one rank to another.
+        agreement_bytes: Size of the messages with which ranks agree on a call before its first
+            stage, in ceil(lg p) rounds; 0 for no agreement.
+    """
+
+    send_ps: int = 0
+    recv_ps: int = 0
+    start_ps: int = 0
+    memory: Wire = field(default_factory=Wire)
+    reduction: Wire = field(default_factory=Wire)
+    passes: int = 1
+    cores: int = 0
+    switch_ps: int = 0
+    agreement_bytes: int = 0
+
+    def of(self, rows: Rows) -> IntArray:
+        """Return the time that each row takes on its rank, after its message is there."""
+        fixed = np.array([self.send_ps, self.recv_ps, 0])[rows.kind]
+        if np.isfinite(self.reduction.gbps):
+            reduced = self.passes * self.reduction.busy_ps(rows.nbytes)
+            fixed = fixed + np.where(rows.reduces, reduced, 0)
+        if np.isfinite(self.memory.gbps):
+            copied = (rows.kind == WORK) & ~rows.reduces
+            fixed = fixed + np.where(copied, self.memory.busy_ps(rows.nbytes), 0)
+        return fixed

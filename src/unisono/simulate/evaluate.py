@@ -1,0 +1,110 @@
+"""Choose the evaluator, and run a schedule in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.ir import IntArray, Schedule
+from unisono.schedules.registry import build
+from unisono.simulate import images, links, stages
+from unisono.simulate.costs import Costs
+from unisono.simulate.networks import Network
+from unisono.simulate.result import Result
+from unisono.simulate.traffic import Rows, Traffic
+
+# Up to this number of rows a run of the events takes seconds. Above it, stages are evaluated.
+_EVENT_ROWS = 400_000
+# Rows of one stage, and of all, that stages can take: about 1 GiB, and some minutes.
+_STAGE_ROWS = 4_000_000
+_ALL_ROWS = 1_500_000_000
+
+
+def simulate(
+    schedule: Schedule,
+    nbytes: int,
+    network: Network,
+    costs: Costs | None = None,
+    *,
+    itemsize: int = 1,
+    padded: bool = False,
+    contended: bool = True,
+    method: str = "auto",
+) -> Result:
+    """Run a schedule in virtual time.
+
+    Args:
+        schedule: The algorithm.
+        nbytes: Size of the whole data: the vector, or all p blocks.
+        network: Links between the ranks.
+        costs: The work of ranks besides messages; none by default.
+        itemsize: Bytes per element.
+        padded: Give all chunks the size of the largest chunk; see `Traffic`.
+        contended: Whether links serve in turn. Otherwise each message finds its links free, as in
+            the alpha-beta model.
+        method: "events" is exact, "stages" is for large worlds, "auto" chooses by the rows.
+
+    Returns:
+        When each rank ends, and why. `Result.exact` is False if the order of messages on shared
+        links was approximated.
+
+    Raises:
+        InvalidArgumentError: The network has another number of ranks, or the run would take too
+            many rows.
+    """
+    if method not in ("auto", "events", "stages"):
+        raise InvalidArgumentError(f"method must be auto, events or stages; got {method!r}")
+    p = schedule.world_size
+    name = f"simulate {schedule.collective} ({schedule.algorithm})"
+    if network.size != p:
+        raise InvalidArgumentError(f"{name}: the network has {network.size} ranks, expected {p}")
+    costs = costs or Costs()
+    parts = [Traffic(schedule, nbytes, itemsize, padded)]
+    if costs.agreement_bytes and p > 1:
+        agreement = build("barrier", "dissemination", p)
+        parts.insert(0, Traffic(agreement, 0, message_bytes=costs.agreement_bytes))
+    most, rows = _size(parts)
+    if method == "events" or (method == "auto" and rows <= _EVENT_ROWS) or costs.cores:
+        if rows > 20 * _EVENT_ROWS:
+            raise _too_large(name, rows, 20 * _EVENT_ROWS, "events take")
+        return links.run(all_rows(parts), network, costs, contended=contended)
+    if not contended and (found := images.find_images(parts, network)):
+        result = images.run(parts, network, costs, found)
+        if result is not None:
+            return result
+    if most > _STAGE_ROWS:
+        raise _too_large(name, most, _STAGE_ROWS, "a stage takes")
+    if rows > _ALL_ROWS:
+        raise _too_large(name, rows, _ALL_ROWS, "stages take")
+    return stages.run(parts, network, costs, contended=contended)
+
+
+def all_rows(parts: Sequence[Traffic]) -> Rows:
+    """Return the rows of schedules one after another, rank by rank; for small worlds."""
+    tables = [part.all_rows() for part in parts]
+    rows = Rows._make(np.concatenate(columns) for columns in zip(*tables, strict=True))
+    return rows.take(np.argsort(rows.rank, kind="stable"))
+
+
+def _size(parts: Sequence[Traffic]) -> tuple[int, int]:
+    """Return the estimated rows of the largest stage and of all, from some ranks and stages."""
+    most, rows = 0, 0.0
+    for part in parts:
+        p = part.schedule.world_size
+        ranks: IntArray = np.unique(np.linspace(0, p - 1, min(p, 8)).astype(np.int64))
+        some = sorted({k * (part.stages - 1) // 15 for k in range(16)})
+        # A schedule of one root has rows on few ranks, but is computed for all.
+        counts = [max(len(part.rows(k, [ranks]).rank), len(ranks)) for k in some]
+        most = max(most, max(counts) * p // len(ranks))
+        rows += sum(counts) / len(counts) * part.stages * p / len(ranks)
+    return most, int(rows)
+
+
+def _too_large(name: str, rows: int, limit: int, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{name}: {what} about {rows:,} rows (limit {limit:,})",
+        hint="take fewer ranks, another algorithm, or links without contention and a size that "
+        "all chunks share equally: then one rank can stand for all",
+    )

@@ -1,0 +1,320 @@
+"""Links that serve in turn, event by event.
+
+A rank executes its rows in order: a send takes the rank's time and never blocks; a receive waits
+for its message. A message crosses the links of its route. A link serves first come, first served:
+its service begins at max(arrival, free). So a link needs no queue, only the time at which it
+becomes free, if messages arrive in the order of time. A heap gives that order. A link that only
+one rank sends to, as its first link, needs no heap: its messages come in the rank's own order.
+
+Messages that arrive at the same time are served in the order in which their arrivals were
+determined.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.ir import BoolArray, IntArray
+from unisono.simulate.costs import Costs
+from unisono.simulate.networks import Network
+from unisono.simulate.result import CAUSES, Result
+from unisono.simulate.stages import matched
+from unisono.simulate.traffic import RECV, SEND, Rows
+
+
+class Plan(NamedTuple):
+    """All messages of a run; message m crosses the links at m * width, m * width + 1, ...
+
+    Attributes:
+        send: Row of the send of each message.
+        receive: Row of its receive.
+        latency: Sum of the latencies of its links.
+        links: Number of each link among the links in use, flat; -1 after the last.
+        step: From the begin of a link's service to the arrival at the next link, flat.
+        busy: How long a link serves the message, flat.
+        rest: From the begin of a link's service to the end of the message, if no link is busy.
+        private: Whether only one rank sends to the first link.
+        names: The network's numbers of the links in use.
+        width: Links per message, plus 1.
+    """
+
+    send: IntArray
+    receive: IntArray
+    latency: IntArray
+    links: IntArray
+    step: IntArray
+    busy: IntArray
+    rest: IntArray
+    private: BoolArray
+    names: IntArray
+    width: int
+
+
+def plan(rows: Rows, network: Network, *, contended: bool = True) -> Plan:
+    """Match messages, and compute their routes and the costs of their links.
+
+    Raises:
+        InvalidArgumentError: A message has no receiver, or a receive no message.
+    """
+    send, into = (np.flatnonzero(rows.kind == kind) for kind in (SEND, RECV))
+    source, target, nbytes = rows.rank[send], rows.peer[send], rows.nbytes[send]
+    found = matched(source, target, rows.peer[into], rows.rank[into], network.size)
+    if found is None:
+        raise InvalidArgumentError(
+            f"simulate: {len(send)} messages are sent and {len(into)} received, between other "
+            "ranks or in another number"
+        )
+    receive = np.empty_like(send)
+    receive[found] = into
+    if not contended:
+        # Each message has a link of its own.
+        count = len(send)
+        latency, moving = network.alone(source, target, nbytes)
+        own = np.arange(count)
+        columns = (own, latency, moving, latency + moving)
+        flat = [_flat(column[:, None]) for column in columns]
+        return Plan._make((send, receive, latency, *flat, np.ones(count, bool), own, 2))
+    routes = network.routes(source, target)
+    latency, busy = network.costs(routes, nbytes)
+    later = latency[:, ::-1].cumsum(axis=1)[:, ::-1]
+    names, number = np.unique(routes, return_inverse=True)
+    absent = int(len(names) > 0 and names[0] < 0)
+    links = number.reshape(routes.shape) - absent
+    step = latency if network.cut_through else latency + busy
+    flat = [_flat(column) for column in (links, step, busy, later + busy)]
+    private = _private(links, source, len(names) - absent, network.size)
+    width = links.shape[1] + 1
+    return Plan._make((send, receive, later[:, 0], *flat, private, names[absent:], width))
+
+
+def _flat(column: IntArray) -> IntArray:
+    return np.pad(column, ((0, 0), (0, 1)), constant_values=-1).ravel()
+
+
+def _private(links: IntArray, source: IntArray, used: int, ranks: int) -> BoolArray:
+    """Return for which messages only their own rank sends to their first link."""
+    low, high = np.full(used, ranks), np.full(used, -1)
+    np.minimum.at(low, links[:, 0], source)
+    np.maximum.at(high, links[:, 0], source)
+    # Messages that come from another link do not arrive in the order of one rank.
+    later = links[:, 1:]
+    high[later[later >= 0]] = ranks
+    private: BoolArray = (low == high)[links[:, 0]]
+    return private
+
+
+class _Trace(NamedTuple):
+    """Times: per row its begin and the arrival of its message, per message the others."""
+
+    clock: list[int]
+    begin: list[int]
+    arrival: list[int]
+    sent: list[int]
+    end: list[int]
+    waited: list[int]
+
+
+def run(rows: Rows, network: Network, costs: Costs, *, contended: bool = True) -> Result:
+    """Execute the rows of all ranks.
+
+    Args:
+        rows: The rows, rank by rank.
+        network: The links.
+        costs: The work of ranks besides messages.
+        contended: Whether links serve in turn. Otherwise each message finds its links free.
+
+    Raises:
+        InvalidArgumentError: Messages do not match, or ranks wait for each other.
+
+    Cost: O(n h log n) for n messages over h links; 1 event per link that ranks share.
+    """
+    messages = plan(rows, network, contended=contended)
+    cost = costs.of(rows).tolist()
+    cores = None
+    if costs.cores:
+        cores = _Cores(network.size, network.period, costs.cores, costs.switch_ps)
+    trace = _execute(rows, messages, cost, [costs.start_ps] * network.size, cores)
+    busy = None
+    if contended:
+        links, times = messages.links, messages.busy
+        used = np.bincount(links[links >= 0], times[links >= 0], len(messages.names))
+        busy = np.zeros(network.links, np.int64)
+        busy[messages.names] = used.astype(np.int64)
+    finish = np.array(trace.clock, np.int64)
+    causes, path = _critical_path(rows, messages, trace, cost)
+    return Result(
+        finish, causes, path, len(path) - 1, len(messages.send),
+        int(rows.nbytes[messages.send].sum()), busy, True, "events", network,
+    )  # fmt: skip
+
+
+class _State:
+    """The plan and the trace of a run as lists of Python integers, and the links' state."""
+
+    def __init__(self, rows: Rows, messages: Plan, clock: list[int]) -> None:
+        columns = (messages.links, messages.step, messages.busy, messages.rest)
+        self.hops = list(zip(*(column.tolist() for column in columns), strict=True))
+        self.width, self.receive = messages.width, messages.receive.tolist()
+        self.target = rows.rank[messages.receive].tolist()
+        bounds = np.searchsorted(rows.rank, np.arange(len(clock) + 1)).tolist()
+        self.place, self.stop = bounds[:-1], bounds[1:]
+        count = len(self.receive)
+        self.trace = _Trace(
+            clock, [0] * len(rows.rank), [-1] * len(rows.rank), *([0] * count for _ in range(3))
+        )
+        self.free = [0] * len(messages.names)
+        self.heap: list[tuple[int, int, int]] = []
+        self.ready = deque(range(len(clock)))
+        self.order = 0
+
+    def server(self) -> Callable[[int, int, int], None]:
+        """Return the function by which a link serves message m that arrives at `time`."""
+        hops, free, heap, ready = self.hops, self.free, self.heap, self.ready
+        receive, target, place = self.receive, self.target, self.place
+        arrival, ends, waited = self.trace.arrival, self.trace.end, self.trace.waited
+
+        def serve(time: int, code: int, m: int) -> None:
+            link, step, busy, rest = hops[code]
+            begun = free[link]
+            if begun < time:
+                begun = time
+            else:
+                waited[m] += begun - time
+            free[link] = begun + busy
+            end = begun + rest
+            if end < ends[m]:
+                end = ends[m]
+            ends[m] = end
+            if hops[code + 1][0] >= 0:
+                heappush(heap, (begun + step, self.order, code + 1))
+                self.order += 1
+                return
+            row = receive[m]
+            arrival[row] = end
+            if place[target[m]] == row:
+                ready.append(target[m])
+
+        return serve
+
+
+class _Cores:
+    """The cores of each host; a rank takes the core that is free first, first come, first served.
+
+    Args:
+        ranks: Number of ranks.
+        per_host: Ranks per host.
+        cores: Cores per host.
+        switch_ps: Time that a core needs to go from one rank to another.
+    """
+
+    def __init__(self, ranks: int, per_host: int, cores: int, switch_ps: int) -> None:
+        self.per_host, self.switch_ps = per_host, switch_ps
+        # When each core becomes free, and the rank that had it last.
+        self.hosts = [[(0, -1)] * cores for _ in range(-(-ranks // per_host))]
+
+    def take(self, rank: int, time: int, cost: int) -> int:
+        """Work for `cost` from `time` on or later; return the end."""
+        host = self.hosts[rank // self.per_host]
+        free, before = host[0]
+        for candidate in host:
+            # A core that the rank had last needs no switch.
+            if candidate[1] == rank and candidate[0] <= max(time, free):
+                free, before = candidate
+        end = max(time, free) + cost + (self.switch_ps if before not in (-1, rank) else 0)
+        host[host.index((free, before))] = (end, rank)
+        host.sort()
+        return end
+
+
+def _execute(
+    rows: Rows, messages: Plan, cost: list[int], clock: list[int], cores: _Cores | None
+) -> _Trace:
+    """Advance all ranks; `clock` is the time at which each begins."""
+    state = _State(rows, messages, clock)
+    kind, private, width = rows.kind.tolist(), messages.private.tolist(), messages.width
+    number = np.full(len(kind), -1)
+    number[messages.send] = np.arange(len(messages.send))
+    message = number.tolist()
+    place, stop, ready, heap = state.place, state.stop, state.ready, state.heap
+    serve = state.server()
+    begin, arrival, sent = state.trace.begin, state.trace.arrival, state.trace.sent
+    now = 0
+    while True:
+        while ready:
+            rank = ready.popleft()
+            i, last, time = place[rank], stop[rank], clock[rank]
+            while i < last:
+                begin[i] = time
+                if kind[i] == RECV:
+                    there = arrival[i]
+                    if there < 0:
+                        break
+                    if there > time:
+                        time = there
+                if cores is None or not cost[i]:
+                    time += cost[i]
+                elif time > now:
+                    # Ranks take cores in the order of time.
+                    heappush(heap, (time, state.order, -1 - rank))
+                    state.order += 1
+                    time = begin[i]
+                    break
+                else:
+                    time = cores.take(rank, time, cost[i])
+                if (m := message[i]) >= 0:
+                    sent[m] = time
+                    if private[m]:
+                        serve(time, m * width, m)
+                    else:
+                        heappush(heap, (time, state.order, m * width))
+                        state.order += 1
+                i += 1
+            place[rank], clock[rank] = i, time
+        if not heap:
+            break
+        now, _, code = heappop(heap)
+        if code < 0:
+            ready.append(-1 - code)
+        else:
+            serve(now, code, code // width)
+    stuck = [rank for rank in range(len(clock)) if place[rank] < stop[rank]]
+    if stuck:
+        peer = int(rows.peer[place[stuck[0]]])
+        raise InvalidArgumentError(
+            f"simulate: {len(stuck)} ranks wait for each other; rank {stuck[0]} waits for a "
+            f"message from rank {peer}"
+        )
+    return state.trace
+
+
+def _critical_path(
+    rows: Rows, messages: Plan, trace: _Trace, cost: list[int]
+) -> tuple[dict[str, int], tuple[int, ...]]:
+    """Return the time of each cause, and the ranks, on the path to the last end."""
+    rank, ranks = int(np.argmax(trace.clock)), len(trace.clock)
+    received = np.full(len(rows.rank), -1)
+    received[messages.receive] = np.arange(len(messages.receive))
+    bounds = np.searchsorted(rows.rank, np.arange(ranks + 1)).tolist()
+    path, row = [rank], bounds[rank + 1] - 1
+    latency = moving = busy = ends = 0
+    while row >= bounds[rank]:
+        ends += cost[row]
+        m = int(received[row])
+        if m < 0 or trace.arrival[row] <= trace.begin[row]:
+            row -= 1
+            continue
+        latency += int(messages.latency[m])
+        busy += trace.waited[m]
+        moving += trace.end[m] - trace.sent[m] - int(messages.latency[m]) - trace.waited[m]
+        row = int(messages.send[m])
+        rank = int(rows.rank[row])
+        path.append(rank)
+    # The rest is the time before the first row.
+    ends = max(trace.clock) - latency - moving - busy
+    return dict(zip(CAUSES, (latency, moving, busy, ends), strict=True)), tuple(path[::-1])

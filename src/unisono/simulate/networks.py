@@ -1,0 +1,331 @@
+"""Networks of links: which links a message crosses, and what each link costs.
+
+A *wire* is the kind of a link: a latency and a bandwidth. A route is at most `hops` links. Links
+serve in turn: a message that arrives at a busy link waits until the link is free. Networks pass
+messages on in two ways. With *cut-through* the head goes on after the latency of a link while the
+rest follows. With *store and forward* a link passes on the whole message.
+
+All routes are computed for many messages at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.ir import BoolArray, IntArray
+
+_PS_PER_NS = 1000
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The kind of a link.
+
+    Attributes:
+        latency_ps: From the begin of a message at one end to its begin at the other end.
+        gbps: Bandwidth in bytes per nanosecond, that is, 1e9 bytes per second.
+        whole: Cut durations to whole nanoseconds, as ASTRA-sim does.
+    """
+
+    latency_ps: int = 0
+    gbps: float = float("inf")
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InvalidArgumentError: The latency is negative, or the bandwidth is not above 0.
+        """
+        if self.latency_ps < 0 or not self.gbps > 0:
+            raise InvalidArgumentError(
+                f"a link has a latency >= 0 and a bandwidth > 0, got {self.latency_ps} ps and "
+                f"{self.gbps} GB/s"
+            )
+
+    def busy_ps(self, nbytes: IntArray) -> IntArray:
+        """Return how long messages occupy the link."""
+        if len(nbytes) > 1 and (nbytes == nbytes[0]).all():
+            return np.full_like(nbytes, self.busy_ps(nbytes[:1])[0])
+        ns = nbytes / self.gbps
+        if self.whole:
+            return ns.astype(np.int64) * _PS_PER_NS
+        return np.rint(ns * _PS_PER_NS).astype(np.int64)
+
+
+class Group(NamedTuple):
+    """Links of one wire with consecutive numbers.
+
+    Attributes:
+        name: Text in which `{}` is the place in the group.
+        number: Number of links.
+        wire: Their wire.
+        own: Whether each link takes messages of one rank only, as their first link.
+    """
+
+    name: str
+    number: int
+    wire: Wire
+    own: bool = False
+
+
+class Network:
+    """Links between ranks 0..size-1, and the routes over them.
+
+    Attributes:
+        size: Number of ranks.
+        groups: The links, numbered group by group.
+        first: Number of the first link of each group.
+        cut_through: Whether the head of a message goes on before its tail has arrived.
+        period: The network looks the same from rank r and from r + period, modulo the size.
+        flips: Whether it looks the same, too, if a bit of all ranks is flipped that is not
+            below the period.
+    """
+
+    flips = True
+
+    def __init__(
+        self, size: int, groups: Sequence[Group], *, cut_through: bool = True, period: int = 1
+    ) -> None:
+        if size < 1:
+            raise InvalidArgumentError(f"a network has 1 rank or more, got {size}")
+        self.size = size
+        self.groups = tuple(groups)
+        *first, self.links = np.cumsum([0, *(group.number for group in groups)]).tolist()
+        self.first = tuple(first)
+        self.cut_through = cut_through
+        self.period = period
+
+    def routes(self, source: IntArray, target: IntArray) -> IntArray:
+        """Return the links of each message, int64 [messages, hops]; -1 after the last link."""
+        raise NotImplementedError
+
+    def kinds(self, links: IntArray) -> IntArray:
+        """Return the group of each link; -1 for no link."""
+        found = np.searchsorted(self.first, links, side="right") - 1
+        return np.where(links < 0, -1, found)
+
+    def costs(self, links: IntArray, nbytes: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the latency and the occupation of each link of each message, [messages, hops]."""
+        kinds = self.kinds(links)
+        latency, busy = np.zeros((2, *links.shape), np.int64)
+        for kind, group in enumerate(self.groups):
+            here = kinds == kind
+            if here.any():
+                latency[here] = group.wire.latency_ps
+                duration = group.wire.busy_ps(nbytes)
+                busy[here] = np.broadcast_to(duration[:, None], links.shape)[here]
+        return latency, busy
+
+    def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
+        """Return the latency of messages that find all links free, then the time for their bytes.
+
+        Cut-through: sum of latencies; the time on the slowest link. Otherwise: both are sums.
+        """
+        links = self.routes(source, target)
+        latency, busy = self.costs(links, nbytes)
+        total = latency.sum(axis=1)
+        return total, busy.max(axis=1) if self.cut_through else busy.sum(axis=1)
+
+    def link_name(self, link: int) -> str:
+        """Return what a link connects."""
+        kind = int(self.kinds(np.array([link]))[0])
+        return self.groups[kind].name.format(link - self.first[kind])
+
+
+class _Flat(Network):
+    """Each message crosses as many links as the network has groups, one of each."""
+
+    def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
+        """Return the latency and the time for the bytes of messages that find all links free."""
+        wire, hops = self.groups[0].wire, len(self.groups)
+        busy = wire.busy_ps(nbytes)
+        latency = np.full_like(busy, hops * wire.latency_ps)
+        return latency, busy if self.cut_through else hops * busy
+
+
+class FullyConnected(_Flat):
+    """A link from each rank to each other rank."""
+
+    def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
+        links = [Group("pair {}", size * size, wire, own=True)]
+        super().__init__(size, links, cut_through=cut_through)
+
+    def routes(self, source: IntArray, target: IntArray) -> IntArray:
+        """Return the link of each pair."""
+        return (source * self.size + target)[:, None]
+
+
+class Switch(_Flat):
+    """A link from each rank to one switch, and a link back."""
+
+    def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
+        links = [Group("rank {} out", size, wire, own=True), Group("rank {} in", size, wire)]
+        super().__init__(size, links, cut_through=cut_through)
+
+    def routes(self, source: IntArray, target: IntArray) -> IntArray:
+        """Return the link up and the link down."""
+        return np.stack([source, self.size + target], axis=1)
+
+
+class Torus(Network):
+    """A grid of `width` x `height` ranks; each row and each column is a ring both ways.
+
+    Rank y * width + x is at (x, y). A message goes along its row, then along its column, the
+    shorter way around. A ring is a torus of height 1.
+    """
+
+    flips = False
+
+    def __init__(self, width: int, height: int, wire: Wire, *, cut_through: bool = True) -> None:
+        size = width * height
+        ways = ("right", "left") if height == 1 else ("right", "left", "up", "down")
+        links = [Group(f"rank {{}} {way}", size, wire) for way in ways]
+        period = 1 if height == 1 else width
+        super().__init__(size, links, cut_through=cut_through, period=period)
+        self.width, self.height = width, height
+
+    def routes(self, source: IntArray, target: IntArray) -> IntArray:
+        """Return the links along the row, then those along the column."""
+        (y, x), (to_y, to_x) = divmod(source, self.width), divmod(target, self.width)
+        place, right = _shorter_way(x, to_x, self.width)
+        row = np.where(right, 0, self.size) + y[:, None] * self.width + place
+        links = np.where(place < 0, -1, row)
+        if self.height == 1:
+            return links
+        place, up = _shorter_way(y, to_y, self.height)
+        column = np.where(up, 2 * self.size, 3 * self.size) + place * self.width + to_x[:, None]
+        return np.concatenate([links, np.where(place < 0, -1, column)], axis=1)
+
+
+def _shorter_way(start: IntArray, end: IntArray, length: int) -> tuple[IntArray, BoolArray]:
+    """Return the places that messages leave on the shorter way around a ring, -1 after the last.
+
+    Also return whether the way goes up, [messages, 1]; if both ways are equally long, it does.
+    """
+    distance = (end - start) % length
+    up = 2 * distance <= length
+    steps = np.where(up, distance, length - distance)[:, None]
+    hop = np.arange(max(int(steps.max(initial=0)), 1))
+    place = (start[:, None] + np.where(up, 1, -1)[:, None] * hop) % length
+    return np.where(hop < steps, place, -1), up[:, None]
+
+
+class Hosts(Network):
+    """Hosts of several ranks: shared memory inside, network interfaces between them.
+
+    Each rank has a port to the memory of its host. The ranks of a host share its interfaces in
+    turn. Hosts may stand in pods. All hosts of a pod share its links. In a fat tree a pod has one
+    link up and one link down, in a dragonfly a link to each other pod. Without
+    oversubscription these links carry all that the interfaces of the pod can send.
+
+    Args:
+        size: Number of ranks.
+        per_host: Ranks per host, numbered host by host.
+        inside: The port of a rank.
+        between: A network interface; its latency is that between hosts.
+        interfaces: Network interfaces per host.
+        pods: How the pods are linked; None if there is one switch.
+        cut_through: As for `Network`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        per_host: int,
+        inside: Wire,
+        between: Wire,
+        *,
+        interfaces: int = 1,
+        pods: Pods | None = None,
+        cut_through: bool = True,
+    ) -> None:
+        if interfaces < 1 or per_host < 1 or size % per_host:
+            raise InvalidArgumentError(
+                f"{size} ranks on hosts of {per_host} with {interfaces} interfaces: expected whole "
+                "hosts, with 1 interface or more"
+            )
+        hosts = size // per_host
+        into = Wire(0, between.gbps, between.whole)
+        links = [
+            Group("rank {} to memory", size, inside, own=True),
+            Group("rank {} from memory", size, Wire(0, inside.gbps, inside.whole)),
+            Group("interface {} out", hosts * interfaces, between),
+            Group("interface {} in", hosts * interfaces, into),
+        ]
+        if pods is not None:
+            links += pods.links(hosts, interfaces, between)
+        period = per_host * pods.hosts if pods is not None else per_host
+        super().__init__(size, links, cut_through=cut_through, period=period)
+        self.per_host, self.interfaces, self.pods = per_host, interfaces, pods
+
+    def routes(self, source: IntArray, target: IntArray) -> IntArray:
+        """Return the ports of two ranks of a host, or the interfaces of two hosts."""
+        host, to_host = source // self.per_host, target // self.per_host
+        away = host != to_host
+        card, to_card = (r % self.per_host % self.interfaces for r in (source, target))
+        leave = self.first[2] + host * self.interfaces + card
+        enter = self.first[3] + to_host * self.interfaces + to_card
+        links = [np.where(away, leave, source), np.where(away, enter, self.size + target)]
+        if self.pods is not None:
+            number = -(-self.size // self.per_host // self.pods.hosts)
+            pod, to_pod = host // self.pods.hosts, to_host // self.pods.hosts
+            if self.pods.dragonfly:
+                crossed = [self.first[4] + pod * number + to_pod]
+            else:
+                crossed = [self.first[4] + pod, self.first[5] + to_pod]
+            links[1:1] = [np.where(pod != to_pod, link, _SKIP) for link in crossed]
+        return _packed(np.stack(links, axis=1))
+
+
+@dataclass(frozen=True)
+class Pods:
+    """Groups of hosts with links between them.
+
+    Attributes:
+        hosts: Hosts per pod; the last pod may have fewer.
+        oversubscription: Bandwidth of the interfaces of a pod, divided by that of its links.
+        latency_ps: From one pod to another, in addition.
+        dragonfly: Whether each pair of pods has a link of its own.
+    """
+
+    hosts: int
+    oversubscription: float = 1.0
+    latency_ps: int = 0
+    dragonfly: bool = False
+
+    def links(self, hosts: int, interfaces: int, between: Wire) -> list[Group]:
+        """Return the links between the pods.
+
+        Raises:
+            InvalidArgumentError: A pod has no host, or the oversubscription is not above 0.
+        """
+        if self.hosts < 1 or not self.oversubscription > 0:
+            raise InvalidArgumentError(
+                f"pods of {self.hosts} hosts, oversubscription {self.oversubscription:g}: expected "
+                "1 host or more, and an oversubscription > 0"
+            )
+        pods = -(-hosts // self.hosts)
+        gbps = between.gbps * self.hosts * interfaces / self.oversubscription
+        if self.dragonfly:
+            wire = Wire(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
+            return [Group("pair of pods {}", pods * pods, wire)]
+        wire = Wire(self.latency_ps, gbps, between.whole)
+        down = Wire(0, gbps, between.whole)
+        return [Group("pod {} up", pods, wire), Group("pod {} down", pods, down)]
+
+
+_SKIP = -2
+
+
+def _packed(links: IntArray) -> IntArray:
+    """Return routes without the links to skip."""
+    if not (links == _SKIP).any():
+        return links
+    order = np.argsort(links == _SKIP, axis=1, kind="stable")
+    return np.maximum(np.take_along_axis(links, order, axis=1), -1)

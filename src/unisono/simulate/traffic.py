@@ -1,0 +1,152 @@
+"""One reading of a schedule for all evaluators: messages and local work, stage by stage, in bytes.
+
+A row is one of three things that a rank does: it sends a message, receives a message, or works on
+its own data. Rows come for any subset of ranks, from `Schedule.steps`. The programs of all ranks
+are never lowered, because 24,576 of them would not fit in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules.ir import (
+    VECTOR_COLLECTIVES,
+    BoolArray,
+    Buf,
+    IntArray,
+    Op,
+    Schedule,
+)
+from unisono.schedules.layout import buffer_bounds, layout_for
+
+SEND, RECV, WORK = 0, 1, 2
+
+# Per `Op`: the kind of its row.
+_KIND = np.array([SEND, RECV, RECV, WORK, WORK, SEND, RECV, RECV])
+_REDUCES = np.array([op in (Op.RECV_REDUCE, Op.REDUCE, Op.READ_REDUCE) for op in Op])
+
+
+class Rows(NamedTuple):
+    """Rows of some ranks; the rows of one rank are in the order of execution.
+
+    Attributes:
+        rank: int64 [n].
+        kind: SEND, RECV or WORK [n].
+        peer: The other rank of a message [n]; -1 for WORK.
+        nbytes: Bytes that the row moves [n].
+        reduces: Whether the rank reduces these bytes [n], if it does not store them.
+        stage: The row's stage [n].
+    """
+
+    rank: IntArray
+    kind: IntArray
+    peer: IntArray
+    nbytes: IntArray
+    reduces: BoolArray
+    stage: IntArray
+
+    def take(self, index: IntArray | BoolArray | slice) -> Rows:
+        """Return the rows at some indices."""
+        return Rows._make(column[index] for column in self)
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """The rows of a schedule for data of one size.
+
+    A post to all ranks is p-1 messages. Rows without bytes are left out, as `lower` does, except
+    in a barrier.
+
+    Attributes:
+        schedule: The algorithm.
+        nbytes: Size of the whole data: the vector, or all p blocks.
+        itemsize: Bytes per element; chunks are whole elements.
+        padded: Give each chunk the size of the largest chunk, one element at least. NCCL sends
+            all messages of its ring, whatever the size of the data is.
+        work: Whether local copies and reductions have rows.
+        message_bytes: Bytes of each message of a barrier.
+    """
+
+    schedule: Schedule
+    nbytes: int
+    itemsize: int = 1
+    padded: bool = False
+    work: bool = True
+    message_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Compute the bounds of all chunks in bytes.
+
+        Raises:
+            InvalidArgumentError: A size is negative, or no multiple of the elements.
+        """
+        schedule = self.schedule
+        if self.nbytes < 0 or self.itemsize < 1:
+            raise InvalidArgumentError(
+                f"simulate {schedule.collective}: {self.nbytes} bytes of elements of "
+                f"{self.itemsize} bytes, expected 0 or more of 1 or more"
+            )
+        count = self.nbytes // self.itemsize
+        if self.padded:
+            count = max(1, -(-count // schedule.work_chunks)) * schedule.work_chunks
+        if schedule.collective not in VECTOR_COLLECTIVES:
+            count //= schedule.world_size
+        bounds = buffer_bounds(schedule, 0, layout_for(schedule, count))
+        *bases, _ = np.cumsum([0, *(len(bounds[buf]) for buf in Buf)])
+        ends = np.concatenate([bounds[buf] for buf in Buf]) * self.itemsize
+        object.__setattr__(self, "_bases", np.array(bases))
+        object.__setattr__(self, "_ends", ends)
+
+    _bases: IntArray = None  # type: ignore[assignment]
+    _ends: IntArray = None  # type: ignore[assignment]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self.schedule.stages
+
+    def rows(self, first: int, ranks: Sequence[IntArray]) -> Rows:
+        """Return the rows of the stages from `first` on: of `ranks[i]` in stage `first` + i."""
+        blocks = [self.schedule.steps(k, chosen) for k, chosen in enumerate(ranks, first)]
+        steps = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        stage = np.repeat(np.arange(first, first + len(ranks)), [len(block) for block in blocks])
+        return self._read(np.ascontiguousarray(steps.T), stage)
+
+    def _read(self, steps: IntArray, stage: IntArray) -> Rows:
+        """Return the columns of `Schedule.steps` as messages and work in bytes."""
+        rank, op, peer, src_buf, src, dst_buf, dst, count = steps
+        kind = _KIND[op]
+        named = kind != RECV
+        first = self._bases[np.where(named, src_buf, dst_buf)] + np.where(named, src, dst)
+        nbytes = self._ends[first + count] - self._ends[first]
+        barrier = self.schedule.collective == "barrier"
+        if barrier:
+            nbytes = np.full_like(nbytes, self.message_bytes)
+        rows = Rows(rank, kind, peer, nbytes, _REDUCES[op], stage)
+        keep = (nbytes > 0) | barrier
+        if not self.work:
+            keep &= kind != WORK
+        if not keep.all():
+            rows = rows.take(keep)
+        to_all = (rows.kind == SEND) & (rows.peer < 0)
+        return self._spread(rows, to_all) if to_all.any() else rows
+
+    def _spread(self, rows: Rows, to_all: BoolArray) -> Rows:
+        """Return the rows with each post to all ranks as p-1 messages, to the next rank first."""
+        p = self.schedule.world_size
+        times = np.where(to_all, p - 1, 1)
+        index = np.repeat(np.arange(len(times)), times)
+        spread = rows.take(index)
+        turn = np.arange(len(index)) - np.repeat(np.cumsum(times) - times, times)
+        peer = np.where(to_all[index], (spread.rank + 1 + turn) % p, spread.peer)
+        return spread._replace(peer=peer)
+
+    def all_rows(self) -> Rows:
+        """Return the rows of all stages and ranks, rank by rank; for small worlds."""
+        rows = self.rows(0, [np.arange(self.schedule.world_size)] * self.stages)
+        return rows.take(np.argsort(rows.rank, kind="stable"))

@@ -1,0 +1,82 @@
+"""The connections that a rank is making, by peer and channel. Belongs to the I/O thread."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.handshake import Dial
+from unisono.transports.tcp.io_loop import Loop
+from unisono.transports.tcp.wire import Hello
+
+# The channel of the link in a hello; wires have the channels from 1 on.
+LINK = 0
+
+
+class Dials:
+    """The dials under way, and the failed dials of links.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        find: Returns the `address` that another rank published.
+        loop: Of the I/O thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, find: Callable[[int], str], loop: Loop) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._find = find
+        self._loop = loop
+        self._open: dict[tuple[int, int], Dial] = {}
+        self._failed: dict[int, Dial] = {}
+
+    def make(
+        self, peer: int, channel: int, done: Callable[[socket.socket | None, str], None]
+    ) -> Dial:
+        """Return a dial to a rank, to be started. It stays in the table until `remove`.
+
+        Raises:
+            ValueError: The rank's address is of no use.
+        """
+        address = TCPAddress.unpack(self._find(peer))
+        hello = Hello(self._world_size, self._rank, peer, channel, address.token)
+        dial = self._open[peer, channel] = Dial(self._loop, hello, address, done)
+        return dial
+
+    def find(self, peer: int, channel: int) -> Dial | None:
+        """Return the dial under way, or None."""
+        return self._open.get((peer, channel))
+
+    def remove(self, peer: int, channel: int, *, failed: bool = False) -> None:
+        """Remove a dial that has ended; keep its reasons if it failed."""
+        dial = self._open.pop((peer, channel), None)
+        if failed and dial is not None:
+            self._failed[peer] = dial
+
+    def cancel(self, peer: int) -> None:
+        """Stop all dials to a rank."""
+        for key in [key for key in self._open if key[0] == peer]:
+            self._open.pop(key).cancel()
+
+    def cancel_all(self) -> None:
+        """Stop all dials."""
+        for dial in self._open.values():
+            dial.cancel()
+
+    def close_spares(self) -> None:
+        """Close the parked connections."""
+        for dial in self._open.values():
+            dial.close_spare()
+
+    def are_unanswered(self) -> bool:
+        """Whether a rank may have accepted a link without an answer so far."""
+        return any(dial.said_hello for (_, channel), dial in self._open.items() if channel == LINK)
+
+    def unreached(self) -> dict[int, list[str]]:
+        """Return the addresses that could not be reached; may be called from any thread."""
+        # Copies, because the I/O thread changes them. A rank with a link has been reached.
+        dials = self._failed.copy()
+        dials |= {peer: dial for (peer, channel), dial in self._open.copy().items() if not channel}
+        return {peer: rows for peer, dial in dials.items() if (rows := dial.unreached())}

@@ -1,0 +1,189 @@
+"""Stages and followed ranks against the events, for all algorithms."""
+
+import random
+
+import numpy as np
+import pytest
+
+from unisono.errors import InvalidArgumentError
+from unisono.schedules import build
+from unisono.schedules.ir import COLLECTIVES, ROOTED
+from unisono.schedules.registry import available, entry
+from unisono.simulate import (
+    Costs,
+    Hosts,
+    Pods,
+    Switch,
+    Torus,
+    Traffic,
+    Wire,
+    images,
+    simulate,
+    stages,
+)
+from unisono.simulate.networks import Network
+
+SIZES = range(2, 17)
+
+
+def drawn(collective, algorithm, size, seed):
+    """Return a schedule, a number of bytes, and ranks per host."""
+    rng = random.Random(f"{collective} {algorithm} {size} {seed}")
+    local = rng.choice([n for n in range(2, size) if size % n == 0] or [1])
+    if not entry(collective, algorithm).serves(size, local):
+        return None
+    root = rng.randrange(size) if collective in ROOTED else -1
+    pipeline = rng.randint(1, 3) if entry(collective, algorithm).pipelined else 1
+    schedule = build(collective, algorithm, size, root, pipeline, local)
+    return schedule, rng.choice([rng.randint(1, 40), rng.randint(1, 100_000)]), local
+
+
+def cases(seed, sizes=SIZES):
+    for collective in COLLECTIVES:
+        for size in sizes:
+            for algorithm in available(collective, size, local=2 if size > 3 else 1):
+                found = drawn(collective, algorithm, size, seed)
+                if found:
+                    yield found
+
+
+COSTS = Costs(310, 170, 40, Wire(gbps=7.3), Wire(gbps=3.1), agreement_bytes=8)
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("seed", range(4))
+def test_stages_equal_the_events_where_links_are_not_shared(seed):
+    for schedule, nbytes, local in cases(seed):
+        size = schedule.world_size
+        network = Hosts(size, local, Wire(600, 100), Wire(2200, 12.5))
+        expected, found = (
+            simulate(schedule, nbytes, network, COSTS, contended=False, method=method)
+            for method in ("events", "stages")
+        )
+        assert found.finish_ps.tolist() == expected.finish_ps.tolist(), (schedule, nbytes, local)
+        assert found.causes_ps == expected.causes_ps
+        assert sum(found.causes_ps.values()) == found.last_ps
+        assert (found.messages, found.nbytes) == (expected.messages, expected.nbytes)
+        assert found.hops == expected.hops
+        assert found.exact
+
+
+@pytest.mark.parametrize(
+    "network_of",
+    [
+        lambda size, local: Switch(size, Wire(600, 10.0)),
+        lambda size, local: Hosts(size, local, Wire(600, 100.0), Wire(2200, 12.5)),
+        lambda size, local: Torus(size, 1, Wire(100, 10.0), cut_through=False),
+        lambda size, local: Hosts(
+            size, local, Wire(600, 100.0), Wire(2200, 12.5), pods=Pods(2, 2.0, 90)
+        ),
+    ],
+    ids=["switch", "hosts", "ring", "pods"],
+)
+def test_stages_know_when_they_are_exact(network_of):
+    exact = 0
+    for schedule, nbytes, local in cases(0, (2, 4, 6, 9)):
+        network = network_of(schedule.world_size, local)
+        expected, found = (
+            simulate(schedule, nbytes, network, COSTS, method=method)
+            for method in ("events", "stages")
+        )
+        assert found.link_busy_ps.tolist() == expected.link_busy_ps.tolist()
+        assert sum(found.causes_ps.values()) == found.last_ps
+        if found.exact:
+            exact += 1
+            assert found.finish_ps.tolist() == expected.finish_ps.tolist(), (schedule, nbytes)
+    assert exact > 60
+
+
+@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "pods"])
+def test_a_few_ranks_stand_for_all(kind):
+    followed = set()
+    for schedule, nbytes, local in cases(1, (4, 6, 8, 12)):
+        size = schedule.world_size
+        traffic = Traffic(schedule, nbytes * size * 3)
+        network = Hosts(
+            size,
+            local,
+            Wire(600, 100),
+            Wire(2200, 12.5),
+            pods=Pods(2, latency_ps=900) if kind == "pods" else None,
+        )
+        if kind in ("ring", "torus"):
+            network = (
+                Torus(size // 2, 2, Wire(700, 10))
+                if kind == "torus"
+                else Torus(size, 1, Wire(700, 10))
+            )
+        found = images.find_images([traffic], network)
+        if found is None:
+            continue
+        result = images.run([traffic], network, COSTS, found)
+        assert result is not None
+        expected = stages.run([traffic], network, COSTS, contended=False)
+        followed.add((schedule.algorithm, found.flips))
+        assert result.finish_ps.tolist() == expected.finish_ps.tolist()
+        assert sum(result.causes_ps.values()) == result.last_ps
+        assert (result.messages, result.nbytes) == (expected.messages, expected.nbytes)
+    assert {("ring", False), ("linear", False)} <= followed
+    if kind == "hosts":
+        assert {("pairwise", True), ("two_level", False)} <= followed
+
+
+def test_a_schedule_with_a_root_has_no_images():
+    traffic = Traffic(build("broadcast", "binomial", 64, 0), 640)
+    assert images.find_images([traffic], Switch(64, Wire())) is None
+
+
+def test_a_claim_that_fails_in_a_later_stage_is_given_up():
+    """The sampled stages of this schedule look the same from all ranks, another one does not."""
+    whole = build("all_reduce", "ring", 512)
+    stage = next(k for k in range(whole.rounds) if k not in images._sample(whole.rounds))
+
+    def exchange(k, ranks):
+        for rows in whole.exchange(k, ranks):
+            yield rows[rows[:, 0] < 0] if k == stage else rows
+
+    broken = build("all_reduce", "ring", 512)
+    broken = type(broken)("all_reduce", "broken", 512, whole.rounds, exchange, output_chunks=512)
+    traffic = Traffic(broken, 512 * 4)
+    network = Switch(512, Wire(100, 1.0))
+    found = images.find_images([traffic], network)
+    assert found is not None
+    # Without rows in one stage all ranks still look the same.
+    assert images.run([traffic], network, Costs(), found) is not None
+
+    def partly(k, ranks):
+        for rows in whole.exchange(k, ranks):
+            yield rows[rows[:, 0] < 256] if k == stage else rows
+
+    broken = type(broken)("all_reduce", "broken", 512, whole.rounds, partly, output_chunks=512)
+    results = [
+        images.run([Traffic(broken, 512 * 4)], network, Costs(), found._replace(followed=followed))
+        for followed in (1, 256)
+    ]
+    assert None in results
+
+
+def test_the_largest_schedules_are_refused_before_they_take_the_memory():
+    schedule = build("all_reduce", "rank_order", 2048)
+    with pytest.raises(InvalidArgumentError, match=r"a stage takes about .* rows"):
+        simulate(schedule, 2048 * 4, Switch(2048, Wire(1)), contended=False)
+    with pytest.raises(InvalidArgumentError, match="the network has 8 ranks, expected 4"):
+        simulate(build("barrier", "linear", 4), 0, Switch(8, Wire()))
+    with pytest.raises(InvalidArgumentError, match="method must be"):
+        simulate(build("barrier", "linear", 4), 0, Switch(4, Wire()), method="fast")
+
+
+def test_a_network_computes_the_same_for_messages_alone_and_on_links():
+    for network in (Switch(6, Wire(7, 3.0)), Hosts(6, 2, Wire(5, 9.0), Wire(11, 2.0))):
+        source, target = np.divmod(np.arange(36), 6)
+        keep = source != target
+        source, target = source[keep], target[keep]
+        nbytes = np.arange(1, 1 + len(source))
+        for ours, expected in zip(
+            network.alone(source, target, nbytes),
+            Network.alone(network, source, target, nbytes),
+            strict=True,
+        ):
+            assert ours.tolist() == expected.tolist()
