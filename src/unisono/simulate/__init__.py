@@ -19,7 +19,7 @@ from unisono.simulate.result import Result
 from unisono.simulate.traffic import Traffic
 
 __all__ = [
-    "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult", "Machine", "Network",
-    "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal", "machine",
+    "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult", "Machine",
+    "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal", "machine",
     "program_of", "simulate", "to_goal",
 ]  # fmt: skip
