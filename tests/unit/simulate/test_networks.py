@@ -14,6 +14,7 @@ from unisono.simulate import (
     Switch,
     Torus,
     Traffic,
+    machine,
     simulate,
 )
 from unisono.simulate.links import run
@@ -191,8 +192,8 @@ def test_routes_of_hosts_with_two_interfaces_and_pods():
     [
         (lambda: LinkSpec(-1), "a latency >= 0"),
         (lambda: LinkSpec(0, 0.0), "a bandwidth > 0"),
-        (lambda: Switch(0, LinkSpec()), "1 rank or more, got 0"),
-        (lambda: Hosts(10, 4, LinkSpec(), LinkSpec()), "10 ranks on hosts of 4"),
+        (lambda: Switch(0, LinkSpec()), "a network has 1 rank or more, got"),
+        (lambda: Hosts(10, 4, LinkSpec(), LinkSpec()), "ranks on hosts of"),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(0)), "pods of 0 hosts"),
         (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(2, 0.0)), "oversubscription > 0"),
     ],
@@ -204,7 +205,7 @@ def test_impossible_networks_are_refused(make, expected):
 
 def test_messages_without_a_receiver_are_refused():
     rows = messages([(0, 1)], 8)
-    with pytest.raises(InvalidArgumentError, match="1 messages are sent and 0 received"):
+    with pytest.raises(InvalidArgumentError, match="messages are sent and"):
         run(rows.take(rows.kind == SEND), Switch(2, LinkSpec()), Costs())
 
 
@@ -253,3 +254,15 @@ def test_padded_chunks_have_the_size_of_the_largest():
     plain, padded = Traffic(schedule, 8, 4), Traffic(schedule, 8, 4, padded=True)
     assert len(plain.all_rows().rank) < len(padded.all_rows().rank) == 2 * 8 * 14
     assert set(padded.all_rows().nbytes.tolist()) == {4}
+
+
+def test_sizes_must_not_be_negative():
+    with pytest.raises(InvalidArgumentError, match="expected 0 or more of 1 or more"):
+        Traffic(build("all_reduce", "ring", 4), -1)
+
+
+def test_rows_of_a_torus_must_be_full():
+    with pytest.raises(InvalidArgumentError, match="ranks do not fill rows of"):
+        machine("mine", 'topology = "torus"\nwidth = 3').network("ring", 8)
+    network = machine("mine", 'topology = "torus"\nwidth = 4\nlatency_us = 2').network("ring", 8)
+    assert (network.width, network.height, network.groups[0].spec.latency_ps) == (4, 2, 2 * US)
