@@ -61,7 +61,6 @@ def calls(nbytes: int, group: Any) -> dict[str, Callable[[], object]]:
             x, whole, dist.ReduceOp.MAX, group
         ),
         "broadcast": lambda: dist.broadcast(x, 0, group),
-        "barrier": lambda: dist.barrier(group),
     }
 
 

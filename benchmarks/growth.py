@@ -5,7 +5,7 @@
 The libraries take turns. A column in seconds ends when the last rank is ready, and begins at the
 end of the column before. `init` begins with the start of the processes, before imports. Memory is
 a rank's share (PSS) after all calls, the mean over ranks. Descriptors are the most of a rank.
-MPI needs mpi4py and mpiexec; with `--mpi PYTHON` they may be in an environment of its own.
+mpiexec starts all ranks. With `--mpi PYTHON` it and mpi4py may be in an environment of their own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -29,7 +30,7 @@ import numpy as np
 COLUMNS = ("init", "barrier", "all_reduce", "ten more")
 COUNT = 1000
 LATER = 10
-WORLD = ("RANK", "WORLD_SIZE", "STORE_PORT")
+WORLD = ("PMI_RANK", "PMI_SIZE", PORT := "STORE_PORT")
 
 # (barrier, all_reduce in place, rank, world size)
 Calls = tuple[Callable[[], object], Callable[[Any], object], int, int]
@@ -63,6 +64,9 @@ def mpi() -> Calls:
 
 def be_rank(library: str, folder: str) -> None:
     """Be one rank: join, call, and write the times of this rank into the folder."""
+    # mpiexec needs more descriptors than a rank, and leaves some of them open in each rank.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    before = len(os.listdir("/proc/self/fd"))
     join = {"unisono": unisono, "gloo": gloo, "mpi": mpi}[library]
     barrier, all_reduce, rank, size = join()
     times = [time.monotonic()]
@@ -75,7 +79,7 @@ def be_rank(library: str, folder: str) -> None:
     for _ in range(LATER):
         all_reduce(x)
     times.append(time.monotonic())
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = len(os.listdir("/proc/self/fd")) - before
     share = next(
         int(line.split()[1])
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -90,18 +94,11 @@ def start(library: str, size: int, mpi_python: str) -> tuple[list[float], int, f
     dist: Any = importlib.import_module("unisono")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder, contextlib.closing(store):
-        mine = [str(Path(__file__)), "--be", library, folder]
+        python = mpi_python if library == "mpi" else sys.executable
+        mpiexec = str(Path(mpi_python).with_name("mpiexec"))
+        line = [mpiexec, "-n", str(size), python, str(Path(__file__)), "--be", library, folder]
         begin = time.monotonic()
-        if library == "mpi":
-            mpiexec = Path(mpi_python).with_name("mpiexec")
-            starts = [([str(mpiexec), "-n", str(size), mpi_python, *mine], {})]
-        else:
-            worlds = [map(str, (rank, size, store.port)) for rank in range(size)]
-            starts = [([sys.executable, *mine], dict(zip(WORLD, w, strict=True))) for w in worlds]
-        processes = [subprocess.Popen(line, env=os.environ | more) for line, more in starts]
-        for process in processes:
-            if process.wait() != 0:
-                raise SystemExit(f"{library} with {size} ranks failed: {process.returncode}")
+        subprocess.run(line, env=os.environ | {PORT: str(store.port)}, check=True)
         answers = [json.loads(file.read_text()) for file in Path(folder).glob("*.json")]
     assert len(answers) == size, f"{len(answers)} of {size} ranks answered"
     ends = [begin, *np.max([times for times, _, _ in answers], axis=0)]
