@@ -8,7 +8,8 @@ from __future__ import annotations
 from fractions import Fraction
 from pathlib import Path
 
-from unisono.schedules import available, build, cost
+from unisono.schedules import available, build
+from unisono.schedules.cost import cost
 from unisono.schedules.ir import COLLECTIVES, ROOTED
 from unisono.schedules.registry import ALGORITHMS
 

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unisono.schedules import build, cost
+from unisono.schedules import build
+from unisono.schedules.cost import cost
 from unisono.schedules.ir import ROOTED, Op
 
 FOLDER = Path("docs/pictures")

@@ -79,7 +79,7 @@ constexpr const char* kBuild = "gcc " __VERSION__;
 
 // Processes with different layouts of shared memory must not meet. Increase this with each change
 // of a layout in shared/layout.hpp or messages/ring.hpp.
-constexpr int kAbi = 8;
+constexpr int kAbi = 9;
 
 const unsigned char* nonce_of(const nb::bytes& nonce) {
   if (nonce.size() != sizeof(unisono::Header::nonce)) throw nb::value_error("nonce: 16 bytes");

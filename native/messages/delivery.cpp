@@ -113,7 +113,7 @@ void Delivery::accept(const Lock& lock, int source, const Envelope& envelope, co
   }
 }
 
-bool Delivery::open(const Lock& lock, int source, const Envelope& envelope, bool is_on_loan) {
+bool Delivery::open(const Lock& lock, int source, const Envelope& envelope) {
   Incoming& from = incoming(source);
   Operation* op = matching_.take_posted(source, envelope);
   if (op != nullptr) {
@@ -125,7 +125,7 @@ bool Delivery::open(const Lock& lock, int source, const Envelope& envelope, bool
     }
   } else if (!ends_.is_unwanted(lock, envelope)) {
     end_probes(lock, source, envelope);
-    if (may_keep(lock, source, envelope, is_on_loan) || matching_.has_receive_from(source)) {
+    if (may_keep(lock, source, envelope) || matching_.has_receive_from(source)) {
       from.kept = matching_.keep(source, envelope);
     }
     if (from.kept == nullptr) return false;
@@ -137,14 +137,11 @@ bool Delivery::open(const Lock& lock, int source, const Envelope& envelope, bool
 }
 
 // Whether to keep a message without a receive, so that the messages behind it can be received.
-bool Delivery::may_keep(const Lock& lock, int source, const Envelope& envelope,
-                        bool is_on_loan) const {
+bool Delivery::may_keep(const Lock& lock, int source, const Envelope& envelope) const {
   if (!matching_.has_room(envelope.nbytes)) return false;
-  if (keeps.all || ends_.parting(lock, source) != Code::ok) return true;
+  if (keeps_all || ends_.parting(lock, source) != Code::ok) return true;
   // A program posts the receive soon, and a second copy costs more than the wait of the sender.
-  if (is_of_program(envelope.tag) && envelope.nbytes > kEagerBytes) return false;
-  // The same holds for a loan that has just come, as long as this rank is awake.
-  return !is_on_loan || keeps.loans || !keeps.is_awake;
+  return !is_of_program(envelope.tag) || envelope.nbytes <= kEagerBytes;
 }
 
 // End the probes that wait for a message that no receive takes.

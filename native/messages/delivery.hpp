@@ -53,7 +53,7 @@ class Delivery {
   // Accept a whole message that did not come through a ring or wire.
   void accept(const Lock& lock, int source, const Envelope& envelope, const char* data);
   // Find the destination of the next frame of a rank. False: there is none now.
-  bool open(const Lock& lock, int source, const Envelope& envelope, bool is_on_loan);
+  bool open(const Lock& lock, int source, const Envelope& envelope);
   // Record that `nbytes` more bytes of the frame have come. The last bytes end it and its receive.
   void advance(const Lock& lock, int source, size_t at, size_t nbytes);
   // The sender has aborted the frame: there is no such message.
@@ -65,15 +65,11 @@ class Delivery {
 
   Incoming& incoming(int source) { return incoming_[static_cast<size_t>(source)]; }
 
-  // Whether messages without a receive are kept; see may_keep().
-  struct Keeps {
-    bool all = false;       // after a long wait
-    bool loans = false;     // before a sleep
-    bool is_awake = false;  // a thread waits
-  } keeps;
+  // After a long wait: keep all messages without a receive; see may_keep().
+  bool keeps_all = false;
 
  private:
-  bool may_keep(const Lock& lock, int source, const Envelope& envelope, bool is_on_loan) const;
+  bool may_keep(const Lock& lock, int source, const Envelope& envelope) const;
   void end_probes(const Lock& lock, int source, const Envelope& envelope);
   void take_arrival(const Lock& lock, Operation& op, std::list<Arrival>::iterator arrival);
 

@@ -74,7 +74,6 @@ struct Operation {
   size_t moved = 0;       // of a send: bytes of the payload that were written or passed to a wire
   bool started = false;   // part of its frame was written or read
   bool in_parts = false;  // of a send: its payload goes over several wires
-  bool on_loan = false;   // of a send: the receiver may be reading the memory
   uint64_t order = 0;     // of a receive: its number in the order of posting
   bool more = false;      // of a send: the next send to the same rank follows at once
   std::unique_ptr<char[]> copy;    // of a cancelled send: its payload, to complete the frame

@@ -11,8 +11,8 @@
 // - Waiting: which thread makes progress, spins or sleeps.
 //
 // A waiting rank receives all messages that arrive, so that two ranks that both send first reach
-// their receives. Loans, and large messages of programs, are received only shortly before the rank
-// sleeps, or after a long wait. By then their receives are mostly posted. Messages without a
+// their receives. Large messages of programs are received only after a long wait. By then their
+// receives are mostly posted. Messages without a
 // receive are kept up to a limit; beyond it they stay in the ring or wire, and their sender waits.
 //
 // Python makes the wires: the first when a message needs it, further wires for the first large
@@ -56,8 +56,6 @@ class Messages {
   void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) {
     waiting_.callbacks.stuck = std::move(stuck);
   }
-  // For tests: lend large payloads also outside huge pages.
-  void ignore_pages() { parts_.ignores_pages = true; }
   // Set a function that is called when a wire to a rank is needed or has ended. The lock is not
   // held.
   void set_wire(std::function<void(int, int channel, bool ended)> wire) {

@@ -8,7 +8,6 @@
 #include "messages/ends.hpp"
 #include "messages/operations.hpp"
 #include "messages/ring.hpp"
-#include "shared/remote_read.hpp"
 
 namespace unisono {
 
@@ -47,8 +46,6 @@ struct Parts {
   Delivery delivery;
   std::atomic<int> queued_sends{0};    // in the queues of all peers
   std::vector<WireEvent> wire_events;  // arguments for later calls of Callbacks::wire
-  HugePages huge_pages;
-  bool ignores_pages = false;
 };
 
 }  // namespace unisono

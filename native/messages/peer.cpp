@@ -71,7 +71,6 @@ bool Peer::push(const Lock& lock) {
 }
 
 void Peer::cancel(const Lock& lock, Operation& op, Code code) {
-  if (op.on_loan && !rings.revoke_loan(lock, op)) code = Code::ok;
   const auto place = std::find(sends_.begin(), sends_.end(), &op);
   const bool must_go_on = op.started && parts_.ends.down(lock, peer_) == Code::ok;
   // A send that has not begun is not in the queue.

@@ -40,7 +40,7 @@ class Peer {
 
   const int peer_;
   Parts& parts_;
-  std::list<Operation*> sends_;  // in order: not sent yet, or on loan
+  std::list<Operation*> sends_;  // in order, not sent yet
   // Sends that were cancelled halfway. Their frames must be completed.
   std::list<std::unique_ptr<Operation>> leftovers_;
 };

@@ -1,10 +1,4 @@
 // The two rings between this rank and one rank whose memory can be opened.
-//
-// Loans: the receiver reads a large payload in huge pages from the sender's memory. One copy
-// instead of two. The sender writes an address into the ring, and no further frame until the
-// receiver has answered. The receiver has read the payload, or it cannot: the payload then follows
-// in the ring. A send that is cancelled revokes its loan. Sender and receiver race by
-// compare-and-swap on one word. If the sender revokes first, the receiver discards what it read.
 #pragma once
 
 #include <atomic>
@@ -30,9 +24,6 @@ class PeerRings {
   }
   // Write as much of a send as the ring has room for; return whether the frame is complete.
   bool write(const Lock& lock, Operation& op);
-  // Revoke a loan: the receiver does not use the memory of this send any more. False: the receiver
-  // has read it.
-  bool revoke_loan(const Lock& lock, Operation& op);
   // Abort the frame that is only partly written.
   void abort_frame(const Lock& lock);
   // Wake the threads of the peer that sleep for the bytes just written or read. `is_full`: wake
@@ -62,20 +53,14 @@ class PeerRings {
   void join();
   size_t open_next(const Lock& lock);
   size_t read_some(const Lock& lock);
-  bool should_lend(const Operation& op) const;
-  bool is_loan_answered(Operation& op);
-  void fetch_loan(const Lock& lock, const Loan& loan);
-  bool read_loan(const Loan& loan, char* into);
 
   const int peer_;
   Parts& parts_;
   std::unique_ptr<Outbox> outbox_;  // set when attached
   bool is_unreachable_ = false;
   bool has_joined_ = false;
-  bool refuses_loans_ = false;
   Ring ring_;  // of incoming messages
   bool is_active_ = false;
-  bool is_proved_ = false;  // the process has the rank's nonce
 };
 
 }  // namespace unisono

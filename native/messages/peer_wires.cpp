@@ -126,7 +126,7 @@ bool PeerWires::open_part(const Lock& lock, Wire& wire, const FrameHead& head) {
   const Incoming& in = parts_.delivery.incoming(peer_);
   if (head.kind != kPart && wire.channel == 0) {
     const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
-    if (in.is_open || !parts_.delivery.open(lock, peer_, envelope, false)) return false;
+    if (in.is_open || !parts_.delivery.open(lock, peer_, envelope)) return false;
     comes_in_parts_ = head.kind == kInParts;
     if (comes_in_parts_) ++multipart_in_;
     wire.in = {0, comes_in_parts_ ? 0 : static_cast<size_t>(head.nbytes)};

@@ -50,9 +50,7 @@ bool Peers::push_all(const Lock& lock) {
 }
 
 void Peers::receive_all(const Lock& lock) {
-  Delivery::Keeps& keeps = parts_.delivery.keeps;
-  const Delivery::Keeps before = keeps;
-  keeps.all = keeps.loans = true;
+  const bool before = std::exchange(parts_.delivery.keeps_all, true);
   look_for_senders(lock);
   for (Peer& from : peers_) {
     for (int look = 0; look < kMostLooks; ++look) {
@@ -60,7 +58,7 @@ void Peers::receive_all(const Lock& lock) {
       if (!(from.wires.pull(lock, true) || moved)) break;
     }
   }
-  keeps = before;
+  parts_.delivery.keeps_all = before;
 }
 
 void Peers::ask_for_room(const Lock& lock) {

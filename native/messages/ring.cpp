@@ -84,47 +84,6 @@ void Ring::read(void* into, size_t nbytes, bool past_cache) {
   at_ += nbytes;
 }
 
-namespace {
-
-uint64_t word_of(uint64_t number, LoanState state) {
-  return number * kLoanStates + static_cast<uint64_t>(state);
-}
-
-LoanState state_of(uint64_t word) { return static_cast<LoanState>(word % kLoanStates); }
-
-}  // namespace
-
-void Ring::lend(const FrameHead& head, const char* data) {
-  const Loan loan{reinterpret_cast<uintptr_t>(data), ++loans_};
-  // relaxed: with `tail`
-  words->loan.store(word_of(loan.number, LoanState::lent), std::memory_order_relaxed);
-  write(&head, sizeof(head));
-  write(&loan, sizeof(loan));
-  pad();
-  publish();
-}
-
-// acquire: answer()
-LoanState Ring::loan_state() const { return state_of(words->loan.load(std::memory_order_acquire)); }
-
-LoanState Ring::revoke() {
-  uint64_t word = word_of(loans_, LoanState::lent);
-  words->loan.compare_exchange_strong(word, word_of(loans_, LoanState::revoked));
-  full_fence();  // before the lent memory is changed
-  return state_of(word);
-}
-
-bool Ring::is_lent(const Loan& loan) const {
-  return words->loan.load(std::memory_order_relaxed) == word_of(loan.number, LoanState::lent);
-}
-
-bool Ring::answer(const Loan& loan, LoanState state) {
-  uint64_t word = word_of(loan.number, LoanState::lent);
-  // After all bytes were read. If the loan was not revoked by now, its memory was not changed
-  // either.
-  return words->loan.compare_exchange_strong(word, word_of(loan.number, state));
-}
-
 Mapping::~Mapping() {
   if (base_ != nullptr) munmap(base_, bytes_);
 }

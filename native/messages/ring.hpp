@@ -6,8 +6,7 @@
 //
 // A sender maps the head and its own ring. Untouched pages take no memory, so a rank pays only for
 // the rings that are used. Frames follow one another in a ring: a FrameHead, the payload, and
-// padding up to the next multiple of kFrameAlign. A frame on loan is a FrameHead, a Loan and
-// padding; its payload follows only if the receiver has refused the loan.
+// padding up to the next multiple of kFrameAlign.
 #pragma once
 
 #include <atomic>
@@ -52,24 +51,9 @@ enum FrameKind : uint32_t {
   // On wires:
   kInParts,  // the payload comes in parts over all wires to a rank
   kPart,     // a part: `context` is the number of its message, `tag` its offset there
-  // In rings:
-  kOnLoan,  // a Loan follows
 };
 
-// A payload that stays unchanged in the sender's memory until the receiver has read it there.
-struct Loan {
-  uint64_t address;
-  uint64_t number;  // number in this ring, which has at most one loan at a time
-};
-// The state of the loan whose number is in RingWords::loan.
-enum class LoanState : uint64_t {
-  lent,
-  read,
-  refused,  // the receiver cannot read it: the payload follows in the ring
-  revoked,  // the bytes that were read may have been changed
-};
-constexpr uint64_t kLoanStates = 4;
-static_assert(sizeof(FrameHead) + sizeof(Loan) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
+static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
                 kWideRingBytes % kFrameAlign == 0,
               "heads fit");
 
@@ -98,11 +82,6 @@ struct RingWords {
   std::atomic<uint32_t> joined;
   // Set by the sender when it has written its last byte and leaves.
   std::atomic<uint32_t> left;
-  // The address of the inbox's nonce in the sender's memory. Set by the sender before it joins.
-  std::atomic<uint64_t> nonce_at;
-  // Number * kLoanStates + state. The sender lends. Then sender and receiver race by
-  // compare-and-swap to set the next state.
-  alignas(kInterferenceBytes) std::atomic<uint64_t> loan;
 };
 
 // The threads of a rank that its peers must wake after they have written or read bytes.
@@ -153,10 +132,6 @@ class Ring {
   // Abort the current frame, which the receiver then discards. There is no room for a further frame
   // until the receiver has passed it, so that a ring has at most one aborted frame.
   void abort_frame();
-  void lend(const FrameHead& head, const char* data);
-  LoanState loan_state() const;
-  // Revoke the loan. Returns its state before.
-  LoanState revoke();
 
   // --- the receiver's ---
   void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
@@ -167,9 +142,6 @@ class Ring {
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
-  bool is_lent(const Loan& loan) const;
-  // Set the state of a loan. False: the sender has revoked it.
-  bool answer(const Loan& loan, LoanState state);
 
   RingWords* words = nullptr;
 
@@ -179,7 +151,6 @@ class Ring {
   uint64_t at_ = 0;         // this end's position
   uint64_t other_ = 0;      // the other end's position, as last seen
   uint64_t abort_end_ = 0;  // position of the frame after the aborted frame
-  uint64_t loans_ = 0;      // number of the last loan
 };
 
 // A mapping of part of a file.

@@ -48,11 +48,10 @@ bool Waiting::is_over(const Operation* op) const {
 }
 
 Code Waiting::wait_for(const Operation* op, int64_t timeout_ns, Lock& lock) {
-  bool& is_awake = parts_.delivery.keeps.is_awake;
-  is_awake = ++waiters_ != 0;
+  ++waiters_;
   const Finally ended([&] {
     if (!lock.owns_lock()) lock.lock();
-    is_awake = --waiters_ != 0;
+    --waiters_;
   });
   server_.attends = false;
   if (server_.sleeps) bells().server_wants.store(kFullRings, std::memory_order_relaxed);
@@ -108,7 +107,7 @@ Code Waiting::wait_slowly(const Operation* op, int64_t timeout_ns, const Core* c
   bool polls = false;
   const Finally ended([&] {
     const Lock lock(lock_);
-    parts_.delivery.keeps.all = parts_.delivery.keeps.loans = false;
+    parts_.delivery.keeps_all = false;
     if (polls) poll_.end(lock);
   });
   return sleep_until_over(op, timeout_ns, core, &polls);
@@ -138,7 +137,6 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
       full_fence();
       peers_.ask_for_room(lock);
       goes_on = peers_.push_all(lock);
-      parts_.delivery.keeps.loans = !is_over(op);
       goes_on = (peers_.progress(lock) || goes_on) && peers_.wired(lock).empty();
       notify(lock, *polls);
       report_wires(lock);
@@ -164,7 +162,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
     // close(), which passes nullptr, ends soon, whatever a signal handler raises.
     if (op != nullptr && callbacks.poll && callbacks.poll()) return Code::interrupted;
     Lock lock(lock_);
-    parts_.delivery.keeps.all = true;  // the message may be behind others in a ring or wire
+    parts_.delivery.keeps_all = true;  // the message may be behind others in a ring or wire
     if (!callbacks.stuck || now < report_ns) continue;
     report_ns = now + kStuckNs;
     const std::vector<int> ranks = peers_.awaited_ranks(lock, op);

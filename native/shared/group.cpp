@@ -144,8 +144,9 @@ Status Group::begin_epoch() {
   for (int i = 1; i < ranks_; ++i) {
     // A rank that has entered the previous epoch has read the words and slots of the epoch before.
     // This epoch writes these again.
-    if (has_reached(other(i), previous)) continue;
-    Status status = wait_for(other(i), previous, -1);
+    const int peer = other(ranks_ - i);
+    if (has_reached(peer, previous)) continue;
+    Status status = wait_for(peer, previous, -1);
     if (!status.is_ok()) return status;
   }
   return {};
@@ -166,7 +167,9 @@ Status Group::compare(AgreementWords* common) {
   const AgreementWords mine = *common;
   Status verdict{};
   for (int i = 1; i < ranks_; ++i) {
-    const int peer = other(i);
+    // Backwards, because ranks often arrive in their order. A rank that waits forwards sleeps once
+    // for each of them.
+    const int peer = other(ranks_ - i);
     Status status = wait_for(peer, entered, -1);
     if (!status.is_ok()) return status;
     const RankWords& theirs = segment_->words(peer);

@@ -25,8 +25,7 @@ constexpr int64_t kMoment = 30'000'000;
 
 enum Ways { kRings, kWires, kBoth };
 Ways ways = kRings;
-int channels = 1;    // wires between two ranks
-bool lends = false;  // lend payloads that do not fit into a ring
+int channels = 1;  // wires between two ranks
 
 struct World {
   explicit World(int ranks, bool connected = true) {
@@ -47,7 +46,6 @@ struct World {
         if (connected && other < rank && is_wired(rank, other)) connect(rank, other);
       }
       (*this)[rank].introduce(known, true);
-      if (lends) (*this)[rank].ignore_pages();
     }
   }
   ~World() {

@@ -18,7 +18,7 @@ def isas() -> list[str]:
 def set_isa(name: str) -> None:
     """Choose an instruction set."""
 
-ABI: int = 8
+ABI: int = 9
 
 BUILD: str = "gcc 12.2.0"
 

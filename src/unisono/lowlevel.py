@@ -16,7 +16,8 @@ from unisono.engines import (
 )
 from unisono.groups.dispatch import Dispatcher, dispatcher
 from unisono.groups.operations import OPS, OpSchema, schema_of
-from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select, verify
+from unisono.schedules import Layout, Program, Schedule, Topology, build, lower, select
+from unisono.schedules.verify import verify
 from unisono.stores.services.etcd import EtcdStore
 from unisono.stores.services.redis import RedisStore
 from unisono.transports import InprocTransport, Key, TCPTransport, Transfer, Transport

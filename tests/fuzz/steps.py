@@ -18,7 +18,7 @@ _KINDS = """
 KINDS = _KINDS.split()
 DTYPES = [dtype for dtype in all_dtypes() if dtype.name == dtype.storage.name]
 KIB = 1024
-# Where algorithms, slots, rings and loans change, give or take an element.
+# Where algorithms, slots and rings change, give or take an element.
 EDGES = [k * KIB for k in (1, 2, 4, 8, 12, 16, 32, 64, 80, 128, 256, 512, 1024, 4096)]
 MAX_TOTAL_BYTES = 24 << 20
 

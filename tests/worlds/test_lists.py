@@ -35,7 +35,7 @@ class Lists(Operations):
 
 def every_function(rank, n, dtype=np.float64, rows=False):
     """Call each function 4 times with new values; return the rounds in which C++ repeated some."""
-    p, quick = dist.get_world_size(), []
+    p, repeated = dist.get_world_size(), []
     for k in range(4):
         before = repeats()
         calls = Lists(rank, p, n, p - 1, dtype=dtype, shift=k)
@@ -44,8 +44,8 @@ def every_function(rank, n, dtype=np.float64, rows=False):
             getattr(calls, name)()
         calls.check(n, k)
         dist.gather(np.zeros(n, dtype), calls.rooms([np.zeros(n, dtype)] * p) if rank == 0 else [])
-        quick.append(repeats() > before)
-    return quick
+        repeated.append(repeats() > before)
+    return repeated
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def every_function(rank, n, dtype=np.float64, rows=False):
     [(1, 3, False), (2, 200_000, True), (3, 5, False), (4, 0, False), (4, 40_000, False)],
 )
 def test_every_function(world, size, n, rows):
-    for quick in world(every_function, size, args=(n, np.float64, rows)):
+    for repeated in world(every_function, size, args=(n, np.float64, rows)):
         # The first call of a group connects it; what the second has run can be repeated.
-        assert quick[2:] == [NATIVE and size > 1] * 2
+        assert repeated[2:] == [NATIVE and size > 1] * 2
 
 
 @THREE

@@ -167,7 +167,8 @@ class Task:
 
     Attributes:
         prepared: The call without its memory.
-        input: [*] read-only, an array or a list; None if the program has no input buffer.
+        input: [*] read-only, an array or a list; None if the program has no input buffer. Arrays
+            that C++ found may have any shape.
         output: [*] written in place, likewise; None if this rank gets no output.
         deadline: Of the whole call.
         begin: Packs and scales when the task's turn has come. None if the arrays are used in

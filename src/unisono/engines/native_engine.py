@@ -109,12 +109,6 @@ def _uneven(
     return None if shared is None else _NativeProgram(shared)
 
 
-def _flat(memory: Memory) -> Memory:
-    if isinstance(memory, list):
-        return [each.reshape(-1) for each in memory]
-    return None if memory is None else memory.reshape(-1)
-
-
 def _whole(memory: Memory) -> Memory:
     return memory if are_even(memory) else concatenated(memory)
 
@@ -272,22 +266,20 @@ class NativeEngine(QueueEngine):
         if raised is not None:
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = self._task(prepared, memory, seq)
+        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq)
         error = self._run(task, lambda task: self.continue_task(task, *status))
         if error is not None:
             raise error
 
-    def _queue_prepared(self, prepared: Prepared, *memory: Memory) -> tuple[Completion, str]:
+    def _queue_prepared(
+        self, prepared: Prepared, input: Memory, output: Memory
+    ) -> tuple[Completion, str]:
         """Queue a call that C++ found; return its completion and its name."""
-        output = memory[1]
         outputs = output if isinstance(output, list) else [] if output is None else [output]
         completion: Completion = self.pending_type(outputs, None, self.runs_here)
-        self.submit(self._task(prepared, memory), completion, inline=False)
+        task = Task(prepared, input, output, Deadline(self.timeout_s))
+        self.submit(task, completion, inline=False)
         return completion, prepared.call.op
-
-    def _task(self, prepared: Prepared, memory: Sequence[Memory], seq: int = 0) -> Task:
-        source, target = map(_flat, memory)
-        return Task(prepared, source, target, Deadline(self.timeout_s), seq=seq)
 
     # ---- the C++ engine -------------------------------------------------------------------
 

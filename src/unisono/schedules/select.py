@@ -157,8 +157,10 @@ def _shared(collective: str, nbytes: int, p: int) -> str:
         return _shared_by_many(collective, nbytes)
     if collective in ("all_reduce", "reduce"):
         # PyTorch's IntraNodeComm and MSCCL++ use one-shot up to 16 to 256 KiB. The threshold here
-        # is on the bytes that a rank has to read, which grow with the world size.
-        return "one_shot" if (p - 1) * nbytes <= 256 * KIB else "two_shot"
+        # is on the bytes that a rank has to read, which grow with the world size. Two ranks share
+        # the work of an all_reduce in two shots with one wait more.
+        most = 256 if collective == "reduce" else 32 if p == 2 else 128
+        return "one_shot" if (p - 1) * nbytes <= most * KIB else "two_shot"
     if collective == "barrier":
         return "one_shot" if p <= 16 else "dissemination"
     if collective in ("scan", "exscan"):
@@ -184,7 +186,7 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
     """Choose for ranks that send messages."""
     block = nbytes // p
     match collective:
-        case "all_reduce" if nbytes <= 8 * KIB:  # Open MPI: 4 to 8 KiB for 4 to 31 ranks
+        case "all_reduce" if nbytes <= (32 if p <= 8 else 8) * KIB:  # Open MPI: 4 to 8 KiB
             return ("recursive_doubling",)
         case "all_reduce" if block >= 64 * KIB:  # a ring's messages must outweigh its latencies
             return ("ring",)
@@ -193,10 +195,12 @@ def _messages(collective: str, nbytes: int, p: int) -> tuple[str, ...]:
         case "broadcast" if nbytes <= 12 * KIB or p == 2:  # MPICH: 12,288 bytes
             return ("binomial",)
         case "broadcast" if nbytes <= 512 * KIB:  # MPICH: from 8 ranks on scatter + all-gather
-            return ("halving_doubling",) if p >= 8 else ("binomial",)
+            return ("halving_doubling",) if p > 8 else ("binomial",)
         case "broadcast":
             return ("double_tree",)
-        case "reduce" if nbytes <= (256 if p <= 4 else 2) * KIB:  # MPICH: 2,048 bytes
+        case "reduce" if 2 < p <= 8 and (p - 1) * nbytes <= 512 * KIB:
+            return ("one_shot",)  # only the root waits
+        case "reduce" if p == 2 or nbytes <= (1024 if p <= 8 else 2) * KIB:  # MPICH: 2,048 bytes
             return ("binomial",)  # with few ranks one round less counts for more
         case "reduce":
             return ("halving_doubling",)

@@ -5,8 +5,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from unisono.schedules import build, cost, layout_for, verify
+from unisono.schedules import build, layout_for
+from unisono.schedules.cost import cost
 from unisono.schedules.ir import Op
+from unisono.schedules.verify import verify
 
 
 @pytest.mark.parametrize(
