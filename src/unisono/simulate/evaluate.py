@@ -19,7 +19,7 @@ from unisono.simulate.traffic import Rows, Traffic
 _EVENT_ROWS = 400_000
 # Rows of one stage, and of all, that stages can take: about 1 GiB, and some minutes.
 _STAGE_ROWS = 4_000_000
-_ALL_ROWS = 1_500_000_000
+_ALL_ROWS = 400_000_000
 
 
 def simulate(
@@ -96,7 +96,7 @@ def _size(parts: Sequence[Traffic]) -> tuple[int, int]:
         ranks: IntArray = np.unique(np.linspace(0, p - 1, min(p, 8)).astype(np.int64))
         some = sorted({k * (part.stages - 1) // 15 for k in range(16)})
         # A schedule of one root has rows on few ranks, but is computed for all.
-        counts = [max(len(part.rows(k, [ranks]).rank), len(ranks)) for k in some]
+        counts = [len(part.rows(k, [ranks]).rank) + len(ranks) // 8 for k in some]
         most = max(most, max(counts) * p // len(ranks))
         rows += sum(counts) / len(counts) * part.stages * p / len(ranks)
     return most, int(rows)
