@@ -128,7 +128,7 @@ def test_interrupt_at_the_start_of_a_message_frees_nothing(rank):
 
     Each message has its memory still, or needs none: a receive that ended.
     """
-    begin, kept, ended = NativeMessages._begin, [], []
+    begin, kept, ended = NativeMessages.begun, [], []
     native = dist.group.WORLD.backends["cpu"]._comm.transport.messages.native
 
     def press(self, transfer, told):
@@ -138,13 +138,13 @@ def test_interrupt_at_the_start_of_a_message_frees_nothing(rank):
     for call in (dist.irecv, dist.isend):
         for kind in (np.ndarray, np.matrix):
             if rank == 1:
-                NativeMessages._begin = press
+                NativeMessages.begun = press
                 memory = np.ones(4_000_000)
                 kept.append(weakref.ref(memory))
                 try:
                     call(memory.view(kind), 0)
                 except KeyboardInterrupt:
-                    NativeMessages._begin = begin
+                    NativeMessages.begun = begin
                 ended.append(call is dist.irecv and native.number_of(memory) == 0)
                 del memory
     gc.collect()
