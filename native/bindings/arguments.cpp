@@ -122,15 +122,15 @@ bool take_group(PyObject* group, Arguments* into) {
     group = global.default_group;
     if (nb::object world = value_of(global.world); !world.is_none()) {
       // This thread acts as a rank.
-      into->group = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
-      group = into->group.ptr();
+      into->world_group = nb::steal(PyObject_GetAttr(world.ptr(), global.default_attribute));
+      group = into->world_group.ptr();
     }
   }
   if (group == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(group)) != global.group_type) {
     PyErr_Clear();
     return false;
   }
-  if (!into->group.is_valid()) into->group = nb::borrow(group);
+  into->group = group;
   into->calls_ref = nb::steal(PyObject_GetAttr(group, global.attribute));
   if (!into->calls_ref.is_valid()) {
     PyErr_Clear();

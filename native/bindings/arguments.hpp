@@ -55,7 +55,8 @@ struct Signature {
 
 struct Arguments {
   Calls* calls = nullptr;
-  nanobind::object calls_ref, group;
+  nanobind::object calls_ref, world_group;
+  PyObject* group = nullptr;              // borrowed
   PyObject* places[kMaxParameters] = {};  // by parameter; nullptr: not given
   Key key;
   PyObject* op = nullptr;

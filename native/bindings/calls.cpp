@@ -85,9 +85,8 @@ int Calls::visit(visitproc visit, void* arg) const {
   }
   for (const auto& what : table_) {
     if (what == nullptr) continue;
-    for (const nb::object* each : {&what->op, &what->call, &what->prepared}) {
-      Py_VISIT(each->ptr());
-    }
+    Py_VISIT(what->op.ptr());
+    Py_VISIT(what->call.ptr());
   }
   return 0;
 }
@@ -128,9 +127,8 @@ nb::object Calls::run_message(const Message& message) const {
 const CachedCall* Calls::find(const Key& key) const {
   const auto& place = table_[key.hash() % table_.size()];
   if (place == nullptr || !(place->key == key) || !accepts()) return nullptr;
-  const nb::object& prepared = place->prepared;
-  return prepared.is_valid() && nb::inst_ptr<Prepared>(prepared)->is_aborted() ? nullptr
-                                                                               : place.get();
+  const Prepared* const prepared = place->prepared;
+  return prepared != nullptr && prepared->is_aborted() ? nullptr : place.get();
 }
 
 void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle found) {
@@ -141,8 +139,8 @@ void Calls::keep(const Key& key, nb::handle op, nb::handle algorithm, nb::handle
   what->algorithm = nb::borrow(algorithm);
   if (found.ptr() != Py_False) {
     what->call = nb::borrow(found);
-    what->prepared = nb::borrow(nb::cast<nb::handle_t<Prepared>>(found.attr("native")));
-    runner_ = nb::inst_ptr<Prepared>(what->prepared)->runner();
+    what->prepared = nb::cast<const Prepared*>(nb::object(found.attr("native")));
+    runner_ = what->prepared->runner();
   }
   table_[key.hash() % table_.size()] = std::move(what);
 }
@@ -169,7 +167,7 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   if (seq == 0) return false;
   const TakenTurn taken(*queue_);
   const Inside inside(*this);
-  const Prepared& prepared = *nb::inst_ptr<Prepared>(what.prepared);
+  const Prepared& prepared = *what.prepared;
   // It keeps the call alive: a signal handler may make other calls, and one may take its place in
   // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;

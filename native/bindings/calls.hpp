@@ -56,10 +56,9 @@ class Messenger {
 // A place in the cache.
 struct CachedCall {
   Key key;
-  nanobind::object op, algorithm;  // keep the addresses in the key from being reused
-  nanobind::object call;           // Python's object of the prepared call
-  // The same for C++. No object: Python runs such calls.
-  nanobind::object prepared;
+  nanobind::object op, algorithm;      // keep the addresses in the key from being reused
+  nanobind::object call;               // Python's object of the prepared call; it owns `prepared`
+  const Prepared* prepared = nullptr;  // nullptr: Python runs such calls
 };
 
 // The prepared calls of one group, found by the arguments of a public function.

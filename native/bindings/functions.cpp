@@ -45,7 +45,7 @@ void prepare(const Function& f, const Arguments& known) {
     const nb::handle name = PyTuple_GET_ITEM(f.signature.names, static_cast<Py_ssize_t>(i));
     given[name] = nb::handle(known.places[i]);
   }
-  const nb::object group = nb::handle(global.preparing_type)(known.group);
+  const nb::object group = nb::handle(global.preparing_type)(nb::handle(known.group));
   const nb::object found = nb::handle(f.prepare)(group, given);
   known.calls->keep(known.key, known.op, known.algorithm, found);
 }
@@ -58,7 +58,7 @@ nb::object call_prepared(const Function& f, const Arguments& known) {
     prepare(f, known);
     what = known.calls->find(known.key);
   }
-  if (what == nullptr || !what->prepared.is_valid()) return {};
+  if (what == nullptr || what->prepared == nullptr) return {};
   if (known.is_async) {
     const nb::object arguments = known.calls->queue(*what, known.arrays);
     return checked(PyObject_CallObject(global.work_type, arguments.ptr()));

@@ -13,22 +13,6 @@ nb::object Argument::owner() const {
   return arrays;
 }
 
-Job Prepared::job(const Arrays& arrays, char* scratch) const {
-  const Argument &input = arrays.input, &output = arrays.output;
-  const auto list_of = [this](const Argument& argument) -> ArrayList {
-    const auto count = static_cast<int64_t>(argument.parts.size());
-    if (count == 0) return {};
-    return {argument.parts.data(), argument.nbytes / itemsize_ / count};
-  };
-  return {nb::inst_ptr<Runner>(runner_),
-          program().view(),
-          {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
-           output.is_readonly, scratch, program().scratch_count, itemsize_, list_of(input),
-           list_of(output)},
-          reduce_,
-          words_};
-}
-
 QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::object output,
                        double timeout_s)
     : prepared_(nb::borrow(prepared)),

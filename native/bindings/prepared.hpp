@@ -22,23 +22,39 @@ class Prepared {
   // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run().
   Prepared(nanobind::handle_t<Runner> runner, nanobind::handle_t<OwnedProgram> program,
            int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even)
-      : runner_(nanobind::borrow(runner)),
-        program_(nanobind::borrow(program)),
+      : runner_ref_(nanobind::borrow(runner)),
+        program_ref_(nanobind::borrow(program)),
+        runner_(nanobind::inst_ptr<Runner>(runner)),
+        program_(nanobind::inst_ptr<OwnedProgram>(program)),
         itemsize_(itemsize),
         reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
         words_{fingerprint, even} {}
 
-  const nanobind::object& runner() const { return runner_; }
-  bool is_aborted() const { return nanobind::inst_ptr<Runner>(runner_)->is_aborted(); }
-  size_t scratch_bytes() const { return static_cast<size_t>(program().scratch_count * itemsize_); }
+  const nanobind::object& runner() const { return runner_ref_; }
+  bool is_aborted() const { return runner_->is_aborted(); }
+  size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
   // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
-  Job job(const Arrays& arrays, char* scratch) const;
+  Job job(const Arrays& arrays, char* scratch) const {
+    const Argument &input = arrays.input, &output = arrays.output;
+    return {runner_,
+            program_->view(),
+            {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
+             output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
+             list_of(output)},
+            reduce_,
+            words_};
+  }
 
  private:
-  const OwnedProgram& program() const { return *nanobind::inst_ptr<OwnedProgram>(program_); }
+  ArrayList list_of(const Argument& argument) const {
+    if (argument.parts.empty()) return {};
+    const auto count = static_cast<int64_t>(argument.parts.size());
+    return {argument.parts.data(), argument.nbytes / itemsize_ / count};
+  }
 
-  nanobind::object runner_;
-  nanobind::object program_;
+  nanobind::object runner_ref_, program_ref_;
+  Runner* runner_;
+  const OwnedProgram* program_;
   int64_t itemsize_;
   ReduceFn reduce_;
   AgreementWords words_;

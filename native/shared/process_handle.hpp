@@ -5,8 +5,8 @@
 
 namespace unisono {
 
-// A pidfd. All groups of this process share it: with a descriptor per group and rank, four groups
-// of 256 ranks would use up the usual limit of 1,024 descriptors.
+// A pidfd. All groups of this process share it. With a descriptor per group and rank, 4 groups of
+// 256 ranks would use up the usual limit of 1,024 descriptors.
 class ProcessHandle {
  public:
   // The process that has this id now. Call it while that process is known to run.

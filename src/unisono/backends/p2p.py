@@ -19,7 +19,7 @@ from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
 from unisono.transports import Key, Transfer
-from unisono.transports.messages import Kind, MessageInfo
+from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_messages import NativeMessages, Outcome
 from unisono.transports.transfers import ANYTHING, NOTHING
 
@@ -150,6 +150,8 @@ class _StartedReceive(Pending):
         *("among", "number", "outcomes", "peer"),
     )
 
+    receives = True
+
     def __init__(
         self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
     ) -> None:
@@ -167,6 +169,10 @@ class _StartedReceive(Pending):
     def context(self) -> int:
         """The number of the group's context."""
         return self._port.comm.context
+
+    def is_ended_by(self, failure: Failure) -> bool:
+        """Whether the failure of the group ends this receive: it always does."""
+        return True
 
     def end(self, outcome: Outcome, status: BaseException | None) -> None:
         """Finish the call with this outcome; `status`: why it has failed."""

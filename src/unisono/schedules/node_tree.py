@@ -4,8 +4,8 @@ Each tree carries half of the vector. Partial results go down the chain of a hos
 and from there up the tree; the result goes the other way. An inner host of one tree is a leaf of
 the other tree.
 
-In the formulas n is the size of the vector, H the number of hosts, L the ranks per host. m is the
-pipeline depth per tree, and `lg` the logarithm to base 2.
+In the formulas n is the size of the vector, H the number of hosts, L the ranks per host. The
+pipeline depth per tree is m, and `lg` is the logarithm to base 2.
 
 Source: NCCL 2.30, trees.cc and connect.cc; `double_tree` has the trees.
 """

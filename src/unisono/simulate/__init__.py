@@ -14,12 +14,12 @@ from unisono.simulate.evaluate import simulate
 from unisono.simulate.goal import from_goal, to_goal
 from unisono.simulate.loggops import LogGOPS, LogGOPSResult, Program, program_of
 from unisono.simulate.machines import Machine, machine
-from unisono.simulate.networks import FullyConnected, Hosts, Network, Pods, Switch, Torus, Wire
+from unisono.simulate.networks import FullyConnected, Hosts, LinkSpec, Network, Pods, Switch, Torus
 from unisono.simulate.result import Result
 from unisono.simulate.traffic import Traffic
 
 __all__ = [
-    "Costs", "FullyConnected", "Hosts", "LogGOPS", "LogGOPSResult", "Machine", "Network", "Pods",
-    "Program", "Result", "Switch", "Torus", "Traffic", "Wire", "from_goal", "machine",
+    "Costs", "FullyConnected", "Hosts", "LinkSpec", "LogGOPS", "LogGOPSResult", "Machine",
+    "Network", "Pods", "Program", "Result", "Switch", "Torus", "Traffic", "from_goal", "machine",
     "program_of", "simulate", "to_goal",
 ]  # fmt: skip

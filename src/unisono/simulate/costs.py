@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from unisono.schedules.ir import IntArray
-from unisono.simulate.networks import Wire
+from unisono.simulate.networks import LinkSpec
 from unisono.simulate.traffic import WORK, Rows
 
 
@@ -19,7 +19,7 @@ class Costs:
         send_ps: Per message sent.
         recv_ps: Per message received.
         start_ps: Before the first row of a rank.
-        memory: Bandwidth of local copies, as a wire without latency.
+        memory: Bandwidth of local copies, as a link without latency.
         reduction: Bandwidth of reductions, in bytes of the operand.
         passes: Times that a reduction passes over its operand.
         cores: Cores per host, on which its ranks take turns; 0 if each rank has its own. Ranks
@@ -32,8 +32,8 @@ class Costs:
     send_ps: int = 0
     recv_ps: int = 0
     start_ps: int = 0
-    memory: Wire = field(default_factory=Wire)
-    reduction: Wire = field(default_factory=Wire)
+    memory: LinkSpec = field(default_factory=LinkSpec)
+    reduction: LinkSpec = field(default_factory=LinkSpec)
     passes: int = 1
     cores: int = 0
     switch_ps: int = 0

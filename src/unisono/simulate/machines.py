@@ -9,7 +9,7 @@ from typing import Any
 from unisono.errors import InvalidArgumentError, UnknownNameError
 from unisono.simulate.costs import Costs
 from unisono.simulate.loggops import LogGOPS
-from unisono.simulate.networks import FullyConnected, Hosts, Network, Pods, Switch, Torus, Wire
+from unisono.simulate.networks import FullyConnected, Hosts, LinkSpec, Network, Pods, Switch, Torus
 
 _CHOICES = {
     "model": ("links", "alpha-beta", "loggops"),
@@ -57,21 +57,21 @@ class Machine:
             InvalidArgumentError: The ranks do not fill hosts, pods or rows.
         """
         v = self.of(algorithm)
-        wire = Wire(_ps(v["latency_us"]), v["gbps"], v["whole_ns"])
+        spec = LinkSpec(_ps(v["latency_us"]), v["gbps"], v["whole_ns"])
         cut = v["cut_through"]
         if v["topology"] == "torus":
             width = v["width"] or size
             if size % width:
                 raise InvalidArgumentError(f"{size} ranks do not fill rows of {width}")
-            return Torus(width, size // width, wire, cut_through=cut)
+            return Torus(width, size // width, spec, cut_through=cut)
         if v["topology"] != "hosts":
             flat = Switch if v["topology"] == "switch" else FullyConnected
-            return flat(size, wire, cut_through=cut)
+            return flat(size, spec, cut_through=cut)
         pods = None
         if v["pod_hosts"]:
             pods = Pods(v["pod_hosts"], v["oversubscription"], _ps(v["pod_us"]), v["dragonfly"])
         return Hosts(
-            size, v["ranks_per_host"], Wire(_ps(v["inside_us"]), v["inside_gbps"]), wire,
+            size, v["ranks_per_host"], LinkSpec(_ps(v["inside_us"]), v["inside_gbps"]), spec,
             interfaces=v["interfaces"], pods=pods, cut_through=cut,
         )  # fmt: skip
 
@@ -79,8 +79,8 @@ class Machine:
         """Return what ranks do besides waiting."""
         v = self.of(algorithm)
         return Costs(
-            _ps(v["send_us"]), _ps(v["recv_us"]), _ps(v["start_us"]), Wire(0, v["copy_gbps"]),
-            Wire(0, v["reduce_gbps"], v["whole_ns"]), v["passes"], v["cores"],
+            _ps(v["send_us"]), _ps(v["recv_us"]), _ps(v["start_us"]), LinkSpec(0, v["copy_gbps"]),
+            LinkSpec(0, v["reduce_gbps"], v["whole_ns"]), v["passes"], v["cores"],
             _ps(v["switch_us"]), v["agreement_bytes"],
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Networks of links: which links a message crosses, and what each link costs.
 
-A *wire* is the kind of a link: a latency and a bandwidth. A route is at most `hops` links. Links
+A `LinkSpec` is a latency and a bandwidth. A route is at most `hops` links. Links
 serve in turn: a message that arrives at a busy link waits until the link is free. Networks pass
 messages on in two ways. With *cut-through* the head goes on after the latency of a link while the
 rest follows. With *store and forward* a link passes on the whole message.
@@ -23,7 +23,7 @@ _PS_PER_NS = 1000
 
 
 @dataclass(frozen=True)
-class Wire:
+class LinkSpec:
     """The kind of a link.
 
     Attributes:
@@ -59,18 +59,18 @@ class Wire:
 
 
 class Group(NamedTuple):
-    """Links of one wire with consecutive numbers.
+    """Links of one spec, with consecutive numbers.
 
     Attributes:
         name: Text in which `{}` is the place in the group.
         number: Number of links.
-        wire: Their wire.
+        spec: Their spec.
         own: Whether each link takes messages of one rank only, as their first link.
     """
 
     name: str
     number: int
-    wire: Wire
+    spec: LinkSpec
     own: bool = False
 
 
@@ -117,8 +117,8 @@ class Network:
         for kind, group in enumerate(self.groups):
             here = kinds == kind
             if here.any():
-                latency[here] = group.wire.latency_ps
-                duration = group.wire.busy_ps(nbytes)
+                latency[here] = group.spec.latency_ps
+                duration = group.spec.busy_ps(nbytes)
                 busy[here] = np.broadcast_to(duration[:, None], links.shape)[here]
         return latency, busy
 
@@ -143,17 +143,17 @@ class _Flat(Network):
 
     def alone(self, source: IntArray, target: IntArray, nbytes: IntArray) -> tuple[IntArray, ...]:
         """Return the latency and the time for the bytes of messages that find all links free."""
-        wire, hops = self.groups[0].wire, len(self.groups)
-        busy = wire.busy_ps(nbytes)
-        latency = np.full_like(busy, hops * wire.latency_ps)
+        spec, hops = self.groups[0].spec, len(self.groups)
+        busy = spec.busy_ps(nbytes)
+        latency = np.full_like(busy, hops * spec.latency_ps)
         return latency, busy if self.cut_through else hops * busy
 
 
 class FullyConnected(_Flat):
     """A link from each rank to each other rank."""
 
-    def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
-        links = [Group("pair {}", size * size, wire, own=True)]
+    def __init__(self, size: int, spec: LinkSpec, *, cut_through: bool = True) -> None:
+        links = [Group("pair {}", size * size, spec, own=True)]
         super().__init__(size, links, cut_through=cut_through)
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -164,8 +164,8 @@ class FullyConnected(_Flat):
 class Switch(_Flat):
     """A link from each rank to one switch, and a link back."""
 
-    def __init__(self, size: int, wire: Wire, *, cut_through: bool = True) -> None:
-        links = [Group("rank {} out", size, wire, own=True), Group("rank {} in", size, wire)]
+    def __init__(self, size: int, spec: LinkSpec, *, cut_through: bool = True) -> None:
+        links = [Group("rank {} out", size, spec, own=True), Group("rank {} in", size, spec)]
         super().__init__(size, links, cut_through=cut_through)
 
     def routes(self, source: IntArray, target: IntArray) -> IntArray:
@@ -182,10 +182,12 @@ class Torus(Network):
 
     flips = False
 
-    def __init__(self, width: int, height: int, wire: Wire, *, cut_through: bool = True) -> None:
+    def __init__(
+        self, width: int, height: int, spec: LinkSpec, *, cut_through: bool = True
+    ) -> None:
         size = width * height
         ways = ("right", "left") if height == 1 else ("right", "left", "up", "down")
-        links = [Group(f"rank {{}} {way}", size, wire) for way in ways]
+        links = [Group(f"rank {{}} {way}", size, spec) for way in ways]
         period = 1 if height == 1 else width
         super().__init__(size, links, cut_through=cut_through, period=period)
         self.width, self.height = width, height
@@ -238,8 +240,8 @@ class Hosts(Network):
         self,
         size: int,
         per_host: int,
-        inside: Wire,
-        between: Wire,
+        inside: LinkSpec,
+        between: LinkSpec,
         *,
         interfaces: int = 1,
         pods: Pods | None = None,
@@ -251,10 +253,10 @@ class Hosts(Network):
                 "hosts, with 1 interface or more"
             )
         hosts = size // per_host
-        into = Wire(0, between.gbps, between.whole)
+        into = LinkSpec(0, between.gbps, between.whole)
         links = [
             Group("rank {} to memory", size, inside, own=True),
-            Group("rank {} from memory", size, Wire(0, inside.gbps, inside.whole)),
+            Group("rank {} from memory", size, LinkSpec(0, inside.gbps, inside.whole)),
             Group("interface {} out", hosts * interfaces, between),
             Group("interface {} in", hosts * interfaces, into),
         ]
@@ -299,7 +301,7 @@ class Pods:
     latency_ps: int = 0
     dragonfly: bool = False
 
-    def links(self, hosts: int, interfaces: int, between: Wire) -> list[Group]:
+    def links(self, hosts: int, interfaces: int, between: LinkSpec) -> list[Group]:
         """Return the links between the pods.
 
         Raises:
@@ -313,11 +315,11 @@ class Pods:
         pods = -(-hosts // self.hosts)
         gbps = between.gbps * self.hosts * interfaces / self.oversubscription
         if self.dragonfly:
-            wire = Wire(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
-            return [Group("pair of pods {}", pods * pods, wire)]
-        wire = Wire(self.latency_ps, gbps, between.whole)
-        down = Wire(0, gbps, between.whole)
-        return [Group("pod {} up", pods, wire), Group("pod {} down", pods, down)]
+            spec = LinkSpec(self.latency_ps, gbps / max(pods - 1, 1), between.whole)
+            return [Group("pair of pods {}", pods * pods, spec)]
+        spec = LinkSpec(self.latency_ps, gbps, between.whole)
+        down = LinkSpec(0, gbps, between.whole)
+        return [Group("pod {} up", pods, spec), Group("pod {} down", pods, down)]
 
 
 _SKIP = -2

@@ -97,6 +97,10 @@ class NativeTransfer(Transfer):
             self._quiet = False
             self._messages.watch(self)
 
+    def is_ended_by(self, failure: Failure) -> bool:
+        """Whether the failure of its context ends this transfer."""
+        return failure.ends(*self.tag)
+
     def end(self, outcome: Outcome, status: BaseException | None) -> None:
         """Finish the transfer with this outcome; `status`: why it has failed."""
         if status is None and self.receives:
@@ -341,7 +345,7 @@ class NativeMessages(Messages):
     def fail(self, context: int, failure: Failure) -> None:
         self.native.fail_context(context, failure.after)
         for transfer in self._of_context(context):
-            if failure.ends(*transfer.tag):
+            if transfer.is_ended_by(failure):
                 self.cancel(transfer)
 
     def forget(self, context: int, error: BaseException) -> None:

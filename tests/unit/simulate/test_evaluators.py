@@ -12,11 +12,11 @@ from unisono.schedules.registry import available, entry
 from unisono.simulate import (
     Costs,
     Hosts,
+    LinkSpec,
     Pods,
     Switch,
     Torus,
     Traffic,
-    Wire,
     images,
     simulate,
     stages,
@@ -47,7 +47,7 @@ def cases(seed, sizes=SIZES):
                     yield found
 
 
-COSTS = Costs(310, 170, 40, Wire(gbps=7.3), Wire(gbps=3.1), agreement_bytes=8)
+COSTS = Costs(310, 170, 40, LinkSpec(gbps=7.3), LinkSpec(gbps=3.1), agreement_bytes=8)
 
 
 @pytest.mark.sweep(1)
@@ -55,7 +55,7 @@ COSTS = Costs(310, 170, 40, Wire(gbps=7.3), Wire(gbps=3.1), agreement_bytes=8)
 def test_stages_equal_the_events_where_links_are_not_shared(seed):
     for schedule, nbytes, local in cases(seed):
         size = schedule.world_size
-        network = Hosts(size, local, Wire(600, 100), Wire(2200, 12.5))
+        network = Hosts(size, local, LinkSpec(600, 100), LinkSpec(2200, 12.5))
         expected, found = (
             simulate(schedule, nbytes, network, COSTS, contended=False, method=method)
             for method in ("events", "stages")
@@ -71,11 +71,11 @@ def test_stages_equal_the_events_where_links_are_not_shared(seed):
 @pytest.mark.parametrize(
     "network_of",
     [
-        lambda size, local: Switch(size, Wire(600, 10.0)),
-        lambda size, local: Hosts(size, local, Wire(600, 100.0), Wire(2200, 12.5)),
-        lambda size, local: Torus(size, 1, Wire(100, 10.0), cut_through=False),
+        lambda size, local: Switch(size, LinkSpec(600, 10.0)),
+        lambda size, local: Hosts(size, local, LinkSpec(600, 100.0), LinkSpec(2200, 12.5)),
+        lambda size, local: Torus(size, 1, LinkSpec(100, 10.0), cut_through=False),
         lambda size, local: Hosts(
-            size, local, Wire(600, 100.0), Wire(2200, 12.5), pods=Pods(2, 2.0, 90)
+            size, local, LinkSpec(600, 100.0), LinkSpec(2200, 12.5), pods=Pods(2, 2.0, 90)
         ),
     ],
     ids=["switch", "hosts", "ring", "pods"],
@@ -105,15 +105,15 @@ def test_a_few_ranks_stand_for_all(kind):
         network = Hosts(
             size,
             local,
-            Wire(600, 100),
-            Wire(2200, 12.5),
+            LinkSpec(600, 100),
+            LinkSpec(2200, 12.5),
             pods=Pods(2, latency_ps=900) if kind == "pods" else None,
         )
         if kind in ("ring", "torus"):
             network = (
-                Torus(size // 2, 2, Wire(700, 10))
+                Torus(size // 2, 2, LinkSpec(700, 10))
                 if kind == "torus"
-                else Torus(size, 1, Wire(700, 10))
+                else Torus(size, 1, LinkSpec(700, 10))
             )
         found = images.find_images([traffic], network)
         if found is None:
@@ -132,7 +132,7 @@ def test_a_few_ranks_stand_for_all(kind):
 
 def test_a_schedule_with_a_root_has_no_images():
     traffic = Traffic(build("broadcast", "binomial", 64, 0), 640)
-    assert images.find_images([traffic], Switch(64, Wire())) is None
+    assert images.find_images([traffic], Switch(64, LinkSpec())) is None
 
 
 def test_a_claim_that_fails_in_a_later_stage_is_given_up():
@@ -147,7 +147,7 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
     broken = build("all_reduce", "ring", 512)
     broken = type(broken)("all_reduce", "broken", 512, whole.rounds, exchange, output_chunks=512)
     traffic = Traffic(broken, 512 * 4)
-    network = Switch(512, Wire(100, 1.0))
+    network = Switch(512, LinkSpec(100, 1.0))
     found = images.find_images([traffic], network)
     assert found is not None
     # Without rows in one stage all ranks still look the same.
@@ -167,16 +167,27 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
 
 def test_the_largest_schedules_are_refused_before_they_take_the_memory():
     schedule = build("all_reduce", "rank_order", 2048)
-    with pytest.raises(InvalidArgumentError, match=r"a stage takes about .* rows"):
-        simulate(schedule, 2048 * 4, Switch(2048, Wire(1)), contended=False)
-    with pytest.raises(InvalidArgumentError, match="the network has 8 ranks, expected 4"):
-        simulate(build("barrier", "linear", 4), 0, Switch(8, Wire()))
+    with pytest.raises(InvalidArgumentError, match="a stage takes about ") as caught:
+        simulate(schedule, 2048 * 4, Switch(2048, LinkSpec(1)), contended=False)
+    assert " rows (limit " in str(caught.value)
+
+
+def test_impossible_calls_are_refused():
+    with pytest.raises(InvalidArgumentError, match=": the network has "):
+        simulate(build("barrier", "linear", 4), 0, Switch(8, LinkSpec()))
     with pytest.raises(InvalidArgumentError, match="method must be"):
-        simulate(build("barrier", "linear", 4), 0, Switch(4, Wire()), method="fast")
+        simulate(build("barrier", "linear", 4), 0, Switch(4, LinkSpec()), method="fast")
+    rows = Traffic(build("all_reduce", "ring", 4), 64).rows(0, [np.arange(4)])
+    state = stages._State(Switch(4, LinkSpec()), Costs(), contended=True)
+    with pytest.raises(InvalidArgumentError, match=" messages of a stage do not match its "):
+        state.advance(rows.take(rows.rank > 0))
+    times = np.arange(8) << 59
+    with pytest.raises(InvalidArgumentError, match=" ps are too many for one stage"):
+        state._serve(np.arange(8), times, times * 0)
 
 
 def test_a_network_computes_the_same_for_messages_alone_and_on_links():
-    for network in (Switch(6, Wire(7, 3.0)), Hosts(6, 2, Wire(5, 9.0), Wire(11, 2.0))):
+    for network in (Switch(6, LinkSpec(7, 3.0)), Hosts(6, 2, LinkSpec(5, 9.0), LinkSpec(11, 2.0))):
         source, target = np.divmod(np.arange(36), 6)
         keep = source != target
         source, target = source[keep], target[keep]

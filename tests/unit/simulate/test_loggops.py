@@ -92,6 +92,8 @@ def test_goal_with_comments_calc_and_both_edges():
 def test_bad_goal_is_refused_with_its_line(text, expected):
     with pytest.raises(InvalidArgumentError, match=r"^GOAL") as caught:
         from_goal(text)
+    if text:
+        assert "GOAL, line " in str(caught.value)
     assert expected in str(caught.value)
 
 

@@ -9,11 +9,12 @@ from unisono.simulate import (
     Costs,
     FullyConnected,
     Hosts,
+    LinkSpec,
     Pods,
     Switch,
     Torus,
     Traffic,
-    Wire,
+    machine,
     simulate,
 )
 from unisono.simulate.links import run
@@ -24,8 +25,8 @@ NS = 1000
 MIB = 1 << 20
 
 
-def ring(size, wire, **options):
-    return Torus(size, 1, wire, **options)
+def ring(size, spec, **options):
+    return Torus(size, 1, spec, **options)
 
 
 NETWORKS = {"Switch": Switch, "FullyConnected": FullyConnected, "Ring": ring}
@@ -33,7 +34,7 @@ NETWORKS = {"Switch": Switch, "FullyConnected": FullyConnected, "Ring": ring}
 
 def gib_per_s(gib, latency_ns):
     """ASTRA-sim's link: its GB is 2**30 bytes, and durations are whole nanoseconds."""
-    return Wire(latency_ns * NS, gib * 2**30 / 1e9, whole=True)
+    return LinkSpec(latency_ns * NS, gib * 2**30 / 1e9, whole=True)
 
 
 def messages(pairs, nbytes):
@@ -52,16 +53,16 @@ def last_ns(network, pairs=((1, 4),), *, contended=True):
 
 
 def test_unit_tests_of_astra_sim():
-    wire = gib_per_s(50, 500)
+    spec = gib_per_s(50, 500)
     everyone = [(a, b) for a in range(16) for b in range(16) if a != b]
-    assert last_ns(FullyConnected(16, wire, cut_through=False)) == 20_031
-    assert last_ns(ring(16, wire, cut_through=False)) == 60_093
-    assert last_ns(Switch(16, wire, cut_through=False)) == 40_062
-    assert last_ns(ring(16, wire, cut_through=False), everyone) == 704_116
+    assert last_ns(FullyConnected(16, spec, cut_through=False)) == 20_031
+    assert last_ns(ring(16, spec, cut_through=False)) == 60_093
+    assert last_ns(Switch(16, spec, cut_through=False)) == 40_062
+    assert last_ns(ring(16, spec, cut_through=False), everyone) == 704_116
     # The backend without congestion is cut-through.
-    assert last_ns(ring(16, wire), contended=False) == 21_031
-    assert last_ns(FullyConnected(16, wire), contended=False) == 20_031
-    assert last_ns(Switch(16, wire), contended=False) == 20_531
+    assert last_ns(ring(16, spec), contended=False) == 21_031
+    assert last_ns(FullyConnected(16, spec), contended=False) == 20_031
+    assert last_ns(Switch(16, spec), contended=False) == 20_531
     # Its three dimensions, 2 x 8 x 4: a message goes along one of them.
     assert last_ns(ring(2, gib_per_s(200, 50)), [(0, 1)]) == 4_932
     assert last_ns(FullyConnected(8, gib_per_s(100, 500)), [(2, 4)]) == 10_265
@@ -76,19 +77,19 @@ def schedule_of(case):
 
 @pytest.mark.golden("astra_network")
 def test_every_rank_ends_as_on_the_links_of_astra_sim(case):
-    wire = gib_per_s(case["GBps_2_30"], case["latency_ns"])
-    network = NETWORKS[case["topology"]](case["p"], wire, cut_through=False)
+    spec = gib_per_s(case["GBps_2_30"], case["latency_ns"])
+    network = NETWORKS[case["topology"]](case["p"], spec, cut_through=False)
     result = simulate(schedule_of(case), case["nbytes"], network, method="events")
     assert (result.finish_ps / NS).tolist() == case["finish_ns"]
 
 
 @pytest.mark.golden("astra_sim_full")
 def test_whole_runs_of_astra_sim(case):
-    wire = gib_per_s(case["GBps"], case["latency_ns"])
-    network = NETWORKS[case["topology"]](case["npus"], wire, cut_through=False)
+    spec = gib_per_s(case["GBps"], case["latency_ns"])
+    network = NETWORKS[case["topology"]](case["npus"], spec, cut_through=False)
     delay_ps = case["endpoint_delay"] * NS
     costs = Costs(
-        recv_ps=delay_ps, start_ps=delay_ps, reduction=Wire(gbps=1600, whole=True), passes=3
+        recv_ps=delay_ps, start_ps=delay_ps, reduction=LinkSpec(gbps=1600, whole=True), passes=3
     )
     for method in ("events", "stages"):
         result = simulate(schedule_of(case), case["nbytes"], network, costs, method=method)
@@ -97,7 +98,7 @@ def test_whole_runs_of_astra_sim(case):
 
 @pytest.mark.golden("simgrid")
 def test_simgrid_where_messages_share_no_link(case):
-    network = Switch(case["p"], Wire(round(case["latency_s"] * US * US / 2), 12.5))
+    network = Switch(case["p"], LinkSpec(round(case["latency_s"] * US * US / 2), 12.5))
     result = simulate(schedule_of(case), case["nbytes"], network, itemsize=case["itemsize"])
     assert result.last_us == pytest.approx(case["last_s"] * US, rel=1e-9)
 
@@ -111,12 +112,12 @@ ENDS_BY_ROUNDING = {"halving_doubling": 526.66208}
 def test_hosts_whose_ranks_share_interfaces(case):
     if case["net"] == "Hosts" and "16, 4.0" in case["args"]:
         pods = Pods(16, 4.0, round(0.3 * US))
-        network = Hosts(64, 1, Wire(), Wire(round(1.6 * US), 12.5), pods=pods)
+        network = Hosts(64, 1, LinkSpec(), LinkSpec(round(1.6 * US), 12.5), pods=pods)
     else:
         per_host = 4 if case["p"] == 16 else 8
-        inside, between = Wire(round(0.6 * US), 100), Wire(round(2.2 * US), 12.5)
+        inside, between = LinkSpec(round(0.6 * US), 100), LinkSpec(round(2.2 * US), 12.5)
         network = Hosts(case["p"], per_host, inside, between)
-    costs = Costs(300_000, 300_000, reduction=Wire(gbps=40))
+    costs = Costs(300_000, 300_000, reduction=LinkSpec(gbps=40))
     result = simulate(schedule_of(case), case["nbytes"], network, costs, itemsize=4)
     expected = ENDS_BY_ROUNDING.get(case["algorithm"], case["last_us"])
     assert result.last_us == pytest.approx(expected, rel=1e-9)
@@ -129,8 +130,8 @@ def test_hosts_whose_ranks_share_interfaces(case):
 @pytest.mark.golden("alpha_beta_at_scale")
 def test_24576_ranks_without_contention(case):
     gbps = 1 / (case["beta"] * 1000) if case["beta"] else float("inf")
-    inside = Wire(round(case["alpha_intra"] * US), gbps)
-    between = Wire(round(case["alpha_inter"] * US), gbps)
+    inside = LinkSpec(round(case["alpha_intra"] * US), gbps)
+    between = LinkSpec(round(case["alpha_inter"] * US), gbps)
     network = Hosts(case["p"], case["ranks_per_node"], inside, between)
     if case["collective"] == "broadcast":
         case = {**case, "root": 0}
@@ -157,7 +158,7 @@ def brute_force_torus(width, height, source, target):
 
 @pytest.mark.parametrize(("width", "height"), [(5, 1), (4, 1), (3, 4), (4, 5), (1, 3)])
 def test_routes_of_a_torus(width, height):
-    network = Torus(width, height, Wire(1, 1.0))
+    network = Torus(width, height, LinkSpec(1, 1.0))
     size = width * height
     source, target = np.divmod(np.arange(size * size), size)
     for a, b, links in zip(
@@ -173,28 +174,28 @@ def names(network, source, target):
 
 
 def test_routes_of_hosts_with_two_interfaces_and_pods():
-    wire = Wire(1, 10.0)
-    network = Hosts(16, 2, wire, wire, interfaces=2, pods=Pods(4))
+    spec = LinkSpec(1, 10.0)
+    network = Hosts(16, 2, spec, spec, interfaces=2, pods=Pods(4))
     assert names(network, 0, 1) == ["rank 0 to memory", "rank 1 from memory"]
     assert names(network, 0, 3) == ["interface 0 out", "interface 3 in"]
     assert names(network, 1, 14) == ["interface 1 out", "pod 0 up", "pod 1 down", "interface 14 in"]
-    dragonfly = Hosts(16, 2, wire, wire, pods=Pods(2, 2.0, dragonfly=True))
+    dragonfly = Hosts(16, 2, spec, spec, pods=Pods(2, 2.0, dragonfly=True))
     assert names(dragonfly, 0, 15) == ["interface 0 out", "pair of pods 3", "interface 7 in"]
-    part = Hosts(10, 2, wire, wire, pods=Pods(4))
+    part = Hosts(10, 2, spec, spec, pods=Pods(4))
     assert names(part, 0, 9) == ["interface 0 out", "pod 0 up", "pod 1 down", "interface 4 in"]
     # 2 interfaces of 10 GB/s per pod, oversubscribed 2 to 1, for 3 other pods.
-    assert dragonfly.groups[-1].wire.gbps == pytest.approx(10 / 3)
+    assert dragonfly.groups[-1].spec.gbps == pytest.approx(10 / 3)
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: Wire(-1), "a latency >= 0"),
-        (lambda: Wire(0, 0.0), "a bandwidth > 0"),
-        (lambda: Switch(0, Wire()), "1 rank or more, got 0"),
-        (lambda: Hosts(10, 4, Wire(), Wire()), "10 ranks on hosts of 4"),
-        (lambda: Hosts(8, 2, Wire(), Wire(), pods=Pods(0)), "pods of 0 hosts"),
-        (lambda: Hosts(8, 2, Wire(), Wire(), pods=Pods(2, 0.0)), "oversubscription > 0"),
+        (lambda: LinkSpec(-1), "a latency >= 0"),
+        (lambda: LinkSpec(0, 0.0), "a bandwidth > 0"),
+        (lambda: Switch(0, LinkSpec()), "a network has 1 rank or more, got"),
+        (lambda: Hosts(10, 4, LinkSpec(), LinkSpec()), "ranks on hosts of"),
+        (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(0)), "pods of 0 hosts"),
+        (lambda: Hosts(8, 2, LinkSpec(), LinkSpec(), pods=Pods(2, 0.0)), "oversubscription > 0"),
     ],
 )
 def test_impossible_networks_are_refused(make, expected):
@@ -204,36 +205,36 @@ def test_impossible_networks_are_refused(make, expected):
 
 def test_messages_without_a_receiver_are_refused():
     rows = messages([(0, 1)], 8)
-    with pytest.raises(InvalidArgumentError, match="1 messages are sent and 0 received"):
-        run(rows.take(rows.kind == SEND), Switch(2, Wire()), Costs())
+    with pytest.raises(InvalidArgumentError, match="messages are sent and"):
+        run(rows.take(rows.kind == SEND), Switch(2, LinkSpec()), Costs())
 
 
 def test_ranks_that_wait_for_each_other_are_an_error():
     rows = messages([(0, 1), (1, 0)], 8)
     backwards = rows.take(np.array([1, 0, 3, 2]))
     with pytest.raises(InvalidArgumentError, match="2 ranks wait for each other; rank 0 waits"):
-        run(backwards, Switch(2, Wire()), Costs())
+        run(backwards, Switch(2, LinkSpec()), Costs())
 
 
 def test_one_core_does_the_work_of_all_ranks_one_after_another():
     schedule = build("all_reduce", "ring", 6)
-    costs = Costs(100, 200, reduction=Wire(gbps=1.0), cores=1)
-    network = Hosts(6, 6, Wire(), Wire())
+    costs = Costs(100, 200, reduction=LinkSpec(gbps=1.0), cores=1)
+    network = Hosts(6, 6, LinkSpec(), LinkSpec())
     result = simulate(schedule, 600, network, costs)
     # 60 messages; 30 of them are reduced, 100 bytes of 1000 ps each. Nothing else takes time.
     assert result.last_ps == 60 * 300 + 30 * 100 * 1000
-    alone = simulate(schedule, 600, network, Costs(100, 200, reduction=Wire(gbps=1.0)))
-    many = simulate(schedule, 600, network, Costs(100, 200, reduction=Wire(gbps=1.0), cores=6))
+    alone = simulate(schedule, 600, network, Costs(100, 200, reduction=LinkSpec(gbps=1.0)))
+    many = simulate(schedule, 600, network, Costs(100, 200, reduction=LinkSpec(gbps=1.0), cores=6))
     assert many.finish_ps.tolist() == alone.finish_ps.tolist()
     slow = simulate(
-        schedule, 600, network, Costs(100, 200, reduction=Wire(gbps=1.0), cores=1, switch_ps=7)
+        schedule, 600, network, Costs(100, 200, reduction=LinkSpec(gbps=1.0), cores=1, switch_ps=7)
     )
     assert result.last_ps < slow.last_ps <= result.last_ps + 7 * 120
 
 
 def test_agreement_adds_its_rounds():
     schedule = build("all_reduce", "ring", 8)
-    network = Switch(8, Wire(500, 1.0))
+    network = Switch(8, LinkSpec(500, 1.0))
     plain = simulate(schedule, 8000, network)
     agreed = simulate(schedule, 8000, network, Costs(agreement_bytes=8))
     # 3 rounds over 2 links of 500 ps and 1 ns per byte.
@@ -243,8 +244,8 @@ def test_agreement_adds_its_rounds():
 
 def test_local_copies_take_time():
     schedule = build("all_gather", "ring", 4)
-    fast = simulate(schedule, 400, Switch(4, Wire(1, 1.0)))
-    slow = simulate(schedule, 400, Switch(4, Wire(1, 1.0)), Costs(memory=Wire(gbps=2.0)))
+    fast = simulate(schedule, 400, Switch(4, LinkSpec(1, 1.0)))
+    slow = simulate(schedule, 400, Switch(4, LinkSpec(1, 1.0)), Costs(memory=LinkSpec(gbps=2.0)))
     assert slow.last_ps - fast.last_ps == 100 * 500  # each rank copies its own block first
 
 
@@ -253,3 +254,15 @@ def test_padded_chunks_have_the_size_of_the_largest():
     plain, padded = Traffic(schedule, 8, 4), Traffic(schedule, 8, 4, padded=True)
     assert len(plain.all_rows().rank) < len(padded.all_rows().rank) == 2 * 8 * 14
     assert set(padded.all_rows().nbytes.tolist()) == {4}
+
+
+def test_sizes_must_not_be_negative():
+    with pytest.raises(InvalidArgumentError, match="expected 0 or more of 1 or more"):
+        Traffic(build("all_reduce", "ring", 4), -1)
+
+
+def test_rows_of_a_torus_must_be_full():
+    with pytest.raises(InvalidArgumentError, match="ranks do not fill rows of"):
+        machine("mine", 'topology = "torus"\nwidth = 3').network("ring", 8)
+    network = machine("mine", 'topology = "torus"\nwidth = 4\nlatency_us = 2').network("ring", 8)
+    assert (network.width, network.height, network.groups[0].spec.latency_ps) == (4, 2, 2 * US)
