@@ -453,7 +453,7 @@ def sparse_shapes(torch, group, all_reduce_sparse):
 
 def on_unnamed_device(torch, group, sparse):
     made = SimpleNamespace(
-        _devices={}, _backend_names=lambda: {"cpu": "unisono"}, _group=SimpleNamespace(name="0")
+        _devices={}, _backend_names=lambda: {"cpu": "unisono"}, unisono=SimpleNamespace(name="0")
     )
     group.on_device(made, "cuda")
 
