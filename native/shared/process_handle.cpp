@@ -26,7 +26,7 @@ Table& table() {
   static std::atomic<Table*> current{new Table};
   Table* found = current.load(std::memory_order_acquire);
   if (found->guard.is_forked()) {
-    Table* own = new Table;
+    auto* own = new Table;
     if (current.compare_exchange_strong(found, own, std::memory_order_acq_rel)) return *own;
     delete own;
   }
