@@ -120,7 +120,9 @@ def _threads() -> Iterator[str]:
 def _descriptors() -> Iterator[str]:
     for fd in _listdir("/proc/self/fd"):
         try:
-            yield f"descriptor {fd} -> {os.readlink(f'/proc/self/fd/{fd}')}"
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not target.endswith(".ttf"):  # matplotlib keeps the fonts that it has loaded
+                yield f"descriptor {fd} -> {target}"
         except FileNotFoundError:  # the listing's own
             continue
 

@@ -57,6 +57,7 @@ NEAREST = {
     "rendezvous": "unit/rendezvous launcher",
     "schedules": "unit/schedules worlds",
     "shared": "unit/engines worlds faults",
+    "simulate": "unit/simulate",
     "steps": "unit/engines worlds faults",
     "store": "unit/stores",
     "stores": "unit/stores",

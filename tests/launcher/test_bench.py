@@ -455,7 +455,6 @@ def test_the_price_of_the_agreement_is_measured(tmp_path):
         "all_gather_into_tensor",
         "reduce_scatter_tensor",
         "broadcast",
-        "barrier",
     ]
     wanted = [(name, nbytes) for nbytes in (8, 64) for name in names]
     assert [(row["call"], row["nbytes"]) for row in rows] == wanted

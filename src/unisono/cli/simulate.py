@@ -189,12 +189,16 @@ def _plot(rows: list[Row], options: argparse.Namespace) -> None:
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, panel = pyplot.subplots(figsize=(8, 5), layout="constrained")
     over = "ranks" if len(options.ranks) > 1 else "size_bytes"
-    for name in dict.fromkeys(row["algorithm"] for row in rows):
+    for number, name in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
         mine = [row for row in rows if row["algorithm"] == name]
         x, measured = [row[over] for row in mine], [row["published_us"] for row in mine]
-        (line,) = panel.plot(x, [row["time_us"] for row in mine], marker="o", label=name)
+        # matplotlib has 10 colours.
+        style = "-" if number < 10 else "--"
+        times = [row["time_us"] for row in mine]
+        (line,) = panel.plot(x, times, style, marker="o", markersize=4, label=name)
         if any(measured):
-            panel.plot(x, measured, "x", color=line.get_color(), label=f"{name}, published")
+            mark = {"color": line.get_color(), "markersize": 10, "markeredgewidth": 2}
+            panel.plot(x, measured, "x", label=f"{name}, published", **mark)
     panel.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel="time (us)")
     panel.set_title(f"{options.op} in virtual time, net {options.net}", loc="left")
     panel.grid(True, color="#dddddd")
