@@ -38,7 +38,6 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.messages import Failure
 from unisono.transports.native_messages import NativeMessages
 
 
@@ -299,8 +298,7 @@ class CPUBackend(DeviceBackend):
     def adopt_failure(self, other: Any) -> None:
         transport = self._comm.transport
         if (known := transport.failure(other._comm.context)) is not None:
-            words = (known.kind, known.reason, known.peers, transport.rank, known.table)
-            self._engine.fail(Failure(*words))
+            self._engine.fail(known.found_by(transport.rank))
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)

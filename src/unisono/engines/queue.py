@@ -129,8 +129,7 @@ class OrderedEngine(Engine):
     def fail(self, failure: Failure) -> None:
         comm = self.comm
         if failure.by == comm.transport.rank:
-            words = (failure.kind, failure.reason, failure.peers, failure.by, failure.table)
-            failure = Failure(*words, after=self.finished())
+            failure = failure.found_by(failure.by, self.finished())
         comm.transport.fail(comm.context, failure, comm.others)
 
     def close(self) -> None:

@@ -150,6 +150,10 @@ class Failure(Exception):
         self.table = tuple(table)
         self.after = after
 
+    def found_by(self, rank: int, after: int = 0) -> Failure:
+        """Return the same failure, as a rank reports it that has finished call `after`."""
+        return Failure(self.kind, self.reason, self.peers, rank, self.table, after)
+
     def ends(self, kind: Kind, number: int) -> bool:
         """Whether it ends the messages with this tag."""
         return kind is not Kind.COLLECTIVE or number > self.after
