@@ -17,7 +17,7 @@ from typing import Any
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
 from unisono.cli.run.dry_run import describe
-from unisono.cli.run.nodes import add_node_flags, node_options
+from unisono.cli.nodes import add_node_flags, node_options
 from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
 from unisono.cli.run.status_line import make_status_line
