@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from unisono import __version__
 from unisono.cli import bench, simulate
 from unisono.cli.completion import SHELLS, PrintCompletion
+from unisono.cli.doctor import command as doctor
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
 
@@ -45,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_command(commands)
     bench.add_command(commands)
     simulate.add_command(commands)
+    doctor.add_command(commands)
     return parser
 
 

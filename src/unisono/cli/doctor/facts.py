@@ -1,29 +1,31 @@
-"""What the doctor measures, as plain values that hosts exchange as JSON. No I/O."""
+"""Facts that the doctor measures, and its findings. Hosts exchange facts as JSON. No I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
+
+ERROR, WARNING, OK = "error", "warning", "ok"
+_SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the system allows the processes of a host.
+    """Limits of the system for the processes of a host.
 
     Attributes:
         cores: Cores that a process may use.
         cpu_quota: Cores' worth of time that the cgroup may use; None without a limit.
         memory_bytes: Memory that a process can still get; None if unknown.
         descriptors: File descriptors that a process may have (`ulimit -n`).
-        most_descriptors: Number to which a process may raise `descriptors` (`ulimit -Hn`).
     """
 
     cores: int = 1
     cpu_quota: float | None = None
     memory_bytes: int | None = None
-    descriptors: int = 0
-    most_descriptors: int = 0
+    descriptors: int = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,13 @@ class Sharing:
     """How two processes of a host can exchange data.
 
     Attributes:
-        engine: The engine that ranks get, and the reason.
+        engine: The engine that ranks get, and the reason; "" if a second process failed.
         shared_memory: Why processes cannot open each other's memory, or "".
         remote_read: Why a process cannot read another with `process_vm_readv`, or "".
         huge_pages: "always", "madvise" or "never"; "" if the system does not report it.
     """
 
-    engine: str = ""
+    engine: str = "native engine"
     shared_memory: str = ""
     remote_read: str = ""
     huge_pages: str = ""
@@ -55,9 +57,9 @@ class Host:
             those of the other hosts. None: the look-up took too long.
         versions: Version of unisono, Python, NumPy and torch by name, "" if absent; the
             processor and its byte order.
-        has_token: Whether UNISONO_TOKEN is set.
-        insecure: Whether UNISONO_INSECURE is set.
-        limits: What the system allows.
+        admits: Clients that a store of this host serves: "token" (holders of the token), "any"
+            (UNISONO_INSECURE) or "local" (there is no token).
+        limits: Limits of the system.
         sharing: How its ranks exchange data.
     """
 
@@ -66,8 +68,7 @@ class Host:
     addresses: Sequence[str] = ()
     names: Mapping[str, Sequence[str] | None] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    has_token: bool = True
-    insecure: bool = False
+    admits: str = "token"
     limits: Limits = field(default_factory=Limits)
     sharing: Sharing = field(default_factory=Sharing)
 
@@ -124,3 +125,27 @@ class Examination:
     expected: int = 1
     wanted: Sequence[str] = ()
     endpoint: str = ""
+
+
+class Finding(NamedTuple):
+    """One fact, and the remedy.
+
+    Attributes:
+        topic: "hosts", "names", "token", "versions", "reach", "packets", "speed", "clocks",
+            "cores", "memory", "descriptors", "sharing" or "limits" (if all four are fine).
+        severity: "error" if a job would not start or would stop, "warning" or "ok".
+        fact: One line.
+        fix: One line in the imperative; "" if there is nothing to do.
+    """
+
+    topic: str
+    severity: str
+    fact: str
+    fix: str = ""
+
+
+def some(names: Iterable[str]) -> str:
+    """Return names as a text; only the first if there are many."""
+    listed = list(names)
+    shown = ", ".join(islice(listed, _SHOWN))
+    return shown if len(listed) <= _SHOWN else f"{shown} and {len(listed) - _SHOWN} more"

@@ -1,0 +1,247 @@
+"""The examination of a job's hosts: they meet in a store, and probe each other in rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.cli.doctor.facts import Examination, Host, Link
+from unisono.cli.doctor.host import examine_host, resolve
+from unisono.cli.doctor.links import Peer, Probe, Responder
+from unisono.errors import RendezvousError, StoreError, StoreTimeoutError
+from unisono.launcher.spec import Meeting
+from unisono.rendezvous.endpoint import is_host_of
+from unisono.rendezvous.state import Limits
+from unisono.stores import PrefixStore, Store
+
+_POLL_S = 0.05
+_RATES_S = 3.0
+"""Time for the rates of all pairs. Each host sends to one host and receives from one at a time."""
+
+_MOST_RATE_S = 0.5
+_STEP_S = 6.0
+"""Limit of a step, such as the connections of all hosts, after which slower hosts are left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The hosts to examine.
+
+    Attributes:
+        nprocs: Number of ranks on this host.
+        limits: Number of hosts.
+        meeting: How they meet.
+        wanted: Names of the hosts, if they are known.
+        show: Shows a line about the progress.
+    """
+
+    nprocs: int
+    limits: Limits
+    meeting: Meeting
+    wanted: Sequence[str] = ()
+    show: Callable[[str], None]
+
+    @property
+    def endpoint(self) -> str:
+        """Name or address of the host of the store; "" if a file or a service is the store."""
+        endpoint = self.meeting.endpoint
+        is_alone = self.limits.max_nodes == 1
+        return "" if is_alone or isinstance(endpoint, str) else endpoint[0]
+
+
+class Examiner:
+    """This host's part in an examination; use once.
+
+    Args:
+        plan: Equal on all hosts, apart from `nprocs`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._number = 0
+        self.host = examine_host(
+            plan.nprocs, _addresses(plan), {plan.endpoint, *plan.wanted} - {""}
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this host came first, so that it reports for all hosts."""
+        return self._number == 0
+
+    def alone(self) -> Examination:
+        """Return the facts about this host only."""
+        plan = self._plan
+        return Examination(
+            hosts=(self.host,),
+            expected=plan.limits.min_nodes,
+            wanted=plan.wanted,
+            endpoint=plan.endpoint,
+        )
+
+    def examine(self, store: PrefixStore, canceled: Callable[[], bool]) -> Examination:
+        """Meet the other hosts in `store`, and return the facts about all hosts.
+
+        A host that comes after the others have begun is examined alone.
+
+        Args:
+            store: Without keys of an earlier examination.
+            canceled: Function that returns whether to give up the wait for other hosts.
+
+        Raises:
+            RendezvousError: The wait was canceled.
+            StoreError: The store has ended.
+        """
+        plan = self._plan
+        if plan.limits.max_nodes == 1:
+            return self.alone()
+        responder = Responder(self.host.name, self.host.addresses)
+        try:
+            self._number = store.add("came", 1) - 1
+            facts = {"host": asdict(self.host), "peer": responder.peer}
+            store.set(f"host/{self._number}", json.dumps(facts))
+            members = self._members(store, canceled)
+            if self._number not in members:
+                plan.show("the other hosts have begun already; examining this host only")
+                return replace(self.alone(), expected=1)
+            found = self._probe_all(store, members)
+            self._leave(store, len(members))
+            return found
+        finally:
+            responder.close()
+
+    def _members(self, store: Store, canceled: Callable[[], bool]) -> list[int]:
+        """Return the numbers of the hosts that take part, which the first host decides.
+
+        Raises:
+            RendezvousError: The wait was canceled, or the first host has ended.
+        """
+        limits, timing = self._plan.limits, self._plan.meeting.timing
+        deadline, last_call, shown = Deadline(timing.join_timeout_s), Deadline(0.0), 0
+        patience = Deadline(timing.join_timeout_s + _STEP_S)
+        while not store.check(["members"]):
+            numbers = range(store.add("came", 0))
+            here = [number for number in numbers if store.check([f"host/{number}"])]
+            if len(here) != shown:
+                shown, last_call = len(here), Deadline(timing.last_call_s)
+                self._plan.show(f"{shown} of {limits.max_nodes} hosts came")
+            is_enough = shown >= limits.min_nodes and last_call.expired()
+            if self.is_first and (shown >= limits.max_nodes or is_enough or deadline.expired()):
+                store.set("members", json.dumps(here))
+            elif canceled() or patience.expired():
+                why = "was canceled" if canceled() else "has lost the host that came first"
+                raise RendezvousError(f"the examination {why}")
+            else:
+                time.sleep(_POLL_S)
+        members: list[int] = json.loads(store.get("members"))
+        return members
+
+    def _probe_all(self, store: Store, members: Sequence[int]) -> Examination:
+        """Probe the other members in steps that all hosts take together."""
+        texts = store.multi_get([f"host/{number}" for number in members])
+        published = [json.loads(text) for text in texts]
+        names = _unique([facts["host"]["name"] for facts in published])
+        hosts = [
+            replace(Host.from_json(facts["host"]), name=name)
+            for facts, name in zip(published, names, strict=True)
+        ]
+        peers = [
+            Peer(*facts["peer"])._replace(name=name)
+            for facts, name in zip(published, names, strict=True)
+        ]
+        me = members.index(self._number)
+        self._plan.show(f"probing {', '.join(names)}")
+        found = resolve(host.name.partition("#")[0] for host in hosts)
+        # In every round each host sends to another host.
+        probes = [Probe(names[me], peer) for peer in (*peers[me + 1 :], *peers[:me])]
+        try:
+            _in_threads(probe.open for probe in probes)
+            _end_step(store, "open", len(hosts))
+            for probe in probes:
+                probe.ping()
+            _end_step(store, "pings", len(hosts))
+            _in_threads(probe.send_burst for probe in probes)
+            rate_s = min(_MOST_RATE_S, _RATES_S / max(len(probes), 1))
+            for number, probe in enumerate(probes):
+                _end_step(store, f"rate {number}", len(hosts))
+                probe.measure_rate(rate_s)
+        finally:
+            for probe in probes:
+                probe.close()
+        mine = {"names": found, "links": [asdict(probe.link) for probe in probes]}
+        store.set(f"found/{self._number}", json.dumps(mine))
+        return self._collected(store, members, hosts)
+
+    def _collected(
+        self, store: Store, members: Sequence[int], hosts: Sequence[Host]
+    ) -> Examination:
+        """Return the facts of all hosts; without the links of hosts that do not publish them."""
+        keys = [f"found/{number}" for number in members]
+        with contextlib.suppress(StoreTimeoutError):
+            store.wait(keys, _STEP_S)
+        complete, links = [], []
+        for key, host in zip(keys, hosts, strict=True):
+            if store.check([key]):
+                found = json.loads(store.get(key))
+                host = replace(host, names={**found["names"], **host.names})
+                links += [Link(**link) for link in found["links"]]
+            complete.append(host)
+        return replace(
+            self.alone(),
+            hosts=complete,
+            links=links,
+            expected=max(self._plan.limits.min_nodes, len(complete)),
+        )
+
+    def _leave(self, store: PrefixStore, count: int) -> None:
+        """End the part of this host; wait for the others if they need this one."""
+        deadline = Deadline(_STEP_S)
+        store.add("ended", 1)
+        stays = self.is_first or is_host_of(store.underlying_store)
+        # The host of the store may end before the host that came first.
+        with contextlib.suppress(StoreError):
+            while stays and not deadline.expired() and store.add("ended", 0) < count:
+                time.sleep(_POLL_S)
+
+
+def _end_step(store: Store, name: str, count: int) -> None:
+    """Wait until `count` hosts have taken a step, at most `_STEP_S`."""
+    key = f"step/{name}"
+    if store.add(key, 1) == count:
+        store.set(f"{key}/end", "")
+    with contextlib.suppress(StoreTimeoutError):
+        store.wait([f"{key}/end"], _STEP_S)
+
+
+def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
+    """Call functions at the same time, and wait for all."""
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return the names, the second and later ones of the same text with a number."""
+    return [
+        f"{name}#{before + 1}" if (before := list(names[:i]).count(name)) else name
+        for i, name in enumerate(names)
+    ]
+
+
+def _addresses(plan: Plan) -> Sequence[str]:
+    """Return the addresses that ranks of this host would publish; none in a job of one host."""
+    if plan.limits.max_nodes == 1:
+        return ()
+    if given := config.get("UNISONO_HOST"):
+        return given.split(",")
+    # It loads NumPy, and `unisono run` without --doctor must not.
+    from unisono.transports.tcp.address import local_hosts
+
+    return local_hosts(plan.endpoint or None)
