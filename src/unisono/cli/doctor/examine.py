@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
@@ -25,8 +28,15 @@ _RATES_S = 3.0
 """Time for the rates of all pairs. Each host sends to one host and receives from one at a time."""
 
 _MOST_RATE_S = 0.5
-_STEP_S = 6.0
-"""Limit of a step, such as the connections of all hosts, after which slower hosts are left."""
+_STEP_S = 30.0
+"""Time for a step, such as the connections of all hosts, which need at most 4 s. Only hosts that
+have ended, and very busy ones, miss it."""
+
+_PIECE_BYTES = 400
+"""IPv4 passes packets of 576 bytes on every path."""
+
+_LATE_S = 2.0
+"""Time for each further step if hosts have missed one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +75,7 @@ class Examiner:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._number = 0
+        self._step_s = _STEP_S
         self.host = examine_host(
             plan.nprocs, _addresses(plan), {plan.endpoint, *plan.wanted} - {""}
         )
@@ -100,11 +111,12 @@ class Examiner:
         plan = self._plan
         if plan.limits.max_nodes == 1:
             return self.alone()
-        responder = Responder(self.host.name, self.host.addresses)
+        responder = Responder(self.host.addresses)
         try:
             self._number = store.add("came", 1) - 1
-            facts = {"host": asdict(self.host), "peer": responder.peer}
-            store.set(f"host/{self._number}", json.dumps(facts))
+            facts = {"host": asdict(self.host), "peer": responder.place}
+            _publish(store, f"host/{self._number}", facts)
+            store.add("here", 1)
             members = self._members(store, canceled)
             if self._number not in members:
                 plan.show("the other hosts have begun already; examining this host only")
@@ -116,7 +128,7 @@ class Examiner:
             responder.close()
 
     def _members(self, store: Store, canceled: Callable[[], bool]) -> list[int]:
-        """Return the numbers of the hosts that take part, which the first host decides.
+        """Return the numbers of the hosts that take part; the first host decides on them.
 
         Raises:
             RendezvousError: The wait was canceled, or the first host has ended.
@@ -125,69 +137,64 @@ class Examiner:
         deadline, last_call, shown = Deadline(timing.join_timeout_s), Deadline(0.0), 0
         patience = Deadline(timing.join_timeout_s + _STEP_S)
         while not store.check(["members"]):
-            numbers = range(store.add("came", 0))
-            here = [number for number in numbers if store.check([f"host/{number}"])]
-            if len(here) != shown:
-                shown, last_call = len(here), Deadline(timing.last_call_s)
-                self._plan.show(f"{shown} of {limits.max_nodes} hosts came")
-            is_enough = shown >= limits.min_nodes and last_call.expired()
-            if self.is_first and (shown >= limits.max_nodes or is_enough or deadline.expired()):
-                store.set("members", json.dumps(here))
+            if (here := store.add("here", 0)) != shown:
+                shown, last_call = here, Deadline(timing.last_call_s)
+                self._plan.show(f"{here} of {limits.max_nodes} hosts came")
+            is_enough = here >= limits.min_nodes and last_call.expired()
+            if self.is_first and (here >= limits.max_nodes or is_enough or deadline.expired()):
+                came = range(store.add("came", 0))
+                _publish(store, "members", [n for n in came if store.check([f"host/{n}"])])
             elif canceled() or patience.expired():
                 why = "was canceled" if canceled() else "has lost the host that came first"
                 raise RendezvousError(f"the examination {why}")
             else:
                 time.sleep(_POLL_S)
-        members: list[int] = json.loads(store.get("members"))
+        members: list[int] = _published(store, "members")
         return members
 
     def _probe_all(self, store: Store, members: Sequence[int]) -> Examination:
         """Probe the other members in steps that all hosts take together."""
-        texts = store.multi_get([f"host/{number}" for number in members])
-        published = [json.loads(text) for text in texts]
-        names = _unique([facts["host"]["name"] for facts in published])
-        hosts = [
-            replace(Host.from_json(facts["host"]), name=name)
-            for facts, name in zip(published, names, strict=True)
-        ]
-        peers = [
-            Peer(*facts["peer"])._replace(name=name)
-            for facts, name in zip(published, names, strict=True)
-        ]
-        me = members.index(self._number)
+        published = {number: _published(store, f"host/{number}") for number in members}
+        # By name and its number: host2 comes before host10.
+        order = sorted(members, key=lambda number: _natural(published[number]["host"]["name"]))
+        names = _unique([published[number]["host"]["name"] for number in order])
+        hosts, peers = [], []
+        for number, name in zip(order, names, strict=True):
+            hosts.append(Host.from_json(published[number]["host"] | {"name": name}))
+            peers.append(Peer(name, *published[number]["peer"]))
+        me = order.index(self._number)
         self._plan.show(f"probing {', '.join(names)}")
         found = resolve(host.name.partition("#")[0] for host in hosts)
         # In every round each host sends to another host.
         probes = [Probe(names[me], peer) for peer in (*peers[me + 1 :], *peers[:me])]
         try:
             _in_threads(probe.open for probe in probes)
-            _end_step(store, "open", len(hosts))
+            self._end_step(store, "open", len(hosts))
             for probe in probes:
                 probe.ping()
-            _end_step(store, "pings", len(hosts))
+            self._end_step(store, "pings", len(hosts))
             _in_threads(probe.send_burst for probe in probes)
             rate_s = min(_MOST_RATE_S, _RATES_S / max(len(probes), 1))
             for number, probe in enumerate(probes):
-                _end_step(store, f"rate {number}", len(hosts))
+                self._end_step(store, f"rate {number}", len(hosts))
                 probe.measure_rate(rate_s)
         finally:
             for probe in probes:
                 probe.close()
         mine = {"names": found, "links": [asdict(probe.link) for probe in probes]}
-        store.set(f"found/{self._number}", json.dumps(mine))
-        return self._collected(store, members, hosts)
+        _publish(store, f"found/{self._number}", mine)
+        return self._collected(store, order, hosts)
 
     def _collected(
-        self, store: Store, members: Sequence[int], hosts: Sequence[Host]
+        self, store: Store, numbers: Sequence[int], hosts: Sequence[Host]
     ) -> Examination:
         """Return the facts of all hosts; without the links of hosts that do not publish them."""
-        keys = [f"found/{number}" for number in members]
-        with contextlib.suppress(StoreTimeoutError):
-            store.wait(keys, _STEP_S)
+        self._end_step(store, "found", len(hosts))
+        keys = [f"found/{number}" for number in numbers]
         complete, links = [], []
         for key, host in zip(keys, hosts, strict=True):
             if store.check([key]):
-                found = json.loads(store.get(key))
+                found = _published(store, key)
                 host = replace(host, names={**found["names"], **host.names})
                 links += [Link(**link) for link in found["links"]]
             complete.append(host)
@@ -200,22 +207,40 @@ class Examiner:
 
     def _leave(self, store: PrefixStore, count: int) -> None:
         """End the part of this host; wait for the others if they need this one."""
-        deadline = Deadline(_STEP_S)
         store.add("ended", 1)
+        deadline = Deadline(self._step_s)
         stays = self.is_first or is_host_of(store.underlying_store)
         # The host of the store may end before the host that came first.
         with contextlib.suppress(StoreError):
             while stays and not deadline.expired() and store.add("ended", 0) < count:
                 time.sleep(_POLL_S)
 
+    def _end_step(self, store: Store, name: str, count: int) -> None:
+        """Wait until `count` hosts have taken a step; not for long if hosts have missed one."""
+        key = f"step/{name}"
+        if store.add(key, 1) == count:
+            store.set(f"{key}/end", "")
+        try:
+            store.wait([f"{key}/end"], self._step_s)
+        except StoreTimeoutError:
+            self._step_s = _LATE_S
 
-def _end_step(store: Store, name: str, count: int) -> None:
-    """Wait until `count` hosts have taken a step, at most `_STEP_S`."""
-    key = f"step/{name}"
-    if store.add(key, 1) == count:
-        store.set(f"{key}/end", "")
-    with contextlib.suppress(StoreTimeoutError):
-        store.wait([f"{key}/end"], _STEP_S)
+
+def _publish(store: Store, key: str, content: Any) -> None:
+    """Store a JSON value in pieces that fit into the smallest packets.
+
+    A path that drops full packets would also stop the exchange of facts about it.
+    """
+    data = zlib.compress(json.dumps(content).encode())
+    pieces = range(0, len(data), _PIECE_BYTES)
+    for number, start in enumerate(pieces):
+        store.set(f"{key}/{number}", data[start : start + _PIECE_BYTES])
+    store.set(key, f"{len(pieces)}")
+
+
+def _published(store: Store, key: str) -> Any:
+    pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
+    return json.loads(zlib.decompress(b"".join(pieces)))
 
 
 def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
@@ -225,6 +250,11 @@ def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key that orders names by the numbers in them."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _unique(names: Sequence[str]) -> list[str]:

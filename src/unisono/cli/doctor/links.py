@@ -67,17 +67,19 @@ class Responder:
     """Answers the probes of other hosts, on one thread per connection.
 
     Args:
-        name: Name of this host.
         addresses: Addresses of this host.
+
+    Attributes:
+        place: The fields of a `Peer` after the name.
     """
 
-    def __init__(self, name: str, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         from unisono.transports.tcp.address import listen  # loads NumPy, which the launcher lacks
 
         self._listeners, port = listen(tuple(addresses))
-        key = secrets.token_bytes(_KEY_BYTES)
+        self._key = secrets.token_bytes(_KEY_BYTES)
         usable = [host for host in addresses if not _is_loopback(host)]
-        self.peer = Peer(name, usable or addresses, port, key.hex())
+        self.place = (usable or addresses, port, self._key.hex())
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         for listener in self._listeners:
@@ -108,11 +110,10 @@ class Responder:
                 self._start(self._answer, sock)
 
     def _answer(self, sock: socket.socket) -> None:
-        key = bytes.fromhex(self.peer.key)
         with sock, contextlib.suppress(OSError, EOFError):
             sock.settimeout(_IDLE_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not hmac.compare_digest(_receive(sock, _KEY_BYTES), key):
+            if not hmac.compare_digest(_receive(sock, _KEY_BYTES), self._key):
                 return
             scratch = memoryview(bytearray(MESSAGE_BYTES))
             while True:

@@ -14,7 +14,7 @@ from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.nodes import node_options
 from unisono.errors import HandshakeError, NetworkError, RendezvousError, StoreError
 from unisono.launcher.agent import examination_store, open_shared
-from unisono.stores import PrefixStore
+from unisono.stores import PrefixStore, Store
 
 
 class Session:
@@ -66,11 +66,14 @@ class Session:
                 plan.show("waiting for the other hosts")
                 with self._opened(store) as shared:
                     self.facts = examiner.examine(shared, canceled)
+                    if store is None and examiner.is_first:
+                        _clear(shared)
             self.found = findings(self.facts)
         except (StoreError, NetworkError, RendezvousError) as error:
             topic = "token" if isinstance(error, HandshakeError) else "reach"
-            fact = f"{examiner.host.name} could not meet the other hosts: {error.what}"
-            failure = Finding(topic, ERROR, " ".join(fact.split()), error.hint or "")
+            reason = error.what.partition("\n")[0]
+            fact = f"{examiner.host.name} could not meet the other hosts: {reason}"
+            failure = Finding(topic, ERROR, fact, error.hint or "")
             # Without the others, findings about them mean nothing.
             own = [found for found in findings(self.facts) if found.topic not in ("hosts", "reach")]
             self.found = [failure, *own]
@@ -103,7 +106,7 @@ class Session:
                     yield f"{'':<8} fix: {fix}"
         verdict = "a job would stop" if self.exit_code else "a job can start"
         counts = [sum(f.severity == kind for f in self.found) for kind in (ERROR, WARNING)]
-        yield f"{verdict}: {counts[0]} errors, {counts[1]} warnings"
+        yield f"{verdict} (errors: {counts[0]}, warnings: {counts[1]})"
 
     def document(self) -> dict[str, Any]:
         """Return the content of `--json`."""
@@ -118,8 +121,11 @@ class Session:
         base, _ = open_shared(self._plan.meeting, lambda: False)
         with base, examination_store(base, self._run_id) as own:
             yield own
-            # A file or a service may serve another examination. The server of a TCPStore may
-            # have ended.
-            with contextlib.suppress(StoreError):
-                for key in own.list_keys():
-                    own.delete_key(key)
+
+
+def _clear(store: Store) -> None:
+    """Delete all keys: a file or a service may be the store of another examination."""
+    # The server of a TCPStore may have ended.
+    with contextlib.suppress(StoreError):
+        for key in store.list_keys():
+            store.delete_key(key)
