@@ -9,11 +9,9 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from unisono.cli.flags import add_flag
+from unisono.cli.flags import add_flag, check_writable
 from unisono.cli.nodes import add_node_flags, workers_per_node
-from unisono.errors import InvalidArgumentError
 
 _PREFIX = "unisono doctor: "
 _JOIN_S = "60"
@@ -67,7 +65,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    # `unisono run`, with the same parser, must not load this.
+    # `unisono run`, with the same parser, must not load these.
+    from unisono.bench.launch import check_installed
     from unisono.cli.doctor.session import Session
 
     if options.hosts and options.nnodes == (1, 1):
@@ -75,6 +74,10 @@ def _doctor(options: argparse.Namespace) -> int:
         if not options.rdzv_endpoint and options.rdzv_backend == "static":
             options.rdzv_backend, options.rdzv_endpoint = "c10d", options.hosts[0]
     options.rdzv_conf = {"join_timeout": _JOIN_S, **(options.rdzv_conf or {})}
+    for path in filter(None, (options.json, options.plot)):
+        check_writable(path)
+    if options.plot:
+        check_installed("plot")
     with _progress() as show:
         session = Session(options, options.nproc_per_node, show)
         try:
@@ -84,7 +87,8 @@ def _doctor(options: argparse.Namespace) -> int:
     for line in session.lines():
         print(line)
     if options.json:
-        _write_json(options.json, session.document())
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(session.document(), file, indent=1)
     if options.plot:
         from unisono.cli.doctor.picture import plot
 
@@ -109,11 +113,3 @@ def _progress() -> Iterator[Callable[[str], None]]:
             yield lambda text: status.update(_PREFIX + text)
     else:
         yield lambda text: print(_PREFIX + text, file=sys.stderr, flush=True)
-
-
-def _write_json(path: str, content: dict[str, Any]) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write {path}: {error.strerror}") from None

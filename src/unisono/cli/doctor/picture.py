@@ -21,16 +21,11 @@ def plot(facts: Examination, path: str) -> None:
         path: Picture file; its ending chooses the format.
 
     Raises:
-        InvalidArgumentError: There is one host only, or matplotlib is not installed.
+        InvalidArgumentError: There is one host only.
     """
     if len(facts.hosts) < 2:
         raise InvalidArgumentError("--plot needs two hosts or more")
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")
-    except ImportError:
-        raise InvalidArgumentError(
-            "--plot needs the package matplotlib", hint="pip install 'unisono[plot]'"
-        ) from None
+    matplotlib: Any = importlib.import_module("matplotlib")
     # A backend without a display, even if MPLBACKEND names another.
     matplotlib.use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")

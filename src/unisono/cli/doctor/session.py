@@ -14,7 +14,7 @@ from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.nodes import node_options
 from unisono.errors import HandshakeError, NetworkError, RendezvousError, StoreError
 from unisono.launcher.agent import examination_store, open_shared
-from unisono.stores import PrefixStore, Store
+from unisono.stores import PrefixStore, TCPStore
 
 
 class Session:
@@ -123,9 +123,8 @@ class Session:
             yield own
 
 
-def _clear(store: Store) -> None:
-    """Delete all keys: a file or a service may be the store of another examination."""
-    # The server of a TCPStore may have ended.
-    with contextlib.suppress(StoreError):
+def _clear(store: PrefixStore) -> None:
+    """Delete all keys of a lasting store, which another examination may use."""
+    if not isinstance(store.underlying_store, TCPStore):
         for key in store.list_keys():
             store.delete_key(key)
