@@ -3,17 +3,23 @@
 import contextlib
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
 
 from tests.support import netns
 from tests.support.launches import Launch
-from unisono.cli.doctor.examine import _natural, _unique
+from unisono.cli.doctor import examine, picture
 from unisono.cli.doctor.facts import Examination, Host, Limits, Link, Sharing
 from unisono.cli.doctor.findings import endpoint_fault, findings
 from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
 from unisono.cli.main import main
+from unisono.errors import InvalidArgumentError, RendezvousError
+from unisono.launcher.spec import Meeting
+from unisono.rendezvous import state
+from unisono.rendezvous.member import Timing
+from unisono.stores import HashStore, PrefixStore
 
 needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.why_not()))
 
@@ -209,8 +215,8 @@ def test_facts_survive_their_way_through_the_store():
 
 
 def test_names_of_hosts_are_ordered_and_unique():
-    names = sorted(["host10", "host2", "host2", "a"], key=_natural)
-    assert _unique(names) == ["a", "host2", "host2#2", "host10"]
+    names = sorted(["host10", "host2", "host2", "a"], key=examine._natural)
+    assert examine._unique(names) == ["a", "host2", "host2#2", "host10"]
 
 
 # ---- probes --------------------------------------------------------------------------------
@@ -259,6 +265,60 @@ def test_a_probe_names_the_address_that_refuses(responder):
     assert probe.link.failures == [f"127.0.0.1:{port}: connection refused"]
 
 
+# ---- hosts that are threads ----------------------------------------------------------------
+
+
+@pytest.fixture
+def examiners(monkeypatch):
+    """Return a function that makes examiners whose hosts have one name, on this machine."""
+    monkeypatch.setattr(examine, "_RATES_S", 0.1)
+
+    def make(count, join_timeout_s=60.0):
+        plan = examine.Plan(
+            nprocs=1,
+            limits=state.Limits(min_nodes=count, max_nodes=count, max_restarts=0),
+            meeting=Meeting(timing=Timing(join_timeout_s=join_timeout_s)),
+            show=lambda line: None,
+        )
+        return [examine.Examiner(plan) for _ in range(count)]
+
+    monkeypatch.setattr(examine, "examine_host", lambda *_: host(1, addresses=("127.0.0.1",)))
+    return make
+
+
+def test_three_hosts_probe_each_other_and_a_late_host_is_examined_alone(examiners):
+    store = PrefixStore("x", HashStore())
+    members, [late, *_] = examiners(3), examiners(3)
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(member.examine, store, lambda: False) for member in members]
+        found = [job.result(60) for job in jobs]
+    assert found[0] == found[1] == found[2]
+    assert [host.name for host in found[0].hosts] == ["h1", "h1#2", "h1#3"]
+    assert len({(link.source, link.target) for link in found[0].links}) == 6
+    assert all(link.address == "127.0.0.1" for link in found[0].links)
+    assert sum(member.is_first for member in members) == 1
+    alone = late.examine(store, lambda: False)
+    assert (len(alone.hosts), alone.expected, alone.links) == (1, 1, ())
+
+
+def test_a_wait_for_hosts_ends(examiners, monkeypatch):
+    [examiner, _] = examiners(2)
+    with pytest.raises(RendezvousError, match="the examination of the hosts was canceled"):
+        examiner.examine(PrefixStore("x", HashStore()), lambda: True)
+    # This host came second, and the first host never decides.
+    store = PrefixStore("y", HashStore())
+    store.add("came", 1)
+    monkeypatch.setattr(examine, "_STEP_S", 0.0)
+    [examiner, _] = examiners(2, join_timeout_s=0.0)
+    with pytest.raises(RendezvousError, match="the host that began the examination has ended"):
+        examiner.examine(store, lambda: False)
+
+
+def test_one_host_has_no_picture(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="--plot needs two hosts or more"):
+        picture.plot(facts(1), str(tmp_path / "x.png"))
+
+
 # ---- the command ---------------------------------------------------------------------------
 
 
@@ -291,7 +351,7 @@ ENDPOINT = ("--nnodes=2", "--rdzv-backend=c10d")
 QUICK = {"unisono.cli.doctor.host._sharing": Sharing}
 
 
-def examine(tmp_path, network, *flags, command="doctor", each=lambda host: {}, words=()):
+def run_on_all(tmp_path, network, *flags, command="doctor", each=lambda host: {}, words=()):
     """Run a command on all hosts of a network; return exit codes and outputs."""
     with contextlib.ExitStack() as stack:
         launches = []
@@ -316,7 +376,9 @@ def test_hosts_without_a_fault_have_no_error(tmp_path):
     drawn = ["--plot", "pairs.png"] if importlib.util.find_spec("matplotlib") else []
     with netns.Network(2) as network:
         names = ",".join(host.name for host in network.hosts)
-        codes, shown = examine(tmp_path, network, "--hosts", names, "--json", "facts.json", *drawn)
+        codes, shown = run_on_all(
+            tmp_path, network, "--hosts", names, "--json", "facts.json", *drawn
+        )
         assert codes == [0, 0], shown
     assert sum("every host reaches every other host" in text for text in shown) == 1, shown
     document = json.loads((tmp_path / "facts.json").read_text())
@@ -367,7 +429,7 @@ def test_hosts_with_a_fault_find_it(tmp_path, make):
     with netns.Network(2) as network:
         wire, each, endpoint, code, text = make(network)
         with wire:
-            codes, shown = examine(
+            codes, shown = run_on_all(
                 tmp_path, network, *ENDPOINT, "--rdzv-endpoint", endpoint, each=each
             )
     assert codes == [code, code], shown
@@ -380,7 +442,7 @@ def test_a_name_that_leads_a_host_to_itself(tmp_path):
         second = network.hosts[1]
         second.run("sh", "-c", "cat > /etc/hosts", text="127.0.1.1 host2 host1\n")
         flags = ("--hosts", "host1,host2", "--rdzv-conf=join_timeout=1")
-        codes, shown = examine(tmp_path, network, *flags)
+        codes, shown = run_on_all(tmp_path, network, *flags)
     assert codes == [1, 1], shown
     assert "host2 resolves host1 to 127.0.1.1, which is host2 itself" in shown[1]
     assert "1 of 2 hosts came (host1); absent: host2" in shown[0]
@@ -393,7 +455,7 @@ def test_a_host_without_the_token(tmp_path):
 
     with netns.Network(2) as network:
         flags = ("--hosts", "host1,host2", "--rdzv-conf=join_timeout=3")
-        codes, shown = examine(tmp_path, network, *flags, each=each)
+        codes, shown = run_on_all(tmp_path, network, *flags, each=each)
     assert codes == [1, 1], shown
     assert "UNISONO_TOKEN is not set on host2" in shown[1]
     assert "absent: host2" in shown[0]
@@ -404,12 +466,14 @@ def test_run_starts_workers_only_if_the_doctor_finds_no_error(tmp_path):
     (tmp_path / "up.py").write_text("import os; print('up', os.environ['RANK'])")
     flags = (*ENDPOINT, "--rdzv-endpoint=host1", "--doctor")
     with netns.Network(2) as network:
-        codes, shown = examine(tmp_path, network, *flags, command="run", words=["up.py"])
+        codes, shown = run_on_all(tmp_path, network, *flags, command="run", words=["up.py"])
         assert codes == [0, 0], shown
         ups = sorted(line for text in shown for line in text.splitlines() if "up" in line[-5:])
         assert [line[-4:] for line in ups] == ["up 0", "up 1"], shown
         _, each, _, _, text = other_version(network)
-        codes, shown = examine(tmp_path, network, *flags, command="run", words=["up.py"], each=each)
+        codes, shown = run_on_all(
+            tmp_path, network, *flags, command="run", words=["up.py"], each=each
+        )
     assert codes == [1, 1], shown
     assert all(text in out and "no worker was started" in out for out in shown), shown
     assert not any("up 0" in out for out in shown)

@@ -30,7 +30,7 @@ _RATES_S = 3.0
 _MOST_RATE_S = 0.5
 _STEP_S = 30.0
 """Time for a step, such as the connections of all hosts, which need at most 4 s. Only hosts that
-have ended, and very busy ones, miss it."""
+have ended, and very busy hosts, miss it."""
 
 _PIECE_BYTES = 400
 """IPv4 passes packets of 576 bytes on every path."""
@@ -144,11 +144,11 @@ class Examiner:
             if self.is_first and (here >= limits.max_nodes or is_enough or deadline.expired()):
                 came = range(store.add("came", 0))
                 _publish(store, "members", [n for n in came if store.check([f"host/{n}"])])
-            elif canceled() or patience.expired():
-                why = "was canceled" if canceled() else "has lost the host that came first"
-                raise RendezvousError(f"the examination {why}")
-            else:
-                time.sleep(_POLL_S)
+            if canceled():
+                raise RendezvousError("the examination of the hosts was canceled")
+            if patience.expired():
+                raise RendezvousError("the host that began the examination has ended")
+            time.sleep(_POLL_S)
         members: list[int] = _published(store, "members")
         return members
 
@@ -206,7 +206,7 @@ class Examiner:
         )
 
     def _leave(self, store: PrefixStore, count: int) -> None:
-        """End the part of this host; wait for the others if they need this one."""
+        """End the part of this host; wait for the others if they need this host."""
         store.add("ended", 1)
         deadline = Deadline(self._step_s)
         stays = self.is_first or is_host_of(store.underlying_store)
@@ -258,7 +258,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names, the second and later ones of the same text with a number."""
+    """Return the names; from the second host of a name on, the name has a number."""
     return [
         f"{name}#{before + 1}" if (before := list(names[:i]).count(name)) else name
         for i, name in enumerate(names)

@@ -26,8 +26,8 @@ from unisono.base.sockets import connect_first, format_address
 from unisono.cli.doctor.facts import Link
 
 MESSAGE_BYTES = 64 * 1024
-"""A message of the measurement of rates. Smaller ones measure Python; larger ones take seconds on
-slow links."""
+"""A message of the measurement of rates. With fewer bytes it would measure Python; with more, a
+slow link would take seconds."""
 
 _KEY_BYTES = 16
 _LENGTH = struct.Struct("!I")
@@ -181,7 +181,7 @@ class Probe:
             self._facts |= {"rtt_s": median(s for s, _ in trips), "ahead_s": min(trips)[1]}
 
     def send_burst(self) -> None:
-        """Send several full packets; if they disappear, find the size of those that arrive."""
+        """Send several full packets; if they disappear, find the size of packets that arrive."""
         if self._sock is None or _passes(self._sock):
             return
         self._sock.close()

@@ -15,7 +15,7 @@ class _Range(ctypes.Structure):
 
 
 def why_not_readable(pid: int, address: int, proof: bytes) -> str:
-    """Return why this process cannot read `proof` in the memory of another one; "" if it can."""
+    """Return why this process cannot read `proof` in another process; "" if it can."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
         return "this system does not have it"
