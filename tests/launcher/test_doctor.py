@@ -27,10 +27,15 @@ needs_hosts = pytest.mark.skipif(netns.why_not() is not None, reason=str(netns.w
 
 
 def host(number, **changes):
-    name, address = f"h{number}", f"10.0.0.{number}"
+    address = f"10.0.0.{number}"
     names = {f"h{other}": (f"10.0.0.{other}",) for other in (1, 2, 3)}
-    fields = {"addresses": (address,), "names": names, "versions": {"unisono": "1"}}
-    return Host(name=name, **fields | {"limits": Limits(cores=8)} | changes)
+    fields = {
+        "name": f"h{number}",
+        "addresses": (address,),
+        "names": names,
+        "versions": {"unisono": "1"},
+    }
+    return Host(**fields | {"limits": Limits(cores=8)} | changes)
 
 
 def facts(count=2, changes=None, links=None, **fields):
@@ -188,6 +193,13 @@ def test_nodes_on_one_machine_need_neither_names_nor_a_token():
     names = {n: {"names": {f"h{n}": ("127.0.0.1",)}, "admits": "local"} for n in (1, 2)}
     given = facts(2, changes=names, endpoint="localhost")
     assert {finding.severity for finding in findings(given)} == {"ok"}
+    # A file is their store: they have one name and one address.
+    twins = {
+        n: {"name": name, "addresses": ("10.0.0.1",), "admits": "local"}
+        for n, name in ((1, "h1"), (2, "h1#2"))
+    }
+    given = replace(facts(2, changes=twins, endpoint=""), links=())
+    assert [f.topic for f in findings(given) if f.topic in ("names", "token")] == []
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if sys.stderr.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 
-        with Console(stderr=True).status(_PREFIX) as status:
+        with Console(stderr=True).status(f"{_PREFIX}examining this host") as status:
             yield lambda text: status.update(_PREFIX + text)
     else:
         yield lambda text: print(_PREFIX + text, file=sys.stderr, flush=True)

@@ -23,9 +23,11 @@ _SLOW = 3.0
 def findings(facts: Examination) -> list[Finding]:
     """Return the findings, errors first; a topic without a fault has one finding "ok"."""
     found = list(each_host(facts))
-    is_one_machine = is_loopback(facts.endpoint) and facts.expected > 1
+    machines = {(host.name.partition("#")[0], *host.addresses) for host in facts.hosts}
+    apart = len(machines) > 1 or len(facts.hosts) < facts.expected
     for topic, faults, fine in _TOPICS:
-        if is_one_machine and topic in ("names", "token"):
+        # Nodes on one machine need no names and no token.
+        if topic in ("names", "token") and (not apart or is_loopback(facts.endpoint)):
             continue
         if facts.expected > 1 or topic in ("hosts", "versions"):
             faulty = [Finding(topic, *fault) for fault in faults(facts)]
