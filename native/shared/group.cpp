@@ -25,7 +25,7 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
 Group::~Group() { leave(); }
 
 // After a failure the epoch stays, because this rank does not finish it. From the flag of a later
-// epoch other ranks would conclude that this rank has posted everything in this one.
+// epoch other ranks would conclude that this rank has posted everything in the failed epoch.
 void Group::end_epoch(Code code) {
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;

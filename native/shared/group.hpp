@@ -119,8 +119,8 @@ class Group final : public Runner {
   int rank_;
   int ranks_;
   bool is_crowded_;
-  // The first epoch that is not finished; 1 at first, unless a test has raised this rank's flag
-  // before. Written by the thread that has the turn; abort() reads it in any thread.
+  // The first epoch that is not finished: 1 at first, unless a test has raised this rank's flag
+  // before. The thread that has the turn writes it, and abort() reads it in any thread.
   std::atomic<uint64_t> epoch_;
   std::atomic<bool> has_stopped_{false};  // after a failure or abort() no call runs here
   int64_t timeout_ns_ = 0;
