@@ -491,6 +491,8 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "with store=, rank and world_size are required, got rank=0 and world_size=-1":
         lambda: init(store=HashStore(), rank=0),
     "rank 2 of 2: expected 0 <= rank < size": lambda: init(store=HashStore(), rank=2, world_size=2),
+    "rank -1 of 2: expected 0 <= rank < size": lambda: dist.ProcessGroup(HashStore(), -1, 2),
+    "rank 0 of 0: expected 0 <= rank < size": lambda: dist.ProcessGroup(HashStore(), 0, 0),
     "unknown transport 'pigeon' (known: auto, inproc, tcp)":
         lambda: init(pg_options=CPUOptions(transport="pigeon")),
     "unknown engine 'steam' (known: auto, native, reference)":
@@ -762,6 +764,9 @@ def test_unknown_instruction_set():
 
 def test_a_destroyed_group(alone):
     group = dist.new_group(group_desc="mine")
+    # The last of these calls is repeated in C++.
+    for _ in range(3):
+        dist.all_reduce(x(), group=group)
     dist.destroy_process_group(group)
     line = "all_reduce on group 'mine', which was destroyed"
     check("Closed", line, lambda: dist.all_reduce(x(), group=group))

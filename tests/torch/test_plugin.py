@@ -188,23 +188,6 @@ def test_reduce_ops_of_torch():
     assert (reduce_op(premul).name, reduce_op(premul).factor) == ("PREMUL_SUM", 0.5)
 
 
-def test_a_tensor_of_another_device_goes_to_its_backend():
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"  # noqa: F401
-
-    store = torch_dist.HashStore()
-    torch_dist.init_process_group("cpu:unisono,meta:fake", store=store, rank=0, world_size=1)
-    try:
-        group = torch_dist.distributed_c10d._get_default_group()
-        x, y = torch.ones(2), torch.ones(2, device="meta")
-        torch_dist.all_reduce(x)
-        torch_dist.all_reduce(y)
-        assert group._devices["meta"]._get_backend(torch.device("meta")).name() == "fake"
-        assert {d.type for d in group._device_types} == {"cpu", "meta"}
-        torch_dist.all_gather([torch.ones(2, device="meta")], y)
-    finally:
-        torch_dist.destroy_process_group()
-
-
 def test_options_of_another_backend_reach_it_and_no_other():
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
@@ -220,7 +203,9 @@ def test_options_of_another_backend_reach_it_and_no_other():
         for group in (torch_dist.group.WORLD, torch_dist.new_group([0], pg_options=options)):
             torch_dist.all_reduce(torch.ones(2), group=group)
             torch_dist.all_reduce(torch.ones(2, device="meta"), group=group)
-            assert group._devices["meta"]._get_backend(torch.device("meta")).options is options
+            backend = group._devices["meta"]._get_backend(torch.device("meta"))
+            assert (backend.name(), backend.options is options) == ("fake", True)
+            assert {d.type for d in group._device_types} == {"cpu", "meta"}
     finally:
         torch_dist.destroy_process_group()
 
