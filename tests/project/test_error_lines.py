@@ -518,6 +518,7 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
         lambda: TCPStore(HERE, 0, world_size=-2, is_master=True),
     "world_size of a store cannot be 0": lambda: Service(world_size=0),
     "port must be 0 to 65535, got 65536": lambda: TCPStore(HERE, 65536),
+    "port must be 0 to 65535, got -1": lambda: TCPStore(HERE, -1),
     "MULTI_GET without keys has no reply to expect": lambda: ReplyDecoder().expect(Op.MULTI_GET, 0),
     "multi_get of 2 keys has 20 bytes; at most 10 are sent": large_multi_get,
     "one request may have 2 keys, got 3":
@@ -577,6 +578,7 @@ WITHOUT_A_WORLD["ArgumentType"] = {
     "amount must be int, got float": lambda: HashStore().add("k", 1.5),
     "url must be str, got int": lambda: dist.rendezvous(5),
     "rank must be int, got str": lambda: dist.rendezvous("env://", "0"),
+    "world_size must be int, got float": lambda: dist.rendezvous("env://", 0, 1.0),
 }
 WITHOUT_A_WORLD["NotInGroup"] = {
     "DistributedDataParallel on a rank outside its process group":
