@@ -156,7 +156,7 @@ def test_killed_with_a_lock(waiting):
         assert caught.took_s < BUSY_S
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 2), (5, 4)])
 @pytest.mark.parametrize("moment", [1, 5, 20, 45])
 def test_killed_inside_a_large_all_reduce(tmp_path, moment, world_size, victim):
@@ -191,6 +191,7 @@ def test_all_hear_of_it_within_a_second(tmp_path, monkeypatch, per_host):
     assert best_s(late_s, NOTICE_S) < NOTICE_S
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("moment", [2, 9, 31])
 def test_killed_with_several_connections_to_each_rank(tmp_path, monkeypatch, moment):
     monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")

@@ -114,6 +114,7 @@ def check_told(ends, kind, text):
         assert re.search(text, told["text"].splitlines()[0]), told
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("way", "kind", "text", "code"),
     [

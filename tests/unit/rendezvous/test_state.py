@@ -247,6 +247,7 @@ def test_foreign_documents_are_refused(text):
         loads(text)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "rules", [limits(1), limits(2), limits(1, 2), limits(2, restarts=1), limits(1, 2, 1)], ids=str
 )
