@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Iterator
 from statistics import median
 
@@ -25,13 +24,15 @@ def findings(facts: Examination) -> list[Finding]:
     found = list(each_host(facts))
     machines = {(host.name.partition("#")[0], *host.addresses) for host in facts.hosts}
     apart = len(machines) > 1 or len(facts.hosts) < facts.expected
+    is_measured = bool(facts.links) and all(link.rate_bytes_s for link in facts.links)
     for topic, faults, fine in _TOPICS:
         # Nodes on one machine need no names and no token.
         if topic in ("names", "token") and (not apart or is_loopback(facts.endpoint)):
             continue
-        if facts.expected > 1 or topic in ("hosts", "versions"):
-            faulty = [Finding(topic, *fault) for fault in faults(facts)]
-            found += faulty or [Finding(topic, OK, fine(facts))]
+        faulty = [Finding(topic, *fault) for fault in faults(facts)]
+        if not faulty and (is_measured or topic not in _OF_LINKS):
+            faulty = [Finding(topic, OK, fine(facts))]
+        found += faulty
     return sorted(found, key=lambda finding: (ERROR, WARNING, OK).index(finding.severity))
 
 
@@ -42,6 +43,8 @@ def endpoint_fault(host: Host, endpoint: str) -> Finding | None:
         return None
     return Finding("names", ERROR, fault, f"map {endpoint} to its address in /etc/hosts")
 
+
+_OF_LINKS = ("reach", "packets", "speed", "clocks")
 
 _Faults = Iterator[tuple[str, str, str]]
 """Severity, fact and fix."""
@@ -73,7 +76,7 @@ def _name_fault(host: Host, name: str) -> str:
         return f"{host.name} got no answer about {name} from a name server"
     if not addresses:
         return f"{host.name} cannot resolve {name}"
-    if not all(map(_is_loopback_ip, addresses)):
+    if not all(map(is_loopback, addresses)):
         return ""
     return f"{host.name} resolves {name} to {addresses[0]}, which is {host.name} itself"
 
@@ -148,8 +151,6 @@ def _speed(facts: Examination) -> _Faults:
 def _usual_speed(facts: Examination) -> str:
     trips = [link.rtt_s for link in facts.links if link.rtt_s is not None]
     rates = [link.rate_bytes_s for link in facts.links if link.rate_bytes_s is not None]
-    if not trips or not rates:
-        return "round trips and rates are not known"
     return f"round trip {median(trips) * 1e3:.3g} ms, {median(rates) / 1e6:.4g} MB/s (medians)"
 
 
@@ -186,7 +187,3 @@ _TOPICS: tuple[tuple[str, Callable[[Examination], _Faults], Callable[[Examinatio
 def _is_named(name: str, host: Host) -> bool:
     """Return whether a name or address is that of this host; the domain is not compared."""
     return name in host.addresses or name.partition(".")[0] == host.name.partition(".")[0]
-
-
-def _is_loopback_ip(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

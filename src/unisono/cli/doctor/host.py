@@ -46,6 +46,7 @@ def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) ->
         names: Names to resolve, beside that of this host.
     """
     name = socket.gethostname()
+    admits = "token" if config.get("UNISONO_TOKEN") else "local"
     return Host(
         name=name,
         nprocs=nprocs,
@@ -59,11 +60,7 @@ def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) ->
             "processor": platform.machine(),
             "byte order": sys.byteorder,
         },
-        admits="any"
-        if config.get("UNISONO_INSECURE") == "1"
-        else "token"
-        if config.get("UNISONO_TOKEN")
-        else "local",
+        admits="any" if config.get("UNISONO_INSECURE") == "1" else admits,
         limits=_limits(),
         sharing=_sharing(),
     )

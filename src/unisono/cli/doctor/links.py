@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import itertools
 import secrets
 import socket
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from unisono.base.deadline import Deadline
 from unisono.base.host import reason_of
-from unisono.base.sockets import connect_first, format_address
+from unisono.base.sockets import connect_first, format_address, is_loopback
 from unisono.cli.doctor.facts import Link
 
 MESSAGE_BYTES = 64 * 1024
@@ -78,7 +77,7 @@ class Responder:
 
         self._listeners, port = listen(tuple(addresses))
         self._key = secrets.token_bytes(_KEY_BYTES)
-        usable = [host for host in addresses if not _is_loopback(host)]
+        usable = [host for host in addresses if not is_loopback(host)]
         self.place = (usable or addresses, port, self._key.hex())
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -115,12 +114,11 @@ class Responder:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_receive(sock, _KEY_BYTES), self._key):
                 return
-            scratch = memoryview(bytearray(MESSAGE_BYTES))
             while True:
                 (nbytes,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
                 if nbytes > MESSAGE_BYTES:
                     return
-                _fill(sock, scratch[:nbytes])
+                _receive(sock, nbytes)
                 sock.sendall(_TIME.pack(time.time_ns()))
 
 
@@ -141,11 +139,6 @@ class Probe:
     def link(self) -> Link:
         """The facts until now."""
         return Link(**self._facts)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether the connection exists, and passes large messages."""
-        return self._sock is not None
 
     def open(self) -> None:
         """Connect to the first address that answers, as a rank would."""
@@ -184,8 +177,12 @@ class Probe:
         """Send several full packets; if they disappear, find the size of packets that arrive."""
         if self._sock is None or _passes(self._sock):
             return
-        self._sock.close()
-        self._sock = None
+        # A path that loses packets at random seldom stops two connections.
+        self.close()
+        self.open()
+        if self._sock is not None and _passes(self._sock):
+            return
+        self.close()
         fits = list(itertools.takewhile(self._arrives, _SIZES))
         self._facts |= {"is_stuck": True, "fits_bytes": max(fits, default=0)}
 
@@ -214,6 +211,7 @@ class Probe:
         """End the connection."""
         if self._sock is not None:
             self._sock.close()
+            self._sock = None
 
     def _show_key(self, sock: socket.socket) -> None:
         sock.settimeout(_BURST_S)
@@ -257,16 +255,13 @@ def _receive(sock: socket.socket, nbytes: int) -> bytes:
         EOFError: The connection ended before.
     """
     data = bytearray(nbytes)
-    _fill(sock, memoryview(data))
-    return bytes(data)
-
-
-def _fill(sock: socket.socket, view: memoryview) -> None:
+    view = memoryview(data)
     while view:
         got = sock.recv_into(view)
         if not got:
             raise EOFError("the connection ended")
         view = view[got:]
+    return bytes(data)
 
 
 def _resent(sock: socket.socket) -> float | None:
@@ -285,7 +280,3 @@ def _resent(sock: socket.socket) -> float | None:
 
 def _family(host: str) -> int:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -70,13 +70,14 @@ class Session:
                         _clear(shared)
             self.found = findings(self.facts)
         except (StoreError, NetworkError, RendezvousError) as error:
+            if canceled():
+                raise
             topic = "token" if isinstance(error, HandshakeError) else "reach"
             reason = error.what.partition("\n")[0]
             fact = f"{examiner.host.name} could not meet the other hosts: {reason}"
             failure = Finding(topic, ERROR, fact, error.hint or "")
-            # Without the others, findings about them mean nothing.
-            own = [found for found in findings(self.facts) if found.topic not in ("hosts", "reach")]
-            self.found = [failure, *own]
+            own = findings(self.facts)
+            self.found = [failure, *(found for found in own if found.topic != "hosts")]
         if not examiner.is_first:
             self._severities = (ERROR,)
 
