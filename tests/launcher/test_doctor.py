@@ -64,6 +64,10 @@ FAULTS = {
         facts(2, expected=3, wanted=("h1", "h2", "h3")),
         ("hosts", "error", "2 of 3 hosts came (h1, h2); absent: h3"),
     ),
+    "absent, others by alias": (
+        facts(2, changes={2: {"names": {"b": ("10.0.0.2",)}}}, expected=3, wanted=("h1", "b", "c")),
+        ("hosts", "error", "2 of 3 hosts came (h1, h2); absent: c"),
+    ),
     "own name": (
         facts(changes={2: {"names": {"h1": ("10.0.0.1",), "h2": ("127.0.1.1",)}}}),
         ("names", "warning", "h2 resolves h2 to 127.0.1.1, which is h2 itself"),
@@ -218,12 +222,16 @@ def test_nodes_on_one_machine_need_neither_names_nor_a_token():
         ("h1", (), "h2 cannot resolve h1"),
         ("h1", None, "h2 got no answer about h1"),
         ("h1", ("10.0.0.1",), ""),
-        ("h2.domain", ("127.0.1.1",), ""),  # h2 itself is to serve the store
+        ("alias", ("127.0.0.1",), "h2 resolves alias to 127.0.0.1, which is h2 itself"),
+        # Names of h2, which is to serve the store.
+        ("h2.domain", ("127.0.1.1",), ""),
+        ("alias", ("10.0.0.2",), ""),
         ("localhost", ("127.0.0.1",), ""),
     ],
 )
 def test_an_endpoint_that_a_host_cannot_find(endpoint, addresses, text):
-    fault = endpoint_fault(host(2, names={endpoint: addresses}), endpoint)
+    own = ("10.0.0.2", "127.0.0.1")
+    fault = endpoint_fault(host(2, names={endpoint: addresses}, addresses=own), endpoint)
     assert (fault.fact if fault else "").startswith(text)
     assert bool(fault) == bool(text)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -167,18 +167,20 @@ class Examiner:
         found = resolve(host.name.partition("#")[0] for host in hosts)
         # In every round each host sends to another host.
         probes = [Probe(names[me], peer) for peer in (*peers[me + 1 :], *peers[:me])]
+        pool = ThreadPoolExecutor(len(hosts))
         try:
-            _in_threads(probe.open for probe in probes)
+            list(pool.map(Probe.open, probes))
             self._end_step(store, "open", len(hosts))
             for probe in probes:
                 probe.ping()
             self._end_step(store, "pings", len(hosts))
-            _in_threads(probe.send_burst for probe in probes)
+            list(pool.map(Probe.send_burst, probes))
             rate_s = min(_MOST_RATE_S, _RATES_S / max(len(probes), 1))
             for number, probe in enumerate(probes):
                 self._end_step(store, f"rate {number}", len(hosts))
                 probe.measure_rate(rate_s)
         finally:
+            pool.shutdown()
             for probe in probes:
                 probe.close()
         mine = {"names": found, "links": [asdict(probe.link) for probe in probes]}
@@ -241,15 +243,6 @@ def _publish(store: Store, key: str, content: Any) -> None:
 def _published(store: Store, key: str) -> Any:
     pieces = [store.get(f"{key}/{number}") for number in range(int(store.get(key)))]
     return json.loads(zlib.decompress(b"".join(pieces)))
-
-
-def _in_threads(calls: Iterable[Callable[[], None]]) -> None:
-    """Call functions at the same time, and wait for all."""
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

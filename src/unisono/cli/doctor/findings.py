@@ -186,4 +186,6 @@ _TOPICS: tuple[tuple[str, Callable[[Examination], _Faults], Callable[[Examinatio
 
 def _is_named(name: str, host: Host) -> bool:
     """Return whether a name or address is that of this host; the domain is not compared."""
-    return name in host.addresses or name.partition(".")[0] == host.name.partition(".")[0]
+    own = {name, *(host.names.get(name) or ())} & set(host.addresses)
+    same = name.partition(".")[0] == host.name.partition(".")[0]
+    return same or any(not is_loopback(address) for address in own)
