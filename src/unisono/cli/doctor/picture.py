@@ -33,8 +33,8 @@ def plot(facts: Examination, path: str) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(2 * side + 1, side), layout="constrained")
     _draw(panels[0], facts, "round trip (ms)", "viridis_r", _trip_ms)
     _draw(panels[1], facts, "rate (MB/s)", "viridis", _rate_mb)
-    figure.suptitle("from the host of the row to that of the column; x: no connection", fontsize=9)
-    figure.savefig(path, dpi=100)
+    figure.suptitle("from the host of the row to that of the column; x: no answer", fontsize=9)
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     pyplot.close(figure)
 
 
