@@ -121,8 +121,7 @@ bool PeerRings::has_left(const Lock& /*lock*/) const {
   return is_active_ && ring_.words->left.load(std::memory_order_acquire) != 0;
 }
 
-bool PeerRings::pull(const Lock& lock) {
-  if (!is_active_) return false;
+bool PeerRings::pull_frames(const Lock& lock) {
   size_t pulled = 0;
   while (pulled < kPullBytes && ring_.available() != 0) {
     const size_t nbytes = incoming().is_open ? read_some(lock) : open_next(lock);

@@ -47,7 +47,7 @@ size_t Ring::room() {
 }
 
 void Ring::write(const void* from, size_t nbytes) {
-  const size_t at = at_ % bytes_;
+  const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
   copy_bytes(data_ + at, from, first);
   if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
@@ -68,13 +68,8 @@ size_t Ring::before_abort(size_t nbytes) const {
   return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
 }
 
-size_t Ring::available() {
-  other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
-  return other_ - at_;
-}
-
 void Ring::read(void* into, size_t nbytes, bool past_cache) {
-  const size_t at = at_ % bytes_;
+  const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
   auto copy = [past_cache](void* to, const char* from, size_t count) {
     past_cache ? copy_past_cache(to, from, count) : copy_bytes(to, from, count);
@@ -120,9 +115,9 @@ Outbox::~Outbox() {
   if (pipe_ >= 0) close(pipe_);
 }
 
-void Outbox::ring_pipe() {
+void Outbox::write_to_pipe() {
   Bells& bells = head().bells;
-  if (bells.polls.load(std::memory_order_relaxed) == 0 || bells.polls.exchange(0) == 0) return;
+  if (bells.polls.exchange(0) == 0) return;
   // Opened for both directions, because a write to a pipe without a reader would end this process.
   if (pipe_ < 0) pipe_ = open_file_of(pid_, bells.pipe.load(std::memory_order_relaxed));
   // A full pipe wakes as well.

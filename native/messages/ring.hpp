@@ -53,6 +53,8 @@ enum FrameKind : uint32_t {
   kPart,     // a part: `context` is the number of its message, `tag` its offset there
 };
 
+constexpr bool is_power_of_2(size_t number) { return (number & (number - 1)) == 0; }
+static_assert(is_power_of_2(kRingBytes) && is_power_of_2(kWideRingBytes), "see Ring::place()");
 static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
                 kWideRingBytes % kFrameAlign == 0,
               "heads fit");
@@ -135,7 +137,10 @@ class Ring {
 
   // --- the receiver's ---
   void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
-  size_t available();  // bytes that may be read
+  size_t available() {                                     // bytes that may be read
+    other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
+    return other_ - at_;
+  }
   void read(void* into, size_t nbytes, bool past_cache = false);
   // How many of the next `nbytes` bytes come before the position of an abort.
   size_t before_abort(size_t nbytes) const;
@@ -146,6 +151,9 @@ class Ring {
   RingWords* words = nullptr;
 
  private:
+  // A division would take longer than the copy of a small message.
+  size_t place() const { return at_ & (bytes_ - 1); }
+
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;         // this end's position
@@ -193,7 +201,9 @@ class Outbox {
   // does not have this nonce, so `pid` names another process on this host.
   int attach(int pid, int fd, const unsigned char* nonce, int me, size_t ring_bytes);
   // Wake the owner's thread that sleeps on wires, if there is one.
-  void ring_pipe();
+  void ring_pipe() {
+    if (head().bells.polls.load(std::memory_order_relaxed) != 0) write_to_pipe();
+  }
   ~Outbox();
   Outbox() = default;
   Outbox(const Outbox&) = delete;
@@ -202,6 +212,8 @@ class Outbox {
   Ring ring;
 
  private:
+  void write_to_pipe();
+
   int pid_ = 0;
   int pipe_ = -1;
   Mapping head_;

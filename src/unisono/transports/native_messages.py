@@ -117,6 +117,9 @@ class NativeMessages(Messages):
         links: The transport. It makes wires, carries messages to ranks without shared memory or
             wires, and detects ranks that are gone.
 
+    Attributes:
+        endpoint: How other ranks reach this rank's rings, or make wires to it; without spaces.
+
     Raises:
         OSError: The memory cannot be made.
     """
@@ -127,7 +130,6 @@ class NativeMessages(Messages):
         self._mailbox = MailboxMessages(links)
         if links.wires is not None:
             links.wires.take = self._add_wire
-        self._nonce = os.urandom(_NONCE_BYTES)
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
         self._open: dict[int, NativeTransfer] = {}
@@ -137,8 +139,11 @@ class NativeMessages(Messages):
         self._server = Worker(f"unisono-messages-{links.rank}")
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
-        if error := self.native.create(self._nonce):
-            raise OSError(error, os.strerror(error))
+        nonce = os.urandom(_NONCE_BYTES)
+        fd = self.native.create(nonce)
+        if fd < 0:
+            raise OSError(-fd, os.strerror(-fd))
+        self.endpoint = f"{os.getpid()}:{fd}:{nonce.hex()}:{self._channels}"
         # Weak, because the collector sees no cycles through C++.
         stuck = weakref.WeakMethod(self._stuck)
         self.native.set_stuck(lambda ranks, sends: (method := stuck()) and method(ranks, sends))
@@ -156,11 +161,6 @@ class NativeMessages(Messages):
             level = "info" if error.errno == errno.ENOSYS else "warning"
             getattr(_log, level)("no shared memory for messages: %s", error)
             return None
-
-    @property
-    def endpoint(self) -> str:
-        """How other ranks reach this rank's rings, or make wires to it; without spaces."""
-        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
 
     def introduce(self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
         """Set how to reach the other ranks; called before the first message.
