@@ -196,7 +196,7 @@ class Calls:
     @caller.setter
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
-    def set_messenger(self, messenger: Messenger, failed: object) -> None:
+    def set_messenger(self, messenger: object | None, failed: object) -> None:
         """Send and receive plain messages through a Port."""
 
     def run(

@@ -38,7 +38,6 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.native_messages import NativeMessages
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -95,11 +94,9 @@ class CPUBackend(DeviceBackend):
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
         self._prepared_calls = PreparedCalls(comm, self._engine)
-        messages = comm.transport.messages
-        if isinstance(messages, NativeMessages):
-            self.port = p2p.Port(comm, messages)
-            if self.calls is not None:
-                self.port.attach(self.calls)
+        self.port = p2p.Port(comm)
+        if self.calls is not None:
+            self.port.attach(self.calls)
 
     # ---- collectives ----------------------------------------------------------------------
 
