@@ -35,17 +35,6 @@ void Ring::choose_bytes(size_t bytes) {
   words->bytes.store(bytes, std::memory_order_relaxed);  // with `joined`
 }
 
-size_t Ring::room() {
-  if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
-    other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
-  }
-  if (other_ < abort_end_) return 0;
-  // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
-  // released.
-  const uint64_t used = at_ - other_;
-  return used < bytes_ ? bytes_ - used : 0;
-}
-
 void Ring::write(const void* from, size_t nbytes) {
   const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
@@ -61,11 +50,6 @@ void Ring::abort_frame() {
   pad();
   abort_end_ = at_;
   publish();
-}
-
-size_t Ring::before_abort(size_t nbytes) const {
-  const uint64_t cut = words->aborted_at.load(std::memory_order_relaxed);  // seen with `tail`
-  return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
 }
 
 void Ring::read(void* into, size_t nbytes, bool past_cache) {

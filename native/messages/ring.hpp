@@ -9,6 +9,7 @@
 // padding up to the next multiple of kFrameAlign.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -126,7 +127,20 @@ class Ring {
 
   // --- the sender's ---
   void choose_bytes(size_t bytes);
-  size_t room();  // bytes that may be written
+  size_t room() {  // bytes that may be written
+    if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
+      other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
+    }
+    if (other_ < abort_end_) return 0;
+    // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
+    // released.
+    const uint64_t used = at_ - other_;
+    return used < bytes_ ? bytes_ - used : 0;
+  }
+  void write(const FrameHead& head) {
+    std::memcpy(data_ + place(), &head, sizeof(head));
+    at_ += sizeof(head);
+  }
   void write(const void* from, size_t nbytes);
   // Move to the beginning of the next frame. Used by both ends.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
@@ -141,9 +155,18 @@ class Ring {
     other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
     return other_ - at_;
   }
+  FrameHead read_head() {
+    FrameHead head;
+    std::memcpy(&head, data_ + place(), sizeof(head));
+    at_ += sizeof(head);
+    return head;
+  }
   void read(void* into, size_t nbytes, bool past_cache = false);
   // How many of the next `nbytes` bytes come before the position of an abort.
-  size_t before_abort(size_t nbytes) const;
+  size_t before_abort(size_t nbytes) const {
+    const uint64_t cut = words->aborted_at.load(std::memory_order_relaxed);  // seen with `tail`
+    return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
+  }
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
