@@ -120,7 +120,7 @@ def _ask_others(engine: NativeEngine | None) -> None:
     comm = engine.comm
     if engine._asked is not None:
         comm.transport.close_question(engine._asked)
-    engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
+    engine._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)
 
 
 def _regular(hosts: Sequence[str]) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
+from unisono.base.where import place_of_thread
 from unisono.errors import InvalidArgumentError
 from unisono.transports.control import CallLog, Failures, Question, Questions
 from unisono.transports.mailbox import MailboxMessages
@@ -147,29 +148,39 @@ class Transport(ABC):
         self._calls.consult(context, last)
 
     def ask(
-        self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
+        self,
+        context: int,
+        seq: int,
+        peers: Iterable[int],
+        deadline: Deadline,
+        *,
+        places: bool = False,
     ) -> dict[int, CallStatus]:
         """Ask peers for their last calls; return the answers that came in time.
 
-        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. A peer
-        that is stopped, gone or unreachable is missing from the result. If the context is broken
-        on the peer, it is broken here before the answer counts.
+        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
+        `places` it also holds the line of the program in which the peer is. A peer that is stopped,
+        gone or unreachable is missing from the result. If the context is broken on the peer, it is
+        broken here before the answer counts.
         """
-        question = self.inquire(context, seq, peers)
+        question = self.inquire(context, seq, peers, places=places)
         question.wait_until(deadline)
         self.close_question(question)
         return question.answers
 
-    def inquire(self, context: int, seq: int, peers: Iterable[int]) -> Question:
+    def inquire(
+        self, context: int, seq: int, peers: Iterable[int], *, places: bool = False
+    ) -> Question:
         """Ask as `ask` does, but return at once; answers are added until `close_question`.
 
         With `seq` 0 each answer holds the peer's last call.
         """
         asked = sorted(set(peers) - {self.rank})
+        words = {"seq": seq, "places": places}
         question = self._questions.new(set(asked))
         for peer in asked:
             if self.down(peer) is None:
-                self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
+                self._control(peer, context, Kind.ASK, {"number": question.number, **words})
             else:
                 question.drop(peer)
         question.drop(self.rank)
@@ -265,17 +276,20 @@ class Transport(ABC):
     def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         self._failures.first.learn(words.get("first"))
         if kind is Kind.ASK:
-            seq, number = words["seq"], words["number"]
+            seq, number, places = words["seq"], words["number"], words["places"]
             self._after_all_arrivals(
                 lambda: self._control(
-                    peer, context, Kind.ANSWER, self._answer(context, seq) | {"number": number}
+                    peer,
+                    context,
+                    Kind.ANSWER,
+                    self._answer(context, seq, places) | {"number": number},
                 )
             )
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-            status = CallStatus(words["at"], words["text"], unreached)
+            status = CallStatus(words["at"], words["text"], unreached, words["place"])
             self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
@@ -412,7 +426,7 @@ class Transport(ABC):
         self.transmit(peer, key, transfer)
         return transfer
 
-    def _answer(self, context: int, seq: int) -> dict[str, Any]:
+    def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
         status = self._calls.find(context, seq)
         failure = self._failures.get(context)
         return {
@@ -420,6 +434,7 @@ class Transport(ABC):
             "at": status.seq,
             "text": status.text,
             "unreached": self.unreached(),
+            "place": place_of_thread(self._calls.thread) if places else "",
             "first": self._failures.first.words,
         }
 

@@ -22,9 +22,14 @@ _HISTORY = 8
 
 
 class CallLog:
-    """The last calls that this rank has begun, by context."""
+    """The last calls that this rank has begun, by context.
+
+    Attributes:
+        thread: The thread that made the transport; it usually makes the calls.
+    """
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._calls: dict[int, deque[CallStatus]] = {}
         self._last: dict[int, Callable[[], CallStatus | None]] = {}
 
