@@ -50,8 +50,7 @@ def place_of_thread(thread: int) -> str:
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Return the frames of the user's code, innermost first."""
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith((_OURS, *_LIBRARIES, "<frozen")):
+        if _is_of_user(frame):
             yield frame
         frame = frame.f_back
 
@@ -69,6 +68,10 @@ def state_of_process(pid: int) -> str:
     return _STATES.get(fields[0], "does not answer").format(wait=wait)
 
 
+def _is_of_user(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith((_OURS, *_LIBRARIES, "<frozen"))
+
+
 def _place(frame: FrameType) -> str:
     name = frame.f_code.co_name
     return f"at {_line(frame)}" if name == "<module>" else f"in {name} ({_line(frame)})"
@@ -76,3 +79,13 @@ def _place(frame: FrameType) -> str:
 
 def _line(frame: FrameType) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def stack_of(frame: FrameType | None) -> list[tuple[str, int, str, bool]]:
+    """Return (file, line, function, whether it is the user's) of each frame, innermost first."""
+    rows = []
+    while frame is not None:
+        code = frame.f_code
+        rows.append((code.co_filename, frame.f_lineno or 0, code.co_name, _is_of_user(frame)))
+        frame = frame.f_back
+    return rows

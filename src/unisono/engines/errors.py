@@ -55,7 +55,8 @@ _CLASSES: dict[str, type[UnisonoError]] = {
 }
 
 _HINTS = {
-    "timeout": "see what those ranks do (py-spy dump); give a longer timeout if they are only slow",
+    "timeout": "see what those ranks do (unisono stacks); give a longer timeout if they are only "
+    "slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
     "memory": "see what the processes of that rank's host use, and what its container may use",
 }
@@ -384,14 +385,12 @@ def _message_timeout(
         reason = f"rank {peer} could not be reached ({'; '.join(rows)})"
     else:
         reason = f"rank {peer} did not match it"
-    lines: list[str] = []
     if comm.transport.may_wait():
         ranks = comm.others if peer is None else [peer]
         answers = comm.transport.ask(comm.context, 0, ranks, Deadline(_GRACE_S), places=True)
-        lines = _places(comm, ranks, answers)
-    text = f"{call} in group '{comm.name}' timed out after {deadline} on {comm.here}: {reason}"
+        reason = "\n    ".join([reason, *_places(comm, ranks, answers)])
     return CollectiveTimeoutError(
-        "\n    ".join([text, *lines]),
+        f"{call} in group '{comm.name}' timed out after {deadline} on {comm.here}: {reason}",
         context=comm.where(
             op=call.op,
             peers=() if peer is None else (peer,),

@@ -48,6 +48,7 @@ class Transport(ABC):
 
     Attributes:
         address: Where other ranks find this rank; published in the store.
+        calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
@@ -65,7 +66,7 @@ class Transport(ABC):
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
         self._lock = threading.Lock()
-        self._calls = CallLog()
+        self.calls = CallLog()
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
@@ -141,11 +142,7 @@ class Transport(ABC):
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""
-        self._calls.add(context, CallStatus(seq, text))
-
-    def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Consult `last()` for the last call of a context, too: for calls that do not `enter`."""
-        self._calls.consult(context, last)
+        self.calls.add(context, CallStatus(seq, text))
 
     def ask(
         self,
@@ -258,7 +255,7 @@ class Transport(ABC):
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
-        self._calls.forget(context)
+        self.calls.forget(context)
         self._failures.forget(context)
         self.messages.forget(context, error)
 
@@ -427,14 +424,14 @@ class Transport(ABC):
         return transfer
 
     def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
-        status = self._calls.find(context, seq)
+        status = self.calls.find(context, seq)
         failure = self._failures.get(context)
         return {
             "failure": None if failure is None else failure.words,
             "at": status.seq,
             "text": status.text,
             "unreached": self.unreached(),
-            "place": place_of_thread(self._calls.thread) if places else "",
+            "place": place_of_thread(self.calls.thread) if places else "",
             "first": self._failures.first.words,
         }
 

@@ -36,7 +36,8 @@ from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.tcp.status import answer_client, show_port
+from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
@@ -160,6 +161,7 @@ class TCPTransport(Transport):
     # ---- the I/O thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        show_port(TCPAddress.unpack(self.address).port)
         try:
             while not self._has_left():
                 self._loop.turn()
@@ -228,6 +230,9 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
+        if channel == INSPECT:
+            answer_client(self, self._loop, sock, self._has_token(hello), self._dials.addresses)
+            return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
@@ -259,8 +264,11 @@ class TCPTransport(Transport):
             (hello.world_size, hello.peer) == (self.world_size, self.rank)
             and hello.rank != self.rank
             and hello.rank < self.world_size
-            and hmac.compare_digest(hello.token, self._token)
+            and self._has_token(hello)
         )
+
+    def _has_token(self, hello: Hello) -> bool:
+        return hmac.compare_digest(hello.token, self._token)
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""
