@@ -187,9 +187,15 @@ Status Calls::run(const Prepared& what, const Arrays& arrays, int64_t timeout_ns
     }
   }
   const Job job = what.job(arrays, scratch_.data());
-  Unlocker unlocker;
-  if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
-  return job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);
+  Status status;
+  {
+    Unlocker unlocker;
+    if (arrays.input.nbytes + arrays.output.nbytes > kHoldBytes) unlocker.idle();
+    status =
+      job.runner->run(job.program, job.buffers, job.reduce, job.words, timeout_ns, &unlocker);
+  }
+  if (status.is_ok() && !job.program.is_checked) what.remember_checked(job.buffers);
+  return status;
 }
 
 nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {

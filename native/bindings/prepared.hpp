@@ -36,13 +36,23 @@ class Prepared {
   // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
   Job job(const Arrays& arrays, char* scratch) const {
     const Argument &input = arrays.input, &output = arrays.output;
-    return {runner_,
+    Job job{runner_,
             program_->view(),
             {input.data, input.nbytes / itemsize_, output.data, output.nbytes / itemsize_,
              output.is_readonly, scratch, program_->scratch_count, itemsize_, list_of(input),
              list_of(output)},
             reduce_,
             words_};
+    job.program.is_checked = checked_input_ == job.buffers.input_count &&
+                             checked_output_ == job.buffers.output_count && !output.is_readonly;
+    return job;
+  }
+  // A run has found that the program fits these buffers; see Program::is_checked. To check it again
+  // in each call costs a twentieth of a small call.
+  void remember_checked(const Buffers& buffers) const {
+    if (buffers.output_is_readonly) return;
+    checked_input_ = buffers.input_count;
+    checked_output_ = buffers.output_count;
   }
 
  private:
@@ -58,6 +68,8 @@ class Prepared {
   int64_t itemsize_;
   ReduceFn reduce_;
   AgreementWords words_;
+  // Elements; -1: no run has checked the program. Guarded by the interpreter lock.
+  mutable int64_t checked_input_ = -1, checked_output_ = -1;
 };
 
 // A call in a group's queue. Python keeps the object until the call is over.

@@ -48,6 +48,7 @@ struct Program {
   size_t step_count;
   const Loop* loops;
   size_t loop_count;
+  bool is_checked = false;  // a run with buffers of these sizes has found that the steps fit
 };
 
 // A list of arrays of equal size that stands for their concatenation.

@@ -49,7 +49,7 @@ char* Steps::address_of(int64_t buf, int64_t off) const {
 Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
-  for (size_t i = 0; i < program.step_count; ++i) {
+  for (size_t i = 0; i < program.step_count && !program.is_checked; ++i) {
     if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) {
       return {Code::bad_program, rank_};
     }
