@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import socket
+import sys
 import threading
 import time
 
@@ -13,14 +14,17 @@ import pytest
 
 from tests.faults.scripts import ranks_of
 from unisono.base.deadline import Deadline
+from unisono.cli.look import command
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
 from unisono.cli.main import main
+from unisono.errors import LaunchError
 from unisono.stores import HashStore
 from unisono.stores.tcp.peer_uid import user_of_peer
 from unisono.transports.connect import connect
 from unisono.transports.tcp import status
 from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.transport import TCPTransport
 from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
 
 SCRIPT = """
@@ -46,7 +50,8 @@ def verdict_when(processes, right):
         if right(text):
             return jobs[0]
         assert time.monotonic() < limit_s, text
-        assert all(process.poll() is None for process in processes)
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, ended[0].stderr.read()
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
@@ -130,6 +135,19 @@ def test_stranger_without_the_token_learns_nothing(monkeypatch, user):
     assert json.loads(answer[1:])["rank"] == 0
 
 
+def test_look_before_the_ranks_have_met_breaks_nothing():
+    def find(rank):
+        return made[rank].address
+
+    made = {0: TCPTransport(0, 2, find)}
+    address = TCPAddress.unpack(made[0].address)
+    assert answer_to(address, address.token) == REFUSE
+    made[1] = TCPTransport(1, 2, find)
+    assert answer_to(address, address.token).startswith(ACCEPT)
+    for transport in made.values():
+        transport.close()
+
+
 def test_same_user_of_this_host_gets_an_answer():
     with transports() as made:
         answer = json.loads(answer_to(TCPAddress.unpack(made[1].address), bytes(16))[1:])
@@ -170,6 +188,12 @@ def test_user_of_a_connection_is_found():
 def test_no_rank_answers(capsys):
     assert main(["top", "--once", "999999999"]) == 1
     assert "no rank of '999999999' answers" in capsys.readouterr().err
+
+
+def test_live_table_needs_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    with pytest.raises(LaunchError, match="a live table needs rich"):
+        command._live(None, [])
 
 
 def group(name, ranks, seq, *, runs):

@@ -7,8 +7,8 @@ line of the user stands first.
 from __future__ import annotations
 
 import os
+import re
 import sys
-import sysconfig
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -16,10 +16,8 @@ from types import FrameType
 from unisono.base.host import read_text, stat_fields
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARIES = tuple(
-    path + os.sep
-    for path in {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")}
-)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 
 _STATES = {
     "T": "is stopped",
@@ -69,7 +67,8 @@ def state_of_process(pid: int) -> str:
 
 
 def _is_of_user(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith((_OURS, *_LIBRARIES, "<frozen"))
+    path = frame.f_code.co_filename
+    return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
 
 
 def _place(frame: FrameType) -> str:

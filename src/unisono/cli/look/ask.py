@@ -41,8 +41,8 @@ def ask_job(which: str | None) -> list[State]:
     """Return the states of all ranks that answer.
 
     Args:
-        which: Process id of a rank or of a launcher, a job (the run id of the launcher, or the name
-            that `top` shows); None for all jobs of this user.
+        which: Process id of a rank or launcher, or run id of a launcher; None for all jobs of this
+            user.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         local = [endpoint for pid in _candidates(which) for endpoint in _listening(pid)]

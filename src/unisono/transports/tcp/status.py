@@ -2,8 +2,8 @@
 
 The client connects to the socket on which the rank listens for ranks. The thread that receives
 answers, so the rank may be in any call. The answer has the tokens of all ranks, so that the client
-can ask the ranks of other hosts. It is given to a client that shows this rank's token, and to a
-local client of the same user, who could read the memory of this process anyway.
+can ask the ranks of other hosts. A client gets an answer if it shows this rank's token, or is a
+local process of the same user. Such a process could read the memory of this process anyway.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from unisono.base.host import read_text
+from unisono.base.log import get_logger
 from unisono.base.where import place_of_thread, stack_of
 from unisono.stores.tcp.peer_uid import user_of_peer
 from unisono.transports.tcp.io_loop import WRITE, Loop
@@ -29,6 +30,8 @@ from unisono.transports.tcp.wire import ACCEPT, REFUSE
 
 if TYPE_CHECKING:
     from unisono.transports.api import Transport
+
+_log = get_logger("transports.tcp")
 
 THREAD = "unisono:"
 """The name of the thread that receives, before the port on which the rank listens.
@@ -55,10 +58,15 @@ def answer_client(
 ) -> None:
     """Send the state of a rank to a client that may have it, and hang up; on the I/O thread."""
     answer = REFUSE
-    if has_token or user_of_peer(sock) == os.geteuid():
-        state = state_of(transport) | {"addresses": addresses()}
-        state["job"] = blake2b(repr(state["addresses"]).encode(), digest_size=4).hexdigest()
-        answer = ACCEPT + json.dumps(state).encode()
+    try:
+        if has_token or user_of_peer(sock) == os.geteuid():
+            state = state_of(transport) | {"addresses": addresses()}
+            state["job"] = blake2b(repr(state["addresses"]).encode(), digest_size=4).hexdigest()
+            answer = ACCEPT + json.dumps(state).encode()
+    except Exception as error:
+        # For example, the addresses are not known before the ranks have met. An exception would end
+        # the I/O thread, and with it the job.
+        _log.info("rank %d cannot answer a client: %r", transport.rank, error)
     _Answer(loop, sock, answer)
 
 
