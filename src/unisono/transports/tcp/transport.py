@@ -53,6 +53,9 @@ _LINGER_S = 2.0
 # rank that ended because of another rank.
 _EXPLAIN_S = 0.5
 
+# How many linked ranks are asked. All of them would send n**3 messages if n ranks ended.
+_MOST_ASKED = 64
+
 # Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
 
@@ -368,7 +371,9 @@ class TCPTransport(Transport):
         """
         for other in self._questions.about_ends.values():
             other.drop(link.peer)
-        linked = [] if self._leave else self._linked()
+        # At the normal end of a world every link ends. That needs no question.
+        needless = self._leave is not None or self.down(link.peer) is not None
+        linked = [] if needless else self._linked()[:_MOST_ASKED]
         question = self._questions.about_ends[link.peer] = self.inquire(0, 0, linked)
 
         def end_once() -> None:
