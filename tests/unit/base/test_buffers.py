@@ -206,12 +206,6 @@ def test_refused(obj, error, text):
     assert ("objects have calls" in (caught.value.hint or "")) == isinstance(obj, list | float)
 
 
-@pytest.mark.parametrize("dtype", ["O", [("a", "O")]], ids=str)
-def test_refused_dtypes(dtype):
-    with pytest.raises(UnsupportedError, match="its elements are no plain bytes"):
-        view(np.zeros(2, dtype), write=False)
-
-
 @pytest.mark.parametrize(
     "dtype", ["U3", "S3", ">M8[s]", "m8[s]", [("a", ">i4")], "longdouble"], ids=str
 )
