@@ -196,7 +196,7 @@ class Calls:
     @caller.setter
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
-    def set_messenger(self, messenger: Messenger, failed: object) -> None:
+    def set_messenger(self, messenger: object | None, failed: object) -> None:
         """Send and receive plain messages through a Port."""
 
     def run(
@@ -231,9 +231,8 @@ UNKNOWN: int = 15
 class Messages:
     def __init__(self, rank: int, ranks: int) -> None: ...
     def create(self, nonce: bytes) -> int:
-        """Make the inbox; return an errno or 0."""
+        """Make the inbox; return its descriptor or a negative errno."""
 
-    def fd(self) -> int: ...
     def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool) -> None:
         """Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none."""
 

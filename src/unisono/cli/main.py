@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from unisono import __version__
 from unisono.cli import bench, simulate
 from unisono.cli.completion import SHELLS, PrintCompletion
+from unisono.cli.doctor import command as doctor
 from unisono.cli.look import command as look
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
@@ -47,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_command(commands)
     simulate.add_command(commands)
     look.add_commands(commands)
+    doctor.add_command(commands)
     return parser
 
 
