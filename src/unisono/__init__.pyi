@@ -91,6 +91,7 @@ from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
 from unisono.c10d.shared_arrays import SharedArray as SharedArray
 from unisono.c10d.shared_arrays import shared_array as shared_array
+from unisono.c10d.tracing import trace_records as trace_records
 from unisono.engines.choice import EngineInfo as EngineInfo
 from unisono.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
@@ -122,6 +123,7 @@ from unisono.stores import HashStore as HashStore
 from unisono.stores import PrefixStore as PrefixStore
 from unisono.stores import Store as Store
 from unisono.stores import TCPStore as TCPStore
+from unisono.trace import TraceRecord as TraceRecord
 from unisono.transports.messages import ANY_TAG as ANY_TAG
 from unisono.transports.messages import MessageInfo as MessageInfo
 
@@ -175,6 +177,7 @@ __all__ = [
     "Store",
     "Stream",
     "TCPStore",
+    "TraceRecord",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -259,6 +262,7 @@ __all__ = [
     "split_group",
     "stream",
     "supports_complex",
+    "trace_records",
     "wait_all",
     "wait_any",
 ]

@@ -18,6 +18,7 @@ from unisono.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, 
 from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
+from unisono.trace import number_of_kind
 from unisono.transports import Key, Transfer
 from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_messages import NativeMessages, Outcome
@@ -27,13 +28,14 @@ from unisono.transports.transfers import ANYTHING, NOTHING
 class _Message(Pending):
     """A send or receive under way."""
 
-    __slots__ = ("_comm", "_message_call", "_transfer")
+    __slots__ = ("_comm", "_message_call", "_record", "_transfer")
 
     def __init__(self, comm: Communicator, call: MessageCall, deadline: Deadline) -> None:
         outputs = [] if call.data is None else [call.data.owner]
         super().__init__(outputs, deadline, lambda: not comm.transport.may_wait())
         self._comm = comm
         self._message_call = call
+        self._record = _begin_record(comm, call)
         self._transfer: Transfer | None = None
 
     def follow(self, transfer: Transfer) -> None:
@@ -43,9 +45,10 @@ class _Message(Pending):
         def ended(transfer: Transfer) -> None:
             if transfer.error is None and self._message_call.op != "send":
                 self._receive(transfer)
-            self.finish(
-                message_error(self._comm, self._message_call, transfer.error, self.deadline)
-            )
+            error = message_error(self._comm, self._message_call, transfer.error, self.deadline)
+            source = self._message_call.peer if self.source is None else self.source
+            _end_record(self._comm, self._record, error, source)
+            self.finish(error)
 
         transfer.add_callback(ended)
 
@@ -146,19 +149,24 @@ class _StartedReceive(Pending):
     """A receive that C++ has started for a port, and the transfer of `NativeMessages` for it."""
 
     __slots__ = (
-        *("_array", "_cause", "_port", "_quiet", "_tag"),
+        *("_began", "_cause", "_port", "_quiet"),
         *("among", "number", "outcomes", "peer"),
     )
 
     receives = True
 
     def __init__(
-        self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
+        self,
+        port: Port,
+        began: tuple[Any, int, int],
+        peer: int | None,
+        owner: Any,
+        timeout_s: float,
     ) -> None:
         super().__init__((owner,), Deadline(timeout_s), port.messages.is_server)
         self._port = port
-        self._array = array
-        self._tag = tag
+        # The array, the tag and the number of the record.
+        self._began = began
         self.peer, self.among = peer, port.among
         self._quiet = True
         self._cause: BaseException | None = None
@@ -176,15 +184,19 @@ class _StartedReceive(Pending):
 
     def end(self, outcome: Outcome, status: BaseException | None) -> None:
         """Finish the call with this outcome; `status`: why it has failed."""
+        array, tag, record = self._began
         if status is None:
             _, _, self.source, nbytes, _, self.tag, _ = outcome
-            self.count = nbytes // self._array.itemsize
+            self.count = nbytes // array.itemsize
+            _end_record(self._port.comm, record, None, self.source)
             self.finish()
             return
-        data = view(self._array, write=False)
+        data = view(array, write=False)
         data.owner = self.outputs[0]
-        call = MessageCall("recv", data, self.peer, self._tag)
-        self.finish(message_error(self._port.comm, call, status, self.deadline))
+        call = MessageCall("recv", data, self.peer, tag)
+        error = message_error(self._port.comm, call, status, self.deadline)
+        _end_record(self._port.comm, record, error, self.peer)
+        self.finish(error)
 
     def done(self) -> bool:
         if not self._done:
@@ -227,6 +239,8 @@ class Port:
         self.messages: Any = messages
         self.among = frozenset(comm.others)
         self._native = messages.port(comm.context, comm.ranks, _CODES)
+        if comm.trace is not None:
+            self._native.set_recorder(comm.trace.recorder, _kinds())
         self.try_send = self._native.try_send
 
     def attach(self, calls: Any) -> None:
@@ -249,10 +263,11 @@ class Port:
         messages.hold(array)
         before = messages.native.last_number()
         try:
-            outcome = self._native.start_recv(array, peer, tag)
-            if outcome is None:
+            started = self._native.start_recv(array, peer, tag)
+            if started is None:
                 return None
-            receive = _StartedReceive(self, array, peer, tag, owner, timeout_s)
+            outcome, record = started
+            receive = _StartedReceive(self, (array, tag, record), peer, owner, timeout_s)
             messages.begun(receive, outcome)
             return receive
         except BaseException:
@@ -270,6 +285,22 @@ class Port:
         error = message_error(self.comm, call, status, Deadline(timeout_s))
         assert error is not None
         return error
+
+
+def _begin_record(comm: Communicator, call: MessageCall) -> int:
+    """Begin the record of a message; return its number."""
+    if comm.trace is None:
+        return 0
+    data = call.data
+    dtype, count = ("", 0) if data is None else (data.dtype.name, data.array.size)
+    return comm.trace.begin_message(call.op, dtype, count, call.peer, call.tag)
+
+
+def _end_record(
+    comm: Communicator, record: int, error: BaseException | None, peer: int | None
+) -> None:
+    if comm.trace is not None:
+        comm.trace.end_message(record, error, peer)
 
 
 def _open(comm: Communicator, call: MessageCall, options: CallOptions) -> _Message:
@@ -301,3 +332,18 @@ _CODES = {
     np.empty(0, letter).data.format: code_of(dtype_of_numpy(np.dtype(letter)))
     for letter in "?bBhHiIlLqQefdFD"
 }
+
+
+def _kinds() -> dict[str, tuple[int, int]]:
+    """Return the kinds of the records of a send and a receive, by NumPy's format."""
+    dtypes = {
+        np.empty(0, letter).data.format: dtype_of_numpy(np.dtype(letter)).name
+        for letter in "?bBhHiIlLqQefdFD"
+    }
+    return {
+        format: (
+            number_of_kind("send", name, route="messages"),
+            number_of_kind("recv", name, route="messages"),
+        )
+        for format, name in dtypes.items()
+    }

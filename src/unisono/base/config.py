@@ -44,6 +44,7 @@ VARIABLES: dict[str, Variable] = {
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",
     ),
+    "UNISONO_TRACE": Variable("1", "0: do not record calls"),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 

@@ -109,8 +109,24 @@ class OrderedEngine(Engine):
                 self._worker.start(self._progress)
                 seq = self._put(task, completion)
             task.seq = seq
+            self._begin_record(task)
         if now:
             self._run_and_finish(task, completion, self._turn.give)
+
+    def _begin_record(self, task: Task) -> None:
+        """Begin the record of a task of the calling thread, unless C++ has begun it."""
+        prepared, trace = task.prepared, self.comm.trace
+        if trace is not None and not task.record:
+            call, kind = prepared.call, prepared.kind(self.over)
+            task.record = trace.recorder.begin(kind, task.seq, call.fingerprint, prepared.count, -1)
+
+    def _start_record(self, task: Task) -> None:
+        if self.comm.trace is not None:
+            self.comm.trace.recorder.start(task.record)
+
+    def _end_record(self, record: int, error: BaseException | None) -> None:
+        if self.comm.trace is not None and record:
+            self.comm.trace.end(record, error)
 
     def runs_here(self) -> bool:
         return self._worker.is_here() or not self.comm.transport.may_wait()
@@ -222,6 +238,18 @@ class OrderedEngine(Engine):
     # ---- one task -------------------------------------------------------------------------
 
     def _run(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
+        """Run a task and end its record; return its error, or None."""
+        error: BaseException | None = None
+        try:
+            error = self._attempt(task, perform)
+        except BaseException as interrupt:
+            error = interrupt
+            raise
+        finally:
+            self._end_record(task.record, error)
+        return error
+
+    def _attempt(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
         """Run a task; return its error, or None."""
         comm, call = self.comm, task.call
         comm.transport.enter(comm.context, call.seq, call.text)
