@@ -137,3 +137,22 @@ def test_without_records(monkeypatch):
             dist.trace_records()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_statistics_are_the_sums_of_the_records(rank):
+    x = np.zeros(1000, np.float32)
+    for _ in range(20):
+        dist.all_reduce(x)
+    dist.barrier()
+    stats, records = dist.stats(), dist.trace_records()
+    times = [(r.ended_ns - r.enqueued_ns) / 1e9 for r in records if r.op == "all_reduce"]
+    row = stats.operations["all_reduce"]
+    assert (row.calls, row.nbytes) == (20, 20 * 4000)
+    assert row.total_s == pytest.approx(sum(times), rel=0.01)
+    assert row.median_s == pytest.approx(np.median(times), rel=0.01)
+    assert row.worst_s == pytest.approx(max(times), rel=0.01)
+    assert stats.operations["barrier"].calls == 1
+    waited_s = sum(r.waited_ns for r in records if r.waited_for == 1 - rank) / 1e9
+    assert stats.waited_s == {1 - rank: pytest.approx(waited_s, rel=0.01, abs=1e-6)}
+    assert "all_reduce" in str(stats).splitlines()[2]

@@ -18,7 +18,7 @@ from unisono.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, 
 from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
-from unisono.trace import number_of_kind
+from unisono.trace import number_of_kind, write_after_failure
 from unisono.transports import Key, Transfer
 from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_messages import NativeMessages, Outcome
@@ -284,6 +284,7 @@ class Port:
         status = self.messages.status_of(outcome, self.comm.context)
         error = message_error(self.comm, call, status, Deadline(timeout_s))
         assert error is not None
+        write_after_failure()
         return error
 
 
@@ -301,6 +302,8 @@ def _end_record(
 ) -> None:
     if comm.trace is not None:
         comm.trace.end_message(record, error, peer)
+    if error is not None:
+        write_after_failure(aside=True)
 
 
 def _open(comm: Communicator, call: MessageCall, options: CallOptions) -> _Message:

@@ -45,6 +45,9 @@ VARIABLES: dict[str, Variable] = {
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",
     ),
     "UNISONO_TRACE": Variable("1", "0: do not record calls"),
+    "UNISONO_TRACE_DIR": Variable(
+        "", "folder to which each rank writes its records after an error, and at SIGUSR2"
+    ),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.errors import UnsupportedError
 from unisono.groups.world import require_group
-from unisono.trace import GroupTrace, TraceRecord
+from unisono.trace import GroupStats, GroupTrace, TraceRecord, stats_of
 
 
 def trace_records(group: Any = None) -> list[TraceRecord]:
@@ -24,6 +24,22 @@ def trace_records(group: Any = None) -> list[TraceRecord]:
         UnsupportedError: The group keeps no records, because of UNISONO_TRACE=0 or its backend.
     """
     return _trace(group, "trace_records").records()
+
+
+def stats(group: Any = None) -> GroupStats:
+    """Return what the calls of a group have cost this rank since the group was made.
+
+    `print(dist.stats())` shows a table: calls, bytes, median and worst time of each operation, and
+    the ranks for which this rank has waited. The call does not communicate.
+
+    Args:
+        group: The default group if None.
+
+    Raises:
+        InvalidArgumentError: This rank is no member of the group.
+        UnsupportedError: The group keeps no records, because of UNISONO_TRACE=0 or its backend.
+    """
+    return stats_of(_trace(group, "stats"))
 
 
 def _trace(group: Any, called: str) -> GroupTrace:

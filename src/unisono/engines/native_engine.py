@@ -412,6 +412,7 @@ class NativeEngine(QueueEngine):
 
         def end(failure: Failure) -> None:
             self._failure_known.set()
+            self.note_failure(failure)
             for each in runners:
                 # Another rank may have finished the call that runs here.
                 if each is self._group and failure.by in comm.others:

@@ -21,6 +21,7 @@ from unisono.engines.errors import (
     to_failure,
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
+from unisono.trace import write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import Failure
 
@@ -87,6 +88,7 @@ class OrderedEngine(Engine):
         self._closed = False
         self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
+        comm.transport.on_failure(comm.context, self.note_failure)
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
@@ -113,6 +115,11 @@ class OrderedEngine(Engine):
         if now:
             self._run_and_finish(task, completion, self._turn.give)
 
+    @staticmethod
+    def note_failure(failure: Failure) -> None:
+        """Write the records, because the group is broken. This rank may be in no call."""
+        write_after_failure(aside=True)
+
     def _begin_record(self, task: Task) -> None:
         """Begin the record of a task of the calling thread, unless C++ has begun it."""
         prepared, trace = task.prepared, self.comm.trace
@@ -127,6 +134,8 @@ class OrderedEngine(Engine):
     def _end_record(self, record: int, error: BaseException | None) -> None:
         if self.comm.trace is not None and record:
             self.comm.trace.end(record, error)
+        if error is not None:
+            write_after_failure()
 
     def runs_here(self) -> bool:
         return self._worker.is_here() or not self.comm.transport.may_wait()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -130,6 +132,7 @@ class GroupTrace:
 
     Attributes:
         recorder: Writes the records; in C++ if it is built.
+        number: Counts the groups of this process.
     """
 
     def __init__(self, rank: int, ranks: tuple[int, ...], name: str, key: str) -> None:
@@ -137,6 +140,7 @@ class GroupTrace:
         self.ranks = ranks
         self.name = name
         self.key = key
+        self.number = next(_numbers)
         self.recorder = ring.make_recorder(len(ranks))
         _all.add(self)
 
@@ -234,6 +238,7 @@ class GroupTrace:
                 yield ring.kind_of(number), calls, elements, clock.span(ticks), clock.span(worst)
 
 
+_numbers = itertools.count()
 _all: weakref.WeakSet[GroupTrace] = weakref.WeakSet()
 
 
@@ -243,8 +248,13 @@ def make_trace(rank: int, ranks: tuple[int, ...], name: str, key: str) -> GroupT
 
 
 def all_traces() -> list[GroupTrace]:
-    """Return the traces of the groups of this process."""
-    return sorted(_all, key=lambda trace: (trace.rank, len(trace.key), trace.key))
+    """Return the traces of the groups of this process, by rank.
+
+    A destroyed group is among them until it is collected, because an error often ends it. A new
+    group of the same key takes its place.
+    """
+    newest = {(trace.rank, trace.key): trace for trace in sorted(_all, key=attrgetter("number"))}
+    return sorted(newest.values(), key=attrgetter("rank", "number"))
 
 
 def _outcome(error: BaseException | None) -> int:
