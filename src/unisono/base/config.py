@@ -44,6 +44,9 @@ VARIABLES: dict[str, Variable] = {
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",
     ),
+    "UNISONO_FULL_TRACEBACK": Variable(
+        "0", "1: show the frames of unisono in the tracebacks of its uncaught errors"
+    ),
     "UNISONO_TRACE": Variable("1", "0: do not record calls"),
     "UNISONO_TRACE_DIR": Variable(
         "", "folder to which each rank writes its records after an error, and at SIGUSR2"

@@ -6,7 +6,6 @@ numbers: a *kind* stands for operation, dtype, algorithm and route.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unisono.base.extension import extension as _engine
+from unisono.base.tracebacks import OWN_FOLDER, is_own
 
 Array = np.ndarray[Any, Any]
 
@@ -186,19 +186,13 @@ def read_ticks() -> tuple[int, int]:
 
 # ---- call sites -------------------------------------------------------------------------------
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 if _engine is not None:
-    _engine.set_own_folder(_OWN)
+    _engine.set_own_folder(OWN_FOLDER)
 
 # A program that makes code objects without end must not fill the memory.
 _MOST_CODES = 4096
 _codes: list[CodeType | None] = [None]
 _code_numbers: dict[CodeType, int] = {}
-
-
-def is_own(file: str) -> bool:
-    """Whether a file belongs to this library."""
-    return file.startswith(_OWN)
 
 
 def _caller_site() -> tuple[int, int]:
