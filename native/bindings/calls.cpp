@@ -73,9 +73,9 @@ void Calls::set_timeout(double timeout_s) {
   timeout_ns_ = nanoseconds(timeout_s);
 }
 
-void Calls::set_messenger(nb::handle_t<Messenger> messenger, nb::object failed) {
-  messenger_ref_ = nb::borrow(messenger);
+void Calls::set_messenger(nb::object messenger, nb::object failed) {
   messenger_ = nb::cast<Messenger*>(messenger);
+  messenger_ref_ = std::move(messenger);
   message_failed_ = std::move(failed);
 }
 

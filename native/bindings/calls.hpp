@@ -54,7 +54,8 @@ class Messenger {
                                 double timeout_s) = 0;
 };
 
-// A place in the cache.
+// A place in the cache. Python's table of prepared calls (backends/prepared_calls.py) has the same
+// call by its meaning, for the calls that Python runs.
 struct CachedCall {
   Key key;
   nanobind::object op, algorithm;      // keep the addresses in the key from being reused
@@ -78,9 +79,9 @@ class Calls {
     recorder_ = nanobind::inst_ptr<Recorder>(recorder);
     recorder_ref_ = std::move(recorder);
   }
-  // Send and receive plain messages through `messenger`. `failed(op, result, array, peer, tag,
-  // timeout_s)` returns the error of a failed message.
-  void set_messenger(nanobind::handle_t<Messenger> messenger, nanobind::object failed);
+  // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
+  // array, peer, tag, timeout_s)` returns the error of a failed message.
+  void set_messenger(nanobind::object messenger, nanobind::object failed);
 
   // For Python's garbage collector, because the calls refer back to the engine that owns this
   // object.

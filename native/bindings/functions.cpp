@@ -271,7 +271,7 @@ void bind_calls(nb::module_& m) {
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
     .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), "Record calls from now on.")
-    .def("set_messenger", &Calls::set_messenger, nb::arg("messenger"), nb::arg("failed"),
+    .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),
          nb::arg("output").none(), nb::arg("timeout_s"),

@@ -80,7 +80,7 @@ unisono::Ranks shared_ranks(std::vector<int> ranks) {
 
 std::shared_ptr<Messages> make_messages(int rank, int ranks) {
   auto messages = std::make_shared<Messages>(rank, ranks);
-  messages->set_poll(&unisono::signal_raised);
+  messages->callbacks().poll = &unisono::signal_raised;
   return messages;
 }
 
@@ -167,25 +167,26 @@ void deliver(Messages& messages, int source, uint64_t context, int64_t tag, uint
 }
 
 void set_stuck(Messages& messages, std::function<void(std::vector<int>, bool)> stuck) {
-  messages.set_stuck([stuck = std::move(stuck)](const std::vector<int>& ranks, bool sends) {
+  messages.callbacks().stuck = [stuck = std::move(stuck)](const std::vector<int>& ranks,
+                                                          bool sends) {
     nb::gil_scoped_acquire locked;
     try {
       stuck(ranks, sends);
     } catch (nb::python_error& error) {
       unisono::callback_raised(error, "a wait for a message");
     }
-  });
+  };
 }
 
 void set_wire(Messages& messages, std::function<void(int, int, bool)> wire) {
-  messages.set_wire([wire = std::move(wire)](int rank, int channel, bool ended) {
+  messages.callbacks().wire = [wire = std::move(wire)](int rank, int channel, bool ended) {
     nb::gil_scoped_acquire locked;
     try {
       wire(rank, channel, ended);
     } catch (nb::python_error& error) {
       unisono::callback_raised(error, "a wire to another rank");
     }
-  });
+  };
 }
 
 // Sends and receives plain messages of one group, without Python code in between. Other messages,
@@ -230,9 +231,8 @@ class Port final : public unisono::Messenger {
     Outcome outcome = unlocked([&] {
       return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
     });
-    const bool came = outcome.code == Code::ok;
-    records_.end(record, outcome.code, came ? outcome.source : plain.peer);
-    if (came) return nb::int_(outcome.source);
+    records_.end(record, outcome.code, outcome.code == Code::ok ? outcome.source : plain.peer);
+    if (outcome.code == Code::ok) return nb::int_(outcome.source);
     return nb::cast(to_tuple(std::move(outcome)));
   }
 
@@ -337,8 +337,8 @@ void bind_p2p(nb::module_& m) {
 
   nb::class_<Messages>(m, "Messages")
     .def(nb::new_(&make_messages), nb::arg("rank"), nb::arg("ranks"))
-    .def("create", &create, nb::arg("nonce"), "Make the inbox; return an errno or 0.")
-    .def("fd", &Messages::fd)
+    .def("create", &create, nb::arg("nonce"),
+         "Make the inbox; return its descriptor or a negative errno.")
     .def("introduce", &introduce, nb::arg("addresses"), nb::arg("crowded"),
          "Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none.")
     .def("has_left", &Messages::has_left, nb::arg("peer"))

@@ -255,7 +255,7 @@ class Calls:
     def set_recorder(self, recorder: object) -> None:
         """Record calls from now on."""
 
-    def set_messenger(self, messenger: Messenger, failed: object) -> None:
+    def set_messenger(self, messenger: object | None, failed: object) -> None:
         """Send and receive plain messages through a Port."""
 
     def run(
@@ -290,9 +290,8 @@ UNKNOWN: int = 15
 class Messages:
     def __init__(self, rank: int, ranks: int) -> None: ...
     def create(self, nonce: bytes) -> int:
-        """Make the inbox; return an errno or 0."""
+        """Make the inbox; return its descriptor or a negative errno."""
 
-    def fd(self) -> int: ...
     def introduce(self, addresses: Sequence[tuple[int, int, bytes, int]], crowded: bool) -> None:
         """Set the addresses of inboxes: (pid, fd, nonce, channels); pid 0: none."""
 

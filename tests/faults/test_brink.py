@@ -55,6 +55,7 @@ def at_the_brink(rank, seed, rounds):
 ROUNDS = 6
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("per_host", ["1", ""])
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_whoever_gets_a_result_gets_the_right_one(monkeypatch, ranks, per_host):

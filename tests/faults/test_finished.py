@@ -113,6 +113,7 @@ def ways(request, monkeypatch):
     return {"ranks": "processes", "engine": engine}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("size", "seed"), [(2, "two"), (4, "four")])
 def test_a_call_that_the_failing_rank_has_finished_ends_well_on_all(ways, size, seed):
     for per_rank in zip(*run(rounds, size, args=(size, seed, 10), **ways), strict=True):
@@ -123,6 +124,7 @@ def test_a_call_that_the_failing_rank_has_finished_ends_well_on_all(ways, size, 
                 assert (done, blamed) == (last, [failing]), per_rank[rank]
 
 
+@pytest.mark.sweep(3)
 def test_messages_that_were_sent_before_a_failure_are_received(ways):
     for per_rank in zip(*run(sends, 3, args=(3, "sends", 6), **ways), strict=True):
         assert [got for _, _, got in per_rank] == [0, *[per_rank[0][1]] * 2], per_rank

@@ -147,7 +147,7 @@ def check_late(results, present, missing):
         assert "broken: timed out after" in shown
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("world_size", "missing"), WORLDS)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -157,6 +157,7 @@ def test_every_operation_names_the_ranks_that_did_not_come(ranks, mode, world_si
     check_late(results, present, missing)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_sub_group_is_told_in_global_ranks(ranks):
     members, missing = (1, 2, 4), (4,)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import select
 import signal
 import sys
 import time
@@ -27,21 +26,6 @@ def fail_on_rank_1(rank, kind):
         if kind == "exit":
             sys.exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
-
-
-def lose_a_peer(rank, fifo):
-    """Rank 0 reports a lost peer and is gone before rank 1, the cause, says a word."""
-    from unisono.errors import PeerLostError
-
-    if rank == 0:
-        with open(fifo, "w") as pipe:
-            pipe.write(str(os.getpid()))
-        raise PeerLostError("rank 1 is gone")
-    if rank == 1:
-        with open(fifo) as pipe, contextlib.suppress(ProcessLookupError):
-            select.select([os.pidfd_open(int(pipe.read()))], [], [])
-        raise ValueError("the cause")
     signal.pause()
 
 

@@ -70,9 +70,10 @@ def test_function_that_cannot_be_pickled_without_cloudpickle(no_cloudpickle):
     ("options", "message"),
     [({"nprocs": 0}, "nprocs must be at least 1"), ({"start_method": "x"}, "got 'x'")],
 )
-def test_bad_arguments(options, message):
+@pytest.mark.parametrize("start", [launch, spawn])
+def test_bad_arguments(start, options, message):
     with pytest.raises(InvalidArgumentError, match=message):
-        launch(**{"fn": targets.scaled, "nprocs": 1, "args": (1,)} | options)
+        start(**{"fn": targets.scaled, "nprocs": 1, "args": (1,)} | options)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.launcher import spawn_targets as targets
 from tests.support.launches import LIMIT_S, gone
-from unisono.errors import InvalidArgumentError, WorkerFailedError
+from unisono.errors import WorkerFailedError
 from unisono.launcher import spawn
 
 METHODS = ["spawn", "fork", "forkserver"]
@@ -93,17 +93,6 @@ def test_a_script_that_starts_itself_is_told_the_idiom(launches, method):
     assert '`if __name__ == "__main__":`' in err
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd")
-def test_original_failure_beats_an_earlier_consequence(fifo):
-    with pytest.raises(WorkerFailedError) as caught:
-        spawn(targets.lose_a_peer, (fifo,), nprocs=3, start_method="fork")
-    lines = caught.value.what.splitlines()
-    assert lines[0].endswith("exited with code 1: ValueError: the cause")
-    assert lines[1].startswith("then rank 0 ")
-    assert lines[1].endswith("PeerLostError: rank 1 is gone")
-    assert lines[-1] == "ValueError: the cause"
-
-
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_context_without_join(fifo, method):
@@ -152,18 +141,6 @@ def test_grandchild_does_not_hide_its_parents_death(fifo):
                 spawn(targets.fork_a_grandchild_and_die, (fifo,), start_method="fork")
         finally:
             os.kill(int(pipe.readline()), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nprocs": 0}, "nprocs must be at least 1, got 0"),
-        ({"start_method": "thread"}, "one of spawn, fork, forkserver; got 'thread'"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(InvalidArgumentError, match=message):
-        spawn(print, **options)
 
 
 def test_function_that_cannot_be_pickled():

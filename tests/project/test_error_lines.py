@@ -491,6 +491,8 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "with store=, rank and world_size are required, got rank=0 and world_size=-1":
         lambda: init(store=HashStore(), rank=0),
     "rank 2 of 2: expected 0 <= rank < size": lambda: init(store=HashStore(), rank=2, world_size=2),
+    "rank -1 of 2: expected 0 <= rank < size": lambda: dist.ProcessGroup(HashStore(), -1, 2),
+    "rank 0 of 0: expected 0 <= rank < size": lambda: dist.ProcessGroup(HashStore(), 0, 0),
     "unknown transport 'pigeon' (known: auto, inproc, tcp)":
         lambda: init(pg_options=CPUOptions(transport="pigeon")),
     "unknown engine 'steam' (known: auto, native, reference)":
@@ -516,6 +518,7 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
         lambda: TCPStore(HERE, 0, world_size=-2, is_master=True),
     "world_size of a store cannot be 0": lambda: Service(world_size=0),
     "port must be 0 to 65535, got 65536": lambda: TCPStore(HERE, 65536),
+    "port must be 0 to 65535, got -1": lambda: TCPStore(HERE, -1),
     "MULTI_GET without keys has no reply to expect": lambda: ReplyDecoder().expect(Op.MULTI_GET, 0),
     "multi_get of 2 keys has 20 bytes; at most 10 are sent": large_multi_get,
     "one request may have 2 keys, got 3":
@@ -575,6 +578,7 @@ WITHOUT_A_WORLD["ArgumentType"] = {
     "amount must be int, got float": lambda: HashStore().add("k", 1.5),
     "url must be str, got int": lambda: dist.rendezvous(5),
     "rank must be int, got str": lambda: dist.rendezvous("env://", "0"),
+    "world_size must be int, got float": lambda: dist.rendezvous("env://", 0, 1.0),
 }
 WITHOUT_A_WORLD["NotInGroup"] = {
     "DistributedDataParallel on a rank outside its process group":
@@ -762,6 +766,9 @@ def test_unknown_instruction_set():
 
 def test_a_destroyed_group(alone):
     group = dist.new_group(group_desc="mine")
+    # The last of these calls is repeated in C++.
+    for _ in range(3):
+        dist.all_reduce(x(), group=group)
     dist.destroy_process_group(group)
     line = "all_reduce on group 'mine', which was destroyed"
     check("Closed", line, lambda: dist.all_reduce(x(), group=group))

@@ -19,7 +19,6 @@ from unisono.groups.work import Future
 
 torch = pytest.importorskip("torch")
 
-from tests.support.torch_world import batch, loss_of, make_model  # noqa: E402  needs torch
 from unisono.parallel import (  # noqa: E402
     DistributedDataParallel,
     PowerSGDState,
@@ -48,39 +47,6 @@ def gathered(value):
     values = [None] * RANKS
     dist.all_gather_object(values, value)
     return values
-
-
-@on_ranks
-def test_gradients_are_the_average_of_local_ones(rank):
-    model = DistributedDataParallel(make_model(rank), broadcast_buffers=False)
-    loss_of(model, rank, 0).backward()
-    alone = []
-    for r in range(RANKS):
-        # Rank 0's parameters were copied to all ranks.
-        copy = make_model(0)
-        loss_of(copy, r, 0).backward()
-        alone.append([q.grad for q in copy.parameters()])
-    for q, grads in zip(model.parameters(), zip(*alone, strict=True), strict=True):
-        wanted = sum(g.double() for g in grads) / RANKS
-        assert float((q.grad.double() - wanted).abs().max()) < 1e-6
-    bits = [q.grad.numpy().tobytes() for q in model.parameters()]
-    assert gathered(bits) == [bits] * RANKS
-
-
-@on_ranks
-def test_no_sync_adds_up(rank):
-    """Two passes without reduction and one with: the sum of three passes, averaged."""
-    model = DistributedDataParallel(torch.nn.Linear(3, 2, bias=False))
-    weight = model.module.weight
-    for _ in range(2):
-        weight.grad = None
-        with model.no_sync():
-            for k in range(2):
-                model(torch.full((1, 3), float(rank + k))).sum().backward()
-        assert float(weight.grad[0, 0]) == pytest.approx(2 * rank + 1, abs=1e-6)
-        model(torch.full((1, 3), float(rank + 2))).sum().backward()
-        wanted = sum(3 * r + 3 for r in range(RANKS)) / RANKS
-        assert float(weight.grad[1, 2]) == pytest.approx(wanted, abs=1e-6)
 
 
 class Branches(torch.nn.Module):
@@ -172,25 +138,6 @@ def test_large_gradients_in_memory_of_others(rank):
     scale, first, second = [float(p.grad.double().mean()) for p in module.parameters()]
     assert scale == pytest.approx(1040 * 1041)
     assert (first, second) == (pytest.approx(1), pytest.approx(1))
-
-
-@on_ranks
-def test_state_comes_from_rank_0(rank):
-    """Parameters (also if frozen) and buffers come from rank 0; buffers before each pass."""
-    model = make_model(rank)
-    model[0].weight.requires_grad_(False)
-    model[1].running_mean.fill_(rank + 5.0)
-    wrapped = DistributedDataParallel(model)
-    found = [float(model[0].weight.sum()), float(model[1].running_mean[0])]
-    # The first pass follows construction, which has copied them already.
-    loss_of(wrapped, rank, 0).backward()
-    model[1].running_mean.fill_(rank + 7.0)
-    model.eval()
-    with torch.no_grad():
-        wrapped(batch(rank, 1)[0])
-    assert found == [float(make_model(0)[0].weight.detach().sum()), 5.0]
-    assert float(model[1].running_mean[0]) == 7.0
-    assert len(wrapped.state_dict()) == len(make_model(0).state_dict())
 
 
 @on_ranks

@@ -33,6 +33,15 @@ def line_of(call, *kinds):
     return str(caught.value).partition("\n")[0]
 
 
+def reduce_a_dtensor():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    dist.all_reduce(
+        DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+    )
+
+
 def works():
     dist.all_reduce(x := torch.ones(3))
     assert x[0].item() == RANKS
@@ -40,6 +49,10 @@ def works():
 
 @pytest.mark.ranks(RANKS, kind="processes")
 def test_a_mistake_is_an_error_on_all_ranks_and_the_group_goes_on(rank, tmp_path):
+    # Here, because the import takes 2 s where no server has made it.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
     mismatch = (dist.DistBackendError, errors.CollectiveMismatchError)
     odd, x, wide = rank % 2, torch.ones(2), torch.ones(3 * RANKS + 1)
     kinds = [torch.float32, torch.int64]
@@ -73,6 +86,9 @@ def test_a_mistake_is_an_error_on_all_ranks_and_the_group_goes_on(rank, tmp_path
         for call, kinds_of_error, text in cases:
             assert re.search(text, line := line_of(call, *kinds_of_error)), line
             works()
+        parts = DTensor.from_local(x, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+        with pytest.raises(NotImplementedError, match=r"take no DTensor(.|\n)*to_local"):
+            dist.all_reduce(parts)
         work = dist.all_reduce(torch.ones(2 + odd), async_op=True)
         future, seen = work.get_future(), []
         chained = future.then(lambda f: seen.append(line_of(f.value)) or 7)

@@ -159,13 +159,7 @@ def test_plain_calls_with_odd_arguments_are_refused(alone):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_tensors_without_memory_of_their_own_are_refused(alone):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    parts = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
-    with pytest.raises(NotImplementedError, match=r"take no DTensor(.|\n)*to_local"):
-        torch_dist.all_reduce(parts)
+def test_products_of_complex_halves_are_refused(alone):
     pairs = torch.ones(2, dtype=torch.complex32)
     with pytest.raises(NotImplementedError, match="PRODUCT is not defined on complex32"):
         torch_dist.reduce(pairs, 0, torch_dist.ReduceOp.PRODUCT)
@@ -188,23 +182,6 @@ def test_reduce_ops_of_torch():
     assert (reduce_op(premul).name, reduce_op(premul).factor) == ("PREMUL_SUM", 0.5)
 
 
-def test_a_tensor_of_another_device_goes_to_its_backend():
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"  # noqa: F401
-
-    store = torch_dist.HashStore()
-    torch_dist.init_process_group("cpu:unisono,meta:fake", store=store, rank=0, world_size=1)
-    try:
-        group = torch_dist.distributed_c10d._get_default_group()
-        x, y = torch.ones(2), torch.ones(2, device="meta")
-        torch_dist.all_reduce(x)
-        torch_dist.all_reduce(y)
-        assert group._devices["meta"]._get_backend(torch.device("meta")).name() == "fake"
-        assert {d.type for d in group._device_types} == {"cpu", "meta"}
-        torch_dist.all_gather([torch.ones(2, device="meta")], y)
-    finally:
-        torch_dist.destroy_process_group()
-
-
 def test_options_of_another_backend_reach_it_and_no_other():
     from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
 
@@ -220,7 +197,9 @@ def test_options_of_another_backend_reach_it_and_no_other():
         for group in (torch_dist.group.WORLD, torch_dist.new_group([0], pg_options=options)):
             torch_dist.all_reduce(torch.ones(2), group=group)
             torch_dist.all_reduce(torch.ones(2, device="meta"), group=group)
-            assert group._devices["meta"]._get_backend(torch.device("meta")).options is options
+            backend = group._devices["meta"]._get_backend(torch.device("meta"))
+            assert (backend.name(), backend.options is options) == ("fake", True)
+            assert {d.type for d in group._device_types} == {"cpu", "meta"}
     finally:
         torch_dist.destroy_process_group()
 

@@ -59,19 +59,23 @@ def test_all_to_all_in_place(rank):
 @SIZES
 def test_lists_that_share_entries(rank):
     p = dist.get_world_size()
-    x = np.full(2, float(rank))
-    outs = [np.zeros(2) for _ in range(p)]
-    outs[0] = x  # the input is one of the outputs
-    dist.all_gather(outs, x)
-    assert [o[0] for o in outs] == list(range(p))
-    x = np.full(2, 2.0)
-    out = np.zeros(2)
-    dist.reduce_scatter(out, [x] * p)  # one input many times is fine
-    assert (out == 2 * p).all()
-    dist.reduce_scatter(x, [x] * p)
-    assert (x == 2 * p).all()
-    dist.scatter(x, [x] * p if rank == 0 else None)
-    assert (x == 2 * p).all()
+    for _ in range(3):  # the last of these calls are repeated in C++
+        x = np.full(2, float(rank))
+        outs = [np.zeros(2) for _ in range(p)]
+        outs[0] = x  # the input is one of the outputs
+        dist.all_gather(outs, x)
+        assert [o[0] for o in outs] == list(range(p))
+        x = np.full(2, 2.0)
+        out = np.zeros(2)
+        dist.reduce_scatter(out, [x] * p)  # one input many times is fine
+        assert (out == 2 * p).all()
+        dist.reduce_scatter(x, [x] * p)
+        assert (x == 2 * p).all()
+        dist.scatter(x, [x] * p if rank == 0 else None)
+        assert (x == 2 * p).all()
+        both = [np.full(3, 10.0 * rank + r) for r in range(p)]
+        dist.all_to_all(both, both[::-1])
+        assert [o[0] for o in both] == [10 * source + p - 1 - rank for source in range(p)]
     table = np.zeros((3, p))
     dist.all_gather([table[:, i] for i in range(p)], np.full(3, float(rank)))
     assert (table == np.arange(p)).all(), "interleaved columns do not overlap"

@@ -2,28 +2,15 @@
 
 import inspect
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
 
 import unisono as dist
 from tests.support.operations import COLLECTIVES, Operations
-from tests.support.together import on_threads
 from unisono.errors import InvalidArgumentError, NotInitializedError, UnisonoError
 
 NOT_A_MEMBER = -100
-
-
-def test_rendezvous_is_a_function_although_a_package_has_its_name(tmp_path):
-    import unisono.rendezvous  # noqa: F401
-
-    store, rank, world_size = next(
-        iter(dist.rendezvous(f"file://{tmp_path}/s?rank=0&world_size=1"))
-    )
-    with store:
-        assert (rank, world_size) == (0, 1)
-        assert isinstance(store, dist.FileStore)
 
 
 def test_before_init():
@@ -220,22 +207,6 @@ def test_a_group_made_again_while_the_old_one_is_used(rank):
         new = dist.new_group([0, 1], use_local_synchronization=True)
         dist.all_reduce(x, group=new)
     assert x[0] == 4
-
-
-@pytest.mark.ranks(4, kind="both")
-def test_disjoint_groups_at_once(rank):
-    """Two halves work at the same time, each also from a second thread on a group of its own."""
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    others = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    first, second = halves[rank // 2], others[rank // 2]
-
-    def work(group):
-        for number in range(50):
-            x = np.full(5, float(number))
-            group.all_reduce(x)
-            assert (x == 2 * number).all()
-
-    on_threads(partial(work, first), partial(work, second))
 
 
 @pytest.mark.ranks(2, kind="both")

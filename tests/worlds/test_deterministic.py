@@ -113,7 +113,7 @@ def every_call(rank):
     same_bits(x, want, "in a sub-group")
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("engine", "transport"), [("native", None), ("reference", "inproc"), ("reference", "tcp")]
 )
@@ -152,7 +152,7 @@ def test_on_processes_and_between_hosts(name, value, monkeypatch):
     run(every_ordered_algorithm, 3, ranks="processes", args=((1000,), 5))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("engine", ["native", "reference"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_by_environment(size, engine, monkeypatch):

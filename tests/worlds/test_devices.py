@@ -10,7 +10,7 @@ import pytest
 
 import unisono as dist
 from tests.support.torch_signatures import calls, overloads
-from tests.worlds.test_dispatch import ThroughCPU, in_own_worlds
+from tests.worlds.test_dispatch import BoxArray, ThroughCPU, in_own_worlds
 from unisono.backends import registry
 from unisono.errors import ArgumentTypeError
 from unisono.lowlevel import OPS, Dispatcher, dispatcher, schema_of
@@ -25,22 +25,10 @@ C10D_OPS = [
 ]  # fmt: skip
 
 
-class DrumArray:
-    """A buffer that is nothing an engine of the library could read."""
-
-    def __init__(self, values):
-        self._hidden = np.array(values, np.float64)
-        self.device = "drum:0"
-
-    @property
-    def values(self):
-        return self._hidden.tolist()
-
-
 def inside(value):
     """Replace the buffers in an argument by what they hold."""
-    if isinstance(value, DrumArray):
-        return value._hidden
+    if isinstance(value, BoxArray):
+        return value.values
     if isinstance(value, (list, tuple)):
         return [inside(entry) for entry in value]
     return value
@@ -70,7 +58,7 @@ for _name in OPS:
 
 
 def drum(*values):
-    return DrumArray(values)
+    return BoxArray(values, "drum:0")
 
 
 def every_operation(pg, rank):
@@ -80,7 +68,7 @@ def every_operation(pg, rank):
 
     def check(op, result, *expected):
         arrays = result if isinstance(result, list) else [result]
-        got[op] = [a.values for a in arrays], [list(map(float, e)) for e in expected]
+        got[op] = [a.values.tolist() for a in arrays], [list(map(float, e)) for e in expected]
 
     x = drum(me, me)
     pg.broadcast([x], dist.BroadcastOptions(rootRank=1)).wait()
@@ -155,12 +143,12 @@ def on_drums(rank, store):
         asked = list(pg.backends["drum"].asked)
         x = drum(rank + 1.0)
         dist.all_reduce(x, dist.ReduceOp.PRODUCT)
-        assert x.values == [2]
+        assert x.values.tolist() == [2]
         part = dist.new_group([0, 1], backend="cpu:unisono,drum:drums")
         y = np.array([rank + 1.0])
         dist.all_reduce(y, group=part)
         dist.all_reduce(x, group=part)
-        assert (y.tolist(), x.values) == ([3], [4])
+        assert (y.tolist(), x.values.tolist()) == ([3], [4])
         return got, asked
     finally:
         dist.destroy_process_group()
@@ -249,21 +237,6 @@ def alone():
     pg = dist.ProcessGroup(dist.HashStore(), 0, 1)
     yield pg
     pg.close()
-
-
-def test_options_replace_all_settings(alone):
-    x, out = np.ones(2), np.zeros(2)
-    assert alone.allreduce([x], opts=dist.AllreduceOptions(asyncOp=False)).is_completed()
-    assert alone.allreduce(x, dist.ReduceOp.MAX, 5.0).wait()
-    assert alone.reduce([x], 0, dist.ReduceOp.SUM).wait()
-    assert alone.gather([out], x, 0).wait()
-    assert out.tolist() == [1, 1]
-    assert alone.scatter([out], [[x * 3]], dist.ScatterOptions()).wait()
-    assert out.tolist() == [3, 3]
-    assert alone.all_gather_single(out, x).wait()
-    assert out.tolist() == [1, 1]
-    assert alone.reduce_scatter_single(out, x * 2, opts=dist.ReduceScatterOptions()).wait()
-    assert out.tolist() == [2, 2]
 
 
 def value_for(parameter, x, out):

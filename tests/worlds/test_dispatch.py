@@ -8,7 +8,6 @@ import pytest
 
 import unisono as dist
 from tests.support.together import on_threads
-from tests.worlds.test_api import every_call
 from unisono.backends import registry
 from unisono.errors import InvalidArgumentError, UnsupportedError
 from unisono.groups.world import World, use
@@ -16,11 +15,11 @@ from unisono.lowlevel import OPS, DeviceBackend, Dispatcher, Pending, dispatcher
 
 
 class BoxArray:
-    """An array of a made-up device."""
+    """An array of a made-up device, which no engine of the library could read."""
 
-    def __init__(self, values):
+    def __init__(self, values, device="box:0"):
         self.values = np.array(values, float)
-        self.device = "box:0"
+        self.device = device
 
 
 class ThroughCPU(DeviceBackend):
@@ -156,7 +155,8 @@ def test_a_registered_kernel(rank):
         assert (seen, box.values.tolist()) == ([("default", "box", "SUM", False)], [42])
 
 
-def test_wrappers_see_every_operation_and_compose():
+def test_wrappers_compose():
+    """test_devices.py shows that a wrapper sees every operation."""
     seen = []
 
     def wrapper(name):
@@ -172,32 +172,11 @@ def test_wrappers_see_every_operation_and_compose():
     dist.init_process_group()
     removers = [dispatcher.register_wrapper(wrapper(name)) for name in ("inner", "outer")]
     try:
-        calls = every_call(None, 1, 0)
-        for call in calls.values():
-            call()
-        me = np.ones(1)
-        dist.isend(me, 0).wait()
-        dist.irecv(me, 0).wait()
-        dist.isend(me, 0).wait()
-        dist.irecv(me).wait()
-        dist.isend(me, 0).wait()
-        dist.probe(0)
-        dist.recv_array(0)
-        group = dist.group.WORLD
-        group.all_gather_into_tensor_coalesced([me], [np.ones(1)])
-        group.reduce_scatter_tensor_coalesced([me], [np.ones(1)])
-        expected = [
-            *calls, "send", "recv", "send", "recv_any_source", "send", "probe", "recv_array",
-            "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
-        ]  # fmt: skip
-        assert expected == [op for name, op, _ in seen if name == "outer"]
-        assert [name for name, _, _ in seen] == ["outer", "inner"] * len(expected)
-        assert set(OPS) == {*expected, "agree"}
-        assert {device for _, _, device in seen} == {"cpu"}
+        dist.all_reduce(np.ones(1))
         removers[0]()
-        seen.clear()
         dist.barrier()
-        assert [name for name, _, _ in seen] == ["outer"]
+        both = [("outer", "all_reduce", "cpu"), ("inner", "all_reduce", "cpu")]
+        assert seen == [*both, ("outer", "barrier", "cpu")]
     finally:
         removers[1]()
         dist.destroy_process_group()
@@ -213,17 +192,6 @@ def test_a_device_that_the_cpu_backend_does_not_serve():
         dist.init_process_group("cpu:unisono,cuda:gloo")
     assert caught.value.what == "backend 'unisono' serves device 'cpu' only, not 'cuda'"
     assert not dist.is_initialized()
-
-
-def test_gloo_is_served_by_the_same_engine():
-    dist.init_process_group("gloo")
-    try:
-        assert (dist.get_backend(), dist.get_backend_config()) == ("gloo", "cpu:gloo")
-        x = np.ones(2)
-        dist.all_reduce(x)
-        assert "cpu=unisono" in repr(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_tensor_of_another_device_inside_a_call():

@@ -36,37 +36,6 @@ def test_a_group_and_its_sub_group_have_the_engine_that_was_asked_for(engine, ca
     assert "slow" not in caplog.text
 
 
-@pytest.mark.ranks(3, kind="both", engine="both")
-def test_calls_of_all_kinds_keep_in_step(rank):
-    """Calls that C++ repeats and calls that it does not, mixed; each must see the one before."""
-    p = dist.get_world_size()
-    for k in range(20):
-        mine = np.full(3, rank + k, np.int64)
-        dist.all_reduce(mine)
-        sent = np.arange(rank + 1, dtype=np.int64)
-        sizes = [rank + 1, *[0] * (p - 1)]
-        received = [q + 1 if rank == 0 else 0 for q in range(p)]
-        got = np.empty(sum(received), np.int64)
-        dist.all_to_all_single(got, sent, received, sizes)
-        dist.all_reduce(mine, algorithm="ring")
-        dist.barrier()
-        assert mine.tolist() == [p * sum(q + k for q in range(p))] * 3
-        assert got.tolist() == [i for q in range(p) for i in range(received[q])]
-
-
-@pytest.mark.ranks(2, engine="both")
-def test_many_pieces(rank):
-    count = 3_000_001
-    values = np.arange(count, dtype=np.float32) % 1000
-    expected = 2 * values + 1
-    values += rank
-    dist.all_reduce(values)
-    assert (values == expected).all()
-    gathered = np.empty(count * 2, np.float32)
-    dist.all_gather_into_tensor(gathered, values)
-    assert (gathered.reshape(2, count) == expected).all()
-
-
 def test_native_is_refused_where_it_cannot_be(monkeypatch):
     monkeypatch.setattr("unisono.engines.native_engine._engine", None)
     monkeypatch.setattr("unisono.engines.shared_memory._engine", None)

@@ -4,64 +4,9 @@ import numpy as np
 import pytest
 
 import unisono as dist
-from tests.support.operations import Operations
-from tests.worlds.test_prepared import NO_RANK_1, repeats
-from unisono.base import config
-from unisono.errors import CollectiveMismatchError, CollectiveTimeoutError, InvalidArgumentError
+from unisono.errors import CollectiveMismatchError, InvalidArgumentError
 
-NATIVE = config.get("UNISONO_ENGINE") != "reference"
 THREE = pytest.mark.ranks(3, kind="both")
-
-
-class Lists(Operations):
-    """Lists whose arrays lie one after another, or do not."""
-
-    rows_of_one = False
-
-    def rooms(self, afters):
-        if self.rows_of_one:
-            arrays = list(np.zeros((self.p, self.count), self.dtype))
-        else:
-            arrays = [np.zeros(1 + x.size, x.dtype)[1:] for x in afters]
-        self.made += zip(arrays, afters, strict=True)
-        return arrays
-
-    def reads(self, parts):
-        arrays = self.rooms(parts)
-        for array, values in zip(arrays, parts, strict=True):
-            array[:] = values
-        return arrays
-
-
-def every_function(rank, n, dtype=np.float64, rows=False):
-    """Call each function 4 times with new values; return the rounds in which C++ repeated some."""
-    p, repeated = dist.get_world_size(), []
-    for k in range(4):
-        before = repeats()
-        calls = Lists(rank, p, n, p - 1, dtype=dtype, shift=k)
-        calls.rows_of_one = rows
-        for name in ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter"):
-            getattr(calls, name)()
-        calls.check(n, k)
-        dist.gather(np.zeros(n, dtype), calls.rooms([np.zeros(n, dtype)] * p) if rank == 0 else [])
-        repeated.append(repeats() > before)
-    return repeated
-
-
-@pytest.mark.parametrize(
-    ("size", "n", "rows"),
-    [(1, 3, False), (2, 200_000, True), (3, 5, False), (4, 0, False), (4, 40_000, False)],
-)
-def test_every_function(world, size, n, rows):
-    for repeated in world(every_function, size, args=(n, np.float64, rows)):
-        # The first call of a group connects it; what the second has run can be repeated.
-        assert repeated[2:] == [NATIVE and size > 1] * 2
-
-
-@THREE
-@pytest.mark.parametrize("dtype", [np.int8, np.complex128])
-def test_dtypes(rank, dtype):
-    every_function(rank, 1000, dtype)
 
 
 @THREE
@@ -85,25 +30,6 @@ def test_layouts(rank):
             # An array that is transposed is written in C order of what it shows.
             for source, array in enumerate(arrays):
                 assert array.ravel().tolist() == [10.0 * source + i for i in range(n)]
-
-
-@THREE
-def test_arguments_that_share_memory(rank):
-    """Inputs that are a part of the output, and one input that is sent to all."""
-    p = dist.get_world_size()
-    for _ in range(3):
-        outputs = list(np.zeros((p, 2)))
-        outputs[rank][:] = rank + 1
-        dist.all_gather(outputs, outputs[rank])
-        assert [o[0] for o in outputs] == [1, 2, 3]
-        both = [np.full(3, 10.0 * rank + r) for r in range(p)]
-        dist.all_to_all(both, both[::-1])
-        assert [o[0] for o in both] == [10 * source + (2 - rank) for source in range(p)]
-        same, x = np.full(2, 7.0), np.zeros(2)
-        dist.scatter(x, [same] * p if rank == 0 else None, src=0)
-        assert x.tolist() == [7, 7]
-        with pytest.raises(InvalidArgumentError, match="share memory"):
-            dist.all_gather([x] * p, same)
 
 
 @THREE
@@ -154,32 +80,3 @@ def test_a_disagreement_names_the_pair(rank):
         else:
             dist.gather(np.ones(3), parts if rank == 0 else None)
     assert [part[0] for part in parts] == [rank == 0] * 3
-
-
-@THREE
-def test_asynchronous_calls_with_lists(rank):
-    """Lists in calls that end later, mixed with repeated ones."""
-    p = dist.get_world_size()
-    for k in range(20):
-        mine, outputs = np.full(3, rank + k), [np.zeros(3, np.int64) for _ in range(p)]
-        again = [np.zeros(3, np.int64) for _ in range(p)]
-        work = dist.all_gather(outputs, mine, async_op=True)
-        dist.all_gather(again, mine)
-        work.wait()
-        for r in range(p):
-            assert (outputs[r] == r + k).all()
-            assert (again[r] == r + k).all()
-
-
-@THREE
-def test_a_missing_rank_is_named(rank):
-    """A repeated gather that rank 1 does not call any more."""
-    pg, x = dist.group.WORLD, np.ones(2)
-    parts = [np.zeros(2) for _ in range(dist.get_world_size())]
-    for _ in range(3):
-        dist.gather(x, parts if rank == 0 else None)
-    pg.set_timeout(0.5)
-    if rank != 1:
-        with pytest.raises(CollectiveTimeoutError, match=NO_RANK_1):
-            dist.gather(x, parts if rank == 0 else None)
-    pg.store.barrier("end", dist.get_world_size(), 60.0)

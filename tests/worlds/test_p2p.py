@@ -20,54 +20,6 @@ pytestmark = pytest.mark.sweep(1)
 
 
 @pytest.mark.ranks(4, kind="both")
-def test_messages_round_a_ring_with_tags_from_any_source_and_to_oneself(rank):
-    p = dist.get_world_size()
-    right, left = (rank + 1) % p, (rank - 1) % p
-    x, y = np.full(3, float(rank)), np.zeros(3)
-    works = [dist.isend(x, right, tag=4), dist.irecv(y, left, tag=4)]
-    assert [work.wait() for work in works] == [True, True]
-    assert (y == left).all()
-    assert works[1].source_rank() == left
-    for tag in (1, 2):
-        dist.send(np.full(2, tag, np.int8), right, tag=tag) if rank % 2 == 0 else None
-    if rank % 2:
-        for tag in (2, 1):
-            z = np.zeros(2, np.int8)
-            assert dist.recv(z, left, tag=tag) == left
-            assert (z == tag).all()
-    me = np.zeros(3)
-    got = dist.irecv(me, rank)
-    dist.isend(x, rank).wait()
-    got.wait()
-    assert (me == rank).all()
-    with pytest.raises(InvalidArgumentError, match="send to this rank itself"):
-        dist.send(x, rank)
-    dist.barrier()
-    if rank == 0:
-        heard = {}
-        for _ in range(p - 1):
-            z = np.zeros(1, int)
-            source = dist.recv(z)
-            heard[source] = int(z[0])
-        assert heard == {r: 10 * r for r in range(1, p)}
-    else:
-        dist.send(np.array([10 * rank]), 0)
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_messages_of_one_tag_arrive_in_the_order_in_which_they_were_sent(rank):
-    if rank == 0:
-        works = [dist.isend(np.array([i]), 1) for i in range(20)]
-    else:
-        got = [np.zeros(1, int) for _ in range(20)]
-        works = [dist.irecv(g, 0) for g in got]
-    for work in works:
-        work.wait()
-    if rank == 1:
-        assert [int(g[0]) for g in got] == list(range(20))
-
-
-@pytest.mark.ranks(4, kind="both")
 def test_a_batch_starts_all_its_messages(rank):
     p = dist.get_world_size()
     right, left = (rank + 1) % p, (rank - 1) % p
@@ -119,31 +71,6 @@ def test_messages_in_a_group(rank):
         assert dist.recv(x, group=group, group_src=0) == 2
         assert dist.recv(x, group=group) == 2
         assert x[0] == 7
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_every_layout_and_size_arrives(rank):
-    for shape in [(), (0,), (3,), (2, 3)]:
-        for dtype in (np.float32, np.complex128, np.bool_, np.int8):
-            x = np.ones(shape, dtype)
-            if rank == 0:
-                dist.send(x, 1)
-            else:
-                y = np.zeros(shape, dtype)
-                dist.recv(y, 0)
-                assert (y == x).all()
-                assert y.shape == x.shape
-    grid = np.arange(24.0).reshape(4, 6)
-    if rank == 0:
-        dist.send(grid[::-1, ::2], 1)
-        dist.send(np.broadcast_to(np.float64(3), 5), 1)
-    else:
-        out = np.zeros((3, 4)).T
-        dist.recv(out, 0)
-        assert (out == grid[::-1, ::2]).all()
-        row = np.zeros(10)
-        dist.recv(row[::2], 0)
-        assert row.tolist() == [3, 0] * 5
 
 
 def check_receive_works(rank):
@@ -232,16 +159,9 @@ def test_bad_arguments_are_refused(rank):
     for bad in ({"src": 5}, {"src": 0, "group_src": 0}, {"src": 1, "tag": "a"}):
         with pytest.raises(UnisonoError):
             dist.irecv(x, **bad)
-    with pytest.raises(InvalidArgumentError, match="op must be unisono"):
-        dist.P2POp(dist.send, x, 0)
-    other = dist.new_group()
-    ops = [dist.P2POp(dist.isend, x, 0), dist.P2POp(dist.isend, x, 0, other)]
-    with pytest.raises(InvalidArgumentError, match="same group"):
-        dist.batch_isend_irecv(ops)
-    with pytest.raises(InvalidArgumentError, match="p2p_op_list is empty"):
-        dist.batch_isend_irecv([])
-    with pytest.raises(InvalidArgumentError, match="must be a list of P2POp"):
-        dist.batch_isend_irecv([1])
+    for ops, text in (([], "p2p_op_list is empty"), ([1], "must be a list of P2POp")):
+        with pytest.raises(InvalidArgumentError, match=text):
+            dist.batch_isend_irecv(ops)
     (late,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 0, tag=404)], timeout=0.05)
     with pytest.raises(TimeoutError, match="tag=404"):
         late.wait()

@@ -6,7 +6,6 @@ import pydoc
 import re
 import signal
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,9 +13,7 @@ import pytest
 import unisono as dist
 from tests.support.calls import fails
 from tests.support.operations import COLLECTIVES, Operations
-from tests.support.together import on_threads
 from unisono.errors import (
-    ClosedError,
     CollectiveAbortedError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -63,7 +60,7 @@ def test_argument_errors_are_those_of_python():
 def test_every_function_repeats_with_other_contents(rank):
     p, seen = dist.get_world_size(), []
     names = [name for name in COLLECTIVES if not name.endswith("_coalesced")]
-    for n in (1, 40_000):
+    for n in (0, 1, 40_000):
         for dtype in (np.float32, np.int64):
             for k in range(3):
                 before = repeats()
@@ -74,7 +71,7 @@ def test_every_function_repeats_with_other_contents(rank):
                 calls.all_reduce()
                 calls.check(n, k)
                 seen.append(repeats() > before)
-    assert seen == [p > 1] * 12
+    assert seen == [p > 1] * 18
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -103,17 +100,6 @@ def test_a_call_that_differs_in_one_thing_from_a_repeated_call(rank):
     for _ in range(2):
         dist.all_gather_into_tensor(overlapping, mine)
     assert overlapping.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.ranks(3, kind="both")
-def test_two_groups_of_opposite_order_in_turn(rank):
-    front, whole = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
-    for k in range(3):
-        x = np.full(3, float(rank + k))
-        dist.all_reduce(x, group=whole)
-        if rank < 2:
-            dist.all_reduce(x, group=front)
-        assert x[0] == (3 + 3 * k) * (2 if rank < 2 else 1)
 
 
 @pytest.mark.ranks(3, kind="both")
@@ -222,33 +208,6 @@ def test_a_wrapper_is_never_passed_by(rank):
         remove()
     dist.all_reduce(x)
     assert seen == ["all_reduce", "barrier"]
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_two_threads_with_a_group_each(rank):
-    p = dist.get_world_size()
-    groups = [dist.new_group(list(range(p))) for _ in range(2)]
-    sums = [0.0, 0.0]
-
-    def body(which):
-        x = np.empty(100)
-        for k in range(200):
-            x[:] = k * (which + 1)
-            dist.all_reduce(x, group=groups[which])
-            sums[which] += x[7]
-
-    on_threads(partial(body, 0), partial(body, 1))
-    assert sums == [2.0 * sum(range(200)), 4.0 * sum(range(200))]
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_a_destroyed_group(rank):
-    x, group = np.ones(2), dist.new_group()
-    for _ in range(3):
-        dist.all_reduce(x, group=group)
-    dist.destroy_process_group(group)
-    with pytest.raises(ClosedError, match="was destroyed"):
-        dist.all_reduce(x, group=group)
 
 
 @pytest.mark.ranks(2, kind="both")

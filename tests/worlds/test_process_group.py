@@ -18,7 +18,7 @@ from unisono import (
     TCPStore,
     is_initialized,
 )
-from unisono.errors import ClosedError, InvalidArgumentError, RendezvousError
+from unisono.errors import ClosedError, InvalidArgumentError
 
 
 def check_two_groups(rank, size, store, transport):
@@ -88,22 +88,6 @@ def test_groups_across_jobs_as_scripts_make_them():
 def test_methods_of_c10d_say_what_they_stand_for():
     assert ProcessGroup.allreduce.__name__ == "allreduce"
     assert ProcessGroup.allreduce.__doc__.startswith("`all_reduce` in c10d's forms")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ((2, 2), InvalidArgumentError, "rank 2 of 2: expected 0 <= rank < size"),
-        ((-1, 2), InvalidArgumentError, "rank -1 of 2: expected 0 <= rank < size"),
-        ((0, 0), InvalidArgumentError, "rank 0 of 0: expected 0 <= rank < size"),
-        ((0, 2, None, 0.05), RendezvousError,
-         "rank 0 of 2 waited 0.05 s for ranks that never came: 1"),
-    ],
-)  # fmt: skip
-def test_bad_ranks_and_ranks_that_never_come_are_refused(arguments, error, text):
-    with pytest.raises(error) as caught:
-        ProcessGroup(HashStore(), *arguments)
-    assert caught.value.what == text
 
 
 FEW_DESCRIPTORS = """

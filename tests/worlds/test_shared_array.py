@@ -132,16 +132,6 @@ def test_shapes_and_dtypes(rank, shape, dtype):
     assert np.array_equal(shared.array, expected)
 
 
-@pytest.mark.ranks(2)
-def test_torch_tensor_is_a_view(rank):
-    torch = pytest.importorskip("torch")
-    shared = dist.shared_array((2, 3), np.float32)
-    tensor = torch.from_numpy(shared.array)
-    tensor[rank] = rank + 1
-    shared.sync(rows=slice(rank, rank + 1))
-    assert tensor.tolist() == [[1.0] * 3, [2.0] * 3]
-
-
 def in_a_stream(rank):
     shared = dist.shared_array((2, 3))
     with dist.stream(dist.Stream()):

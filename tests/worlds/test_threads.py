@@ -133,12 +133,3 @@ def test_threads_may_take_turns(rank):
         thread.join()
     dist.all_reduce(x)
     assert (x == dist.get_world_size() ** 4).all()
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_a_callback_may_make_the_next_call(rank):
-    x, y = np.ones(2), np.ones(2)
-    work = dist.all_reduce(x, async_op=True)
-    started = work.get_future().then(lambda f: dist.all_reduce(y, async_op=True))
-    started.wait(30).wait()
-    assert (y == dist.get_world_size()).all()

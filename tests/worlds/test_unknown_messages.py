@@ -209,7 +209,8 @@ def test_bfloat16_arrives_as_its_bits():
     run(body, 2)
 
 
-def waits(rank):
+@pytest.mark.ranks(2, kind="both", engine="both")
+def test_calls_that_wait_for_their_message(rank):
     """Receives and probes that are posted before the message."""
     x = np.arange(200_000.0)
     group = dist.new_group([1, 0], sort_ranks=False)
@@ -240,12 +241,8 @@ def waits(rank):
 
 
 @pytest.mark.ranks(2, kind="both", engine="both")
-def test_calls_that_wait_for_their_message(rank):
-    waits(rank)
-
-
-def shared_among_threads(rank):
-    """Threads that receive at once get each message once, and whole."""
+def test_threads_that_receive_at_once_get_each_message_once(rank):
+    """Each message comes once, and whole."""
     sizes = [(i * 37) % 5000 for i in range(120)]
     if rank == 0:
         for number, size in enumerate(sizes):
@@ -258,11 +255,6 @@ def shared_among_threads(rank):
         assert all(len(array) == sizes[array[0]] for array in got if len(array))
         assert all((array == array[0]).all() for array in got if len(array))
     dist.barrier()
-
-
-@pytest.mark.ranks(2, kind="both", engine="both")
-def test_threads_that_receive_at_once_get_each_message_once(rank):
-    shared_among_threads(rank)
 
 
 @pytest.mark.ranks(2, kind="both", engine="both")

@@ -21,7 +21,7 @@ from unisono.errors import ClosedError, InvalidArgumentError, UsageError
 from unisono.trace import number_of_kind, write_after_failure
 from unisono.transports import Key, Transfer
 from unisono.transports.messages import Failure, Kind, MessageInfo
-from unisono.transports.native_messages import NativeMessages, Outcome
+from unisono.transports.native_transfer import Outcome, Started
 from unisono.transports.transfers import ANYTHING, NOTHING
 
 
@@ -145,15 +145,8 @@ def _receive(
     return _wait_or_cancel(message, options)
 
 
-class _StartedReceive(Pending):
-    """A receive that C++ has started for a port, and the transfer of `NativeMessages` for it."""
-
-    __slots__ = (
-        *("_began", "_cause", "_port", "_quiet"),
-        *("among", "number", "outcomes", "peer"),
-    )
-
-    receives = True
+class _PlainReceive(Started, Pending):
+    """A plain receive: the end of the call is that of the message, without a `Transfer` between."""
 
     def __init__(
         self,
@@ -163,62 +156,43 @@ class _StartedReceive(Pending):
         owner: Any,
         timeout_s: float,
     ) -> None:
-        super().__init__((owner,), Deadline(timeout_s), port.messages.is_server)
-        self._port = port
-        # The array, the tag and the number of the record.
-        self._began = began
-        self.peer, self.among = peer, port.among
-        self._quiet = True
-        self._cause: BaseException | None = None
-        self.number = 0
-        self.outcomes: list[Outcome] = []
-
-    @property
-    def context(self) -> int:
-        """The number of the group's context."""
-        return self._port.comm.context
+        comm = port.comm
+        super().__init__((owner,), Deadline(timeout_s), lambda: not comm.transport.may_wait())
+        self._comm = comm
+        self._array, self._tag, self._record = began
+        self.peer, self.context, self.among = peer, comm.context, port.among
 
     def is_ended_by(self, failure: Failure) -> bool:
-        """Whether the failure of the group ends this receive: it always does."""
         return True
 
     def end(self, outcome: Outcome, status: BaseException | None) -> None:
-        """Finish the call with this outcome; `status`: why it has failed."""
-        array, tag, record = self._began
         if status is None:
             _, _, self.source, nbytes, _, self.tag, _ = outcome
-            self.count = nbytes // array.itemsize
-            _end_record(self._port.comm, record, None, self.source)
+            self.count = nbytes // self._array.itemsize
+            _end_record(self._comm, self._record, None, self.source)
             self.finish()
             return
-        data = view(array, write=False)
+        data = view(self._array, write=False)
         data.owner = self.outputs[0]
-        call = MessageCall("recv", data, self.peer, tag)
-        error = message_error(self._port.comm, call, status, self.deadline)
-        _end_record(self._port.comm, record, error, self.peer)
+        call = MessageCall("recv", data, self.peer, self._tag)
+        error = message_error(self._comm, call, status, self.deadline)
+        _end_record(self._comm, self._record, error, self.peer)
         self.finish(error)
 
     def done(self) -> bool:
-        if not self._done:
-            if self.outcomes:
-                self._port.messages.finish(self)
-            elif self._quiet:
-                # A caller that polls does not move bytes, so another thread must.
-                self._quiet = False
-                self._port.messages.watch(self)
+        if not super().done():
+            # A caller that polls does not move bytes, so another thread must.
+            self.watch()
         return self._done
 
     def add_callback(self, callback: Callable[[Self], object]) -> None:
         super().add_callback(callback)
         self.done()
 
-    def wait_until(self, deadline: Deadline | None) -> bool:
-        return self._done or self._port.messages.wait(self, deadline)
-
     def expire(self) -> None:
         """Cancel the receive. The group stays usable, and the memory is not touched any more."""
         if not self.done():
-            self._port.messages.cancel(self)
+            self._messages.cancel(self)
 
 
 class Port:
@@ -233,19 +207,17 @@ class Port:
         try_send: Send an array if this takes no wait; returns whether it was sent.
     """
 
-    def __init__(self, comm: Communicator, messages: NativeMessages) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        # A receive of a port stands in for a NativeTransfer.
-        self.messages: Any = messages
         self.among = frozenset(comm.others)
-        self._native = messages.port(comm.context, comm.ranks, _CODES)
-        if comm.trace is not None:
-            self._native.set_recorder(comm.trace.recorder, _kinds())
-        self.try_send = self._native.try_send
+        self._plain = comm.transport.messages.plain(comm.context, comm.ranks, _CODES)
+        if comm.trace is not None and self._plain.messenger is not None:
+            self._plain.messenger.set_recorder(comm.trace.recorder, _kinds())
+        self.try_send = self._plain.try_send
 
     def attach(self, calls: Any) -> None:
         """Carry the messages of public functions, which find `calls` through their group."""
-        calls.set_messenger(self._native, self.failure)
+        calls.set_messenger(self._plain.messenger, self.failure)
 
     def irecv(
         self, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
@@ -259,29 +231,20 @@ class Port:
             owner: The argument of the caller; keeps the memory alive.
             timeout_s: From now on.
         """
-        messages = self.messages
-        messages.hold(array)
-        before = messages.native.last_number()
-        try:
-            started = self._native.start_recv(array, peer, tag)
-            if started is None:
-                return None
-            outcome, record = started
-            receive = _StartedReceive(self, (array, tag, record), peer, owner, timeout_s)
-            messages.begun(receive, outcome)
-            return receive
-        except BaseException:
-            messages.cancel_interrupted(array, before)
-            raise
-        finally:
-            messages.release(array)
+        receive: _PlainReceive | None = self._plain.start_recv(
+            array,
+            peer,
+            tag,
+            lambda record: _PlainReceive(self, (array, tag, record), peer, owner, timeout_s),
+        )
+        return receive
 
     def failure(
         self, op: str, outcome: Outcome, array: Any, peer: int | None, tag: int, timeout_s: float
     ) -> BaseException:
         """Return the error of a call that ended with `outcome`."""
         call = MessageCall(op, view(array, write=False), peer, tag)
-        status = self.messages.status_of(outcome, self.comm.context)
+        status = self._plain.status_of(outcome)
         error = message_error(self.comm, call, status, Deadline(timeout_s))
         assert error is not None
         write_after_failure()

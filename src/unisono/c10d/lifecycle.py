@@ -159,8 +159,8 @@ def _install_hooks(world: World) -> None:
         return
 
     def report(text: str) -> None:
-        if world.default is not None:
-            world.default.report_failure(text)
+        for each in world.groups.values():
+            each.report_failure(text)
 
     def close() -> None:
         if world.default is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ class Communicator:
         self.rank = ranks.index(transport.rank)
         self.size = len(ranks)
         self.name = name
+        self.made_s = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
         self.trace = make_trace(transport.rank, ranks, name, key)

@@ -132,8 +132,9 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Failure):
         return error
     if isinstance(error, LinkDown):
-        reason = f"{name_ranks([error.peer])} was lost: {error.reason}"
-        return Failure("lost", reason, [error.peer], me, _table_of_lost(error.peer, comm, call))
+        cause = comm.transport.explain(error, comm.made_s)
+        table = cause.table or _table_of_lost(error.peer, comm, call)
+        return Failure(cause.kind, cause.reason, cause.peers, me, table)
     if isinstance(error, Expired):
         return _time_out(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
@@ -318,10 +319,10 @@ def message_error(
     if isinstance(status, Failure):
         return broken_group_error(status, comm, op)
     if isinstance(status, LinkDown):
-        return PeerLostError(
-            f"{call} in group '{comm.name}' failed on {comm.here}: "
-            f"rank {status.peer} was lost: {status.reason}",
-            context=comm.where(op=op, peers=(status.peer,), nbytes=nbytes),
+        cause = comm.transport.explain(status, comm.made_s)
+        return _CLASSES[cause.kind](
+            f"{call} in group '{comm.name}' failed on {comm.here}: {cause.reason}",
+            context=comm.where(op=op, peers=cause.peers, nbytes=nbytes),
         )
     if isinstance(status, MessageMismatch):
         return _message_mismatch(comm, call, status)

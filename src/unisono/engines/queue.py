@@ -95,7 +95,8 @@ class OrderedEngine(Engine):
         call = task.prepared.call
         self._require_open(call)
         with self._changed:
-            self._require_open(call)
+            if self._closed:
+                self._require_open(call)
             if (
                 inline
                 and self.runs_here()

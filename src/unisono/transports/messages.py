@@ -31,6 +31,7 @@ class Kind(IntEnum):
     GOODBYE = 5
     LOST = 6
     KNOCK = 7
+    CAUSE = 8
 
 
 class Key(NamedTuple):
@@ -162,3 +163,8 @@ class Failure(Exception):
     def words(self) -> list[object]:
         """The arguments from which another rank makes an equal failure."""
         return list(self.args)
+
+
+def failure_of(error: LinkDown, by: int) -> Failure:
+    """Return the failure of a call that needs a lost rank; rank `by` has detected it."""
+    return Failure("lost", f"rank {error.peer} was lost: {error.reason}", [error.peer], by)

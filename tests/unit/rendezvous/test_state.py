@@ -67,19 +67,6 @@ def test_first_restart_needs_no_last_call():
     assert (state.phase, state.epoch, ids(state)) == (Phase.RUNNING, 2, ["n0", "n1"])
 
 
-def test_a_world_counts_once_however_many_report_its_end():
-    state = joined(limits(2, restarts=5), 2)
-    for number in (0, 1, 0):
-        state = apply(state, Failed(f"n{number}", 1, True, "boom"))
-    assert state.restarts == 1
-    assert apply(state, Failed("n1", 0, True, "old")) is state
-
-
-def test_no_restart_left():
-    state = apply(joined(limits(2), 2), Failed("n1", 1, True, "boom"))
-    assert (state.phase, state.reason, state.blamed) == (Phase.FAILED, "boom", "n1")
-
-
 def test_a_second_consequence_changes_nothing():
     state = apply(joined(limits(3, restarts=1), 3), Failed("n0", 1, False, "peer lost"))
     assert apply(state, Failed("n1", 1, False, "peer lost, too")) is state
@@ -260,12 +247,7 @@ def test_foreign_documents_are_refused(text):
         loads(text)
 
 
-def test_document_survives_the_store():
-    state = apply(joined(limits(1, 3, 2), 2), LastCall(0))
-    assert loads(dumps(state)) == state
-    assert loads(b"") == State()
-
-
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     "rules", [limits(1), limits(2), limits(1, 2), limits(2, restarts=1), limits(1, 2, 1)], ids=str
 )

@@ -1,12 +1,10 @@
 """Our stores give what torch's give, wherever torch's agree with each other."""
 
 import random
-from datetime import timedelta
 
 import pytest
 
 import unisono.stores as ours
-from unisono.errors import StoreTimeoutError
 
 torch_dist = pytest.importorskip("torch.distributed")
 
@@ -75,14 +73,3 @@ def test_same_answers(kind, seed, tmp_path):
             assert found == expected, (name, args)
         for key in mine.list_keys():
             assert mine.get(key) == theirs.get(key), key
-
-
-@pytest.mark.parametrize("name", ["get", "wait", "multi_get"])
-def test_both_raise_a_runtime_error_when_the_time_is_over(name):
-    mine, theirs = pair("hash", None)
-    for store in (mine, theirs):
-        store.set_timeout(timedelta(milliseconds=50))
-        with pytest.raises(RuntimeError) as caught:
-            getattr(store, name)("k" if name == "get" else ["k"])
-        if store is mine:
-            assert isinstance(caught.value, StoreTimeoutError | TimeoutError)

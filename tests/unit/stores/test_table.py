@@ -44,13 +44,6 @@ def test_unwatch_forgets():
     assert table._watches == {}
 
 
-def test_failed_compare_set_wakes_nobody():
-    table, woken = Table(), []
-    table.watch(["a"], lambda: woken.append(1))
-    assert table.compare_set("a", b"x", b"y") == b"x"
-    assert woken == []
-
-
 def test_reserved_value_of_a_queue_is_not_ready():
     table = Table()
     table.queue_push("q", b"1")
@@ -60,14 +53,6 @@ def test_reserved_value_of_a_queue_is_not_ready():
     assert not table.missing(["q"])
     table.queue_push("q", b"2")
     assert table.ready(["q"])
-
-
-def test_barrier_releases_a_full_round_and_starts_anew():
-    table, released = Table(), []
-    for member in range(6):
-        table.arrive("b", 3, member, lambda member=member: released.append(member))
-        assert len(released) == (member + 1) // 3 * 3
-    assert not table.inside("b", 5)
 
 
 def test_barrier_withdrawal():

@@ -53,6 +53,7 @@ def torch_on_torch():
     return theirs
 
 
+@pytest.mark.sweep(1)
 def test_torch_client_sees_the_same_on_both_servers(server_kind, torch_on_torch):
     server = start_server(listen("127.0.0.1", 0))
     try:

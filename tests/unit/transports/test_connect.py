@@ -104,8 +104,6 @@ def test_address_that_this_host_lost_is_left_out_if_there_is_another():
     for sock in sockets:
         sock.close()
     assert there == [("127.0.0.1", port)]
-    with pytest.raises(TransportError, match=r"cannot listen on any .*192.0.2.1: Cannot assign"):
-        listen(("192.0.2.1",))
 
 
 def test_port_that_is_free_on_one_address_only_is_not_taken(monkeypatch):

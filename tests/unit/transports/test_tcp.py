@@ -76,15 +76,6 @@ def test_a_parked_call_is_taken_when_the_own_one_fails():
         assert into == b"over the peer's own call"
 
 
-def test_the_next_address_is_tried():
-    def edit(addresses):
-        own = TCPAddress.unpack(addresses[1])
-        addresses[1] = own._replace(hosts=("127.0.0.2", "::1", "127.0.0.1")).pack()
-
-    with tcp_world(2, edit) as (a, b):
-        works(a, b)
-
-
 def test_addresses_are_called_while_another_does_not_answer(monkeypatch):
     """The first says nothing, the second answers and hangs up, the third is the peer's."""
     monkeypatch.setattr(handshake, "CONNECT_S", 1e6)

@@ -47,6 +47,11 @@ _log = get_logger("transports.tcp")
 # job wait for a stopped peer.
 _LINGER_S = 2.0
 
+# How long the end of a rank is kept back, in which the other ranks report what they know of it. A
+# rank that waits for a stopped rank waits for all of it. On a busy machine a shorter time blames a
+# rank that ended because of another rank.
+_EXPLAIN_S = 0.5
+
 # Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
 
@@ -245,7 +250,9 @@ class TCPTransport(Transport):
         if channel != LINK:
             return self.wires.has(peer, channel)
         link = self._links.get(peer)
-        return link is not None and (link.ready or link.closed)
+        return link is not None and (
+            link.ready or link.closed or peer in self._questions.about_ends
+        )
 
     def _knows(self, hello: Hello) -> bool:
         return (
@@ -272,7 +279,7 @@ class TCPTransport(Transport):
 
     def _dial(self, link: Link) -> None:
         peer = link.peer
-        if link.ready or link.closed:
+        if link.ready or link.closed or peer in self._questions.about_ends:
             return
 
         def done(sock: socket.socket | None, reason: str) -> None:
@@ -337,17 +344,49 @@ class TCPTransport(Transport):
     def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
         self._dials.remove(link.peer, LINK)
         self._dials.cancel(link.peer)
-        if link.closed:
+        if link.closed or link.peer in self._questions.about_ends:
             return
+        established = link.sock is not None
         if link.sock is not None:
             self._loop.unwatch(link.sock)
-        established = link.sock is not None
-        error = self.down(link.peer) or self.end_of(link.peer, reason, left)
-        link.close(error)
+        link.disconnect()
+        self._ask_for_cause(link, lambda: self._end(link, reason, left, established))
+
+    def _ask_for_cause(self, link: Link, end: Callable[[], None]) -> None:
+        """Call `end` when the linked ranks have sent what they know of the end of a rank.
+
+        The rank may have ended because of another rank, whose end has not been detected here. The
+        ranks answer after they have sent everything else.
+        """
+        for other in self._questions.about_ends.values():
+            other.drop(link.peer)
+        linked = [] if self._leave else self._linked()
+        question = self._questions.about_ends[link.peer] = self.inquire(0, 0, linked)
+
+        def end_once() -> None:
+            if self._questions.about_ends.pop(link.peer, None) is not None:
+                self._loop.stop_timer(end_once)
+                self.close_question(question)
+                end()
+
+        if question.done():
+            end_once()
+            return
+        self._loop.start_timer(end_once, _EXPLAIN_S)
+        question.add_callback(lambda _: self._loop.later(end_once))
+
+    def _end(self, link: Link, reason: str, left: bool, established: bool) -> None:
+        """Record the end of the rank of a link, and end its transfers."""
+        error = self.down(link.peer) or self._end_of(link.peer, reason, left)
         if established and not error.left:
             self.spread(error)
         else:
             self.mark_down(error)
+        link.close(error)
+
+    def _after_all_arrivals(self, job: Callable[[], object]) -> None:
+        # The second turn looks at all sockets again before it runs the job.
+        self._loop.later(lambda: self._loop.later(job))
 
     def hold(self) -> bool:
         """Stop the I/O thread between two handlers, when every socket has an owner."""
