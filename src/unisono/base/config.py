@@ -47,6 +47,12 @@ VARIABLES: dict[str, Variable] = {
     "UNISONO_FULL_TRACEBACK": Variable(
         "0", "1: show the frames of unisono in the tracebacks of its uncaught errors"
     ),
+    "UNISONO_STATS_DIR": Variable(
+        "", "folder to which each rank writes its statistics at its end; `unisono run --stats`"
+    ),
+    "UNISONO_METRICS_PORT": Variable(
+        "", "PORT or ADDRESS:PORT of Prometheus' metrics, plus the local rank; address: 127.0.0.1"
+    ),
     "UNISONO_TRACE": Variable("1", "0: do not record calls"),
     "UNISONO_TRACE_DIR": Variable(
         "", "folder to which each rank writes its records after an error, and at SIGUSR2"

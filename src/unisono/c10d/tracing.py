@@ -27,7 +27,7 @@ def trace_records(group: Any = None) -> list[TraceRecord]:
 
 
 def stats(group: Any = None) -> GroupStats:
-    """Return what the calls of a group have cost this rank since the group was made.
+    """Return calls, bytes and times of this rank's calls in a group, and its waits.
 
     `print(dist.stats())` shows a table: calls, bytes, median and worst time of each operation, and
     the ranks for which this rank has waited. The call does not communicate.

@@ -18,7 +18,7 @@ from unisono.base.types import DType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.schedules import Buf, Layout, Program, Schedule, lower
-from unisono.trace import make_trace, number_of_kind, watch_signal
+from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
 from unisono.transports.messages import Failure
 
@@ -50,7 +50,6 @@ class Communicator:
         self._pid = os.getpid()
         self._closed = False
         self.trace = make_trace(transport.rank, ranks, name, key)
-        watch_signal()
         # The members are part of the number. Otherwise ranks that disagree about the members of a
         # group of this name would mix their messages. As it is, a time-out names the absent ranks.
         digest = blake2b(repr((name, key, ranks)).encode(), digest_size=7).digest()

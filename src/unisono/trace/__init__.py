@@ -1,8 +1,9 @@
 """The recorded calls of groups: what ran, where it was called, and for which rank it waited."""
 
-from unisono.trace.files import watch_signal, write_after_failure, write_trace
-from unisono.trace.records import GroupTrace, TraceRecord, all_traces, make_trace
+from unisono.trace.files import write_after_failure, write_trace
+from unisono.trace.records import GroupTrace, TraceRecord, all_traces
 from unisono.trace.ring import number_of_kind
+from unisono.trace.start import make_trace
 from unisono.trace.stats import GroupStats, OperationStats, stats_of, stragglers
 
 __all__ = [
@@ -15,7 +16,6 @@ __all__ = [
     "number_of_kind",
     "stats_of",
     "stragglers",
-    "watch_signal",
     "write_after_failure",
     "write_trace",
 ]

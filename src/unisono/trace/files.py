@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import signal
 import tempfile
 import threading
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from unisono.base import config
 from unisono.base.log import get_logger
 from unisono.errors import InvalidArgumentError
 from unisono.trace.flight_recorder import GroupRecords, encode
 from unisono.trace.records import GroupTrace, all_traces
+from unisono.trace.stats import stats_of
 
 SIGNAL = signal.SIGUSR2
 """The signal at which a rank writes its file, if UNISONO_TRACE_DIR is set."""
@@ -62,6 +67,32 @@ def _write(path: Path, rank: int, traces: list[GroupTrace]) -> str:
             os.unlink(file.name)
             raise
     return str(path)
+
+
+_kept: list[GroupTrace] = []
+
+
+def keep_for_stats(trace: GroupTrace) -> None:
+    """Write the statistics of this group at the end of the process, if UNISONO_STATS_DIR is set."""
+    if not config.get("UNISONO_STATS_DIR"):
+        return
+    if not _kept:
+        atexit.register(_write_stats, os.getpid())
+    _kept.append(trace)
+
+
+def _write_stats(pid: int) -> None:
+    if pid != os.getpid():
+        return  # in the child of a fork
+    folder = Path(config.get("UNISONO_STATS_DIR"))
+    by_rank: dict[int, list[dict[str, Any]]] = {}
+    for trace in _kept:
+        by_rank.setdefault(trace.rank, []).append(asdict(stats_of(trace)))
+    for rank, stats in by_rank.items():
+        try:
+            folder.joinpath(f"stats_rank_{rank}.json").write_text(json.dumps(stats))
+        except OSError as error:
+            _log.warning("cannot write the statistics: %s", error)
 
 
 def write_after_failure(*, aside: bool = False) -> None:

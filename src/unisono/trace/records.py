@@ -12,7 +12,6 @@ from operator import attrgetter
 
 import numpy as np
 
-from unisono.base import config
 from unisono.base.types import dtype_named
 from unisono.errors import (
     ClosedError,
@@ -240,11 +239,6 @@ class GroupTrace:
 
 _numbers = itertools.count()
 _all: weakref.WeakSet[GroupTrace] = weakref.WeakSet()
-
-
-def make_trace(rank: int, ranks: tuple[int, ...], name: str, key: str) -> GroupTrace | None:
-    """Return the trace of a new group; None if UNISONO_TRACE is 0."""
-    return GroupTrace(rank, ranks, name, key) if config.get_flag("UNISONO_TRACE") else None
 
 
 def all_traces() -> list[GroupTrace]:

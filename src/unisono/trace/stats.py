@@ -30,7 +30,7 @@ class OperationStats:
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """What the calls of one group have cost this rank.
+    """The cost of one group's calls on this rank.
 
     Attributes:
         group: Name of the group.
