@@ -133,7 +133,9 @@ def test_without_records(monkeypatch):
     monkeypatch.setenv("UNISONO_TRACE", "0")
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(UnsupportedError, match="trace_records: group 'default' keeps no"):
+        with pytest.raises(
+            UnsupportedError, match="trace_records: group .default. keeps no records"
+        ):
             dist.trace_records()
     finally:
         dist.destroy_process_group()

@@ -120,7 +120,7 @@ def _ask_others(engine: NativeEngine | None) -> None:
     comm = engine.comm
     if engine._asked is not None:
         comm.transport.close_question(engine._asked)
-    engine._asked = comm.transport.inquire(comm.context, 0, comm.others)
+    engine._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)
 
 
 def _regular(hosts: Sequence[str]) -> int:
@@ -169,7 +169,6 @@ class NativeEngine(QueueEngine):
         self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
         if comm.trace is not None:
             self.calls.set_recorder(comm.trace.recorder)
-        comm.transport.watch_calls(comm.context, self._last_without_python)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
@@ -242,8 +241,7 @@ class NativeEngine(QueueEngine):
 
     # ---- calls that C++ makes without Python ----------------------------------------------
 
-    def _last_without_python(self) -> CallStatus | None:
-        """Return the last call that this rank has begun without `Transport.enter`, or None."""
+    def last_call(self) -> CallStatus | None:
         queued, last = self.last_queued(), self.calls.last()
         if last is None or (queued is not None and queued.seq > last[0]):
             return queued

@@ -23,7 +23,7 @@ from unisono.engines.errors import (
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
 from unisono.trace import write_after_failure
 from unisono.transports import LinkDown
-from unisono.transports.messages import Failure
+from unisono.transports.messages import CallStatus, Failure
 
 # How long close() waits for a call that it has aborted, and for running callbacks.
 _CLOSE_S = 10.0
@@ -89,6 +89,7 @@ class OrderedEngine(Engine):
         self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
         comm.transport.on_failure(comm.context, self.note_failure)
+        comm.transport.calls.watch(comm.context, self)
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
         # Before the lock: in the child of a fork, a thread of the parent may hold it for ever.
@@ -143,6 +144,23 @@ class OrderedEngine(Engine):
 
     def last_number(self) -> int:
         return int(self._turn.last)
+
+    def last_call(self) -> CallStatus | None:
+        """Return the last call that did not `enter` at the transport; None: there is no such call.
+
+        The calls of C++ are of this kind.
+        """
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the state of the group on this rank, for JSON."""
+        failure = self.comm.transport.failure(self.comm.context)
+        return {
+            "group": self.comm.name,
+            "ranks": self.comm.ranks,
+            "runs": self._turn.runs(),
+            "broken": None if failure is None else failure.reason,
+        }
 
     def abort(self, reason: str, failed: bool = False) -> None:
         me = self.comm.transport.rank

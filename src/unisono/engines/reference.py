@@ -235,7 +235,7 @@ class Run:
         if not transfer.wait_until(self._late):
             if self._asked is None:
                 comm = self._comm
-                self._asked = comm.transport.inquire(comm.context, 0, comm.others)
+                self._asked = comm.transport.inquire(comm.context, 0, comm.others, places=True)
             if not transfer.wait_until(self._task.deadline):
                 raise Expired(self._asked)
         if transfer.error is not None:

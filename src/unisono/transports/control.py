@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.base.completion import Completion
 from unisono.transports.messages import CallStatus, Failure, LinkDown
@@ -21,12 +21,27 @@ _FOLLOWS_S = 10.0
 _HISTORY = 8
 
 
+class Watched(Protocol):
+    """A group as the log of calls sees it."""
+
+    def last_call(self) -> CallStatus | None:
+        """Return the last call that this rank has begun, or None if it is unknown."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name, the members and the state of the group, for JSON."""
+
+
 class CallLog:
-    """The last calls that this rank has begun, by context."""
+    """The last calls that this rank has begun, by context.
+
+    Attributes:
+        thread: The thread that made the transport; it usually makes the calls.
+    """
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._calls: dict[int, deque[CallStatus]] = {}
-        self._last: dict[int, Callable[[], CallStatus | None]] = {}
+        self._groups: dict[int, Watched] = {}
 
     def add(self, context: int, call: CallStatus) -> None:
         """Record a call."""
@@ -35,24 +50,32 @@ class CallLog:
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
         calls.append(call)
 
-    def consult(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Include the call that `last()` returns, if any, when the log is read."""
-        self._last[context] = last
+    def watch(self, context: int, group: Watched) -> None:
+        """Include the last call of a group when the log is read."""
+        self._groups[context] = group
 
     def find(self, context: int, seq: int) -> CallStatus:
         """Return call `seq` if the log still has it, else the last call."""
         calls = list(self._calls.get(context, ()))
-        last = self._last.get(context)
-        if last is not None and (call := last()) is not None:
+        group = self._groups.get(context)
+        if group is not None and (call := group.last_call()) is not None:
             calls.append(call)
         wanted = [call for call in calls if call.seq == seq]
         last_one = max(calls, key=lambda call: call.seq, default=CallStatus(0, ""))
         return wanted[-1] if wanted else last_one
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the state of each group with its last call, for JSON."""
+        found = []
+        for context, group in list(self._groups.items()):
+            last = self.find(context, 0)
+            found.append({"seq": last.seq, "call": last.text, **group.describe()})
+        return found
+
     def forget(self, context: int) -> None:
         """Release the calls of a destroyed context."""
         self._calls.pop(context, None)
-        self._last.pop(context, None)
+        self._groups.pop(context, None)
 
 
 class Question(Completion):

@@ -46,6 +46,7 @@ from unisono.transports.native_transfer import NativeTransfer, Outcome, Started
 from unisono.transports.transfers import (
     ANYTHING,
     NOTHING,
+    Address,
     Links,
     Messages,
     PlainMessages,
@@ -178,7 +179,8 @@ class NativeMessages(Messages):
             near: Whether the memory of a rank may be opened.
             crowded: Whether more ranks than cores take part on this host.
         """
-        addresses, theirs = [], []
+        addresses: list[Address] = []
+        theirs = []
         for endpoint, is_near in zip(endpoints, near, strict=True):
             pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
             theirs.append(int(most))
@@ -186,7 +188,7 @@ class NativeMessages(Messages):
             channels = min(self._channels, theirs[-1]) if has_wires else 0
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
-        self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
+        self.addresses = addresses
         self.native.introduce(addresses, crowded)
 
     def _warn_of_channels(self, channels: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """Prometheus' metrics of the recorded calls."""
 
+import socket
 import urllib.request
 
 import numpy as np
@@ -35,6 +36,14 @@ def test_metrics_are_the_statistics(monkeypatch):
     }
     assert (values["unisono_calls_total"], values["unisono_bytes_total"]) == (3, 120)
     assert 0 < values["unisono_worst_seconds"] <= values["unisono_seconds_total"]
+
+
+def test_a_taken_port_is_reported(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidArgumentError, match=f"cannot serve on port {port}: "):
+            metrics._serve(f"127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("text", ["x", ":", "1.5", "host:"])

@@ -16,8 +16,8 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.cli.nodes import add_node_flags, node_options
 from unisono.cli.run.dry_run import describe
-from unisono.cli.run.nodes import add_node_flags, node_options
 from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
 from unisono.cli.run.status_line import make_status_line
@@ -66,6 +66,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_program_flags(parser)
     add_flag(parser, "--dry-run", action="store_true", help="print the launch, and start nothing")
+    add_flag(
+        parser,
+        "--doctor",
+        action="store_true",
+        help="before the start, examine the hosts and their network as `unisono doctor` does",
+    )
     add_flag(
         parser,
         "--grace",
@@ -141,6 +147,12 @@ def _run(options: argparse.Namespace) -> int:
     descendants = fork_launcher(spec.signals)
     notify = _show if status is None else partial(_show, write_line=status.write_line)
     agent = Agent(spec, notify=notify, descendants=descendants)
+    if options.doctor:
+        # It loads more than a launch needs.
+        from unisono.cli.doctor.session import Session
+
+        session = Session(options, len(commands), lambda line: agent.notify(f"doctor: {line}"))
+        agent.examine = session.examine_before_run
     with _shown_warnings(agent.notify):
         result = agent.run()
     if stats:
