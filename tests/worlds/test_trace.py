@@ -133,9 +133,8 @@ def test_without_records(monkeypatch):
     monkeypatch.setenv("UNISONO_TRACE", "0")
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(
-            UnsupportedError, match="trace_records: group .default. keeps no records"
-        ):
+        why = "trace_records: group 'default' keeps no records"
+        with pytest.raises(UnsupportedError, match=why):
             dist.trace_records()
     finally:
         dist.destroy_process_group()
@@ -157,4 +156,4 @@ def test_statistics_are_the_sums_of_the_records(rank):
     assert stats.operations["barrier"].calls == 1
     waited_s = sum(r.waited_ns for r in records if r.waited_for == 1 - rank) / 1e9
     assert stats.waited_s == {1 - rank: pytest.approx(waited_s, rel=0.01, abs=1e-6)}
-    assert "all_reduce" in str(stats).splitlines()[2]
+    assert {line.split()[0] for line in str(stats).splitlines()[2:4]} == {"all_reduce", "barrier"}
