@@ -205,6 +205,7 @@ class Failures:
         self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}
         self._callbacks: dict[int, Callable[[Failure], None]] = {}
+        self._deferred: dict[int, Failure] = {}
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why a rank is gone, or None."""
@@ -241,6 +242,19 @@ class Failures:
         known = self._failures.get(context)
         return known is None or known.after > failure.after
 
+    def defer(self, context: int, failure: Failure) -> bool:
+        """Keep a failure until the rank that detected it ends; return whether it is the first."""
+        with self._lock:
+            return self._deferred.setdefault(context, failure) is failure
+
+    def take_deferred(self, rank: int) -> list[tuple[int, Failure]]:
+        """Remove and return the contexts and failures that are kept until this rank ends."""
+        with self._lock:
+            taken = [item for item in self._deferred.items() if item[1].by == rank]
+            for context, _ in taken:
+                del self._deferred[context]
+        return taken
+
     def add(self, context: int, failure: Failure) -> bool:
         """Break a context and call its callback.
 
@@ -268,4 +282,5 @@ class Failures:
         """Release the failure and the callback of a destroyed context."""
         with self._lock:
             self._failures.pop(context, None)
+            self._deferred.pop(context, None)
             self._callbacks.pop(context, None)
