@@ -23,6 +23,9 @@ from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_transfer import Outcome, Started
 from unisono.transports.transfers import ANYTHING, NOTHING
 
+# Longer than a thread needs from the end of a transfer to the end of its call.
+_FINISH_S = 5.0
+
 
 class _Message(Pending):
     """A send or receive under way."""
@@ -88,6 +91,8 @@ class _Message(Pending):
         """Cancel the call. The group stays usable, and the memory is not touched any more."""
         if self._transfer is not None:
             self._comm.transport.cancel(self._transfer)
+            # A thread that has just ended the transfer may not have come to `finish` yet.
+            super().wait_until(Deadline(_FINISH_S))
 
 
 def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
