@@ -150,12 +150,16 @@ def _receive(
 class _PlainReceive(Started, Pending):
     """A plain receive: the end of the call is that of the message, without a `Transfer` between."""
 
+    __slots__ = (
+        *("_array", "_comm", "_messages", "_quiet", "_tag", "among", "cause", "context"),
+        *("number", "outcomes", "peer", "receives"),
+    )
+
     def __init__(
         self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
     ) -> None:
-        comm = port.comm
-        super().__init__((owner,), Deadline(timeout_s), lambda: not comm.transport.may_wait())
-        self._comm = comm
+        super().__init__((owner,), Deadline(timeout_s), port.is_server)
+        self._comm = comm = port.comm
         self._array = array
         self._tag = tag
         self.peer, self.context, self.among = peer, comm.context, port.among
@@ -205,7 +209,9 @@ class Port:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.among = frozenset(comm.others)
-        self._plain = comm.transport.messages.plain(comm.context, comm.ranks, _CODES)
+        messages = comm.transport.messages
+        self.is_server = messages.is_server
+        self._plain = messages.plain(comm.context, comm.ranks, _CODES)
         self.try_send = self._plain.try_send
 
     def attach(self, calls: Any) -> None:
@@ -224,10 +230,8 @@ class Port:
             owner: The argument of the caller; keeps the memory alive.
             timeout_s: From now on.
         """
-        receive: _PlainReceive | None = self._plain.start_recv(
-            array, peer, tag, lambda: _PlainReceive(self, array, peer, tag, owner, timeout_s)
-        )
-        return receive
+        receive = _PlainReceive(self, array, peer, tag, owner, timeout_s)
+        return receive if self._plain.start_recv(receive, array, tag) else None
 
     def failure(
         self, op: str, outcome: Outcome, array: Any, peer: int | None, tag: int, timeout_s: float
