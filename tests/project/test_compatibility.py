@@ -124,22 +124,6 @@ def test_private_names_that_libraries_use(rank):
     assert not unisono._rank_not_in_group(None)
 
 
-def test_every_function_of_a_group_takes_one():
-    """What talks to other ranks does so in any group, for as long as one says."""
-    talking = [
-        name
-        for name in unisono.__all__
-        if inspect.isfunction(inspect.unwrap(function := getattr(unisono, name)))
-        and function.__module__.startswith("unisono.c10d.")
-        and "async_op" in inspect.signature(function).parameters
-    ]
-    assert len(talking) >= 14
-    for name in talking:
-        parameters = inspect.signature(getattr(unisono, name)).parameters
-        assert {"group"} <= set(parameters), name
-        assert {"timeout", "how"} & set(parameters), name
-
-
 # ---- methods -------------------------------------------------------------------------------
 
 # Constructors that differ: a group needs its store, a work comes from a call. Gloo's options have

@@ -33,15 +33,6 @@ def line_of(call, *kinds):
     return str(caught.value).partition("\n")[0]
 
 
-def reduce_a_dtensor():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    dist.all_reduce(
-        DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (RANKS,)), [Shard(0)])
-    )
-
-
 def works():
     dist.all_reduce(x := torch.ones(3))
     assert x[0].item() == RANKS

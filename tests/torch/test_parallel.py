@@ -63,7 +63,8 @@ def trained(model, rank, steps=3, optimizer=None):
         optimizer.zero_grad()
         model(batch(rank, step)).pow(2).sum().backward()
         optimizer.step()
-    return numbers(p for p in model.parameters() if p.numel())
+    # A sharded parameter is one rank's part of it.
+    return numbers(getattr(p, "_local_tensor", p) for p in model.parameters() if p.numel())
 
 
 def ddp(rank, **options):
@@ -106,13 +107,8 @@ def ddp_sparse(rank):
 
 def ddp_join(rank):
     model = DistributedDataParallel(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Join([model]):
-        for step in range(2 + 2 * rank):
-            optimizer.zero_grad()
-            model(batch(rank, step)).pow(2).sum().backward()
-            optimizer.step()
-    return numbers(model.parameters())
+        return trained(model, rank, steps=2 + 2 * rank)
 
 
 def powersgd(rank):
@@ -197,11 +193,7 @@ def fsdp2(rank):
     for layer in (model.first, model.second):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(batch(rank, step)).pow(2).sum().backward()
-        optimizer.step()
+    trained(model, rank)
     return numbers(p.full_tensor() for p in model.parameters())
 
 

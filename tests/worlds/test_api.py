@@ -1,6 +1,5 @@
 """The functions of the module, against torch.distributed's signatures and rules."""
 
-import inspect
 import warnings
 
 import numpy as np
@@ -248,23 +247,3 @@ def test_calls_are_counted(rank):
     group._set_sequence_number_for_group()
     seen.append(group._get_sequence_number_for_group())
     assert seen == [0, 10, 12, 12], seen
-
-
-# Functions that wait for other ranks.
-WAITING = [
-    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object",
-    "all_gather_single", "all_reduce", "all_reduce_coalesced", "all_reduce_object",
-    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
-    "broadcast_object_list", "exscan", "gather", "gather_object", "init_process_group", "irecv",
-    "isend", "monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration",
-    "recv", "recv_object_list", "reduce", "reduce_object", "reduce_scatter",
-    "reduce_scatter_single", "reduce_scatter_tensor", "rendezvous", "scan", "scatter",
-    "scatter_object_list", "send", "send_object_list", "should_stop", "shrink_group",
-    "split_group", "wait_all", "wait_any",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WAITING)
-def test_a_function_that_waits_for_others_takes_a_timeout(name):
-    parameters = inspect.signature(getattr(dist, name)).parameters.values()
-    assert any(p.name == "timeout" or p.kind is p.VAR_KEYWORD for p in parameters)

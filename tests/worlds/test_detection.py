@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import unisono as dist
-from unisono.base.sockets import listen
+from tests.support.ports import free_port
 from unisono.c10d.queries import get_node_local_rank
 from unisono.errors import RendezvousError
 
@@ -47,12 +47,6 @@ def clean_environment(**extra):
     env = {k: v for k, v in os.environ.items() if not k.startswith(starts) and k not in names}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [SRC, env.get("PYTHONPATH")]))
     return env | extra
-
-
-def free_port():
-    (listener,) = listen("127.0.0.1", 0)
-    with listener:
-        return str(listener.getsockname()[1])
 
 
 def completed(command, **env):
@@ -119,7 +113,7 @@ def test_counters_of_the_page_for_users_of_mpi4py(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     env = {"TMPDIR": str(tmp_path)}
     if kind == "TCPStore":
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     assert output([MPIEXEC, "-n", "3", sys.executable, "script.py"], **env) == ["4950"]
     lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert sorted(int(rank) for rank, _ in lines) == [0, 1, 2]
@@ -194,7 +188,7 @@ def test_launcher_on_one_node(script, tmp_path, job, names):
 
 
 def test_indexed_job_with_an_address(script):
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     # One meeting only: rank 1 may come to the second while the store of the first still listens.
     common["MEETINGS"] = "1"
     envs = [common | {"JOB_COMPLETION_INDEX": str(r), "LOCAL_RANK": str(r)} for r in range(2)]

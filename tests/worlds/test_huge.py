@@ -1,48 +1,41 @@
-"""Arrays in huge pages, if the system has any: other ranks read them without a copy."""
+"""Large arrays: in huge pages, which other ranks read without a copy, and beyond 2**32 bytes."""
 
 import contextlib
 import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import unisono as dist
+from tests.support.operations import Operations
+from unisono.engines import is_native_built
 from unisono.errors import CollectiveMismatchError
+
+
+class Given(Operations):
+    """Operations on arrays that are written again as soon as a call has returned."""
+
+    def read(self, values):
+        self.given.append(values.copy())
+        return self.given[-1]
+
+    def move(self, name):
+        self.given = []
+        getattr(self, name)()
+        for array in self.given:
+            array.fill(-1)
 
 
 @pytest.mark.ranks(2, 3, kind="both")
 def test_large_moves(rank):
-    """Every round moves other numbers in the same arrays."""
-    p, size = dist.get_world_size(), 600_000
-    given, got = np.empty(p * size, np.int64), np.empty(p * size, np.int64)
-    mine = slice(rank * size, (rank + 1) * size)
-    own, block = np.empty(size, np.int64), np.empty(size, np.int64)
-    step = np.arange(size)
+    p = dist.get_world_size()
     for k in range(4):
-        root = k % p
-        for to in range(p):
-            given[to * size : (to + 1) * size] = _number(rank, to, k) + step
-        dist.all_to_all_single(got, given)
-        for source in range(p):
-            part = got[source * size : (source + 1) * size]
-            assert (part == _number(source, rank, k) + step).all()
-        own[:] = given[mine]
-        dist.all_gather_into_tensor(got, own)
-        for source in range(p):
-            part = got[source * size : (source + 1) * size]
-            assert (part == _number(source, source, k) + step).all()
-        dist.broadcast(own, root)
-        assert (own == _number(root, root, k) + step).all()
-        parts = np.split(given, p) if rank == root else None
-        dist.scatter(block, parts, root)
-        assert (block == _number(root, rank, k) + step).all()
-        parts = np.split(got, p) if rank == root else None
-        dist.gather(block, parts, root)
-        if rank == root:
-            for source in range(p):
-                assert (parts[source] == _number(root, source, k) + step).all()
-        # What was posted may be written again at once.
-        given[:] = own[:] = block[:] = -1
+        calls = Given(rank, p, 600_000, k % p, shift=k)
+        for name in ("all_to_all_single", "all_gather_into_tensor", "scatter", "gather"):
+            calls.move(name)
+        calls.broadcast()
+        calls.check(k)
 
 
 def _number(source, to, k):
@@ -105,3 +98,34 @@ def in_huge_pages(size):
     numbers = np.frombuffer(memory, np.int64)
     gap = -numbers.ctypes.data % huge_bytes // 8
     return numbers[gap : gap + size]
+
+
+NBYTES = 5 << 30
+
+
+def why_not() -> str:
+    """Return why this cannot be tested here, or nothing."""
+    if not is_native_built():
+        return "the C++ engine is not built"
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return "needs 16 GiB of free memory" if free_kib < 16 << 20 else ""
+
+
+@pytest.mark.whole("takes 10 GiB and 16 s")
+@pytest.mark.skipif(why_not() != "", reason=why_not() or "-")
+@pytest.mark.ranks(2, timeout=600)
+def test_five_gib(rank):
+    x = np.full(NBYTES, rank + 1, np.uint8)
+    marks = np.arange(0, NBYTES, NBYTES // 7)
+    dist.all_reduce(x)
+    assert (x[marks] == 3).all()
+    x[marks] = rank
+    dist.broadcast(x, 1)
+    assert (x[marks] == 1).all()
+    if rank == 0:
+        x[marks] = 77
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+        assert (x[marks] == 77).all()

@@ -170,21 +170,6 @@ def test_abort_ends_a_repeated_call(rank):
 
 
 @pytest.mark.ranks(2, kind="both")
-def test_order_with_asynchronous_calls(rank):
-    p, x, y = dist.get_world_size(), np.ones(1), np.ones(1)
-    for _ in range(2):
-        dist.all_reduce(y)
-    y[:] = 1
-    for _ in range(50):
-        work = dist.all_reduce(x, async_op=True)
-        dist.all_reduce(y)
-        y /= p
-        assert work.is_completed()  # it came first
-        x /= p
-    assert (x[0], y[0]) == (1, 1)
-
-
-@pytest.mark.ranks(2, kind="both")
 def test_a_wrapper_is_never_passed_by(rank):
     seen, x = [], np.zeros(2)
     for _ in range(2):

@@ -81,8 +81,6 @@ def test_groups_across_jobs_as_scripts_make_them():
         on_threads(*(partial(member, rank, store) for rank in range(2)))
         with pytest.raises(InvalidArgumentError, match="unknown backend 'nccl'"):
             ProcessGroupNCCL(store, 0, 1, timedelta(seconds=1))
-        with pytest.raises(InvalidArgumentError, match="got two time-outs: 0:00:01, 2"):
-            ProcessGroup(store, 0, 1, timedelta(seconds=1), 2)
 
 
 def test_methods_of_c10d_say_what_they_stand_for():

@@ -16,8 +16,6 @@ from unisono.base.deadline import Deadline
 from unisono.engines.native_queue import QueuedCall
 from unisono.errors import (
     ClosedError,
-    CollectiveAbortedError,
-    CollectiveMismatchError,
     UnisonoError,
 )
 
@@ -84,45 +82,6 @@ def test_calls_end_while_python_is_busy(rank):
         sys.setswitchinterval(before)
     assert (x == p).all()
     assert (y == p * p).all()
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_a_mismatch_in_the_queue_leaves_the_calls_around_it_alone(rank):
-    p = dist.get_world_size()
-    dist.barrier()
-    for _ in range(3):
-        first, wrong, last = np.ones(4), np.ones(3 + rank % 2), np.ones(5)
-        works = [dist.all_reduce(array, async_op=True) for array in (first, wrong, last)]
-        works[2].wait(LIMIT_S)
-        works[0].wait(LIMIT_S)
-        error = works[1].exception()
-        assert isinstance(error, CollectiveMismatchError)
-        assert "all_reduce(float64[3], SUM)" in error.what, error.what
-        assert "all_reduce(float64[4], SUM)" in error.what, error.what
-        assert (first == p).all()
-        assert (wrong == 1).all()
-        assert (last == p).all()
-
-
-@pytest.mark.ranks(3, kind="both")
-def test_an_uneven_exchange_among_queued_calls(rank):
-    """Rank 0 sends to rank 1 what the other ranks do not expect."""
-    p = dist.get_world_size()
-    dist.barrier()
-    ins = [2, 0, *[1] * (p - 2)] if rank == 0 else [1] * p
-    outs = [2, *[1] * (p - 1)] if rank == 0 else [0 if rank == 1 else 1, *[1] * (p - 1)]
-    given, got = np.full(sum(ins), 10.0 + rank), np.zeros(sum(outs))
-    before, after = np.ones(3), np.ones(3)
-    works = [
-        dist.all_reduce(before, async_op=True),
-        dist.all_to_all_single(got, given, outs, ins, async_op=True),
-        dist.all_reduce(after, async_op=True),
-    ]
-    for work in works:
-        work.wait(LIMIT_S)
-    assert (before == p).all()
-    assert (after == p).all()
-    assert got.tolist() == [10.0 + r for r, n in enumerate(outs) for _ in range(n)]
 
 
 class Traced(np.ndarray):
@@ -356,41 +315,6 @@ def test_repeated_calls_on_lists_that_are_emptied_at_once(rank):
         assert all((output == r + number).all() for r, output in enumerate(outputs))
         assert (part == sum(r * p + rank + number for r in range(p))).all()
     assert repr(works[0]) == "<Work all_gather done>"
-
-
-@pytest.mark.ranks(3, kind="both")
-def test_one_rank_makes_a_repeated_call_in_other_words(rank):
-    p = dist.get_world_size()
-    for number in range(4):
-        given, got = np.arange(2.0 * p) + 100 * rank, np.zeros(2 * p)
-        first = dist.all_reduce(np.ones(3), async_op=True)
-        if number == 3 and rank == 0:
-            split = [2] * p
-            work = dist.all_to_all_single(got, given, split, split, async_op=True)
-        else:
-            work = dist.all_to_all_single(got, given, async_op=True)
-        last = dist.all_reduce(np.ones(4), async_op=True)
-        for each in (first, work, last):
-            each.wait(LIMIT_S)
-        expected = np.concatenate([np.arange(2.0) + 2 * rank + 100 * r for r in range(p)])
-        assert (got == expected).all(), (number, got, expected)
-        assert (last.result()[0] == p).all()
-
-
-@pytest.mark.ranks(2, kind="both")
-def test_an_abort_ends_repeated_calls(rank):
-    x, token = np.ones(2), np.zeros(1)
-    for _ in range(3):
-        dist.all_reduce(x, async_op=True).wait()
-    if rank == 0:
-        dist.recv(token, 1)
-        dist.group.WORLD.abort("enough")
-        return
-    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
-    dist.send(token, 0)
-    for work in works:
-        with pytest.raises(CollectiveAbortedError):
-            work.wait(LIMIT_S)
 
 
 @pytest.mark.native

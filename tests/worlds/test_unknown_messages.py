@@ -193,23 +193,21 @@ def test_an_array_of_unknown_size_arrives_as_it_was_sent(kind, engine, monkeypat
     run(of_unknown_size, 2, ranks="threads" if kind == "threads" else "processes", engine=engine)
 
 
-def test_bfloat16_arrives_as_its_bits():
+@pytest.mark.ranks(2)
+def test_bfloat16_arrives_as_its_bits(rank):
     import torch
 
-    def body(rank):
-        x = torch.arange(6).to(torch.bfloat16)
-        if rank == 0:
-            dist.send(x, 1)
-        else:
-            assert (dist.probe(0).dtype, dist.probe(0).count) == ("bfloat16", 6)
-            array = dist.recv_array(0).array
-            # With ml_dtypes, which another test may have imported, the dtype is bfloat16.
-            bits = x.view(torch.int16).numpy()
-            assert array.dtype.name in ("uint16", "bfloat16")
-            assert (array.view(np.int16) == bits).all()
-        dist.barrier()
-
-    run(body, 2)
+    x = torch.arange(6).to(torch.bfloat16)
+    if rank == 0:
+        dist.send(x, 1)
+    else:
+        assert (dist.probe(0).dtype, dist.probe(0).count) == ("bfloat16", 6)
+        array = dist.recv_array(0).array
+        # With ml_dtypes, which another test may have imported, the dtype is bfloat16.
+        bits = x.view(torch.int16).numpy()
+        assert array.dtype.name in ("uint16", "bfloat16")
+        assert (array.view(np.int16) == bits).all()
+    dist.barrier()
 
 
 @pytest.mark.ranks(2, kind="both", engine="both")
@@ -409,20 +407,18 @@ def test_a_probe_names_a_rank_that_died(engine, how):
     assert results == [True, None, True]
 
 
-def test_a_stream_waits_for_an_array_of_unknown_size():
-    def body(rank):
-        side = dist.Stream("side")
-        with dist.stream(side):
-            if rank == 0:
-                dist.send(np.arange(4.0), 1, tag=2)
-            else:
-                assert dist.probe(0).tag == 2
-                array, source, tag = dist.recv_array(tag=ANY)
-                assert (array.tolist(), source, tag) == ([0, 1, 2, 3], 0, 2)
-        side.synchronize(60)
-        dist.barrier()
-
-    run(body, 2)
+@pytest.mark.ranks(2)
+def test_a_stream_waits_for_an_array_of_unknown_size(rank):
+    side = dist.Stream("side")
+    with dist.stream(side):
+        if rank == 0:
+            dist.send(np.arange(4.0), 1, tag=2)
+        else:
+            assert dist.probe(0).tag == 2
+            array, source, tag = dist.recv_array(tag=ANY)
+            assert (array.tolist(), source, tag) == ([0, 1, 2, 3], 0, 2)
+    side.synchronize(60)
+    dist.barrier()
 
 
 # ---- sendrecv, and objects ------------------------------------------------------------------

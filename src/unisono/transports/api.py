@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
+from unisono.base.where import place_of_thread
 from unisono.errors import InvalidArgumentError
 from unisono.transports.control import CallLog, Failures, Question, Questions
 from unisono.transports.mailbox import MailboxMessages
@@ -47,6 +48,7 @@ class Transport(ABC):
 
     Attributes:
         address: Where other ranks find this rank; published in the store.
+        calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
@@ -64,7 +66,7 @@ class Transport(ABC):
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
         self._lock = threading.Lock()
-        self._calls = CallLog()
+        self.calls = CallLog()
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
@@ -140,36 +142,42 @@ class Transport(ABC):
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""
-        self._calls.add(context, CallStatus(seq, text))
-
-    def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Consult `last()` for the last call of a context, too: for calls that do not `enter`."""
-        self._calls.consult(context, last)
+        self.calls.add(context, CallStatus(seq, text))
 
     def ask(
-        self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
+        self,
+        context: int,
+        seq: int,
+        peers: Iterable[int],
+        deadline: Deadline,
+        *,
+        places: bool = False,
     ) -> dict[int, CallStatus]:
         """Ask peers for their last calls; return the answers that came in time.
 
-        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. A peer
-        that is stopped, gone or unreachable is missing from the result. If the context is broken
-        on the peer, it is broken here before the answer counts.
+        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
+        `places` it also holds the line of the program in which the peer is. A peer that is stopped,
+        gone or unreachable is missing from the result. If the context is broken on the peer, it is
+        broken here before the answer counts.
         """
-        question = self.inquire(context, seq, peers)
+        question = self.inquire(context, seq, peers, places=places)
         question.wait_until(deadline)
         self.close_question(question)
         return question.answers
 
-    def inquire(self, context: int, seq: int, peers: Iterable[int]) -> Question:
+    def inquire(
+        self, context: int, seq: int, peers: Iterable[int], *, places: bool = False
+    ) -> Question:
         """Ask as `ask` does, but return at once; answers are added until `close_question`.
 
         With `seq` 0 each answer holds the peer's last call.
         """
         asked = sorted(set(peers) - {self.rank})
+        words = {"seq": seq, "places": places}
         question = self._questions.new(set(asked))
         for peer in asked:
             if self.down(peer) is None:
-                self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
+                self._control(peer, context, Kind.ASK, {"number": question.number, **words})
             else:
                 question.drop(peer)
         question.drop(self.rank)
@@ -247,7 +255,7 @@ class Transport(ABC):
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
-        self._calls.forget(context)
+        self.calls.forget(context)
         self._failures.forget(context)
         self.messages.forget(context, error)
 
@@ -265,17 +273,20 @@ class Transport(ABC):
     def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
         self._failures.first.learn(words.get("first"))
         if kind is Kind.ASK:
-            seq, number = words["seq"], words["number"]
+            seq, number, places = words["seq"], words["number"], words["places"]
             self._after_all_arrivals(
                 lambda: self._control(
-                    peer, context, Kind.ANSWER, self._answer(context, seq) | {"number": number}
+                    peer,
+                    context,
+                    Kind.ANSWER,
+                    self._answer(context, seq, places) | {"number": number},
                 )
             )
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-            status = CallStatus(words["at"], words["text"], unreached)
+            status = CallStatus(words["at"], words["text"], unreached, words["place"])
             self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
             self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
@@ -290,13 +301,24 @@ class Transport(ABC):
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
     ) -> None:
-        """Break a context that another rank has broken, and pass the failure on."""
+        """Break a context that another rank has broken, and pass the failure on.
+
+        If the failure was passed on, messages of the rank that detected it may still be under way.
+        The context is then broken when the failure comes from that rank, or that rank ends.
+        """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
-        if self.rank in among and self._failures.is_new(context, failure):
+        is_new = self._failures.is_new(context, failure)
+        if self.rank not in among or not is_new or failure.by == self.rank:
+            return
+        is_direct = peer == failure.by or self.down(failure.by) is not None
+        if self._failures.defer(context, failure):
             linked = [rank for rank in self._linked() if rank not in (peer, failure.by)]
             self._inform(context, failure, among, linked)
+        if is_direct:
             self._break(context, failure)
+        else:
+            self._watch(failure.by)
 
     def mark_down(self, error: LinkDown) -> bool:
         """Record that a rank cannot be reached any more, and end the transfers with it.
@@ -308,6 +330,8 @@ class Transport(ABC):
             return False
         self.messages.peer_down(error)
         self._questions.drop(error.peer)
+        for context, failure in self._failures.take_deferred(error.peer):
+            self._break(context, failure)
         return True
 
     def down(self, peer: int) -> LinkDown | None:
@@ -412,14 +436,15 @@ class Transport(ABC):
         self.transmit(peer, key, transfer)
         return transfer
 
-    def _answer(self, context: int, seq: int) -> dict[str, Any]:
-        status = self._calls.find(context, seq)
+    def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
+        status = self.calls.find(context, seq)
         failure = self._failures.get(context)
         return {
             "failure": None if failure is None else failure.words,
             "at": status.seq,
             "text": status.text,
             "unreached": self.unreached(),
+            "place": place_of_thread(self.calls.thread) if places else "",
             "first": self._failures.first.words,
         }
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.base.completion import Completion
 from unisono.transports.messages import CallStatus, Failure, LinkDown
@@ -21,12 +21,27 @@ _FOLLOWS_S = 10.0
 _HISTORY = 8
 
 
+class Watched(Protocol):
+    """A group as the log of calls sees it."""
+
+    def last_call(self) -> CallStatus | None:
+        """Return the last call that this rank has begun, or None if it is unknown."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name, the members and the state of the group, for JSON."""
+
+
 class CallLog:
-    """The last calls that this rank has begun, by context."""
+    """The last calls that this rank has begun, by context.
+
+    Attributes:
+        thread: The thread that made the transport; it usually makes the calls.
+    """
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._calls: dict[int, deque[CallStatus]] = {}
-        self._last: dict[int, Callable[[], CallStatus | None]] = {}
+        self._groups: dict[int, Watched] = {}
 
     def add(self, context: int, call: CallStatus) -> None:
         """Record a call."""
@@ -35,24 +50,32 @@ class CallLog:
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
         calls.append(call)
 
-    def consult(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Include the call that `last()` returns, if any, when the log is read."""
-        self._last[context] = last
+    def watch(self, context: int, group: Watched) -> None:
+        """Include the last call of a group when the log is read."""
+        self._groups[context] = group
 
     def find(self, context: int, seq: int) -> CallStatus:
         """Return call `seq` if the log still has it, else the last call."""
         calls = list(self._calls.get(context, ()))
-        last = self._last.get(context)
-        if last is not None and (call := last()) is not None:
+        group = self._groups.get(context)
+        if group is not None and (call := group.last_call()) is not None:
             calls.append(call)
         wanted = [call for call in calls if call.seq == seq]
         last_one = max(calls, key=lambda call: call.seq, default=CallStatus(0, ""))
         return wanted[-1] if wanted else last_one
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the state of each group with its last call, for JSON."""
+        found = []
+        for context, group in list(self._groups.items()):
+            last = self.find(context, 0)
+            found.append({"seq": last.seq, "call": last.text, **group.describe()})
+        return found
+
     def forget(self, context: int) -> None:
         """Release the calls of a destroyed context."""
         self._calls.pop(context, None)
-        self._last.pop(context, None)
+        self._groups.pop(context, None)
 
 
 class Question(Completion):
@@ -182,6 +205,7 @@ class Failures:
         self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}
         self._callbacks: dict[int, Callable[[Failure], None]] = {}
+        self._deferred: dict[int, Failure] = {}
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why a rank is gone, or None."""
@@ -218,6 +242,19 @@ class Failures:
         known = self._failures.get(context)
         return known is None or known.after > failure.after
 
+    def defer(self, context: int, failure: Failure) -> bool:
+        """Keep a failure until the rank that detected it ends; return whether it is the first."""
+        with self._lock:
+            return self._deferred.setdefault(context, failure) is failure
+
+    def take_deferred(self, rank: int) -> list[tuple[int, Failure]]:
+        """Remove and return the contexts and failures that are kept until this rank ends."""
+        with self._lock:
+            taken = [item for item in self._deferred.items() if item[1].by == rank]
+            for context, _ in taken:
+                del self._deferred[context]
+        return taken
+
     def add(self, context: int, failure: Failure) -> bool:
         """Break a context and call its callback.
 
@@ -245,4 +282,5 @@ class Failures:
         """Release the failure and the callback of a destroyed context."""
         with self._lock:
             self._failures.pop(context, None)
+            self._deferred.pop(context, None)
             self._callbacks.pop(context, None)

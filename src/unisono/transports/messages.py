@@ -76,11 +76,13 @@ class CallStatus(NamedTuple):
         seq: Sequence number of the call; 0 before the first one.
         text: The call with its arguments.
         unreached: Ranks that this rank could not reach.
+        place: Where the rank is in its program; "" if that was not asked for.
     """
 
     seq: int
     text: str
     unreached: Unreached = {}  # noqa: RUF012  never changed
+    place: str = ""
 
 
 class Cancelled(Exception):
@@ -128,7 +130,7 @@ class Failure(Exception):
         reason: The cause, as the end of a sentence.
         peers: Ranks to blame.
         by: The rank that detected the failure.
-        table: Lines that list which rank could not reach which other rank.
+        table: Lines with the places of ranks, and which rank could not reach which other rank.
         after: The last call that `by` has finished. On other ranks it goes on, because `by` has
             sent all its data, and all ranks have entered it. The C++ engine counts runs of
             programs instead of calls.

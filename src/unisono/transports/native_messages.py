@@ -46,6 +46,7 @@ from unisono.transports.native_transfer import NativeTransfer, Outcome, Started
 from unisono.transports.transfers import (
     ANYTHING,
     NOTHING,
+    Address,
     Links,
     Messages,
     PlainMessages,
@@ -100,11 +101,12 @@ class NativePlain(PlainMessages):
         messages.hold(array)
         before = messages.native.last_number()
         try:
-            outcome = self.messenger.start_recv(array, receive.peer, tag)
-            if outcome is not None:
+            started = self.messenger.start_recv(array, receive.peer, tag)
+            if started is not None:
+                outcome, receive.record = started
                 receive.begin(messages, receives=True)
                 messages.begun(receive, outcome)
-            return outcome is not None
+            return started is not None
         except BaseException:
             messages.cancel_interrupted(array, before)
             raise
@@ -175,7 +177,8 @@ class NativeMessages(Messages):
             near: Whether the memory of a rank may be opened.
             crowded: Whether more ranks than cores take part on this host.
         """
-        addresses, theirs = [], []
+        addresses: list[Address] = []
+        theirs = []
         for endpoint, is_near in zip(endpoints, near, strict=True):
             pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
             theirs.append(int(most))
@@ -183,7 +186,7 @@ class NativeMessages(Messages):
             channels = min(self._channels, theirs[-1]) if has_wires else 0
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
-        self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
+        self.addresses = addresses
         self.native.introduce(addresses, crowded)
 
     def _warn_of_channels(self, channels: Sequence[int]) -> None:

@@ -14,6 +14,9 @@ from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, Kind, Li
 
 Tag = tuple[Kind, int]
 
+Address = tuple[int, int, bytes, int]
+"""Process id of a rank on this host (else 0), descriptor, nonce; connections to another host."""
+
 ANYTHING = memoryview(b"")
 """In place of memory: a receive of a message of any size and type word, into new memory."""
 
@@ -149,7 +152,8 @@ class PlainMessages:
         """Start receiving; return False if the array is not plain.
 
         Args:
-            receive: A `Started`, which ends with the message; its `peer` is the source.
+            receive: A `Started`, which ends with the message; its `peer` is the source. It
+                gets the number of its record as `record`.
             array: The memory.
             tag: Of the message.
         """
@@ -165,11 +169,12 @@ class Messages(Protocol):
 
     Attributes:
         native: The object in C++, if there is one.
-        reaches_all: Whether C++ carries the messages to all ranks.
+        addresses: How C++ reaches the ranks, by rank; empty without C++.
     """
 
     native: Any = None
-    reaches_all: bool = False
+
+    addresses: Sequence[Address] = ()
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
         """Start sending."""

@@ -93,9 +93,3 @@ def test_which_op_has_a_meaning(name, defined):
         has = ", ".join(sorted(defined)) or "none: it only moves"
         expected = f"reduce op {kind.name} is not defined on {name} (defined: {has})"
         assert caught.value.what == expected
-
-
-def test_premul_sum_needs_its_factor():
-    with pytest.raises(InvalidArgumentError) as caught:
-        require_reducible(dtype_named("float32"), ReduceOp.PREMUL_SUM)
-    assert caught.value.what == "PREMUL_SUM needs its factor"

@@ -1,7 +1,6 @@
 """Random programs of verified schedules give NumPy's answer on real threads."""
 
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.types import ReduceOp, dtype_named
 from unisono.engines import Call, Prepared, Task
-from unisono.schedules import Program, available, build, layout_for, lower
+from unisono.schedules import Program, build, layout_for, lower
 from unisono.schedules.ir import Buf, Op
 
 INT64 = dtype_named("int64")
@@ -41,50 +40,6 @@ def run_all(tasks):
 def task(program, output, input=None, op=ReduceOp.SUM):
     prepared = Prepared(Call.of("test", "test()", ()), program, INT64, op)
     return Task(prepared, input, output, Deadline(20))
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_all_reduce_in_any_form(data):
-    size = data.draw(st.integers(1, 7))
-    algorithm = data.draw(st.sampled_from(available("all_reduce", size)))
-    depth = data.draw(st.integers(1, 4))
-    pipeline = depth if algorithm in ("tree", "double_tree", "two_shot") else 1
-    count = data.draw(st.integers(0, 40))
-    values = data.draw(
-        st.lists(st.lists(st.integers(-9, 9), min_size=count, max_size=count),
-                 min_size=size, max_size=size)
-    )  # fmt: skip
-    schedule = build("all_reduce", algorithm, size, -1, pipeline)
-    layout = layout_for(schedule, count)
-    outputs = [np.array(v, np.int64) for v in values]
-    expected = np.sum(outputs, axis=0)
-    run_all([task(lower(schedule, rank, layout), outputs[rank]) for rank in range(size)])
-    for output in outputs:
-        np.testing.assert_array_equal(output, expected)
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_uneven_all_to_all(data):
-    size = data.draw(st.integers(2, 5))
-    counts = np.array(
-        data.draw(st.lists(st.integers(0, 6), min_size=size * size, max_size=size * size))
-    ).reshape(size, size)
-    algorithm = data.draw(st.sampled_from(available("all_to_all", size, uneven=True)))
-    schedule = build("all_to_all", algorithm, size)
-    tasks, expected = [], []
-    inputs = [np.arange(counts[r].sum()) + 1000 * r for r in range(size)]
-    for rank in range(size):
-        layout = layout_for(schedule, 0, counts[rank].tolist(), counts[:, rank].tolist())
-        output = np.zeros(counts[:, rank].sum(), np.int64)
-        tasks.append(task(lower(schedule, rank, layout), output, inputs[rank]))
-        edges = [np.concatenate([[0], np.cumsum(counts[source])]) for source in range(size)]
-        parts = [list(pairwise(edges[source]))[rank] for source in range(size)]
-        expected.append(np.concatenate([inputs[s][a:b] for s, (a, b) in enumerate(parts)]))
-    run_all(tasks)
-    for rank in range(size):
-        np.testing.assert_array_equal(tasks[rank].output, expected[rank])
 
 
 def rows(*steps):
@@ -130,15 +85,6 @@ def test_random_steps_mean_what_the_step_language_says(moves):
     run_all([task(rows(*sender), outputs[0], ones), task(rows(*receiver), outputs[1])])
     np.testing.assert_array_equal(outputs[1], memory)
     np.testing.assert_array_equal(outputs[0], source)
-
-
-def test_more_ranks_than_cores():
-    size = 24
-    schedule = build("all_reduce", "recursive_doubling", size)
-    layout = layout_for(schedule, 5)
-    outputs = [np.full(5, rank) for rank in range(size)]
-    run_all([task(lower(schedule, rank, layout), outputs[rank]) for rank in range(size)])
-    assert all((output == sum(range(size))).all() for output in outputs)
 
 
 @pytest.mark.parametrize("size", [2, 3])

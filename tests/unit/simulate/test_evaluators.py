@@ -55,7 +55,7 @@ COSTS = Costs(310, 170, 40, LinkSpec(gbps=7.3), LinkSpec(gbps=3.1), agreement_by
 def test_stages_equal_the_events_where_links_are_not_shared(seed):
     for schedule, nbytes, local in cases(seed):
         size = schedule.world_size
-        network = Hosts(size, local, LinkSpec(600, 100), LinkSpec(2200, 12.5))
+        network = NETWORKS["hosts"](size, local)
         expected, found = (
             simulate(schedule, nbytes, network, COSTS, contended=False, method=method)
             for method in ("events", "stages")
@@ -68,22 +68,24 @@ def test_stages_equal_the_events_where_links_are_not_shared(seed):
         assert found.exact
 
 
-@pytest.mark.parametrize(
-    "network_of",
-    [
-        lambda size, local: Switch(size, LinkSpec(600, 10.0)),
-        lambda size, local: Hosts(size, local, LinkSpec(600, 100.0), LinkSpec(2200, 12.5)),
-        lambda size, local: Torus(size, 1, LinkSpec(100, 10.0), cut_through=False),
-        lambda size, local: Hosts(
-            size, local, LinkSpec(600, 100.0), LinkSpec(2200, 12.5), pods=Pods(2, 2.0, 90)
-        ),
-    ],
-    ids=["switch", "hosts", "ring", "pods"],
-)
-def test_stages_know_when_they_are_exact(network_of):
+INSIDE, BETWEEN = LinkSpec(600, 100.0), LinkSpec(2200, 12.5)
+NETWORKS = {
+    "switch": lambda size, local: Switch(size, LinkSpec(600, 10.0)),
+    "hosts": lambda size, local: Hosts(size, local, INSIDE, BETWEEN),
+    "ring": lambda size, local: Torus(size, 1, LinkSpec(100, 10.0), cut_through=False),
+    "pods": lambda size, local: Hosts(size, local, INSIDE, BETWEEN, pods=Pods(2, 2.0, 90)),
+    "torus": lambda size, local: Torus(size // 2, 2, LinkSpec(700, 10)),
+    "equal pods": lambda size, local: Hosts(
+        size, local, INSIDE, BETWEEN, pods=Pods(2, latency_ps=900)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["switch", "hosts", "ring", "pods"])
+def test_stages_know_when_they_are_exact(kind):
     exact = 0
     for schedule, nbytes, local in cases(0, (2, 4, 6, 9)):
-        network = network_of(schedule.world_size, local)
+        network = NETWORKS[kind](schedule.world_size, local)
         expected, found = (
             simulate(schedule, nbytes, network, COSTS, method=method)
             for method in ("events", "stages")
@@ -96,25 +98,13 @@ def test_stages_know_when_they_are_exact(network_of):
     assert exact > 60
 
 
-@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "pods"])
+@pytest.mark.parametrize("kind", ["hosts", "ring", "torus", "equal pods"])
 def test_a_few_ranks_stand_for_all(kind):
     followed = set()
     for schedule, nbytes, local in cases(1, (4, 6, 8, 12)):
         size = schedule.world_size
         traffic = Traffic(schedule, nbytes * size * 3)
-        network = Hosts(
-            size,
-            local,
-            LinkSpec(600, 100),
-            LinkSpec(2200, 12.5),
-            pods=Pods(2, latency_ps=900) if kind == "pods" else None,
-        )
-        if kind in ("ring", "torus"):
-            network = (
-                Torus(size // 2, 2, LinkSpec(700, 10))
-                if kind == "torus"
-                else Torus(size, 1, LinkSpec(700, 10))
-            )
+        network = NETWORKS[kind](size, local)
         found = images.find_images([traffic], network)
         if found is None:
             continue
@@ -140,26 +130,25 @@ def test_a_claim_that_fails_in_a_later_stage_is_given_up():
     whole = build("all_reduce", "ring", 512)
     stage = next(k for k in range(whole.rounds) if k not in images._sample(whole.rounds))
 
-    def exchange(k, ranks):
-        for rows in whole.exchange(k, ranks):
-            yield rows[rows[:, 0] < 0] if k == stage else rows
+    def traffic(senders):
+        """Return the traffic if only some ranks have rows in that stage."""
 
-    broken = build("all_reduce", "ring", 512)
-    broken = type(broken)("all_reduce", "broken", 512, whole.rounds, exchange, output_chunks=512)
-    traffic = Traffic(broken, 512 * 4)
+        def exchange(k, ranks):
+            for rows in whole.exchange(k, ranks):
+                yield rows[rows[:, 0] < senders] if k == stage else rows
+
+        schedule = type(whole)(
+            "all_reduce", "broken", 512, whole.rounds, exchange, output_chunks=512
+        )
+        return [Traffic(schedule, 512 * 4)]
+
     network = Switch(512, LinkSpec(100, 1.0))
-    found = images.find_images([traffic], network)
+    found = images.find_images(traffic(0), network)
     assert found is not None
     # Without rows in one stage all ranks still look the same.
-    assert images.run([traffic], network, Costs(), found) is not None
-
-    def partly(k, ranks):
-        for rows in whole.exchange(k, ranks):
-            yield rows[rows[:, 0] < 256] if k == stage else rows
-
-    broken = type(broken)("all_reduce", "broken", 512, whole.rounds, partly, output_chunks=512)
+    assert images.run(traffic(0), network, Costs(), found) is not None
     results = [
-        images.run([Traffic(broken, 512 * 4)], network, Costs(), found._replace(followed=followed))
+        images.run(traffic(256), network, Costs(), found._replace(followed=followed))
         for followed in (1, 256)
     ]
     assert None in results

@@ -1,5 +1,4 @@
 import socket
-import threading
 from itertools import pairwise
 
 import numpy as np
@@ -7,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unisono.transports import Cancelled, Key, LinkDown, MessageMismatch
+from unisono.transports import Cancelled, Key, LinkDown
 from unisono.transports.mailbox import MailboxMessages
 from unisono.transports.messages import Kind
 from unisono.transports.tcp.io_loop import CHUNK_BYTES
@@ -149,31 +148,6 @@ def test_cancelled_send_is_completed_from_a_copy(end):
     assert not end.link.pending()
 
 
-def test_cancel_races_with_reading():
-    for _ in range(20):
-        end = End()
-        nbytes = 400_000
-        transfer = end.post(key(), nbytes)
-        stream = Frame(key(), nbytes, 0).pack() + b"\x01" * nbytes
-        reader = threading.Thread(target=end.feed, args=(stream,))
-        reader.start()
-        while bytes(transfer.into[:1]) != b"\x01" and not transfer.done():
-            pass
-        end.link.cancel(lambda t, own=transfer: t is own, Cancelled())
-        before = bytes(transfer.into)
-        reader.join()
-        assert transfer.done()
-        assert bytes(transfer.into) == before
-        end.close()
-
-
-def test_mismatch_discards_the_payload(end):
-    transfer = end.post(key(), 10)
-    end.feed(Frame(key(), 500_000, 7).pack() + bytes(500_000))
-    assert isinstance(transfer.error, MessageMismatch)
-    assert (transfer.error.nbytes, transfer.error.info) == (500_000, 7)
-
-
 @pytest.mark.parametrize(
     ("frame", "text"),
     [
@@ -186,15 +160,6 @@ def test_mismatch_discards_the_payload(end):
 def test_absurd_frames_are_refused(end, frame, text):
     with pytest.raises(ValueError, match=text):
         end.feed(frame)
-
-
-def test_end_of_the_stream_comes_after_the_data(end):
-    end.peer.sendall(Frame(key(), 4, 0).pack() + b"last")
-    end.peer.close()
-    end.link.read()
-    with pytest.raises(EOFError):
-        end.link.read()
-    assert bytes(end.post(key(), 4).into) == b"last"
 
 
 def test_close_fails_what_is_under_way(end):

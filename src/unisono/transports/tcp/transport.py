@@ -36,7 +36,8 @@ from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.tcp.status import answer_client, show_port
+from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
@@ -51,6 +52,9 @@ _LINGER_S = 2.0
 # rank that waits for a stopped rank waits for all of it. On a busy machine a shorter time blames a
 # rank that ended because of another rank.
 _EXPLAIN_S = 0.5
+
+# How many linked ranks are asked. All of them would send n**3 messages if n ranks ended.
+_MOST_ASKED = 64
 
 # Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
@@ -160,6 +164,7 @@ class TCPTransport(Transport):
     # ---- the I/O thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        show_port(TCPAddress.unpack(self.address).port)
         try:
             while not self._has_left():
                 self._loop.turn()
@@ -228,6 +233,9 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
+        if channel == INSPECT:
+            answer_client(self, self._loop, sock, self._has_token(hello), self._dials.addresses)
+            return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
@@ -259,8 +267,11 @@ class TCPTransport(Transport):
             (hello.world_size, hello.peer) == (self.world_size, self.rank)
             and hello.rank != self.rank
             and hello.rank < self.world_size
-            and hmac.compare_digest(hello.token, self._token)
+            and self._has_token(hello)
         )
+
+    def _has_token(self, hello: Hello) -> bool:
+        return hmac.compare_digest(hello.token, self._token)
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""
@@ -360,7 +371,9 @@ class TCPTransport(Transport):
         """
         for other in self._questions.about_ends.values():
             other.drop(link.peer)
-        linked = [] if self._leave else self._linked()
+        # At the normal end of a world every link ends. That needs no question.
+        needless = self._leave is not None or self.down(link.peer) is not None
+        linked = [] if needless else self._linked()[:_MOST_ASKED]
         question = self._questions.about_ends[link.peer] = self.inquire(0, 0, linked)
 
         def end_once() -> None:
