@@ -117,6 +117,7 @@ NO_SENDER = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.ranks(2, kind="both")
 def test_mistakes_name_the_other_side_and_leave_the_group_usable(rank):
     check_mismatches(rank, [*PLAIN, (np.ones(2, np.float32), np.zeros(2, np.int32), "int32[2]")])
