@@ -52,7 +52,7 @@ AFTERWARDS = {
     "CollectiveMismatchError": ("stays usable", "Make the same calls in the same order everywhere"),
     "CollectiveTimeoutError": (
         "is broken after a collective, and usable after a receive, send or wait",
-        "Look at the named ranks (py-spy dump); raise `timeout=` if they are only slow",
+        "Look at the named ranks (`unisono stacks`); raise `timeout=` if they are only slow",
     ),
     "CollectiveAbortedError": ("is broken", "Find the reason of the abort; make a new group"),
     "PeerLostError": ("is broken", "Read the end of that rank's log"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/howto/install.md")
+PAGES = ("README.md", "docs/howto/install.md", "docs/howto/doctor.md")
 TUTORIAL = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/tutorial/*.md"))
 # The folder of the reader's files, as the tutorial shows it.
 _HOME = "/home/you"

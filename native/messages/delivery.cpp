@@ -37,8 +37,7 @@ bool Delivery::post(const Lock& lock, Operation& op) {
   return false;
 }
 
-void Delivery::end_if_down(const Lock& lock, Operation& op) {
-  if (op.done || op.started) return;
+void Delivery::end_waiting_if_down(const Lock& lock, Operation& op) {
   const Code down = ends_.down_for(lock, op);
   if (down != Code::ok && matching_.unpost(&op)) operations_.finish(lock, op, down);
 }
@@ -150,17 +149,6 @@ void Delivery::end_probes(const Lock& lock, int source, const Envelope& envelope
     probe->accept(source, envelope);
     operations_.finish(lock, *probe, Code::ok);
   }
-}
-
-void Delivery::advance(const Lock& lock, int source, size_t at, size_t nbytes) {
-  Incoming& from = incoming(source);
-  from.filled += nbytes;
-  if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
-  if (from.left() != 0) return;
-  Operation* const op = std::exchange(from.into, nullptr);
-  from.is_open = false;
-  from.kept = nullptr;
-  if (op != nullptr) operations_.finish(lock, *op, Code::ok);
 }
 
 void Delivery::abort(const Lock& lock, int source) {

@@ -1,9 +1,11 @@
 // Gives each message to its receive, or keeps it until there is one.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <utility>
 #include <vector>
 
 #include "messages/ends.hpp"
@@ -37,7 +39,9 @@ class Delivery {
   // to take a message.
   bool post(const Lock& lock, Operation& op);
   // End a receive that waits for a rank that is down.
-  void end_if_down(const Lock& lock, Operation& op);
+  void end_if_down(const Lock& lock, Operation& op) {
+    if (!op.done && !op.started) end_waiting_if_down(lock, op);
+  }
   // End a receive that is not done. Its memory is not used afterwards.
   void cancel(const Lock& lock, Operation& op, Code code);
   // Before a receive is cancelled: leave its half-received message to other receives, because the
@@ -55,7 +59,16 @@ class Delivery {
   // Find the destination of the next frame of a rank. False: there is none now.
   bool open(const Lock& lock, int source, const Envelope& envelope);
   // Record that `nbytes` more bytes of the frame have come. The last bytes end it and its receive.
-  void advance(const Lock& lock, int source, size_t at, size_t nbytes);
+  void advance(const Lock& lock, int source, size_t at, size_t nbytes) {
+    Incoming& from = incoming(source);
+    from.filled += nbytes;
+    if (from.kept != nullptr) from.kept->filled = std::max(from.kept->filled, at + nbytes);
+    if (from.left() != 0) return;
+    Operation* const op = std::exchange(from.into, nullptr);
+    from.is_open = false;
+    from.kept = nullptr;
+    if (op != nullptr) operations_.finish(lock, *op, Code::ok);
+  }
   // The sender has aborted the frame: there is no such message.
   void abort(const Lock& lock, int source);
   // Discard kept messages; of a rank: the part of its frame, if that is kept.
@@ -69,6 +82,7 @@ class Delivery {
   bool keeps_all = false;
 
  private:
+  void end_waiting_if_down(const Lock& lock, Operation& op);
   bool may_keep(const Lock& lock, int source, const Envelope& envelope) const;
   void end_probes(const Lock& lock, int source, const Envelope& envelope);
   void take_arrival(const Lock& lock, Operation& op, std::list<Arrival>::iterator arrival);

@@ -59,8 +59,7 @@ void Ends::forget(const Lock& /*lock*/, uint64_t context) {
   forgotten_.erase(context);
 }
 
-bool Ends::is_failed(const Lock& /*lock*/, const Envelope& envelope) const {
-  if (failed_.empty()) return false;
+bool Ends::fails(const Envelope& envelope) const {
   const auto found = failed_.find(envelope.context);
   return found != failed_.end() && run_of(envelope.tag) > found->second;
 }

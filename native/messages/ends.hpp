@@ -42,7 +42,9 @@ class Ends {
   bool have_failed(const Lock& /*lock*/) const { return !failed_.empty(); }
   // Whether a message is lost with its context. The rank that has broken the context has finished
   // the runs before, so all their messages come.
-  bool is_failed(const Lock& lock, const Envelope& envelope) const;
+  bool is_failed(const Lock& lock, const Envelope& envelope) const {
+    return have_failed(lock) && fails(envelope);
+  }
   // Whether no receive will take this message.
   bool is_unwanted(const Lock& lock, const Envelope& envelope) const;
 
@@ -52,6 +54,7 @@ class Ends {
     Code parting = Code::ok;
     int64_t parting_ends_ns = 0;
   };
+  bool fails(const Envelope& envelope) const;
   const State& at(int rank) const { return ranks_[static_cast<size_t>(rank)]; }
 
   const int rank_;

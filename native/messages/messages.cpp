@@ -27,10 +27,14 @@ void set_recv(Operation& op, int from, const Envelope& envelope, char* data, Ran
 }  // namespace
 
 Messages::Messages(int rank, int ranks)
-    : parts_(rank, ranks), peers_(ranks, parts_), waiting_(lock_, parts_, peers_) {}
+    : parts_(rank, ranks),
+      peers_(ranks, parts_),
+      waiting_(lock_, parts_, peers_),
+      programs_(lock_, parts_, peers_, waiting_) {}
 
 int Messages::create(const unsigned char* nonce) {
-  return parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce);
+  const int error = parts_.inbox.create(static_cast<int>(parts_.addresses.size()), nonce);
+  return error != 0 ? -error : parts_.inbox.fd();
 }
 
 void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
@@ -41,11 +45,6 @@ void Messages::introduce(std::vector<Address> addresses, bool is_crowded) {
                                   [](const Address& each) { return each.pid != 0; });
   parts_.ring_bytes = near <= kFewRanks ? kWideRingBytes : kRingBytes;
   waiting_.set_crowded(lock, is_crowded);
-}
-
-bool Messages::reaches(int peer) {
-  const Lock lock(lock_);
-  return peer == rank() || peers_[peer].find_route(lock);
 }
 
 bool Messages::has_left(int rank) {
@@ -209,42 +208,7 @@ std::vector<Outcome> Messages::serve(std::vector<int>* stuck) {
   return waiting_.serve(stuck, lock);
 }
 
-// ---- programs, and messages from Python's peers -------------------------------------------
-
-// Without progress after a receive: a program posts several receives before it waits.
-void Messages::begin(Operation& op) {
-  const Lock lock(lock_);
-  if (op.is_send) {
-    begin_send(lock, op);
-  } else if (parts_.delivery.post(lock, op)) {
-    parts_.delivery.end_if_down(lock, op);
-  }
-}
-
-Code Messages::wait(const Operation& op, int64_t timeout_ns) {
-  Lock lock(lock_);
-  const Code reason = waiting_.wait_for(&op, timeout_ns, lock);
-  waiting_.notify(lock);
-  return op.done ? Code::ok : reason;
-}
-
-void Messages::cancel(Operation& op) {
-  const Lock lock(lock_);
-  if (!op.done) peers_.cancel(lock, op, Code::cancelled);
-  waiting_.notify(lock);
-}
-
-void Messages::try_progress() {
-  const Lock lock(lock_, std::try_to_lock);
-  if (!lock.owns_lock()) return;
-  peers_.progress(lock);
-  waiting_.notify(lock);
-}
-
-void Messages::end_waits() {
-  const Lock lock(lock_);
-  waiting_.delegate(lock);
-}
+// ---- messages from Python's peers ----------------------------------------------------------
 
 void Messages::deliver(int source, const Envelope& envelope, const char* data) {
   const Lock lock(lock_);
@@ -255,30 +219,10 @@ void Messages::deliver(int source, const Envelope& envelope, const char* data) {
 // ---- beginning ----------------------------------------------------------------------------
 
 void Messages::begin(const Lock& lock, Operation& op) {
-  if (op.is_send) return begin_send(lock, op);
+  if (op.is_send) return peers_.begin_send(lock, op);
   if (!parts_.delivery.post(lock, op)) return;
   peers_.progress(lock, &op);
   parts_.delivery.end_if_down(lock, op);
-}
-
-void Messages::begin_send(const Lock& lock, Operation& op) {
-  Operations& operations = parts_.operations;
-  if (parts_.ends.is_closed(lock)) return operations.finish(lock, op, Code::closed);
-  if (parts_.ends.is_failed(lock, op.envelope)) return operations.finish(lock, op, Code::aborted);
-  if (op.peer == rank()) {
-    parts_.delivery.accept(lock, rank(), op.envelope, op.data);
-    return operations.finish(lock, op, Code::ok);
-  }
-  const Code down = parts_.ends.down(lock, op.peer);
-  if (down != Code::ok) {
-    op.source = op.peer;
-    return operations.finish(lock, op, down);
-  }
-  Peer& to = peers_[op.peer];
-  if (!to.find_route(lock, op.envelope.nbytes)) {
-    return operations.finish(lock, op, Code::unreachable);
-  }
-  to.send(lock, op);
 }
 
 // ---- wires, and ends from outside ---------------------------------------------------------
@@ -294,12 +238,6 @@ void Messages::add_wire(int rank, int channel, int fd) {
 void Messages::attend() {
   const Lock lock(lock_);
   waiting_.attend(lock);
-}
-
-void Messages::forget_tags(uint64_t context, int64_t oldest) {
-  const Lock lock(lock_);
-  parts_.ends.forget_tags(lock, context, oldest);
-  parts_.delivery.discard_unwanted(lock);
 }
 
 bool Messages::peer_down(int rank, Code code) {

@@ -10,6 +10,8 @@
 // - Peers: the other ranks. Each is a Peer over PeerRings or PeerWires.
 // - Waiting: which thread makes progress, spins or sleeps.
 //
+// Programs have an interface of their own, ProgramMessages, over the same parts and lock.
+//
 // A waiting rank receives all messages that arrive, so that two ranks that both send first reach
 // their receives. Large messages of programs are received only after a long wait. By then their
 // receives are mostly posted. Messages without a
@@ -20,9 +22,7 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "core/fork_guard.hpp"
@@ -31,6 +31,7 @@
 #include "messages/operations.hpp"
 #include "messages/parts.hpp"
 #include "messages/peers.hpp"
+#include "messages/program_messages.hpp"
 #include "messages/waiting.hpp"
 
 namespace unisono {
@@ -41,28 +42,18 @@ class Messages {
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
+  // Make the inbox. Returns its descriptor, or a negative errno.
   int create(const unsigned char* nonce);
-  int fd() const { return parts_.inbox.fd(); }
   // Set the addresses, before the first send. `is_crowded`: there are more ranks than cores.
   void introduce(std::vector<Address> addresses, bool is_crowded);
-
-  // Whether this object has a route to a rank.
-  bool reaches(int peer);
 
   // Whether a rank has sent messages and has closed its endpoint since.
   bool has_left(int rank);
 
-  // Set a function that a long wait calls: (peers waited for, whether a ring is full).
-  void set_stuck(std::function<void(const std::vector<int>&, bool)> stuck) {
-    waiting_.callbacks.stuck = std::move(stuck);
-  }
-  // Set a function that is called when a wire to a rank is needed or has ended. The lock is not
-  // held.
-  void set_wire(std::function<void(int, int channel, bool ended)> wire) {
-    waiting_.callbacks.wire = std::move(wire);
-  }
-  // Set a function that a wait calls at intervals; true ends the wait. It detects Ctrl-C.
-  void set_poll(std::function<bool()> poll) { waiting_.callbacks.poll = std::move(poll); }
+  // The functions that waits call, to be set before the first message.
+  Callbacks& callbacks() { return waiting_.callbacks; }
+  // The interface of programs.
+  ProgramMessages& programs() { return programs_; }
 
   // Wake the threads of a rank that wait for a message, before the work of sending the message.
   void wake_waiters(int to);
@@ -100,17 +91,6 @@ class Messages {
   // outcome after close(). `stuck` is set to the ranks whose rings are full.
   std::vector<Outcome> serve(std::vector<int>* stuck);
 
-  // For programs, which own their operations until these are done or cancelled. begin() starts an
-  // operation. After wait() with Code::timeout the operation goes on. try_progress() makes some
-  // progress in between. end_waits() reports that the program waits no more.
-  void begin(Operation& op);
-  Code wait(const Operation& op, int64_t timeout_ns);
-  void cancel(Operation& op);
-  void try_progress();
-  void end_waits();
-  // Discard received and future messages with the negative tags of a context from `oldest` up.
-  void forget_tags(uint64_t context, int64_t oldest);
-
   // Accept a message that came over a link of Python.
   void deliver(int source, const Envelope& envelope, const char* data);
 
@@ -146,7 +126,6 @@ class Messages {
 
  private:
   void begin(const Lock& lock, Operation& op);
-  void begin_send(const Lock& lock, Operation& op);
   Outcome run(Operation& op, int64_t timeout_ns);
   Outcome start(const Lock& lock, Operation& op);
   void cancel_unfinished(const Lock& lock, Operation& op);
@@ -156,6 +135,7 @@ class Messages {
   Parts parts_;
   Peers peers_;
   Waiting waiting_;
+  ProgramMessages programs_;
 };
 
 }  // namespace unisono

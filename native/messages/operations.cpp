@@ -5,11 +5,6 @@
 
 namespace unisono {
 
-Outcome outcome_of(Operation& op) {
-  auto memory = op.done ? std::move(op.memory) : nullptr;
-  return {op.number, op.code, op.source, op.got_nbytes, op.got_info, op.got_tag, std::move(memory)};
-}
-
 Operation& Operations::open(const Lock& /*lock*/) {
   ended_.reserve(open_.size() + 1);
   return *(open_[last_number() + 1] = std::make_unique<Operation>());
@@ -35,13 +30,6 @@ uint64_t Operations::number_of(const Lock& /*lock*/, const char* data, uint64_t 
     if (!op->is_send && op->given == data && number > after) found = std::max(found, number);
   }
   return found;
-}
-
-void Operations::finish(const Lock& lock, Operation& op, Code code) {
-  op.code = code;
-  has_changed_ = true;
-  if (op.number != 0 && !op.awaited) note_end(lock, op);
-  op.done.store(true, std::memory_order_release);  // acquire: Waiting::is_over
 }
 
 void Operations::note_end(const Lock& /*lock*/, const Operation& op) {
@@ -71,8 +59,6 @@ void Operations::watch(const Lock& /*lock*/, Operation& op) {
   ++watched_;
   if (op.done && !op.awaited) has_changed_ = is_due_ = true;
 }
-
-bool Operations::take_change(const Lock& /*lock*/) { return std::exchange(has_changed_, false); }
 
 bool Operations::take_due(const Lock& lock) {
   return std::exchange(is_due_, false) && have_ended(lock);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "core/status.hpp"
@@ -29,7 +30,10 @@ struct Outcome {
 };
 
 // The outcome, also for an operation that goes on, and then still needs its memory.
-Outcome outcome_of(Operation& op);
+inline Outcome outcome_of(Operation& op) {
+  auto memory = op.done ? std::move(op.memory) : nullptr;
+  return {op.number, op.code, op.source, op.got_nbytes, op.got_info, op.got_tag, std::move(memory)};
+}
 
 class Operations {
  public:
@@ -45,7 +49,12 @@ class Operations {
   uint64_t number_of(const Lock& lock, const char* data, uint64_t after) const;
   uint64_t last_number() const { return last_number_.load(std::memory_order_relaxed); }
 
-  void finish(const Lock& lock, Operation& op, Code code);
+  void finish(const Lock& lock, Operation& op, Code code) {
+    op.code = code;
+    has_changed_ = true;
+    if (op.number != 0 && !op.awaited) note_end(lock, op);
+    op.done.store(true, std::memory_order_release);  // acquire: Waiting::is_over
+  }
   // Report an operation that has ended and for which no thread waits.
   void note_end(const Lock& lock, const Operation& op);
   // Return the outcome of an operation that has ended, and forget the operation.
@@ -60,7 +69,7 @@ class Operations {
 
   // Whether sleeping threads must look at the state again. The question resets the answer.
   void note_change(const Lock& /*lock*/) { has_changed_ = true; }
-  bool take_change(const Lock& lock);
+  bool take_change(const Lock& /*lock*/) { return std::exchange(has_changed_, false); }
   // As take_change(): whether serve() must return outcomes.
   bool take_due(const Lock& lock);
 

@@ -57,8 +57,7 @@ bool PeerRings::write(const Lock& /*lock*/, Operation& op) {
     if (ring.room() < kFrameAlign) return false;
     if (!has_joined_) join();
     op.started = true;
-    const FrameHead head{envelope.context, envelope.tag, envelope.nbytes, envelope.info, kWhole};
-    ring.write(&head, sizeof(head));
+    ring.write({envelope.context, envelope.tag, envelope.nbytes, envelope.info, kWhole});
   }
   while (true) {
     const size_t left = static_cast<size_t>(envelope.nbytes) - op.moved;
@@ -121,8 +120,7 @@ bool PeerRings::has_left(const Lock& /*lock*/) const {
   return is_active_ && ring_.words->left.load(std::memory_order_acquire) != 0;
 }
 
-bool PeerRings::pull(const Lock& lock) {
-  if (!is_active_) return false;
+bool PeerRings::pull_frames(const Lock& lock) {
   size_t pulled = 0;
   while (pulled < kPullBytes && ring_.available() != 0) {
     const size_t nbytes = incoming().is_open ? read_some(lock) : open_next(lock);
@@ -142,8 +140,7 @@ bool PeerRings::pull(const Lock& lock) {
 
 // Open the next frame in the ring. 0: not possible now.
 size_t PeerRings::open_next(const Lock& lock) {
-  FrameHead head;
-  ring_.read(&head, sizeof(head));
+  const FrameHead head = ring_.read_head();
   const Envelope envelope{head.context, head.tag, head.nbytes, head.info};
   // The rest of an incomplete frame never comes from a rank that is gone.
   const bool is_cut_off =

@@ -44,13 +44,14 @@ class PeerRings {
   // Whether the peer has joined since the last call.
   bool find_sender(const Lock& lock);
   // Receive what is in the ring; return whether there was anything.
-  bool pull(const Lock& lock);
+  bool pull(const Lock& lock) { return is_active_ && ring_.available() != 0 && pull_frames(lock); }
   // Whether the peer has left after it joined.
   bool has_left(const Lock& lock) const;
 
  private:
   Incoming& incoming() const { return parts_.delivery.incoming(peer_); }
   void join();
+  bool pull_frames(const Lock& lock);
   size_t open_next(const Lock& lock);
   size_t read_some(const Lock& lock);
 

@@ -107,7 +107,27 @@ void Peers::close_wires_in_child() {
   }
 }
 
-// ---- ends ---------------------------------------------------------------------------------
+// ---- operations ---------------------------------------------------------------------------
+
+void Peers::begin_send(const Lock& lock, Operation& op) {
+  Operations& operations = parts_.operations;
+  if (parts_.ends.is_closed(lock)) return operations.finish(lock, op, Code::closed);
+  if (parts_.ends.is_failed(lock, op.envelope)) return operations.finish(lock, op, Code::aborted);
+  if (op.peer == parts_.rank) {
+    parts_.delivery.accept(lock, op.peer, op.envelope, op.data);
+    return operations.finish(lock, op, Code::ok);
+  }
+  const Code down = parts_.ends.down(lock, op.peer);
+  if (down != Code::ok) {
+    op.source = op.peer;
+    return operations.finish(lock, op, down);
+  }
+  Peer& to = (*this)[op.peer];
+  if (!to.find_route(lock, op.envelope.nbytes)) {
+    return operations.finish(lock, op, Code::unreachable);
+  }
+  to.send(lock, op);
+}
 
 void Peers::cancel(const Lock& lock, Operation& op, Code code) {
   if (op.is_send) {
@@ -127,6 +147,8 @@ void Peers::end_all(const Lock& lock, const std::function<Code(Operation&)>& cod
     if (code != Code::ok) cancel(lock, *op, code);
   }
 }
+
+// ---- ends ---------------------------------------------------------------------------------
 
 // End the operations that wait for a rank from which no message can come any more.
 void Peers::end_peer(const Lock& lock, int rank, Code code) {

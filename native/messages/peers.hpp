@@ -36,6 +36,8 @@ class Peers {
   const std::vector<int>& wired(const Lock& /*lock*/) const { return wired_; }
   void close_wires_in_child();
 
+  // Begin a send; it may end at once.
+  void begin_send(const Lock& lock, Operation& op);
   // End an operation that is not done. Its memory is not used afterwards.
   void cancel(const Lock& lock, Operation& op, Code code);
   // End every operation for which `code_of` returns another code than ok.

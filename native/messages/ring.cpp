@@ -35,19 +35,8 @@ void Ring::choose_bytes(size_t bytes) {
   words->bytes.store(bytes, std::memory_order_relaxed);  // with `joined`
 }
 
-size_t Ring::room() {
-  if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
-    other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
-  }
-  if (other_ < abort_end_) return 0;
-  // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
-  // released.
-  const uint64_t used = at_ - other_;
-  return used < bytes_ ? bytes_ - used : 0;
-}
-
 void Ring::write(const void* from, size_t nbytes) {
-  const size_t at = at_ % bytes_;
+  const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
   copy_bytes(data_ + at, from, first);
   if (first < nbytes) copy_bytes(data_, static_cast<const char*>(from) + first, nbytes - first);
@@ -63,18 +52,8 @@ void Ring::abort_frame() {
   publish();
 }
 
-size_t Ring::before_abort(size_t nbytes) const {
-  const uint64_t cut = words->aborted_at.load(std::memory_order_relaxed);  // seen with `tail`
-  return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
-}
-
-size_t Ring::available() {
-  other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
-  return other_ - at_;
-}
-
 void Ring::read(void* into, size_t nbytes, bool past_cache) {
-  const size_t at = at_ % bytes_;
+  const size_t at = place();
   const size_t first = std::min(nbytes, bytes_ - at);
   auto copy = [past_cache](void* to, const char* from, size_t count) {
     past_cache ? copy_past_cache(to, from, count) : copy_bytes(to, from, count);
@@ -120,9 +99,9 @@ Outbox::~Outbox() {
   if (pipe_ >= 0) close(pipe_);
 }
 
-void Outbox::ring_pipe() {
+void Outbox::write_to_pipe() {
   Bells& bells = head().bells;
-  if (bells.polls.load(std::memory_order_relaxed) == 0 || bells.polls.exchange(0) == 0) return;
+  if (bells.polls.exchange(0) == 0) return;
   // Opened for both directions, because a write to a pipe without a reader would end this process.
   if (pipe_ < 0) pipe_ = open_file_of(pid_, bells.pipe.load(std::memory_order_relaxed));
   // A full pipe wakes as well.

@@ -9,6 +9,7 @@
 // padding up to the next multiple of kFrameAlign.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -53,6 +54,8 @@ enum FrameKind : uint32_t {
   kPart,     // a part: `context` is the number of its message, `tag` its offset there
 };
 
+constexpr bool is_power_of_2(size_t number) { return (number & (number - 1)) == 0; }
+static_assert(is_power_of_2(kRingBytes) && is_power_of_2(kWideRingBytes), "see Ring::place()");
 static_assert(sizeof(FrameHead) <= kFrameAlign && kRingBytes % kFrameAlign == 0 &&
                 kWideRingBytes % kFrameAlign == 0,
               "heads fit");
@@ -124,7 +127,20 @@ class Ring {
 
   // --- the sender's ---
   void choose_bytes(size_t bytes);
-  size_t room();  // bytes that may be written
+  size_t room() {  // bytes that may be written
+    if (at_ - other_ > bytes_ - kStepBytes || other_ < abort_end_) {
+      other_ = words->head.load(std::memory_order_acquire);  // release: Ring::release
+    }
+    if (other_ < abort_end_) return 0;
+    // The padding of a frame is not written, and may reach beyond the bytes that the receiver has
+    // released.
+    const uint64_t used = at_ - other_;
+    return used < bytes_ ? bytes_ - used : 0;
+  }
+  void write(const FrameHead& head) {
+    std::memcpy(data_ + place(), &head, sizeof(head));
+    at_ += sizeof(head);
+  }
   void write(const void* from, size_t nbytes);
   // Move to the beginning of the next frame. Used by both ends.
   void pad() { at_ = (at_ + kFrameAlign - 1) / kFrameAlign * kFrameAlign; }
@@ -135,10 +151,22 @@ class Ring {
 
   // --- the receiver's ---
   void load_bytes() { bytes_ = words->bytes.load(std::memory_order_relaxed); }
-  size_t available();  // bytes that may be read
+  size_t available() {                                     // bytes that may be read
+    other_ = words->tail.load(std::memory_order_acquire);  // release: Ring::publish
+    return other_ - at_;
+  }
+  FrameHead read_head() {
+    FrameHead head;
+    std::memcpy(&head, data_ + place(), sizeof(head));
+    at_ += sizeof(head);
+    return head;
+  }
   void read(void* into, size_t nbytes, bool past_cache = false);
   // How many of the next `nbytes` bytes come before the position of an abort.
-  size_t before_abort(size_t nbytes) const;
+  size_t before_abort(size_t nbytes) const {
+    const uint64_t cut = words->aborted_at.load(std::memory_order_relaxed);  // seen with `tail`
+    return cut < at_ ? nbytes : std::min<size_t>(nbytes, cut - at_);
+  }
   void skip(size_t nbytes) { at_ += nbytes; }
   void unread(size_t nbytes) { at_ -= nbytes; }
   void release() { words->head.store(at_, std::memory_order_release); }
@@ -146,6 +174,9 @@ class Ring {
   RingWords* words = nullptr;
 
  private:
+  // A division would take longer than the copy of a small message.
+  size_t place() const { return at_ & (bytes_ - 1); }
+
   char* data_ = nullptr;
   size_t bytes_ = kRingBytes;
   uint64_t at_ = 0;         // this end's position
@@ -193,7 +224,9 @@ class Outbox {
   // does not have this nonce, so `pid` names another process on this host.
   int attach(int pid, int fd, const unsigned char* nonce, int me, size_t ring_bytes);
   // Wake the owner's thread that sleeps on wires, if there is one.
-  void ring_pipe();
+  void ring_pipe() {
+    if (head().bells.polls.load(std::memory_order_relaxed) != 0) write_to_pipe();
+  }
   ~Outbox();
   Outbox() = default;
   Outbox(const Outbox&) = delete;
@@ -202,6 +235,8 @@ class Outbox {
   Ring ring;
 
  private:
+  void write_to_pipe();
+
   int pid_ = 0;
   int pipe_ = -1;
   Mapping head_;

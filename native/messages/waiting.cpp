@@ -138,7 +138,7 @@ Code Waiting::sleep_until_over(const Operation* op, int64_t timeout_ns, const Co
       peers_.ask_for_room(lock);
       goes_on = peers_.push_all(lock);
       goes_on = (peers_.progress(lock) || goes_on) && peers_.wired(lock).empty();
-      notify(lock, *polls);
+      if (parts_.operations.take_change(lock)) wake_waiters(lock, *polls);
       report_wires(lock);
       *polls ? poll_.watch(lock) : poll_.refresh(lock);
     }
@@ -268,8 +268,7 @@ void Waiting::wake_server(const Lock& lock) {
 
 // Wake the threads of this rank whose operations have ended. `here_polls`: this thread sleeps on
 // the wires.
-void Waiting::notify(const Lock& lock, bool here_polls) {
-  if (!parts_.operations.take_change(lock)) return;
+void Waiting::wake_waiters(const Lock& lock, bool here_polls) {
   if (bells().sleepers.load(std::memory_order_seq_cst) != 0) change_and_wake(bells().waiters);
   const bool due = parts_.operations.take_due(lock) || parts_.ends.is_closed(lock);
   if (poll_.is_active(lock) && !server_.polls && !here_polls) poll_.wake(lock);

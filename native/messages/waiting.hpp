@@ -46,7 +46,9 @@ class Waiting {
   // Let the server thread handle the open operations if no other thread does, and wake the threads
   // of this rank whose operations have ended.
   void delegate(const Lock& lock);
-  void notify(const Lock& lock) { notify(lock, false); }
+  void notify(const Lock& lock) {
+    if (parts_.operations.take_change(lock)) wake_waiters(lock, false);
+  }
   // Make the server thread receive messages until the next wait.
   void attend(const Lock& lock);
   // Report to Python which wires are needed and which have ended.
@@ -75,7 +77,7 @@ class Waiting {
   bool needs_server(const Lock& lock) const;
   void server_sleep(uint64_t seen, Lock& lock);
   void wake_server(const Lock& lock);
-  void notify(const Lock& lock, bool here_polls);
+  void wake_waiters(const Lock& lock, bool here_polls);
   Bells& bells() const { return parts_.bells(); }
 
   std::mutex& lock_;

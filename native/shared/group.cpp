@@ -16,8 +16,7 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
       rank_(rank),
       ranks_(segment_->ranks()),
       is_crowded_(is_crowded),
-      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1),
-      current_(epoch_) {
+      epoch_(segment_->words(rank).flag.load(std::memory_order_relaxed) / kStages + 1) {
   for (int peer = 0; peer < ranks_; ++peer) {
     processes_.push_back(ProcessHandle::of(pids[static_cast<size_t>(peer)]));
   }
@@ -25,19 +24,23 @@ Group::Group(std::shared_ptr<Segment> segment, int rank, const std::vector<int>&
 
 Group::~Group() { leave(); }
 
-// After a failure, `current_` stays at the epoch that this rank has not finished.
+// After a failure the epoch stays, because this rank does not finish it. From the flag of a later
+// epoch other ranks would conclude that this rank has posted everything in the failed epoch.
 void Group::end_epoch(Code code) {
-  ++epoch_;
   const bool is_over =
     code == Code::ok || code == Code::mismatch || code == Code::uneven || code == Code::divided;
-  if (is_over) current_.store(epoch_, std::memory_order_relaxed);
+  if (is_over) {
+    epoch_.store(epoch() + 1, std::memory_order_relaxed);
+  } else {
+    has_stopped_.store(true, std::memory_order_relaxed);
+  }
 }
 
 Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
   timeout_ns_ = timeout_ns;
   deadline_ns_ = 0;
   idler_ = nullptr;
-  Status status = has_ended(rank_) ? Status{Code::aborted, rank_, -1} : begin_epoch();
+  Status status = has_stopped() ? Status{Code::aborted, rank_, -1} : begin_epoch();
   if (status.is_ok()) {
     AgreementWords words{fingerprint, *even};
     enter_epoch(words, 0);
@@ -50,13 +53,10 @@ Status Group::agree(uint64_t fingerprint, uint64_t* even, int64_t timeout_ns) {
 
 Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
-  if (!fits(program, buffers)) return {Code::bad_program, rank_, -1};
-  // Queued calls may follow a call that has failed here. From the flag of a later epoch other ranks
-  // would conclude that this rank has posted everything in the epoch that it did not finish.
-  // The word of this process comes first, because other ranks poll the line of the shared word.
-  const bool may_have_ended = broken_by_.load(std::memory_order_relaxed) == rank_;
-  if (may_have_ended && has_ended(rank_)) return {Code::aborted, rank_, -1};
-  const uint64_t first_epoch = epoch_;
+  if (!program.is_checked && !fits(program, buffers)) return {Code::bad_program, rank_, -1};
+  // Queued calls may follow a call that has failed here.
+  if (has_stopped()) return {Code::aborted, rank_, -1};
+  const uint64_t first_epoch = epoch();
   timeout_ns_ = timeout_ns;
   // A call of one piece reads the clock only if a wait gets long; see wait_slowly().
   const bool is_short = program.loop_count == 1 && program.loops[0].repeats == 1;
@@ -71,7 +71,10 @@ Status Group::run(const Program& program, const Buffers& buffers, ReduceFn reduc
   words.direct = words.fingerprint == 0 ? 0 : direct_bits(program, buffers);
   Status status = run_loops(program, words);
   if (status.code == Code::divided) direct_pause_ = kDirectPause;
-  if (status.is_ok() && direct_) status = finish_direct();
+  if (status.is_ok() && direct_) {
+    status = finish_direct();
+    end_epoch(status.code);
+  }
   if (status.code == Code::divided) return run_loops(program, {0, 1});
   if (status.is_ok() || !direct_ || status.code == Code::mismatch || status.code == Code::uneven) {
     return status;
@@ -140,7 +143,7 @@ bool Group::fits_slot(const Step& step, int64_t itemsize) const {
 
 // Wait until this rank's words and slot may be written.
 Status Group::begin_epoch() {
-  const uint64_t previous = (epoch_ - 1) * kStages;
+  const uint64_t previous = (epoch() - 1) * kStages;
   for (int i = 1; i < ranks_; ++i) {
     // A rank that has entered the previous epoch has read the words and slots of the epoch before.
     // This epoch writes these again.
@@ -155,7 +158,7 @@ Status Group::begin_epoch() {
 // Enter the epoch and publish a stage of it. Nothing may stand between the two stores. Other ranks
 // poll this cache line, and to take it back from them costs 0.1 us each time.
 void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
-  segment_->words(rank_).agreements[epoch_ & 1] = words;
+  segment_->words(rank_).agreements[epoch() & 1] = words;
   publish(stage);
 }
 
@@ -163,7 +166,7 @@ void Group::enter_epoch(const AgreementWords& words, uint64_t stage) {
 // the same word. `direct` has kWilling if all ranks have it, and kPostsAddresses if any rank has
 // it.
 Status Group::compare(AgreementWords* common) {
-  const uint64_t entered = epoch_ * kStages;
+  const uint64_t entered = epoch() * kStages;
   const AgreementWords mine = *common;
   Status verdict{};
   for (int i = 1; i < ranks_; ++i) {
@@ -175,7 +178,7 @@ Status Group::compare(AgreementWords* common) {
     const RankWords& theirs = segment_->words(peer);
     // The rank entered this epoch and then aborted: report the errors of a broken group.
     if (has_ended(peer)) return {Code::aborted, peer, -1};
-    const AgreementWords& words = theirs.agreements[epoch_ & 1];
+    const AgreementWords& words = theirs.agreements[epoch() & 1];
     if (words.fingerprint != mine.fingerprint && verdict.is_ok()) {
       verdict = {Code::mismatch, peer, -1};
     }
@@ -194,6 +197,8 @@ Status Group::run_piece(const Step* first, const Step* end, AgreementWords words
     // A post writes no buffer of the user, so posts need not wait for the agreement.
     for (; step != end && sends(step->op); ++step) post(*step);
     enter_epoch(words, posts_first ? static_cast<uint64_t>(first->stage) : 0);
+    // Here, because the other ranks do not wait for it.
+    if (recorder_ != nullptr) recorder_->write_now();
   }
   if (status.is_ok() && words.fingerprint != 0) {
     status = compare(&words);
@@ -223,7 +228,7 @@ Status Group::run_step(const Step& step, int index) {
   }
   if (step.op != kCopy && step.op != kReduce) {
     const int peer = static_cast<int>(step.peer);
-    const uint64_t posted = epoch_ * kStages + static_cast<uint64_t>(step.stage);
+    const uint64_t posted = epoch() * kStages + static_cast<uint64_t>(step.stage);
     if (!has_reached(peer, posted)) {
       Status status = wait_for(peer, posted, index);
       if (!status.is_ok()) return status;
@@ -281,7 +286,7 @@ char* Group::address_of(int64_t buf, int64_t off, int64_t* together) const {
 }
 
 char* Group::slot_of(const Step& step) const {
-  return segment_->slot(static_cast<int>(step.slot), epoch_) + step.slot_off * itemsize_;
+  return segment_->slot(static_cast<int>(step.slot), epoch()) + step.slot_off * itemsize_;
 }
 
 // Publish that this rank has reached `stage` of the epoch, and wake the threads that sleep on its
@@ -290,7 +295,7 @@ void Group::publish(uint64_t stage) {
   RankWords& mine = segment_->words(rank_);
   // seq_cst, as the sleeper's increment: either this load sees the sleeper, or the sleeper sees the
   // flag.
-  mine.flag.store(epoch_ * kStages + stage, std::memory_order_seq_cst);
+  mine.flag.store(epoch() * kStages + stage, std::memory_order_seq_cst);
   if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake_all(mine.flag);
 }
 
@@ -307,7 +312,9 @@ bool Group::is_on_this_core(int peer) {
 }
 
 Status Group::wait_for(int peer, uint64_t value, int step) {
-  return spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
+  const Status status = spin(peer, value) ? Status{} : wait_slowly(peer, value, step);
+  if (recorder_ != nullptr) recorder_->waits.end();
+  return status;
 }
 
 // Poll for a limited time whether a peer's flag has reached `value`.
@@ -318,6 +325,8 @@ bool Group::spin(int peer, uint64_t value) {
       if (has_reached(peer, value)) return true;
       cpu_pause();
     }
+    // Not earlier: two looks at a clock are a tenth of the time of a small call.
+    if (recorder_ != nullptr) recorder_->begin_wait(peer);
     if (idler_ != nullptr) {
       idler_->idle();
       idler_ = nullptr;
@@ -350,7 +359,7 @@ Status Group::wait_slowly(int peer, uint64_t value, int step) {
     if (poll_ && poll_()) return {Code::interrupted, peer, step};
     for (int other = 0; other < ranks_; ++other) {
       // A rank that ended inside this epoch may be the cause of the peer's delay.
-      const uint64_t needed = other == peer ? value : epoch_ * kStages;
+      const uint64_t needed = other == peer ? value : epoch() * kStages;
       const std::atomic<uint64_t>& flag = segment_->words(other).flag;
       if (other == rank_) continue;
       if (has_ended(other)) return {Code::aborted, other, step};

@@ -104,9 +104,11 @@ class Group final : public Runner {
   bool has_ended(int peer) const {
     const RankWords& theirs = segment_->words(peer);
     return theirs.membership.load(std::memory_order_acquire) == kAborted &&
-           theirs.ended_in.load(std::memory_order_relaxed) <= epoch_;
+           theirs.ended_in.load(std::memory_order_relaxed) <= epoch();
   }
   void end_epoch(Code code);
+  uint64_t epoch() const { return epoch_.load(std::memory_order_relaxed); }
+  bool has_stopped() const { return has_stopped_.load(std::memory_order_relaxed); }
 
   const ForkGuard fork_guard_;
   std::shared_ptr<Segment> segment_;
@@ -117,8 +119,10 @@ class Group final : public Runner {
   int rank_;
   int ranks_;
   bool is_crowded_;
-  uint64_t epoch_;                 // 1 at first, unless a test has raised this rank's flag before
-  std::atomic<uint64_t> current_;  // the first epoch that is not finished, for other threads
+  // The first epoch that is not finished: 1 at first, unless a test has raised this rank's flag
+  // before. The thread that has the turn writes it, and abort() reads it in any thread.
+  std::atomic<uint64_t> epoch_;
+  std::atomic<bool> has_stopped_{false};  // after a failure or abort() no call runs here
   int64_t timeout_ns_ = 0;
   int64_t deadline_ns_ = 0;  // 0: not computed yet, because no wait was long
   Idler* idler_ = nullptr;

@@ -154,11 +154,11 @@ Status Group::finish_direct() {
   const int64_t stays_until_ns = is_crowded_ || is_server ? 0 : now_ns() + kReadingNs;
   for (int i = 1; i < ranks_; ++i) {
     const int peer = other(i);
-    for (int look = 1; !has_reached(peer, epoch_ * kStages); ++look) {
+    for (int look = 1; !has_reached(peer, epoch() * kStages); ++look) {
       if (look % 64 == 0 && (now_ns() >= stays_until_ns || is_on_this_core(peer))) break;
       cpu_pause();
     }
-    status = wait_for(peer, epoch_ * kStages, -1);
+    status = wait_for(peer, epoch() * kStages, -1);
     if (!status.is_ok()) return status;
   }
   // The reads are older than the following loads of `abandoned_in`. Pairs with the fence in
@@ -168,12 +168,11 @@ Status Group::finish_direct() {
   for (int i = 1; i < ranks_; ++i) {
     const RankWords& theirs = segment_->words(other(i));
     const uint64_t abandoned_in = theirs.abandoned_in.load(std::memory_order_relaxed);
-    if (abandoned_in != 0 && abandoned_in <= epoch_) {
+    if (abandoned_in != 0 && abandoned_in <= epoch()) {
       return {Code::aborted, other(i), -1};
     }
-    has_failed |= (theirs.agreements[epoch_ & 1].direct & kFailed) != 0;
+    has_failed |= (theirs.agreements[epoch() & 1].direct & kFailed) != 0;
   }
-  end_epoch(Code::ok);
   if (!has_failed) return {};
   remote_reader_.disable();
   return {Code::divided, rank_, -1};

@@ -16,10 +16,11 @@ void Group::leave() {
 
 void Group::abort() {
   broken_by_.store(rank_, std::memory_order_relaxed);
+  has_stopped_.store(true, std::memory_order_relaxed);
   if (fork_guard_.is_forked()) return;
   RankWords& mine = segment_->words(rank_);
   uint64_t none = 0;
-  mine.ended_in.compare_exchange_strong(none, current_.load(std::memory_order_relaxed));
+  mine.ended_in.compare_exchange_strong(none, epoch());
   mine.membership.store(kAborted, std::memory_order_release);  // acquire: exit_of(), has_ended()
 }
 
@@ -31,7 +32,7 @@ void Group::fail(int by) {
 // Whether the rank that has broken the group has not finished this epoch.
 bool Group::is_broken() const {
   const int by = broken_by_.load(std::memory_order_relaxed);
-  return by >= 0 && (by == rank_ || !has_reached(by, epoch_ * kStages) || has_ended(by));
+  return by >= 0 && (by == rank_ || !has_reached(by, epoch() * kStages) || has_ended(by));
 }
 
 // How a peer has ended; Code::ok if it has not.

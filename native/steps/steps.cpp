@@ -49,7 +49,7 @@ char* Steps::address_of(int64_t buf, int64_t off) const {
 Status Steps::run(const Program& program, const Buffers& buffers, ReduceFn reduce,
                   AgreementWords words, int64_t timeout_ns, Idler* idler) {
   const int ranks = static_cast<int>(ranks_.size());
-  for (size_t i = 0; i < program.step_count; ++i) {
+  for (size_t i = 0; i < program.step_count && !program.is_checked; ++i) {
     if (!step_fits(program.steps[i], 0, 0, buffers, rank_, ranks)) {
       return {Code::bad_program, rank_};
     }
@@ -141,7 +141,7 @@ Status Steps::agree_and_execute(const Program& program, AgreementWords words) {
         if (!sent.is_ok()) status = sent;
       }
       // No rank will receive the messages that were sent too early.
-      messages_->forget_tags(context_, program_tag());
+      messages_->programs().forget_tags(context_, program_tag());
       return status;
     }
   }
@@ -203,12 +203,12 @@ Status Steps::recv_verdict(int peer, Verdict* into) {
   op->data = reinterpret_cast<char*>(&received);
   Status status;
   try {
-    messages_->begin(*op);
+    messages_->programs().begin(*op);
     status = wait(*op);
   } catch (const std::bad_alloc&) {
     status = {Code::no_memory, rank_};
   }
-  if (!status.is_ok()) messages_->cancel(*op);  // the memory of `received` ends here
+  if (!status.is_ok()) messages_->programs().cancel(*op);  // the memory of `received` ends here
   free_ops_.push_back(op);
   into->merge(received);
   return status;
@@ -267,7 +267,7 @@ Status Steps::compute(const Step& step) {
   } else if (into != from) {
     copy_chunked(into, from, bytes(step));
   }
-  messages_->try_progress();
+  messages_->programs().try_progress();
   return {};
 }
 
@@ -294,7 +294,7 @@ Status Steps::receive(const Step& step) {
     if (!status.is_ok()) return status;
     into += receiving.nbytes;
     post_ahead();
-    messages_->try_progress();
+    messages_->programs().try_progress();
   }
   return {};
 }
@@ -322,11 +322,11 @@ void Steps::begin_run(int64_t timeout_ns, Idler* idler) {
 // End all operations that use the caller's memory.
 void Steps::end_run() {
   for (const Sending& sending : sends_) {
-    messages_->cancel(*sending.op);
+    messages_->programs().cancel(*sending.op);
     free_ops_.push_back(sending.op);
   }
   for (const Receiving& receiving : receives_) {
-    messages_->cancel(*receiving.op);
+    messages_->programs().cancel(*receiving.op);
     recycle(receiving);
   }
   sends_.clear();
@@ -334,7 +334,7 @@ void Steps::end_run() {
   sent_verdicts_.clear();
   holds_sends_ = false;
   held_sends_.clear();
-  messages_->end_waits();
+  messages_->programs().end_waits();
 }
 
 }  // namespace unisono

@@ -225,8 +225,8 @@ void test_abort_and_leave_end_a_wait() {
   });
 }
 
-// To other ranks the flag of a later epoch would mean that the aborted epoch is posted.
-void test_no_call_runs_after_an_abort() {
+// To other ranks the flag of a later epoch would mean that the failed epoch is posted.
+void test_no_call_runs_after_a_failure() {
   auto segment = std::make_shared<Segment>();
   assert(segment->create(2, 4096, kNonce) == 0);
   Group mine(segment, 0, {getpid(), getpid()}, true);
@@ -234,13 +234,16 @@ void test_no_call_runs_after_an_abort() {
   std::vector<int64_t> values(10, 1);
   const std::vector<Step> waits{{kRead, 1, -1, -1, kOutput, 0, 10, 1, 0, 1}};
   assert(run(mine, waits, {{0, 1, 1, 0, 0}}, values, 0, 1'000'000).code == Code::timeout);
-  mine.abort();
   const uint64_t flag = segment->words(0).flag.load();
-  const Status status = run(mine, one_shot(2, 0, 10), {{0, 1, 1, 0, 0}}, values, 0);
-  assert(status.code == Code::aborted && status.peer == 0);
-  uint64_t even = 1;
-  assert(mine.agree(9, &even, kMinute).code == Code::aborted);
-  assert(segment->words(0).flag.load() == flag);
+  for (const bool is_aborted : {false, true}) {
+    if (is_aborted) mine.abort();
+    const Status status = run(mine, one_shot(2, 0, 10), {{0, 1, 1, 0, 0}}, values, 0);
+    assert(status.code == Code::aborted && status.peer == 0);
+    uint64_t even = 1;
+    assert(mine.agree(9, &even, kMinute).code == Code::aborted);
+    assert(segment->words(0).flag.load() == flag);
+  }
+  assert(segment->words(0).ended_in.load() == 1);
 }
 
 // The child's copy of a group does not affect other ranks.
@@ -316,7 +319,7 @@ int main() {
   test_absent_rank_times_out();
   test_a_woken_rank_sleeps_again();
   test_abort_and_leave_end_a_wait();
-  test_no_call_runs_after_an_abort();
+  test_no_call_runs_after_a_failure();
   test_the_child_of_a_fork_is_not_this_rank();
   test_bad_programs_are_refused();
   test_attach_proves_the_memory();

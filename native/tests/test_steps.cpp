@@ -48,9 +48,9 @@ void on_ranks(int ranks, int per_host, const std::function<void(Steps&, Messages
     Address& address = addresses[static_cast<size_t>(rank)];
     address.nonce[0] = static_cast<unsigned char>(rank + 1);
     all.push_back(std::make_shared<Messages>(rank, ranks));
-    assert(all.back()->create(address.nonce) == 0);
     address.pid = getpid();
-    address.fd = all.back()->fd();
+    address.fd = all.back()->create(address.nonce);
+    assert(address.fd >= 0);
   }
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -184,7 +184,7 @@ void test_no_memory() {
     is_short = false;
     assert(status.code == Code::no_memory && status.peer == 1);
     values.reset();
-    while (!is_over) messages.try_progress();
+    while (!is_over) messages.programs().try_progress();
   });
 }
 

@@ -33,9 +33,9 @@ struct World {
       all.push_back(std::make_unique<Messages>(rank, ranks));
       Address address;
       address.nonce[0] = static_cast<unsigned char>(rank + 1);
-      assert(all.back()->create(address.nonce) == 0);
       address.pid = getpid();
-      address.fd = all.back()->fd();
+      address.fd = all.back()->create(address.nonce);
+      assert(address.fd >= 0);
       address.channels = channels;
       addresses.push_back(address);
     }

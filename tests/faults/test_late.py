@@ -83,7 +83,7 @@ def silent_after_a_first_answer(rank):
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(Transport, "inquire", _until_rank_1_is_in_it(Transport.inquire))
-            patch.setattr(Transport, "ask", lambda *asked: {})
+            patch.setattr(Transport, "ask", lambda *asked, **how: {})
         if rank < 2:
             caught = attempt(pg.barrier, timeout=0.5 if rank == 0 else 60.0)
         store().barrier("end", 3, 60.0)
@@ -91,9 +91,9 @@ def silent_after_a_first_answer(rank):
 
 
 def _until_rank_1_is_in_it(inquire):
-    def patched(self, context, seq, peers):
+    def patched(self, context, seq, peers, **how):
         while True:
-            question = inquire(self, context, seq, peers)
+            question = inquire(self, context, seq, peers, **how)
             assert question.wait_until(Deadline(60.0))
             if question.answers[1].seq == 2:
                 return question

@@ -345,10 +345,10 @@ def test_client_that_the_store_refuses_is_told(job_of, hosts):
         pytest.skip("on one host everybody is let in")
     # Torch's clients know no token.
     job = job_of(WORKER.replace("env = os.environ", "env = os.environ\ndel env['UNISONO_TOKEN']"))
-    # The node of rank 0 serves the workers' store.
-    first, _ = (
-        job.node(f"--node-rank={rank}", conf=f"{PATIENT},is_host={1 - rank}") for rank in (0, 1)
-    )
+    # The node that comes first has rank 0 and serves the workers' store.
+    first = job.node(conf=f"{PATIENT},is_host=1", patches=PATIENCE)
+    first.told("1 of at least 2 came")
+    job.node(conf=f"{PATIENT},is_host=0")
     first.told("it is on another machine and has no token; give it the job's token, UNISONO_TOKEN;")
     first.told("or UNISONO_INSECURE=1 here accepts any client")
 

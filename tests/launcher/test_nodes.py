@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from unisono.cli.run.nodes import add_node_flags, node_options, workers_per_node
+from unisono.cli.nodes import add_node_flags, node_options, workers_per_node
 from unisono.errors import InvalidArgumentError
 from unisono.launcher.spec import Meeting
 from unisono.rendezvous.member import Timing

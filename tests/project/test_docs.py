@@ -241,5 +241,7 @@ def test_missing_rank_gives_the_readmes_text():
 
     found = run(body, 3)
     # Ranks 0 and 1 give up together; the one that is first says so to the other.
-    assert found[0].removesuffix(" (found by rank 1)") == blocks("text", README)[2].rstrip()
+    first, *lines = found[0].splitlines()
+    assert first.removesuffix(" (found by rank 1)") == blocks("text", README)[2].rstrip()
+    assert len(lines) == 1
     assert "rank 2 never entered it" in found[1]

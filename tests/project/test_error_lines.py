@@ -29,8 +29,7 @@ from unisono.base import buffers, log
 from unisono.base.deadline import Deadline
 from unisono.bench import launch as bench_launch
 from unisono.bench import libraries
-from unisono.cli import bench
-from unisono.cli.run import nodes
+from unisono.cli import flags, nodes
 from unisono.engines import native_engine
 from unisono.launcher import guard
 from unisono.launcher.output.files import StdChoice, _create
@@ -552,7 +551,7 @@ WITHOUT_A_WORLD["InvalidArgument"] = {
     "'4' is neither 0, 1, 2, 3 (none, out, err, both) nor a list of local rank:number such as "
     "0:3,1:0": lambda: StdChoice.parse("4"),
     "cannot write /nonexistent/results.json: no such folder, or no permission":
-        lambda: bench._check_writable("/nonexistent/results.json"),
+        lambda: flags.check_writable("/nonexistent/results.json"),
     "--rdzv-conf: close_timeout must be a number of seconds >= 0, got 'x'":
         lambda: nodes._number({"close_timeout": "x"}, "close_timeout", 1.0),
     "the function cannot be sent to other processes: {}":

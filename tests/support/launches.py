@@ -36,6 +36,7 @@ class Launch:
     Args:
         words: Arguments of `unisono run`.
         cwd: Its folder.
+        command: The command of `unisono`, which takes the words.
         program: Command line of a new interpreter, such as RUN, which takes the words. A new
             interpreter needs 0.2 s of CPU time. None: a fork that has loaded unisono.
         patches: Values to set in a fork, by dotted name.
@@ -49,6 +50,7 @@ class Launch:
         self,
         *words,
         cwd,
+        command="run",
         program=None,
         patches=None,
         host=None,
@@ -69,6 +71,8 @@ class Launch:
         inside = [theirs[0], theirs[1] if stdout is None else stdout, theirs[2]]
         env = environment(**variables)
         words = [str(word) for word in words]
+        if program is None:
+            words = [command, *words]
         try:
             if program is not None:
                 self._process = _started([*program, *words], cwd, env, inside)
@@ -303,7 +307,7 @@ def _forked(fds, words, cwd, env, host, terminal, patches):
         module, _, attribute = name.rpartition(".")
         setattr(pkgutil.resolve_name(module), attribute, value)
     try:
-        code = main(["run", *words])
+        code = main(words)
     except SystemExit as ended:
         code = ended.code
     sys.stdout.flush()

@@ -45,8 +45,11 @@ def disturb(host, *netem):
 
 
 @contextlib.contextmanager
-def bad_wire(first, second, *, delay_s, loss, seed):
-    """Join two hosts by one more wire, 10.78.0.0/24, that delays all packets and loses some."""
+def bad_wire(first, second, *, delay_s=0.0, loss=0.0, seed=1, most_bytes=65535):
+    """Join two hosts by one more wire, 10.78.0.0/24, that delays all packets and loses some.
+
+    It loses all packets of more than `most_bytes`, silently.
+    """
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     processes = []
     with contextlib.ExitStack() as stack:
@@ -54,7 +57,8 @@ def bad_wire(first, second, *, delay_s, loss, seed):
             stack.callback(end.close)
         for host, end in zip((first, second), ends, strict=True):
             fd = end.fileno()
-            words = [WIRE, str(fd), f"10.78.0.{host.index}/24", str(delay_s), str(loss), str(seed)]
+            settings = map(str, (delay_s, loss, seed, most_bytes))
+            words = [WIRE, str(fd), f"10.78.0.{host.index}/24", *settings]
             process = subprocess.Popen(
                 host.inside(sys.executable, *words),
                 pass_fds=[fd],

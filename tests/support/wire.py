@@ -1,9 +1,9 @@
-"""One end of a wire between two hosts: delays every packet and loses some.
+"""One end of a wire between two hosts: delays every packet, loses some and all that are too long.
 
 Linux has `tc netem` for that, but not every kernel is built with it. Packets come from a TUN
 device and go to the other end over a socket that both ends inherited.
 
-    wire.py SOCKET ADDRESS/PREFIX DELAY_S LOSS SEED
+    wire.py SOCKET ADDRESS/PREFIX DELAY_S LOSS SEED MOST_BYTES
 """
 
 import collections
@@ -33,7 +33,7 @@ def open_device(address):
     return tun
 
 
-def forward(tun, wire, delay_s, loss, rng):
+def forward(tun, wire, delay_s, loss, rng, most_bytes):
     """Forward until the other end, or whoever holds our input, is gone."""
     waiting = collections.deque()
     while True:
@@ -41,7 +41,8 @@ def forward(tun, wire, delay_s, loss, rng):
         ready, _, _ = select.select([tun, wire, 0], [], [], limit_s)
         if 0 in ready:
             return
-        if tun in ready and (packet := os.read(tun, 65536)) and rng.random() >= loss:
+        packet = os.read(tun, 65536) if tun in ready else b""
+        if packet and rng.random() >= loss and len(packet) <= most_bytes:
             waiting.append((time.monotonic() + delay_s, packet))
         if wire in ready:
             packet = os.read(wire, 65536)
@@ -55,9 +56,9 @@ def forward(tun, wire, delay_s, loss, rng):
 
 
 if __name__ == "__main__":
-    wire, address, delay_s, loss, seed = sys.argv[1:]
+    wire, address, delay_s, loss, seed, most_bytes = sys.argv[1:]
     tun = open_device(address)
     print("ready", flush=True)
     rng = random.Random(f"{seed} {address}")
     os.set_blocking(int(wire), False)
-    forward(tun, int(wire), float(delay_s), float(loss), rng)
+    forward(tun, int(wire), float(delay_s), float(loss), rng, int(most_bytes))

@@ -24,7 +24,7 @@ from unisono.backends.blocks import (
     split_sizes,
 )
 from unisono.backends.flat import Flat, apart, listed, many, one, striped
-from unisono.backends.plans import NO_DTYPE, CallSpec, Planner
+from unisono.backends.prepared_calls import NO_DTYPE, CallSpec, PreparedCalls
 from unisono.base.deadline import Deadline
 from unisono.base.types import DType, RedOpType, ReduceOp, require_reducible
 from unisono.engines import (
@@ -38,7 +38,6 @@ from unisono.engines.errors import already_broken_error
 from unisono.engines.kernels import divide, scale
 from unisono.errors import ArgumentTypeError, InvalidArgumentError
 from unisono.transports import connect
-from unisono.transports.native_messages import NativeMessages
 
 
 def _fill(copies: list[Flat], dtype: DType, op: ReduceOp | None) -> None:
@@ -90,16 +89,15 @@ class CPUBackend(DeviceBackend):
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
             self.world_number = transport.world_number
         self._comm = comm
+        self.trace = comm.trace
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls
         self._engine.pending_type = Pending
-        self._planner = Planner(comm, self._engine)
-        messages = comm.transport.messages
-        if isinstance(messages, NativeMessages):
-            self.port = p2p.Port(comm, messages)
-            if self.calls is not None:
-                self.port.attach(self.calls)
+        self._prepared_calls = PreparedCalls(comm, self._engine)
+        self.port = p2p.Port(comm)
+        if self.calls is not None:
+            self.port.attach(self.calls)
 
     # ---- collectives ----------------------------------------------------------------------
 
@@ -355,7 +353,7 @@ class CPUBackend(DeviceBackend):
         dtype = NO_DTYPE if subject is None else subject.dtype
         if op is not None:
             require_reducible(dtype, op)
-        prepared = self._planner.prepare(spec, subject, options)
+        prepared = self._prepared_calls.get(spec, subject, options)
         if not result and output is not None and prepared.writes_output:
             # Many schedules of reduce use the other ranks' tensors as scratch. torch permits
             # this; a private copy keeps the tensors unchanged.

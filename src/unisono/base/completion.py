@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+from threading import TIMEOUT_MAX, Lock
 from typing import Any, Protocol, Self
 
 from unisono.base.deadline import Deadline
@@ -64,8 +64,8 @@ class Completion:
     __slots__ = ("_callbacks", "_done", "_forks", "_gate", "_lock", "_source", "error")
 
     def __init__(self, *, any_process: bool = False, done: bool = False) -> None:
-        self._lock = threading.Lock()
-        self._gate = threading.Lock()
+        self._lock = Lock()
+        self._gate = Lock()
         if not done:
             self._gate.acquire()
         self._done = done
@@ -117,7 +117,7 @@ class Completion:
                     "what the parent of this fork has begun can be waited for there only"
                 )
             limit = None if deadline is None else deadline.remaining()
-            if limit is None or limit > threading.TIMEOUT_MAX:
+            if limit is None or limit > TIMEOUT_MAX:
                 limit = -1
             if not self._gate.acquire(timeout=limit):
                 return self._done

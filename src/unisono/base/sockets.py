@@ -202,7 +202,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
     while True:
         failures: list[tuple[str, str]] = []
         try:
-            sock = _connect_first(_resolve(host, port), deadline, failures, again=retry)
+            sock = connect_first(_resolve(host, port), deadline, failures, again=retry)
             if sock is not None:
                 return sock
         except socket.gaierror as error:
@@ -225,7 +225,7 @@ def connect(host: str, port: int, deadline: Deadline, *, retry: bool) -> socket.
     )
 
 
-def _connect_first(
+def connect_first(
     found: list[tuple[int, _Address]],
     deadline: Deadline,
     failures: list[tuple[str, str]],

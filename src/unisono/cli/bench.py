@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from typing import Any
 
 from unisono.bench.plan import DTYPES, OPS, PEERS, REDOPS, BenchPlan, Loop, Sizes, parse_nbytes
-from unisono.cli.flags import checked, non_negative, positive, seconds
+from unisono.cli.flags import check_writable, checked, non_negative, positive, seconds
 from unisono.errors import InvalidArgumentError
 
 _DESCRIPTION = """\
@@ -141,7 +140,7 @@ def _bench(options: argparse.Namespace) -> int:
     for feature in (*plan.peers, *(["plot"] if options.plot else [])):
         check_installed(feature)
     for path in filter(None, (options.json, options.plot)):
-        _check_writable(path)
+        check_writable(path)
     table = Table(plan)
     try:
         for message in run_ranks(plan):
@@ -197,10 +196,3 @@ def _plan(options: argparse.Namespace) -> BenchPlan:
         algorithm=options.algorithm,
         peers=tuple(dict.fromkeys(options.peer)),
     )
-
-
-def _check_writable(path: str) -> None:
-    """Check that results can be written, before the measurements take minutes."""
-    folder = os.path.dirname(path) or "."
-    if not os.access(folder, os.W_OK) or os.path.isdir(path):
-        raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")

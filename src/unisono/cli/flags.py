@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -80,3 +81,14 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
     return value
+
+
+def check_writable(path: str) -> None:
+    """Check that results can be written, before the measurements take minutes.
+
+    Raises:
+        InvalidArgumentError: The folder is missing, or no file can be written in it.
+    """
+    folder = os.path.dirname(path) or "."
+    if not os.access(folder, os.W_OK) or os.path.isdir(path):
+        raise InvalidArgumentError(f"cannot write {path}: no such folder, or no permission")

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from unisono import __version__
 from unisono.cli import bench, simulate
 from unisono.cli.completion import SHELLS, PrintCompletion
+from unisono.cli.doctor import command as doctor
+from unisono.cli.look import command as look
 from unisono.cli.run import command as run
 from unisono.errors import UnisonoError
 
@@ -32,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with those of its sub-commands."""
     parser = argparse.ArgumentParser(
         prog="unisono",
-        description="Collective communication between processes: start, measure, simulate.",
+        description="Collective communication: start, look at, measure and simulate processes.",
     )
     parser.add_argument("--version", action="version", version=f"unisono {__version__}")
     parser.add_argument(
@@ -45,6 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_command(commands)
     bench.add_command(commands)
     simulate.add_command(commands)
+    look.add_commands(commands)
+    doctor.add_command(commands)
     return parser
 
 

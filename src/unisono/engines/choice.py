@@ -57,9 +57,10 @@ def make_engine(comm: Communicator, kind: str | None = None) -> Engine:
 
 def _reach_each_other(comm: Communicator, hosts: Sequence[str]) -> bool:
     """Whether ranks of several hosts have C++ messages of equal versions."""
-    messages = comm.transport.messages
+    addresses = comm.transport.messages.addresses
     versions = {host.partition("/")[0] for host in hosts}
-    return messages.reaches_all and len(versions) == 1
+    reaches_all = all(pid or channels for pid, _, _, channels in addresses)
+    return bool(addresses) and reaches_all and len(versions) == 1
 
 
 class EngineInfo(NamedTuple):

@@ -7,12 +7,14 @@ statuses of collectives, sends and receives are worded only here, so an event ha
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.base.buffers import BufferView
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.types import dtype_of_code
+from unisono.base.where import state_of_process
 from unisono.engines.api import Call, Communicator, name_ranks
 from unisono.errors import (
     ClosedError,
@@ -41,6 +43,9 @@ _ANSWER_S = 0.45
 # The part of that time that always lies after the deadline. The ranks are asked again then.
 _GRACE_S = 0.1
 
+# Most lines of an error that give the places of ranks; equal places share a line.
+_MOST_PLACES = 12
+
 _CLASSES: dict[str, type[UnisonoError]] = {
     "timeout": CollectiveTimeoutError,
     "lost": PeerLostError,
@@ -50,7 +55,8 @@ _CLASSES: dict[str, type[UnisonoError]] = {
 }
 
 _HINTS = {
-    "timeout": "see what those ranks do (py-spy dump); give a longer timeout if they are only slow",
+    "timeout": "see what those ranks do (unisono stacks); give a longer timeout if they are only "
+    "slow",
     "lost": "look at the end of that rank's own log: it died, or left the group early",
     "memory": "see what the processes of that rank's host use, and what its container may use",
 }
@@ -132,8 +138,9 @@ def to_failure(error: BaseException, comm: Communicator, call: Call, deadline: D
     if isinstance(error, Failure):
         return error
     if isinstance(error, LinkDown):
-        reason = f"{name_ranks([error.peer])} was lost: {error.reason}"
-        return Failure("lost", reason, [error.peer], me, _table_of_lost(error.peer, comm, call))
+        cause = comm.transport.explain(error, comm.made_s)
+        table = cause.table or _table_of_lost(error.peer, comm, call)
+        return Failure(cause.kind, cause.reason, cause.peers, me, table)
     if isinstance(error, Expired):
         return _time_out(comm, call, deadline, error.asked)
     reason = f"{type(error).__name__} on rank {me}: {error}"
@@ -152,7 +159,7 @@ def _time_out(
     transport = comm.transport
     waited_s = 0.0 if asked is None else time.monotonic() - asked.asked_s
     grace = Deadline(max(_GRACE_S, _ANSWER_S - waited_s))
-    now = transport.ask(comm.context, call.seq, comm.others, grace)
+    now = transport.ask(comm.context, call.seq, comm.others, grace, places=True)
     before, ago = {}, ""
     if asked is not None:
         transport.close_question(asked)
@@ -181,8 +188,40 @@ def _time_out(
     details = ", ".join(reasons) or "every rank entered it, but the data did not arrive in time"
     reason = f"timed out after {deadline}: {details}"
     blamed = sorted(behind + missed + came + gone + silent)
-    table = _table(transport.rank, transport.unreached(), before | now) if quiet else []
-    return Failure("timeout", reason, blamed, transport.rank, table)
+    lines = _places(comm, blamed or comm.others, before | now, call.seq)
+    if quiet:
+        lines += _table(transport.rank, transport.unreached(), before | now)
+    return Failure("timeout", reason, blamed, transport.rank, lines)
+
+
+def _places(
+    comm: Communicator, ranks: Sequence[int], answers: dict[int, CallStatus], seq: int = 0
+) -> list[str]:
+    """Return lines that give the place of each rank in its program; equal places share a line.
+
+    Args:
+        comm: The group.
+        ranks: Global ranks.
+        answers: Their answers, as far as they came.
+        seq: Number of the call that they should be in; 0 for messages.
+    """
+    pids = {rank: pid for rank, (pid, *_) in enumerate(comm.transport.messages.addresses) if pid}
+    texts: dict[str, list[int]] = {}
+    for rank in ranks:
+        status = answers.get(rank, CallStatus(0, ""))
+        if status.place:
+            text = f"BE {status.place}"
+            if 0 < status.seq < seq:
+                text += f"; its last call was {status.text.partition('(')[0]} #{status.seq}"
+        elif rank in pids:
+            text = f"(process {pids[rank]}) {state_of_process(pids[rank])}"
+        else:
+            continue
+        texts.setdefault(text, []).append(rank)
+    return [
+        f"{name_ranks(same)} {text.replace('BE', 'is' if len(same) == 1 else 'are', 1)}"
+        for text, same in list(texts.items())[:_MOST_PLACES]
+    ]
 
 
 def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
@@ -198,12 +237,13 @@ def _table_of_lost(peer: int, comm: Communicator, call: Call) -> list[str]:
 def _table(me: int, mine: Unreached, answers: dict[int, CallStatus]) -> list[str]:
     """Return a line with the reason for each address at which a rank could not reach a rank."""
     rows_of = {me: mine} | {rank: status.unreached for rank, status in answers.items()}
-    return [
+    lines = [
         f"rank {rank} -> rank {peer} at {row}"
         for rank, unreached in sorted(rows_of.items())
         for peer, rows in sorted(unreached.items())
         for row in rows
     ]
+    return ["failed connections:", *lines] if lines else []
 
 
 # ---- from a failure to the error of this rank -------------------------------------------------
@@ -229,7 +269,7 @@ def broken_group_error(
         verb = "was aborted" if failure.kind == "aborted" else "failed"
         text = f"{what_where} {verb} {on}: {failure.reason}{found}"
     if failure.table:
-        text = "\n    ".join([text, "failed connections:", *failure.table])
+        text = "\n    ".join([text, *failure.table])
     return _of_class(failure, comm, text, op=what, seq=seq, nbytes=nbytes)
 
 
@@ -318,10 +358,10 @@ def message_error(
     if isinstance(status, Failure):
         return broken_group_error(status, comm, op)
     if isinstance(status, LinkDown):
-        return PeerLostError(
-            f"{call} in group '{comm.name}' failed on {comm.here}: "
-            f"rank {status.peer} was lost: {status.reason}",
-            context=comm.where(op=op, peers=(status.peer,), nbytes=nbytes),
+        cause = comm.transport.explain(status, comm.made_s)
+        return _CLASSES[cause.kind](
+            f"{call} in group '{comm.name}' failed on {comm.here}: {cause.reason}",
+            context=comm.where(op=op, peers=cause.peers, nbytes=nbytes),
         )
     if isinstance(status, MessageMismatch):
         return _message_mismatch(comm, call, status)
@@ -345,6 +385,10 @@ def _message_timeout(
         reason = f"rank {peer} could not be reached ({'; '.join(rows)})"
     else:
         reason = f"rank {peer} did not match it"
+    if comm.transport.may_wait():
+        ranks = comm.others if peer is None else [peer]
+        answers = comm.transport.ask(comm.context, 0, ranks, Deadline(_GRACE_S), places=True)
+        reason = "\n    ".join([reason, *_places(comm, ranks, answers)])
     return CollectiveTimeoutError(
         f"{call} in group '{comm.name}' timed out after {deadline} on {comm.here}: {reason}",
         context=comm.where(

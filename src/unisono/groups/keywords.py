@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from unisono.base.deadline import Timeout
@@ -33,13 +33,11 @@ class How(CallKeywords, total=False):
     Attributes:
         async_op: See `ProcessGroup`.
         _label: Name of the call in errors.
-        _split_sizes: Rows of each rank.
         _partial: Receive shorter messages, too.
     """
 
     async_op: bool
     _label: str | None
-    _split_sizes: Sequence[int]
     _partial: bool
 
 

@@ -24,11 +24,13 @@ class Preparing(ProcessGroup):
         self._hidden = OPS.keys() & vars(group).keys()
         vars(self).update({name: vars(group)[name] for name in vars(group).keys() - self._hidden})
 
-    def _call_collective(self, op: str, arguments: tuple[Any, ...], how: How) -> Any:
+    def _call_collective(
+        self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
+    ) -> Any:
         if op in self._hidden:
             return None
         _, arguments = CHECKS[op](self, *arguments)
-        options = self._options(op, **how)._replace(prepare=True)
+        options = self._options(op, splits, **how)._replace(prepare=True)
         backend = self.backends.get("cpu")
         return None if backend is None else getattr(backend, op)(*arguments, options).prepared
 

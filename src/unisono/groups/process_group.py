@@ -237,9 +237,8 @@ class ProcessGroup(C10dNames):
 
         `output_split_sizes`: rows of dimension 0 from each rank; equal parts if None.
         """
-        if output_split_sizes is not None:
-            how["_split_sizes"] = output_split_sizes
-        return self._call_collective("all_gather_into_tensor", (output, tensor), how)
+        arguments = (output, tensor)
+        return self._call_collective("all_gather_into_tensor", arguments, how, output_split_sizes)
 
     def all_gather_coalesced(
         self, outputs: Sequence[Arrays], tensors: Arrays, **how: Unpack[How]
@@ -292,9 +291,8 @@ class ProcessGroup(C10dNames):
 
         `input_split_sizes`: rows of dimension 0 for each rank; equal parts if None.
         """
-        if input_split_sizes is not None:
-            how["_split_sizes"] = input_split_sizes
-        return self._call_collective("reduce_scatter_tensor", (output, tensor, op), how)
+        arguments = (output, tensor, op)
+        return self._call_collective("reduce_scatter_tensor", arguments, how, input_split_sizes)
 
     def reduce_scatter_tensor_coalesced(
         self,
@@ -450,11 +448,13 @@ class ProcessGroup(C10dNames):
         """Undo `take_guard`, which has returned `caller`."""
         self._guard.caller = caller
 
-    def _call_collective(self, op: str, arguments: tuple[Any, ...], how: How) -> Work:
+    def _call_collective(
+        self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
+    ) -> Work:
         """Make a collective call; refuse it while another thread is in a collective call."""
         caller = self.take_guard(op)
         try:
-            return self._call_kernel(op, arguments, how)
+            return self._call_kernel(op, arguments, how, splits)
         except _ARGUMENT_ERRORS as error:
             self.refuse(op, error, arguments, **how)
             raise
@@ -466,13 +466,15 @@ class ProcessGroup(C10dNames):
         """The port for plain messages; None if the calling thread is in a stream."""
         return self.port if explicit_stream() is None else None
 
-    def _call_kernel(self, op: str, arguments: tuple[Any, ...], how: How) -> Work:
+    def _call_kernel(
+        self, op: str, arguments: tuple[Any, ...], how: How, splits: Sequence[int] | None = None
+    ) -> Work:
         """Check a call and run its kernel, or queue it behind the current stream."""
         if not self.backends:
             raise ClosedError(f"{op} on group '{self.name}', which was destroyed")
         try:
             subject, arguments = CHECKS[op](self, *arguments)
-            options = self._options(op, **how)
+            options = self._options(op, splits, **how)
             device = next(iter(self.backends)) if subject is None else device_of(subject)
             kernel = dispatcher.kernel(op, device)
             queue = self._stream_queue
@@ -507,20 +509,20 @@ class ProcessGroup(C10dNames):
     def _options(
         self,
         op: str,
+        splits: Sequence[int] | None = None,
         *,
         async_op: bool = False,
         timeout: Timeout | None = None,
         algorithm: str | None = None,
         deterministic: bool = False,
         _label: str | None = None,
-        _split_sizes: Sequence[int] | None = None,
         _partial: bool = False,
         **unknown: Any,
     ) -> CallOptions:
         if unknown:
             check_keywords(op, _label or op.removesuffix("_any_source"), unknown)
         due = Deadline(self._timeout_s if timeout is None else timeout)
-        return CallOptions(async_op, due, algorithm, _label, deterministic, _split_sizes, _partial)
+        return CallOptions(async_op, due, algorithm, _label, deterministic, splits, _partial)
 
     def __repr__(self) -> str:
         if not self.backends:

@@ -36,12 +36,15 @@ from unisono.launcher.spec import LaunchResult, LaunchSpec, Meeting
 from unisono.launcher.workers.cpu_binding import Binding
 from unisono.launcher.workers.descendants import Descendants
 from unisono.launcher.workers.warm import WarmWorkers
-from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerStore, WorkerWorld
+from unisono.rendezvous.dynamic import DynamicRendezvous, WorkerStore, WorkerWorld, job_prefix
 from unisono.rendezvous.endpoint import open_endpoint, own_address
 from unisono.rendezvous.member import End, Stop
 from unisono.rendezvous.services import open_service, service_host
 from unisono.rendezvous.state import Node
-from unisono.stores import FileStore, HashStore, Store
+from unisono.stores import FileStore, HashStore, PrefixStore, Store
+
+Canceled = Callable[[], bool]
+"""Function that returns whether to give up a wait."""
 
 _DRAIN_S = 60.0
 _REPORT_S = 10.0
@@ -92,6 +95,10 @@ class Agent:
         notify: Function that shows a line of text about an event: a restart, a node that came
             or left.
         descendants: The processes that the agent may kill. None: all that are started from now on.
+
+    Attributes:
+        examine: Function that examines the hosts before the nodes meet. It takes a store and a
+            function that returns whether to give up, and raises RendezvousError to end the launch.
     """
 
     def __init__(
@@ -100,6 +107,7 @@ class Agent:
         notify: Callable[[str], None] = lambda line: None,
         descendants: Descendants | None = None,
     ) -> None:
+        self.examine: Callable[[PrefixStore, Canceled], None] = lambda store, canceled: None
         self._notify = notify
         self._run_id = spec.run_id or new_launch_id()
         # Agents on several nodes cannot agree on a secret, so the user must set UNISONO_TOKEN.
@@ -161,8 +169,21 @@ class Agent:
             role=spec.role,
             node_rank=meeting.node_rank,
         )
+
+        def open_store(canceled: Canceled) -> tuple[Store, str]:
+            store: Store = HashStore()
+            address = LOOPBACK
+            if not single:
+                store, address = open_shared(meeting, canceled)
+            try:
+                self.examine(examination_store(store, self._run_id), canceled)
+            except BaseException:
+                store.close()
+                raise
+            return store, address
+
         return DynamicRendezvous(
-            _open_private if single else lambda canceled: _open_shared(meeting, canceled),
+            open_store,
             node,
             spec.limits,
             meeting.timing,
@@ -309,12 +330,18 @@ class Agent:
         self._rendezvous.close()
 
 
-def _open_private(canceled: Callable[[], bool]) -> tuple[Store, str]:
-    return HashStore(), LOOPBACK
+def examination_store(store: Store, run_id: str) -> PrefixStore:
+    """Return the part of the rendezvous store for the examination of a job's hosts."""
+    return PrefixStore(f"{job_prefix(run_id)}/doctor", store)
 
 
-def _open_shared(meeting: Meeting, canceled: Callable[[], bool]) -> tuple[Store, str]:
-    """Open the store that all agents share; return it and this node's own address."""
+def open_shared(meeting: Meeting, canceled: Canceled) -> tuple[Store, str]:
+    """Open the store that all agents share; return it and this node's own address.
+
+    Raises:
+        RendezvousError: The store cannot be served here, or no store answered.
+        HandshakeError: The store refused this process, or is no store.
+    """
     # An agent that cannot reach the store for longer counts as lost for the others.
     read_timeout_s = max(1.0, meeting.timing.dead_after_s)
     if isinstance(meeting.endpoint, str) and "://" in meeting.endpoint:

@@ -74,6 +74,11 @@ class WorkerWorld:
 Order = WorkerWorld | Stop | End
 
 
+def job_prefix(run_id: str) -> str:
+    """Return the prefix of a job's keys in the store of its nodes."""
+    return f"{_PREFIX}{run_id}"
+
+
 class WorkerStore:
     """The store of the workers, which is empty at the start of every world.
 
@@ -268,7 +273,7 @@ class DynamicRendezvous:
     ) -> None:
         try:
             base, address = open_store(lambda: self._abandoned or self._has_event())
-            self._store = store = PrefixStore(f"{_PREFIX}{run_id}", base, owns_store=True)
+            self._store = store = PrefixStore(job_prefix(run_id), base, owns_store=True)
             node = replace(self._member.node, address=address)
             self._member = replace(self._member, node=node)
             store.compare_set(_STATE, b"", dumps(State()))

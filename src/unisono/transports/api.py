@@ -18,13 +18,27 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Self
 
 from unisono.base.deadline import Deadline
+from unisono.base.where import place_of_thread
 from unisono.errors import InvalidArgumentError
 from unisono.transports.control import CallLog, Failures, Question, Questions
 from unisono.transports.mailbox import MailboxMessages
-from unisono.transports.messages import LEFT, CallStatus, Failure, Key, Kind, LinkDown, Unreached
+from unisono.transports.messages import (
+    LEFT,
+    CallStatus,
+    Failure,
+    Key,
+    Kind,
+    LinkDown,
+    Unreached,
+    failure_of,
+)
 from unisono.transports.transfers import ANYTHING, NOTHING, Messages, Transfer, Wires
 
 _NO_CONTEXT = -1
+
+# How long a rank that detects a failure waits until the other ranks are informed. A connection to
+# them may have to be made first. Without a limit, a stopped rank would keep the error back.
+_INFORM_S = 0.5
 
 
 class Transport(ABC):
@@ -34,6 +48,7 @@ class Transport(ABC):
 
     Attributes:
         address: Where other ranks find this rank; published in the store.
+        calls: The last calls of this rank in each group.
         hosts: The host id that each rank published; "" without the C++ engine.
         messages: Carries the messages. May be replaced before the first message.
         wires: Makes connections for messages in C++; None: this transport cannot.
@@ -51,7 +66,7 @@ class Transport(ABC):
         self.messages: Messages = MailboxMessages(self)
         self.closed = False
         self._lock = threading.Lock()
-        self._calls = CallLog()
+        self.calls = CallLog()
         self._failures = Failures()
         self._questions = Questions()
         self._users = 1
@@ -127,36 +142,42 @@ class Transport(ABC):
 
     def enter(self, context: int, seq: int, text: str) -> None:
         """Record that this rank has begun call `seq`; other ranks can ask for it."""
-        self._calls.add(context, CallStatus(seq, text))
-
-    def watch_calls(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Consult `last()` for the last call of a context, too: for calls that do not `enter`."""
-        self._calls.consult(context, last)
+        self.calls.add(context, CallStatus(seq, text))
 
     def ask(
-        self, context: int, seq: int, peers: Iterable[int], deadline: Deadline
+        self,
+        context: int,
+        seq: int,
+        peers: Iterable[int],
+        deadline: Deadline,
+        *,
+        places: bool = False,
     ) -> dict[int, CallStatus]:
         """Ask peers for their last calls; return the answers that came in time.
 
-        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. A peer
-        that is stopped, gone or unreachable is missing from the result. If the context is broken
-        on the peer, it is broken here before the answer counts.
+        Each answer holds the peer's last call, or call `seq` if the peer still keeps it. With
+        `places` it also holds the line of the program in which the peer is. A peer that is stopped,
+        gone or unreachable is missing from the result. If the context is broken on the peer, it is
+        broken here before the answer counts.
         """
-        question = self.inquire(context, seq, peers)
+        question = self.inquire(context, seq, peers, places=places)
         question.wait_until(deadline)
         self.close_question(question)
         return question.answers
 
-    def inquire(self, context: int, seq: int, peers: Iterable[int]) -> Question:
+    def inquire(
+        self, context: int, seq: int, peers: Iterable[int], *, places: bool = False
+    ) -> Question:
         """Ask as `ask` does, but return at once; answers are added until `close_question`.
 
         With `seq` 0 each answer holds the peer's last call.
         """
         asked = sorted(set(peers) - {self.rank})
+        words = {"seq": seq, "places": places}
         question = self._questions.new(set(asked))
         for peer in asked:
             if self.down(peer) is None:
-                self._control(peer, context, Kind.ASK, {"number": question.number, "seq": seq})
+                self._control(peer, context, Kind.ASK, {"number": question.number, **words})
             else:
                 question.drop(peer)
         question.drop(self.rank)
@@ -166,12 +187,63 @@ class Transport(ABC):
         """Take no more answers."""
         self._questions.close(question)
 
-    def fail(self, context: int, failure: Failure, peers: Iterable[int]) -> None:
-        """Break a context here and on all peers that can be reached."""
-        if self._break(context, failure):
-            for peer in peers:
-                if peer != self.rank and self.down(peer) is None:
-                    self._control(peer, context, Kind.FAIL, {"failure": failure.words})
+    def fail(self, context: int, failure: Failure, peers: Collection[int]) -> None:
+        """Break a context here and on all peers that can be reached.
+
+        The peers are informed first. Otherwise this rank could end before they are, and they would
+        blame this rank.
+        """
+        if not self._failures.is_new(context, failure):
+            return
+        self._failures.first.add(failure)
+        # The end of this rank may concern linked ranks outside the group, too.
+        sent = self._inform(context, failure, {*peers, self.rank}, {*peers, *self._linked()})
+        self._break(context, failure)
+        if self.may_wait():
+            deadline = Deadline(_INFORM_S)
+            for transfer in sent:
+                if transfer.peer not in failure.peers:
+                    transfer.wait_until(deadline)
+
+    def _inform(
+        self, context: int, failure: Failure, members: Collection[int], peers: Iterable[int]
+    ) -> list[Transfer]:
+        """Send a failure to ranks; the members among them break the context."""
+        everyone = len(members) == self.world_size
+        words = {
+            "failure": failure.words,
+            "members": None if everyone else sorted(members),
+            "first": self._failures.first.words,
+        }
+        return [
+            self._control(peer, context, Kind.FAIL, words)
+            for peer in peers
+            if peer != self.rank and self.down(peer) is None
+        ]
+
+    def explain(self, error: LinkDown, since_s: float) -> Failure:
+        """Return the failure that led to the end of a rank, or that is this end.
+
+        A call of this rank fails because of it, so this rank may end now. The linked ranks get the
+        cause first.
+
+        Args:
+            error: The end of the rank.
+            since_s: On the monotonic clock. Earlier failures are no cause.
+        """
+        own = failure_of(error, self.rank)
+        if self._failures.report(own):
+            for peer in self._linked():
+                if peer != error.peer and self.down(peer) is None:
+                    self._control(peer, 0, Kind.CAUSE, {"first": self._failures.first.words})
+        first = self._failures.first.find(since_s)
+        if first is None or (first.kind, first.peers) == (own.kind, own.peers):
+            return own
+        reason = first.reason
+        if error.peer not in first.peers:
+            reason = f"{reason} (then rank {error.peer} ended, too)"
+        kind = first.kind if first.kind in ("failed", "memory", "aborted") else "lost"
+        return Failure(kind, reason, first.peers, self.rank, first.table)
 
     def failure(self, context: int) -> Failure | None:
         """Return why a context is broken, or None."""
@@ -183,7 +255,7 @@ class Transport(ABC):
 
     def forget(self, context: int, error: BaseException) -> None:
         """Release everything that a destroyed context holds; `error` ends its receives."""
-        self._calls.forget(context)
+        self.calls.forget(context)
         self._failures.forget(context)
         self.messages.forget(context, error)
 
@@ -199,16 +271,25 @@ class Transport(ABC):
             raise ValueError(f"it sent a control message that makes no sense: {error!r}") from None
 
     def _handle(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
+        self._failures.first.learn(words.get("first"))
         if kind is Kind.ASK:
-            self._control(peer, context, Kind.ANSWER, self._answer(context, words))
+            seq, number, places = words["seq"], words["number"], words["places"]
+            self._after_all_arrivals(
+                lambda: self._control(
+                    peer,
+                    context,
+                    Kind.ANSWER,
+                    self._answer(context, seq, places) | {"number": number},
+                )
+            )
         elif kind is Kind.ANSWER:
             if words["failure"] is not None:
                 self._break(context, Failure(*words["failure"]))
             unreached = {int(rank): rows for rank, rows in words["unreached"].items()}
-            status = CallStatus(words["at"], words["text"], unreached)
+            status = CallStatus(words["at"], words["text"], unreached, words["place"])
             self._questions.answer(words["number"], peer, status)
         elif kind is Kind.FAIL:
-            self._break(context, Failure(*words["failure"]))
+            self._take_failure(peer, context, Failure(*words["failure"]), words["members"])
         elif kind is Kind.GOODBYE:
             self.mark_down(LinkDown(peer, LEFT, left=True))
         elif kind is Kind.KNOCK:
@@ -216,6 +297,28 @@ class Transport(ABC):
         elif kind is Kind.LOST and words["peer"] not in self._linked():
             # If this rank had a link to that rank, it would detect the end itself.
             self.spread(LinkDown(words["peer"], words["reason"]))
+
+    def _take_failure(
+        self, peer: int, context: int, failure: Failure, members: list[int] | None
+    ) -> None:
+        """Break a context that another rank has broken, and pass the failure on.
+
+        If the failure was passed on, messages of the rank that detected it may still be under way.
+        The context is then broken when the failure comes from that rank, or that rank ends.
+        """
+        self._failures.first.add(failure)
+        among = range(self.world_size) if members is None else members
+        is_new = self._failures.is_new(context, failure)
+        if self.rank not in among or not is_new or failure.by == self.rank:
+            return
+        is_direct = peer == failure.by or self.down(failure.by) is not None
+        if self._failures.defer(context, failure):
+            linked = [rank for rank in self._linked() if rank not in (peer, failure.by)]
+            self._inform(context, failure, among, linked)
+        if is_direct:
+            self._break(context, failure)
+        else:
+            self._watch(failure.by)
 
     def mark_down(self, error: LinkDown) -> bool:
         """Record that a rank cannot be reached any more, and end the transfers with it.
@@ -227,13 +330,15 @@ class Transport(ABC):
             return False
         self.messages.peer_down(error)
         self._questions.drop(error.peer)
+        for context, failure in self._failures.take_deferred(error.peer):
+            self._break(context, failure)
         return True
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why there is no link to a rank any more, or None."""
         return self._failures.down(peer)
 
-    def end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
+    def _end_of(self, peer: int, reason: str, left: bool) -> LinkDown:
         """Return the status of a broken link; the rank may have left by way of shared memory."""
         if self.messages.has_left(peer):
             return LinkDown(peer, LEFT, left=True)
@@ -244,11 +349,19 @@ class Transport(ABC):
 
         So a rank learns of a crash although it was never linked to the crashed rank.
         """
-        if self.mark_down(error):
+        known = self.down(error.peer)
+        if known is None or known.left:
+            self._failures.first.add(failure_of(error, self.rank))
+            words = {
+                "peer": error.peer,
+                "reason": error.reason,
+                "first": self._failures.first.words,
+            }
             for peer in self._linked():
                 if peer != error.peer and self.down(peer) is None:
-                    words = {"peer": error.peer, "reason": error.reason}
                     self._control(peer, 0, Kind.LOST, words)
+            # Last, because a call of this rank may fail now, and this rank may end.
+            self.mark_down(error)
 
     def watch_neighbours(self) -> None:
         """Watch the ranks 1, 2, 4, ... further on.
@@ -311,21 +424,28 @@ class Transport(ABC):
     def _shut(self) -> None:
         """Send a good-bye and close sockets and threads."""
 
-    def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> None:
+    def _after_all_arrivals(self, job: Callable[[], object]) -> None:
+        """Run `job` when everything that has arrived until now has been handled."""
+        job()
+
+    def _control(self, peer: int, context: int, kind: Kind, words: dict[str, Any]) -> Transfer:
         body = memoryview(json.dumps(words).encode())
         key = Key(context, kind, 0)
         # No context: the failure of a context must not cancel the frames that report it.
-        self.transmit(peer, key, Transfer(peer, _NO_CONTEXT, key[1:], body))
+        transfer = Transfer(peer, _NO_CONTEXT, key[1:], body)
+        self.transmit(peer, key, transfer)
+        return transfer
 
-    def _answer(self, context: int, words: dict[str, Any]) -> dict[str, Any]:
-        status = self._calls.find(context, words["seq"])
+    def _answer(self, context: int, seq: int, places: bool) -> dict[str, Any]:
+        status = self.calls.find(context, seq)
         failure = self._failures.get(context)
         return {
             "failure": None if failure is None else failure.words,
-            "number": words["number"],
             "at": status.seq,
             "text": status.text,
             "unreached": self.unreached(),
+            "place": place_of_thread(self.calls.thread) if places else "",
+            "first": self._failures.first.words,
         }
 
     def _break(self, context: int, failure: Failure) -> bool:

@@ -7,21 +7,41 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any, Protocol
 
 from unisono.base.completion import Completion
 from unisono.transports.messages import CallStatus, Failure, LinkDown
+
+# For how long a failure counts as the cause of the next one. A rank needs seconds to end if it has
+# to close files. A longer time would blame a failure that the ranks have survived.
+_FOLLOWS_S = 10.0
 
 # How many past calls a rank keeps per context, so that a slower rank can still ask for the call on
 # which the ranks disagree. 2 are enough for one such call, 8 for several in a row.
 _HISTORY = 8
 
 
+class Watched(Protocol):
+    """A group as the log of calls sees it."""
+
+    def last_call(self) -> CallStatus | None:
+        """Return the last call that this rank has begun, or None if it is unknown."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name, the members and the state of the group, for JSON."""
+
+
 class CallLog:
-    """The last calls that this rank has begun, by context."""
+    """The last calls that this rank has begun, by context.
+
+    Attributes:
+        thread: The thread that made the transport; it usually makes the calls.
+    """
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         self._calls: dict[int, deque[CallStatus]] = {}
-        self._last: dict[int, Callable[[], CallStatus | None]] = {}
+        self._groups: dict[int, Watched] = {}
 
     def add(self, context: int, call: CallStatus) -> None:
         """Record a call."""
@@ -30,24 +50,32 @@ class CallLog:
             calls = self._calls.setdefault(context, deque(maxlen=_HISTORY))
         calls.append(call)
 
-    def consult(self, context: int, last: Callable[[], CallStatus | None]) -> None:
-        """Include the call that `last()` returns, if any, when the log is read."""
-        self._last[context] = last
+    def watch(self, context: int, group: Watched) -> None:
+        """Include the last call of a group when the log is read."""
+        self._groups[context] = group
 
     def find(self, context: int, seq: int) -> CallStatus:
         """Return call `seq` if the log still has it, else the last call."""
         calls = list(self._calls.get(context, ()))
-        last = self._last.get(context)
-        if last is not None and (call := last()) is not None:
+        group = self._groups.get(context)
+        if group is not None and (call := group.last_call()) is not None:
             calls.append(call)
         wanted = [call for call in calls if call.seq == seq]
         last_one = max(calls, key=lambda call: call.seq, default=CallStatus(0, ""))
         return wanted[-1] if wanted else last_one
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the state of each group with its last call, for JSON."""
+        found = []
+        for context, group in list(self._groups.items()):
+            last = self.find(context, 0)
+            found.append({"seq": last.seq, "call": last.text, **group.describe()})
+        return found
+
     def forget(self, context: int) -> None:
         """Release the calls of a destroyed context."""
         self._calls.pop(context, None)
-        self._last.pop(context, None)
+        self._groups.pop(context, None)
 
 
 class Question(Completion):
@@ -80,9 +108,14 @@ class Question(Completion):
 
 
 class Questions:
-    """The open questions of this rank."""
+    """The open questions of this rank.
+
+    Attributes:
+        about_ends: Questions about the end of a rank, by that rank.
+    """
 
     def __init__(self) -> None:
+        self.about_ends: dict[int, Question] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, Question] = {}
@@ -114,14 +147,65 @@ class Questions:
             self._open.pop(question.number, None)
 
 
+class FirstCause:
+    """The first of the failures that follow one another, as far as this rank knows.
+
+    A rank that has an error usually ends, and its end is an error on the next rank. Every control
+    message about a failure carries the first cause that its sender knows.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: tuple[float, Failure] | None = None
+
+    def add(self, failure: Failure, age_s: float = 0.0) -> None:
+        """Take a failure that is so old into account."""
+        at_s = time.monotonic() - age_s
+        with self._lock:
+            if self._known is None or not self._is_later(at_s, failure):
+                self._known = at_s, failure
+
+    def _is_later(self, at_s: float, failure: Failure) -> bool:
+        """Whether a failure is no first cause, because the known failure is."""
+        assert self._known is not None
+        known_s, known = self._known
+        if abs(at_s - known_s) > _FOLLOWS_S:
+            return at_s < known_s
+        if known.peers == failure.peers:
+            # The exception of a rank replaces the end of its connection.
+            return known.kind != "lost" or failure.kind == "lost"
+        return at_s >= known_s
+
+    def find(self, since_s: float) -> Failure | None:
+        """Return the first cause if it is fresh, and not older than `since_s`."""
+        known = self._known
+        if known is None or known[0] < max(since_s, time.monotonic() - _FOLLOWS_S):
+            return None
+        return known[1]
+
+    @property
+    def words(self) -> list[object] | None:
+        """The age in seconds and the words of the first cause, for a control message."""
+        known = self._known
+        return None if known is None else [time.monotonic() - known[0], known[1].words]
+
+    def learn(self, words: list[Any] | None) -> None:
+        """Take the first cause of another rank into account."""
+        if words is not None:
+            self.add(Failure(*words[1]), max(0.0, words[0]))
+
+
 class Failures:
     """Ranks that are gone, broken contexts, and the callbacks that wait for these."""
 
     def __init__(self) -> None:
+        self.first = FirstCause()
         self._lock = threading.Lock()
         self._down: dict[int, LinkDown] = {}
+        self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}
         self._callbacks: dict[int, Callable[[Failure], None]] = {}
+        self._deferred: dict[int, Failure] = {}
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why a rank is gone, or None."""
@@ -140,19 +224,45 @@ class Failures:
             self._down[error.peer] = error
         return True
 
+    def report(self, failure: Failure) -> bool:
+        """Record that a call failed because of lost ranks; return whether it is the first call."""
+        with self._lock:
+            known = failure.peers in self._reported
+            self._reported.add(failure.peers)
+        if not known:
+            self.first.add(failure)
+        return not known
+
     def get(self, context: int) -> Failure | None:
         """Return why a context is broken, or None."""
         return self._failures.get(context)
+
+    def is_new(self, context: int, failure: Failure) -> bool:
+        """Whether a context is not broken, or this failure ends further calls."""
+        known = self._failures.get(context)
+        return known is None or known.after > failure.after
+
+    def defer(self, context: int, failure: Failure) -> bool:
+        """Keep a failure until the rank that detected it ends; return whether it is the first."""
+        with self._lock:
+            return self._deferred.setdefault(context, failure) is failure
+
+    def take_deferred(self, rank: int) -> list[tuple[int, Failure]]:
+        """Remove and return the contexts and failures that are kept until this rank ends."""
+        with self._lock:
+            taken = [item for item in self._deferred.items() if item[1].by == rank]
+            for context, _ in taken:
+                del self._deferred[context]
+        return taken
 
     def add(self, context: int, failure: Failure) -> bool:
         """Break a context and call its callback.
 
         Returns:
-            False if it was broken already, unless this failure ends further calls.
+            Whether the failure is new.
         """
         with self._lock:
-            known = self._failures.get(context)
-            if known is not None and known.after <= failure.after:
+            if not self.is_new(context, failure):
                 return False
             self._failures[context] = failure
             callback = self._callbacks.get(context)
@@ -172,4 +282,5 @@ class Failures:
         """Release the failure and the callback of a destroyed context."""
         with self._lock:
             self._failures.pop(context, None)
+            self._deferred.pop(context, None)
             self._callbacks.pop(context, None)

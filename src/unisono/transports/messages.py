@@ -31,6 +31,7 @@ class Kind(IntEnum):
     GOODBYE = 5
     LOST = 6
     KNOCK = 7
+    CAUSE = 8
 
 
 class Key(NamedTuple):
@@ -75,11 +76,13 @@ class CallStatus(NamedTuple):
         seq: Sequence number of the call; 0 before the first one.
         text: The call with its arguments.
         unreached: Ranks that this rank could not reach.
+        place: Where the rank is in its program; "" if that was not asked for.
     """
 
     seq: int
     text: str
     unreached: Unreached = {}  # noqa: RUF012  never changed
+    place: str = ""
 
 
 class Cancelled(Exception):
@@ -127,7 +130,7 @@ class Failure(Exception):
         reason: The cause, as the end of a sentence.
         peers: Ranks to blame.
         by: The rank that detected the failure.
-        table: Lines that list which rank could not reach which other rank.
+        table: Lines with the places of ranks, and which rank could not reach which other rank.
         after: The last call that `by` has finished. On other ranks it goes on, because `by` has
             sent all its data, and all ranks have entered it. The C++ engine counts runs of
             programs instead of calls.
@@ -162,3 +165,8 @@ class Failure(Exception):
     def words(self) -> list[object]:
         """The arguments from which another rank makes an equal failure."""
         return list(self.args)
+
+
+def failure_of(error: LinkDown, by: int) -> Failure:
+    """Return the failure of a call that needs a lost rank; rank `by` has detected it."""
+    return Failure("lost", f"rank {error.peer} was lost: {error.reason}", [error.peer], by)

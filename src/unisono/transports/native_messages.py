@@ -19,12 +19,13 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from unisono.base import config
+from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.base.extension import extension as _engine
 from unisono.base.log import get_logger
@@ -41,12 +42,18 @@ from unisono.transports.messages import (
     LinkDown,
     MessageMismatch,
 )
-from unisono.transports.transfers import ANYTHING, NOTHING, Links, Messages, Transfer
+from unisono.transports.native_transfer import NativeTransfer, Outcome, Started
+from unisono.transports.transfers import (
+    ANYTHING,
+    NOTHING,
+    Address,
+    Links,
+    Messages,
+    PlainMessages,
+    Transfer,
+)
 
 _log = get_logger("transports.native")
-
-Outcome = tuple[int, int, int, int, int, int, Any]
-"""(number, code, source, nbytes, info, tag, message or None) of a send or receive."""
 
 # As for TCP: how long close() goes on sending what isend left.
 _LINGER_S = 2.0
@@ -71,43 +78,45 @@ def tag_of(kind: Kind, tag: int) -> int:
     return tag if kind is Kind.P2P and tag != ANY_TAG else tag - (1 << 62)
 
 
-class NativeTransfer(Transfer):
-    """A send or receive in C++; a thread that waits for it moves its bytes."""
+class NativePlain(PlainMessages):
+    """Plain messages in C++.
 
-    __slots__ = ("_cause", "_messages", "_quiet", "number", "outcomes", "receives")
+    Args:
+        messages: The messages.
+        context: Number of the group's context.
+        ranks: Global ranks of the members.
+        codes: The `info` of a message, by the buffer format of the array.
+    """
 
-    _messages: NativeMessages
-    _quiet: bool
-    _cause: BaseException | None
-    number: int
-    outcomes: list[Outcome]
-    receives: bool
+    def __init__(
+        self, messages: NativeMessages, context: int, ranks: Sequence[int], codes: Mapping[str, int]
+    ) -> None:
+        self._messages = messages
+        self._context = context
+        self.messenger = _engine.Port(messages.native, context, list(ranks), np.ndarray, codes)
+        self.try_send = self.messenger.try_send
 
-    def done(self) -> bool:
-        # A thread that took the outcome may have been interrupted before it called `finish`.
-        if not self._done and self.outcomes:
-            self._messages.finish(self)
-        return self._done
+    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
+        messages = self._messages
+        messages.hold(array)
+        before = messages.native.last_number()
+        try:
+            started = self.messenger.start_recv(array, peer, tag)
+            if started is None:
+                return None
+            outcome, record = started
+            receive = make(record)
+            receive.begin(messages, receives=True)
+            messages.begun(receive, outcome)
+            return receive
+        except BaseException:
+            messages.cancel_interrupted(array, before)
+            raise
+        finally:
+            messages.release(array)
 
-    def wait_until(self, deadline: Deadline | None) -> bool:
-        return self.done() or self._messages.wait(self, deadline)
-
-    def watch(self) -> None:
-        if self._quiet and not self.done():
-            self._quiet = False
-            self._messages.watch(self)
-
-    def is_ended_by(self, failure: Failure) -> bool:
-        """Whether the failure of its context ends this transfer."""
-        return failure.ends(*self.tag)
-
-    def end(self, outcome: Outcome, status: BaseException | None) -> None:
-        """Finish the transfer with this outcome; `status`: why it has failed."""
-        if status is None and self.receives:
-            _, _, self.peer, self.nbytes, self.info, tag, memory = outcome
-            self.tag = (self.tag[0], tag)
-            self.into = self.into if memory is None else memory.data
-        self.finish(status)
+    def status_of(self, outcome: Any) -> BaseException | None:
+        return self._messages.status_of(outcome, self._context)
 
 
 class NativeMessages(Messages):
@@ -116,6 +125,9 @@ class NativeMessages(Messages):
     Args:
         links: The transport. It makes wires, carries messages to ranks without shared memory or
             wires, and detects ranks that are gone.
+
+    Attributes:
+        endpoint: How other ranks reach this rank's rings, or make wires to it; without spaces.
 
     Raises:
         OSError: The memory cannot be made.
@@ -127,18 +139,20 @@ class NativeMessages(Messages):
         self._mailbox = MailboxMessages(links)
         if links.wires is not None:
             links.wires.take = self._add_wire
-        self._nonce = os.urandom(_NONCE_BYTES)
         self._channels = config.get_int("UNISONO_CHANNELS", _MOST_CHANNELS)
         self._lock = threading.Lock()
-        self._open: dict[int, NativeTransfer] = {}
+        self._open: dict[int, Started] = {}
         self._early: dict[int, Outcome] = {}
         # By id: memory of calls on their way to C++. Ctrl-C would free it while C++ uses it.
         self._held: dict[int, object] = {}
         self._server = Worker(f"unisono-messages-{links.rank}")
         self._closed = False
         self.native = _engine.Messages(links.rank, links.world_size)
-        if error := self.native.create(self._nonce):
-            raise OSError(error, os.strerror(error))
+        nonce = os.urandom(_NONCE_BYTES)
+        fd = self.native.create(nonce)
+        if fd < 0:
+            raise OSError(-fd, os.strerror(-fd))
+        self.endpoint = f"{os.getpid()}:{fd}:{nonce.hex()}:{self._channels}"
         # Weak, because the collector sees no cycles through C++.
         stuck = weakref.WeakMethod(self._stuck)
         self.native.set_stuck(lambda ranks, sends: (method := stuck()) and method(ranks, sends))
@@ -157,11 +171,6 @@ class NativeMessages(Messages):
             getattr(_log, level)("no shared memory for messages: %s", error)
             return None
 
-    @property
-    def endpoint(self) -> str:
-        """How other ranks reach this rank's rings, or make wires to it; without spaces."""
-        return f"{os.getpid()}:{self.native.fd()}:{self._nonce.hex()}:{self._channels}"
-
     def introduce(self, endpoints: Sequence[str], near: Sequence[bool], *, crowded: bool) -> None:
         """Set how to reach the other ranks; called before the first message.
 
@@ -170,7 +179,8 @@ class NativeMessages(Messages):
             near: Whether the memory of a rank may be opened.
             crowded: Whether more ranks than cores take part on this host.
         """
-        addresses, theirs = [], []
+        addresses: list[Address] = []
+        theirs = []
         for endpoint, is_near in zip(endpoints, near, strict=True):
             pid, fd, nonce, most = endpoint.split(":") if endpoint else (0, 0, "", self._channels)
             theirs.append(int(most))
@@ -178,7 +188,7 @@ class NativeMessages(Messages):
             channels = min(self._channels, theirs[-1]) if has_wires else 0
             addresses.append((int(pid) if is_near else 0, int(fd), bytes.fromhex(nonce), channels))
         self._warn_of_channels(theirs)
-        self.reaches_all = all(pid or channels for pid, _, _, channels in addresses)
+        self.addresses = addresses
         self.native.introduce(addresses, crowded)
 
     def _warn_of_channels(self, channels: Sequence[int]) -> None:
@@ -196,7 +206,8 @@ class NativeMessages(Messages):
     # ---- messages -------------------------------------------------------------------------
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
-        transfer = self._transfer(peer, key, data, info, receives=False)
+        transfer = NativeTransfer(peer, key.context, key[1:], data, info)
+        transfer.begin(self, receives=False)
         self.hold(transfer)
         outcome = self.native.start_send(peer, key.context, tag_of(key.kind, key.tag), info, data)
         if outcome[1] == _engine.UNREACHABLE:
@@ -216,7 +227,8 @@ class NativeMessages(Messages):
         Its bytes may not be moved, nor its end be detected, before a thread waits for it or calls
         `watch`. A server thread that ran for every message would cost more than the message.
         """
-        transfer = self._transfer(peer, key, into, info, receives=True, among=among)
+        transfer = NativeTransfer(peer, key.context, key[1:], into, info, among)
+        transfer.begin(self, receives=True)
         takes = 2 if into is NOTHING else int(into is ANYTHING)
         # An address of its own, for `cancel_interrupted`.
         into = memoryview(bytearray(1)) if takes else into
@@ -237,14 +249,14 @@ class NativeMessages(Messages):
     def has_receive(self, peer: int, key: Key) -> bool:
         return bool(self.native.has_receive(peer, key.context, tag_of(key.kind, key.tag)))
 
-    def watch(self, transfer: NativeTransfer) -> None:
+    def watch(self, transfer: Started) -> None:
         """Make the server move the bytes of a receive and detect its end."""
         self.native.watch(transfer.number)
         for source in transfer.among if transfer.peer is None else (transfer.peer,):
             if not transfer.done():
                 self._links.notice_end(source)
 
-    def wait(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
+    def wait(self, transfer: Started, deadline: Deadline | None) -> bool:
         """Move bytes until this transfer is done; return False at the deadline."""
         limit_s = float("inf") if deadline is None else deadline.remaining()
         try:
@@ -257,7 +269,7 @@ class NativeMessages(Messages):
             return self._wait_for_other(transfer, deadline)
         return ended
 
-    def finish(self, transfer: NativeTransfer) -> None:
+    def finish(self, transfer: Started) -> None:
         """Finish a transfer whose outcome is known; may be called repeatedly, by any thread."""
         outcome = transfer.outcomes[0]
         self._open.pop(outcome[0], None)
@@ -265,13 +277,13 @@ class NativeMessages(Messages):
 
     def cancel(self, transfer: Any, error: BaseException | None = None) -> None:
         """End a transfer with `error`, by default `Cancelled`, unless it has ended."""
-        if type(transfer) is Transfer:  # a receive of a port is no Transfer
+        if not isinstance(transfer, Started):
             self._mailbox.cancel(transfer)
             return
         if transfer.done():
             return
         # A thread that waits for the transfer finishes it, with this cause.
-        transfer._cause = error
+        transfer.cause = error
         code = self.native.cancel(transfer.number, transfer.outcomes)
         if not transfer.done() and code == _engine.UNKNOWN and not self.is_server():
             # Another thread has just ended it, and is about to finish it.
@@ -293,15 +305,8 @@ class NativeMessages(Messages):
             return Cancelled()
         return ClosedError("the transport was closed")
 
-    def port(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> Any:
-        """Return an object that sends and receives NumPy arrays of a group without Python code.
-
-        Args:
-            context: The group's.
-            ranks: Global ranks of its members.
-            codes: The `info` of a message, by the buffer format of the array.
-        """
-        return _engine.Port(self.native, context, list(ranks), np.ndarray, dict(codes))
+    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> PlainMessages:
+        return NativePlain(self, context, ranks, codes)
 
     def hold(self, owner: object) -> None:
         """Keep memory alive until `release`; for good if an exception comes before."""
@@ -388,36 +393,20 @@ class NativeMessages(Messages):
 
     # ---- beginning and ending -------------------------------------------------------------
 
-    def _transfer(
-        self,
-        peer: int | None,
-        key: Key,
-        data: memoryview,
-        info: int,
-        *,
-        receives: bool,
-        among: frozenset[int] = frozenset(),
-    ) -> NativeTransfer:
-        transfer = NativeTransfer(peer, key.context, key[1:], data, info, among)
-        transfer._messages, transfer._cause = self, None
-        transfer._quiet = transfer.receives = receives
-        transfer.number, transfer.outcomes = 0, []
-        return transfer
-
-    def _wait_for_other(self, transfer: NativeTransfer, deadline: Deadline | None) -> bool:
+    def _wait_for_other(self, transfer: Started, deadline: Deadline | None) -> bool:
         """Wait until another thread finishes it; finish it here if Ctrl-C stopped that thread."""
         while not transfer.done():
             left_s = math.inf if deadline is None else deadline.remaining()
             if not left_s:
                 return False
-            Transfer.wait_until(transfer, Deadline(min(left_s, _LOOK_S)))
+            Completion.wait_until(transfer, Deadline(min(left_s, _LOOK_S)))
         return True
 
-    def _of_context(self, context: int) -> list[NativeTransfer]:
+    def _of_context(self, context: int) -> list[Started]:
         with self._lock:
             return [t for t in self._open.values() if t.context == context]
 
-    def begun(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+    def begun(self, transfer: Started, outcome: Outcome) -> None:
         """Finish a transfer that C++ has started with this outcome, now or when it ends."""
         transfer.number = number = outcome[0]
         if not number:
@@ -436,7 +425,7 @@ class NativeMessages(Messages):
         if transfer is not None:
             self._finish(transfer, outcome)
 
-    def _remove(self, number: int, outcome: Outcome) -> NativeTransfer | None:
+    def _remove(self, number: int, outcome: Outcome) -> Started | None:
         with self._lock:
             transfer = self._open.pop(number, None)
             if transfer is None:
@@ -444,12 +433,12 @@ class NativeMessages(Messages):
                 self._early[number] = outcome
             return transfer
 
-    def _finish(self, transfer: NativeTransfer, outcome: Outcome) -> None:
+    def _finish(self, transfer: Started, outcome: Outcome) -> None:
         status = None
         if outcome[1] != _engine.OK:
             status = self.status_of(outcome, transfer.context)
             if isinstance(status, Cancelled):
-                status = transfer._cause or status
+                status = transfer.cause or status
         transfer.end(outcome, status)
 
     # ---- threads --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,9 @@ from unisono.base.types import PARTIAL
 from unisono.transports.messages import ANY_TAG, Arrival, Failure, Key, Kind, LinkDown
 
 Tag = tuple[Kind, int]
+
+Address = tuple[int, int, bytes, int]
+"""Process id of a rank on this host (else 0), descriptor, nonce; connections to another host."""
 
 ANYTHING = memoryview(b"")
 """In place of memory: a receive of a message of any size and type word, into new memory."""
@@ -129,16 +132,45 @@ class Wires(Protocol):
         """Read a socket that is closed for writing until its peer closes it, too."""
 
 
+class PlainMessages:
+    """Messages of one group that are contiguous NumPy arrays, with little Python code on their way.
+
+    With this class no message is plain, and all take the other way. Messages in C++ have a class
+    of their own.
+
+    Attributes:
+        messenger: An object that public functions call in C++, or None.
+        try_send: Send (array, peer, tag) if the array is plain and that needs no wait; returns
+            whether it was sent.
+    """
+
+    def __init__(self) -> None:
+        self.messenger: Any = None
+        self.try_send: Callable[[Any, int | None, int], bool] = lambda *_: False
+
+    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
+        """Start receiving and return what `make` returns: a `Started` that ends with the receive.
+
+        `make` gets the number of the receive's record. None: the array is not plain.
+        """
+        return None
+
+    def status_of(self, outcome: Any) -> BaseException | None:
+        """Return the status of a call of `messenger` with this result; None: success."""
+        return None
+
+
 class Messages(Protocol):
     """Carries the messages of one rank, and matches them to receives.
 
     Attributes:
         native: The object in C++, if there is one.
-        reaches_all: Whether C++ carries the messages to all ranks.
+        addresses: How C++ reaches the ranks, by rank; empty without C++.
     """
 
     native: Any = None
-    reaches_all: bool = False
+
+    addresses: Sequence[Address] = ()
 
     def send(self, peer: int, key: Key, data: memoryview, info: int) -> Transfer:
         """Start sending."""
@@ -173,6 +205,16 @@ class Messages(Protocol):
         """Whether a receive from this rank waits."""
 
     # Messages in C++ can do more.
+
+    def plain(self, context: int, ranks: Sequence[int], codes: Mapping[str, int]) -> PlainMessages:
+        """Return the plain messages of a group.
+
+        Args:
+            context: Number of the group's context.
+            ranks: Global ranks of its members.
+            codes: The `info` of a message, by the buffer format of the array.
+        """
+        return PlainMessages()
 
     def claim(self, source: int, key: Key) -> Transfer | None:
         """Remove and return the receive into which the next message can be read, or None."""

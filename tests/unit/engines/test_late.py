@@ -42,7 +42,8 @@ def test_who_is_late(monkeypatch, heard, fresh, peers, text):
     transport = SimpleNamespace(
         rank=0,
         world_size=len(ranks),
-        ask=lambda context, seq, ranks, deadline: fresh,
+        ask=lambda context, seq, ranks, deadline, places: fresh,
+        messages=SimpleNamespace(addresses=()),
         close_question=closed.append,
         failure=lambda context: None,
         unreached=dict,

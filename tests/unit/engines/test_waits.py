@@ -29,9 +29,8 @@ def pair():
     """The messages of two ranks, both in this process."""
     nonces = [os.urandom(16) for _ in range(2)]
     both = [extension.Messages(rank, 2) for rank in range(2)]
-    for messages, nonce in zip(both, nonces, strict=True):
-        assert messages.create(nonce) == 0
-    known = [(os.getpid(), m.fd(), n, 0) for m, n in zip(both, nonces, strict=True)]
+    fds = [messages.create(nonce) for messages, nonce in zip(both, nonces, strict=True)]
+    known = [(os.getpid(), fd, nonce, 0) for fd, nonce in zip(fds, nonces, strict=True)]
     for messages in both:
         messages.introduce(known, False)
     yield both
@@ -252,11 +251,12 @@ class Interrupted:
 @pytest.mark.ranks(2)
 def test_the_interrupt_is_told_whatever_the_receive_was_called_with(rank, memory):
     port = dist.group.WORLD.plain_port
-    real, port._native = port._native, Interrupted(port._native)
+    plain, real = port._plain, port._plain.messenger
+    plain.messenger = Interrupted(real)
     with pytest.raises(Ended):
         port.irecv(memory, 1 - rank, 0, memory, 1.0)
-    port._native = real
-    assert not port.messages._held
+    plain.messenger = real
+    assert not plain._messages._held
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -266,15 +266,15 @@ def test_an_interrupted_receive_leaves_an_older_one_at_the_same_address_alone(ra
         dist.recv(np.zeros(1), 1)
         dist.send(np.full(count, 7.0), 1, tag=1)
         return
-    port = dist.group.WORLD.plain_port
+    plain = dist.group.WORLD.plain_port._plain
     memory = np.zeros(8)
     first = dist.irecv(memory[:count], 0, tag=1)
-    real = port._native
+    real = plain.messenger
     for begun in (None, real):
-        port._native = Interrupted(begun)
+        plain.messenger = Interrupted(begun)
         with pytest.raises(Ended):
             dist.irecv(memory, 0, tag=2)
-    port._native = real
+    plain.messenger = real
     dist.send(np.zeros(1), 0)
     first.wait()
     assert (memory[:count] == 7).all()

@@ -16,8 +16,8 @@ from typing import Any
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag, non_negative, seconds
+from unisono.cli.nodes import add_node_flags, node_options
 from unisono.cli.run.dry_run import describe
-from unisono.cli.run.nodes import add_node_flags, node_options
 from unisono.cli.run.output import add_output_flags, log_options
 from unisono.cli.run.programs import add_program_flags, worker_commands
 from unisono.cli.run.status_line import make_status_line
@@ -30,6 +30,7 @@ from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
+from unisono.launcher.stats import prepare_stats, take_stats
 from unisono.launcher.workers.cpu_binding import MODES
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
@@ -67,6 +68,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add_flag(parser, "--dry-run", action="store_true", help="print the launch, and start nothing")
     add_flag(
         parser,
+        "--doctor",
+        action="store_true",
+        help="before the start, examine the hosts and their network as `unisono doctor` does",
+    )
+    add_flag(
+        parser,
         "--grace",
         "--shutdown-timeout",
         type=seconds,
@@ -79,6 +86,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--error-json",
         metavar="PATH",
         help="write the failure report to this file as well, as JSON",
+    )
+    add_flag(
+        parser,
+        "--stats",
+        action="store_true",
+        help="at the end, print the calls of this node's workers, and the ranks they waited for",
     )
     add_flag(
         parser,
@@ -130,11 +143,20 @@ def _run(options: argparse.Namespace) -> int:
     if spec.is_single_node and not options.standalone:
         _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
+    stats = prepare_stats() if options.stats else ""
     descendants = fork_launcher(spec.signals)
     notify = _show if status is None else partial(_show, write_line=status.write_line)
     agent = Agent(spec, notify=notify, descendants=descendants)
+    if options.doctor:
+        # It loads more than a launch needs.
+        from unisono.cli.doctor.session import Session
+
+        session = Session(options, len(commands), lambda line: agent.notify(f"doctor: {line}"))
+        agent.examine = session.examine_before_run
     with _shown_warnings(agent.notify):
         result = agent.run()
+    if stats:
+        _show(take_stats(stats))
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
     # This launcher may be a worker of another launcher.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from unisono.base.config import environ
 from unisono.cli.flags import add_flag
-from unisono.cli.run.nodes import workers_per_node
+from unisono.cli.nodes import workers_per_node
 
 _COUNT_FLAGS = ("-n", "--nproc-per-node", "--nproc_per_node")
 _LOCAL_RANK = "${local_rank}"

@@ -24,11 +24,20 @@ def is_foreign(sock: socket.socket) -> bool:
     """Return whether the other end of a local connection belongs to another user, or is gone.
 
     False also if the system has no sock_diag.
+    """
+    user = user_of_peer(sock)
+    return user is not None and user != os.geteuid()
+
+
+def user_of_peer(sock: socket.socket) -> int | None:
+    """Return the user id of the other end of a local connection; None without sock_diag.
+
+    -1 if this host has no such socket: it is gone, or the connection is not local.
 
     Source: sock_diag(7); the layout is that of linux/inet_diag.h.
     """
     if sys.platform != "linux":
-        return False
+        return None
     try:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _SOCK_DIAG) as kernel:
             kernel.settimeout(1.0)
@@ -36,11 +45,11 @@ def is_foreign(sock: socket.socket) -> bool:
             answer = kernel.recv(4096)
         kind, number = _ERRNO.unpack_from(answer)
         if kind == _ERROR:
-            return bool(number == -_ENOENT)
+            return -1 if number == -_ENOENT else None
         (user,) = _USER.unpack_from(answer)
     except (OSError, struct.error):
-        return False
-    return bool(user != os.geteuid())
+        return None
+    return int(user)
 
 
 def _question(sock: socket.socket) -> bytes:

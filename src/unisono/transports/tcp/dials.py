@@ -45,6 +45,10 @@ class Dials:
         dial = self._open[peer, channel] = Dial(self._loop, hello, address, done)
         return dial
 
+    def addresses(self) -> list[str]:
+        """Return the addresses of all ranks, with their tokens."""
+        return [self._find(rank) for rank in range(self._world_size)]
+
     def find(self, peer: int, channel: int) -> Dial | None:
         """Return the dial under way, or None."""
         return self._open.get((peer, channel))

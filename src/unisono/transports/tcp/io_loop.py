@@ -18,7 +18,7 @@ WRITE = selectors.EVENT_WRITE
 _HOLD_S = 1.0
 
 Handler = Callable[[int], None]
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 # Small frames are read through a buffer of this size, several in one system call. Larger payloads
@@ -87,7 +87,8 @@ class Loop:
                 # An earlier handler of this batch may have closed the socket.
                 if self._selector.get_map().get(key.fd) is key:
                     key.data(events)
-            while self._todo:
+            # Not the jobs that these jobs add: they run when the sockets have been looked at again.
+            for _ in range(len(self._todo)):
                 self._todo.popleft()()
             if self._timers:
                 now = time.monotonic()

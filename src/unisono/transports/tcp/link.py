@@ -309,19 +309,24 @@ class Link:
         """Whether the link has ended."""
         return self._closed is not None
 
-    def close(self, error: LinkDown) -> None:
-        """Close the socket and end all transfers under way with `error`."""
+    def disconnect(self) -> None:
+        """Close the socket; the transfers under way wait for `close`."""
         with self._write_lock, self._read_lock:
             self.ready = False
-            self._closed = error
             sock, self.sock = self.sock, None
+        if sock is not None:
+            sock.close()
+
+    def close(self, error: LinkDown) -> None:
+        """Close the socket and end all transfers under way with `error`."""
+        self.disconnect()
+        with self._write_lock, self._read_lock:
+            self._closed = error
             failed = [out.transfer for out in self._frames]
             self._frames.clear()
             if self._in is not None and self._in.transfer is not None:
                 failed.append(self._in.transfer)
             self._in = None
-        if sock is not None:
-            sock.close()
         for transfer in failed:
             transfer.finish(error)
 

@@ -36,7 +36,8 @@ from unisono.transports.tcp.dials import LINK, Dials
 from unisono.transports.tcp.handshake import Greeting
 from unisono.transports.tcp.io_loop import READ, WRITE, Loop
 from unisono.transports.tcp.link import Link
-from unisono.transports.tcp.wire import ACCEPT, REFUSE, Hello
+from unisono.transports.tcp.status import answer_client, show_port
+from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
 from unisono.transports.tcp.wire_maker import WireMaker
 from unisono.transports.transfers import Transfer
 
@@ -46,6 +47,14 @@ _log = get_logger("transports.tcp")
 # shorter time loses data that a slow peer was about to receive. A longer time makes the exit of a
 # job wait for a stopped peer.
 _LINGER_S = 2.0
+
+# How long the end of a rank is kept back, in which the other ranks report what they know of it. A
+# rank that waits for a stopped rank waits for all of it. On a busy machine a shorter time blames a
+# rank that ended because of another rank.
+_EXPLAIN_S = 0.5
+
+# How many linked ranks are asked. All of them would send n**3 messages if n ranks ended.
+_MOST_ASKED = 64
 
 # Pause of accept() after an error. Without a pause the loop would spin: the client still waits.
 _ACCEPT_PAUSE_S = 0.1
@@ -155,6 +164,7 @@ class TCPTransport(Transport):
     # ---- the I/O thread -------------------------------------------------------------------
 
     def _run(self) -> None:
+        show_port(TCPAddress.unpack(self.address).port)
         try:
             while not self._has_left():
                 self._loop.turn()
@@ -223,6 +233,9 @@ class TCPTransport(Transport):
     def _greeted(self, sock: socket.socket, hello: Hello) -> None:
         """Answer a hello; the connection becomes a link or wire to its rank, is parked, or ends."""
         peer, channel = hello.rank, hello.channel
+        if channel == INSPECT:
+            answer_client(self, self._loop, sock, self._has_token(hello), self._dials.addresses)
+            return
         known = self._knows(hello)
         if not known or self._has(peer, channel) or self.down(peer) is not None:
             # Two ranks that dial each other are normal, so that is no warning.
@@ -245,15 +258,20 @@ class TCPTransport(Transport):
         if channel != LINK:
             return self.wires.has(peer, channel)
         link = self._links.get(peer)
-        return link is not None and (link.ready or link.closed)
+        return link is not None and (
+            link.ready or link.closed or peer in self._questions.about_ends
+        )
 
     def _knows(self, hello: Hello) -> bool:
         return (
             (hello.world_size, hello.peer) == (self.world_size, self.rank)
             and hello.rank != self.rank
             and hello.rank < self.world_size
-            and hmac.compare_digest(hello.token, self._token)
+            and self._has_token(hello)
         )
+
+    def _has_token(self, hello: Hello) -> bool:
+        return hmac.compare_digest(hello.token, self._token)
 
     def _take(self, peer: int, channel: int, sock: socket.socket) -> None:
         """Accept the connection of a rank."""
@@ -272,7 +290,7 @@ class TCPTransport(Transport):
 
     def _dial(self, link: Link) -> None:
         peer = link.peer
-        if link.ready or link.closed:
+        if link.ready or link.closed or peer in self._questions.about_ends:
             return
 
         def done(sock: socket.socket | None, reason: str) -> None:
@@ -337,17 +355,51 @@ class TCPTransport(Transport):
     def _drop(self, link: Link, reason: str, *, left: bool = False) -> None:
         self._dials.remove(link.peer, LINK)
         self._dials.cancel(link.peer)
-        if link.closed:
+        if link.closed or link.peer in self._questions.about_ends:
             return
+        established = link.sock is not None
         if link.sock is not None:
             self._loop.unwatch(link.sock)
-        established = link.sock is not None
-        error = self.down(link.peer) or self.end_of(link.peer, reason, left)
-        link.close(error)
+        link.disconnect()
+        self._ask_for_cause(link, lambda: self._end(link, reason, left, established))
+
+    def _ask_for_cause(self, link: Link, end: Callable[[], None]) -> None:
+        """Call `end` when the linked ranks have sent what they know of the end of a rank.
+
+        The rank may have ended because of another rank, whose end has not been detected here. The
+        ranks answer after they have sent everything else.
+        """
+        for other in self._questions.about_ends.values():
+            other.drop(link.peer)
+        # At the normal end of a world every link ends. That needs no question.
+        needless = self._leave is not None or self.down(link.peer) is not None
+        linked = [] if needless else self._linked()[:_MOST_ASKED]
+        question = self._questions.about_ends[link.peer] = self.inquire(0, 0, linked)
+
+        def end_once() -> None:
+            if self._questions.about_ends.pop(link.peer, None) is not None:
+                self._loop.stop_timer(end_once)
+                self.close_question(question)
+                end()
+
+        if question.done():
+            end_once()
+            return
+        self._loop.start_timer(end_once, _EXPLAIN_S)
+        question.add_callback(lambda _: self._loop.later(end_once))
+
+    def _end(self, link: Link, reason: str, left: bool, established: bool) -> None:
+        """Record the end of the rank of a link, and end its transfers."""
+        error = self.down(link.peer) or self._end_of(link.peer, reason, left)
         if established and not error.left:
             self.spread(error)
         else:
             self.mark_down(error)
+        link.close(error)
+
+    def _after_all_arrivals(self, job: Callable[[], object]) -> None:
+        # The second turn looks at all sockets again before it runs the job.
+        self._loop.later(lambda: self._loop.later(job))
 
     def hold(self) -> bool:
         """Stop the I/O thread between two handlers, when every socket has an owner."""

@@ -23,6 +23,9 @@ ACCEPT = b"\x01"
 REFUSE = b"\x02"
 """The caller is refused: wrong world, wrong token, or a rank that counts as lost."""
 
+INSPECT = 0xFFFF_FFFF
+"""The channel of a client that wants the state of the rank. The rank answers and hangs up."""
+
 FRAME = struct.Struct("<BxxxIQqQ")
 """kind, info, context, tag, nbytes."""
 

@@ -86,8 +86,11 @@ class CallSpec(NamedTuple):
     agreed: tuple[object, ...] = ()
 
 
-class Planner:
-    """Makes the prepared calls of one group, and keeps them.
+class PreparedCalls:
+    """The prepared calls of one group, by what the call means; makes a call that is new.
+
+    C++ has a second table, by the arguments of public functions (`native/bindings/calls.hpp`). Its
+    entries are these objects, so a call is prepared once, whichever way it comes.
 
     Args:
         comm: The group.
@@ -106,7 +109,7 @@ class Planner:
         self.deterministic = config.get_flag("UNISONO_DETERMINISTIC")
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
-    def prepare(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Prepared:
+    def get(self, spec: CallSpec, subject: Flat | None, options: CallOptions) -> Prepared:
         """Return a prepared call, made when the call is new.
 
         Args:
@@ -163,10 +166,10 @@ class Planner:
                 same, *agreed,
             )  # fmt: skip
             call = Call.of(called, text, agreed, nbytes)
-            return Prepared(call, program, dtype, reduce_op)
-        exchange, program = self._exchange_plan(spec, splits, algorithm, itemsize)
+            return Prepared(call, program, dtype, reduce_op, None, algorithm, spec.elements)
+        exchange, program = self._exchange(spec, splits, algorithm, itemsize)
         call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Prepared(call, program, dtype, reduce_op, exchange)
+        return Prepared(call, program, dtype, reduce_op, exchange, algorithm, count)
 
     def _words(
         self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool
@@ -190,7 +193,7 @@ class Planner:
             words.append("deterministic")
         return words
 
-    def _exchange_plan(
+    def _exchange(
         self, spec: CallSpec, splits: Splits | Blocks, algorithm: str, itemsize: int
     ) -> tuple[Exchange, Program]:
         """Return the exchange of sizes that a rank knows only in part, and the even program."""

@@ -1,4 +1,4 @@
-"""The flags of `unisono run` about nodes, rendezvous and restarts."""
+"""The flags about nodes, rendezvous and restarts, of `unisono run` and `unisono doctor`."""
 
 from __future__ import annotations
 

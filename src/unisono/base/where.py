@@ -1,0 +1,90 @@
+"""The place of a thread or process: the user's line, or the state that the kernel reports.
+
+Frames of unisono, of the standard library and of installed packages are left out, so that the
+line of the user stands first.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from unisono.base.host import read_text, stat_fields
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+
+_STATES = {
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+    "X": "has ended",
+    "R": "is running and does not answer, so C code holds its interpreter lock",
+    "D": "sleeps in the kernel{wait} and does not answer",
+    "S": "sleeps{wait} and does not answer",
+}
+
+
+def place_of_thread(thread: int) -> str:
+    """Return where a thread of this process is: "in load (data.py:57), called from train.py:112".
+
+    Args:
+        thread: Its identity. If there is no such thread, the main thread is meant.
+    """
+    frames = sys._current_frames()
+    frame = frames.get(thread) or frames.get(threading.main_thread().ident or 0)
+    lines = list(user_frames(frame))
+    if not lines:
+        return "" if frame is None else _place(frame)
+    caller = f", called from {_line(lines[1])}" if len(lines) > 1 else ""
+    return _place(lines[0]) + caller
+
+
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Return the frames of the user's code, innermost first."""
+    while frame is not None:
+        if _is_of_user(frame):
+            yield frame
+        frame = frame.f_back
+
+
+def state_of_process(pid: int) -> str:
+    """Return what the kernel reports of a process of this host that does not answer.
+
+    Source: proc_pid_stat(5), proc_pid_wchan(5).
+    """
+    fields = stat_fields(pid)
+    if not fields:
+        return "has ended"
+    channel = read_text(f"/proc/{pid}/wchan").strip("0 \n")
+    wait = f" ({channel})" if channel else ""
+    return _STATES.get(fields[0], "does not answer").format(wait=wait)
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
+
+
+def _place(frame: FrameType) -> str:
+    name = frame.f_code.co_name
+    return f"at {_line(frame)}" if name == "<module>" else f"in {name} ({_line(frame)})"
+
+
+def _line(frame: FrameType) -> str:
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def stack_of(frame: FrameType | None) -> list[tuple[str, int, str, bool]]:
+    """Return (file, line, function, whether it is the user's) of each frame, innermost first."""
+    rows = []
+    while frame is not None:
+        code = frame.f_code
+        rows.append((code.co_filename, frame.f_lineno or 0, code.co_name, _is_of_user(frame)))
+        frame = frame.f_back
+    return rows

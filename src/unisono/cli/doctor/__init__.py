@@ -1,0 +1,1 @@
+"""`unisono doctor`: examine hosts and the network between them before a job."""

@@ -1,0 +1,140 @@
+"""The facts about this host: its limits, its names, and what a second process may do here."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+
+from unisono import __version__
+from unisono.base import config
+from unisono.base.deadline import Deadline
+from unisono.base.host import (
+    available_memory_bytes,
+    memory_cgroup,
+    read_text,
+    reason_of,
+    usable_cores,
+)
+from unisono.cli.doctor.facts import Host, Limits, Sharing
+
+_NAME_S = 2.0
+"""Seconds for the look-up of all names. A name server that does not answer takes 5 and more."""
+
+_CHILD_S = 20.0
+"""Seconds for the second process, which imports NumPy. It needs 0.3 unless the host is busy."""
+
+_PROOF_BYTES = 16
+
+
+def examine_host(nprocs: int, addresses: Sequence[str], names: Iterable[str]) -> Host:
+    """Return the facts about this host.
+
+    Args:
+        nprocs: Number of ranks that are to run here.
+        addresses: Addresses that they would publish.
+        names: Names to resolve, beside that of this host.
+    """
+    name = socket.gethostname()
+    admits = "token" if config.get("UNISONO_TOKEN") else "local"
+    return Host(
+        name=name,
+        nprocs=nprocs,
+        addresses=tuple(addresses),
+        names=resolve([name, *names]),
+        versions={
+            "unisono": __version__,
+            "Python": platform.python_version(),
+            "NumPy": _version("numpy"),
+            "torch": _version("torch"),
+            "processor": platform.machine(),
+            "byte order": sys.byteorder,
+        },
+        admits="any" if config.get("UNISONO_INSECURE") == "1" else admits,
+        limits=_limits(),
+        sharing=_sharing(),
+    )
+
+
+def resolve(names: Iterable[str]) -> dict[str, tuple[str, ...] | None]:
+    """Return the addresses of names: none if a name is unknown, None without an answer."""
+
+    def look_up(name: str) -> None:
+        try:
+            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            infos = []
+        found[name] = tuple(dict.fromkeys(str(info[4][0]) for info in infos))
+
+    found: dict[str, tuple[str, ...] | None] = {}
+    wanted, deadline = tuple(dict.fromkeys(names)), Deadline(_NAME_S)
+    # A look-up cannot be interrupted: its thread ends with the name server's time-out.
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(deadline.remaining())
+    return {name: found.get(name) for name in wanted}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _limits() -> Limits:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Limits(
+        cores=usable_cores(),
+        cpu_quota=_cpu_quota(),
+        memory_bytes=available_memory_bytes(),
+        descriptors=sys.maxsize if descriptors == resource.RLIM_INFINITY else descriptors,
+    )
+
+
+def _cpu_quota() -> float | None:
+    """Return the least quota of this process's cgroups (version 2); None without a limit."""
+    root, path = memory_cgroup()
+    least: float | None = None
+    while True:
+        words = read_text(f"{root}{path}/cpu.max").split()
+        if len(words) == 2 and all(map(str.isdecimal, words)):
+            quota = int(words[0]) / int(words[1])
+            least = quota if least is None else min(least, quota)
+        if not path:
+            return least
+        path = path.rpartition("/")[0]
+
+
+def _sharing() -> Sharing:
+    """Try in a second process what the ranks of a host do with each other."""
+    pages = re.search(r"\[(\w+)\]", read_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    proof = ctypes.create_string_buffer(secrets.token_bytes(_PROOF_BYTES), _PROOF_BYTES)
+    # The child reads its parent, as a rank reads its sibling; a parent may always read its child.
+    words = [str(os.getpid()), str(ctypes.addressof(proof)), proof.raw.hex()]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "unisono.cli.doctor.second_process", *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHILD_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Sharing(engine="", shared_memory=reason_of(error))
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Sharing(engine="", shared_memory=last)
+    return Sharing(**json.loads(done.stdout), huge_pages=pages[1] if pages else "")

@@ -1,0 +1,1 @@
+"""`unisono top` and `unisono stacks`: look at running jobs that were not prepared for it."""

@@ -1,0 +1,141 @@
+"""Find the ranks of running jobs, and ask each rank for its state.
+
+A rank of this host is found through /proc: the name of its receiving thread has the port on which
+it listens. The rank answers because the kernel reports that the client is of the same user. Its
+answer has the addresses and tokens of the other ranks, with which ranks of other hosts are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from unisono.base.host import read_text, stat_fields
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.status import THREAD
+from unisono.transports.tcp.wire import ACCEPT, INSPECT, Hello
+
+State = dict[str, Any]
+"""What a rank answers; see `transports.tcp.status.state_of`."""
+
+Endpoint = tuple[str, int, bytes]
+"""Address, port, and the token to show."""
+
+# How long a rank has for its answer. A stopped rank keeps `top` waiting for all of it.
+_ANSWER_S = 0.7
+
+_THREADS = 32
+
+_LISTENS = "0A"
+_TABLES = (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6))
+
+
+def ask_job(which: str | None) -> list[State]:
+    """Return the states of all ranks that answer.
+
+    Args:
+        which: Process id of a rank or launcher, or run id of a launcher; None for all jobs of this
+            user.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        states = _by_rank(pool.map(_ask, _listening(_candidates(which))))
+        missing = []
+        for job, addresses in {s["job"]: s["addresses"] for s in states.values()}.items():
+            for rank, text in enumerate(addresses):
+                if (job, rank) not in states:
+                    hosts, port, token = TCPAddress.unpack(text)
+                    missing += [(host, port, token) for host in hosts]
+        states |= _by_rank(pool.map(_ask, missing))
+    return [states[key] for key in sorted(states)]
+
+
+def _by_rank(states: Iterable[State | None]) -> dict[tuple[str, int], State]:
+    return {(state["job"], state["rank"]): state for state in states if state is not None}
+
+
+def _ask(endpoint: Endpoint) -> State | None:
+    """Return the state of the rank that listens there; None if it does not answer."""
+    host, port, token = endpoint
+    deadline, data = time.monotonic() + _ANSWER_S, b""
+    with contextlib.suppress(OSError, ValueError):
+        with socket.create_connection((host, port), _ANSWER_S) as sock:
+            sock.sendall(Hello(0, 0, 0, INSPECT, token).pack())
+            while (left_s := deadline - time.monotonic()) > 0:
+                sock.settimeout(left_s)
+                if not (chunk := sock.recv(1 << 16)):
+                    break
+                data += chunk
+        if data.startswith(ACCEPT):
+            state: State = json.loads(data[1:])
+            return state
+    return None
+
+
+# ---- processes of this host -------------------------------------------------------------------
+
+
+def _candidates(which: str | None) -> list[int]:
+    """Return processes of this user that may be ranks."""
+    mine = [int(name) for name in os.listdir("/proc") if name.isdecimal() and _is_mine(name)]
+    if which is None:
+        return mine
+    if which.isdecimal():
+        parents = {pid: int(fields[1]) for pid in mine if (fields := stat_fields(pid))}
+        return [pid for pid in mine if int(which) in _line_of(pid, parents)]
+    sign = f"\0TORCHELASTIC_RUN_ID={which}\0"
+    return [pid for pid in mine if sign in f"\0{read_text(f'/proc/{pid}/environ')}\0"]
+
+
+def _is_mine(name: str) -> bool:
+    try:
+        return os.stat(f"/proc/{name}").st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def _line_of(pid: int, parents: dict[int, int]) -> Iterator[int]:
+    """Return a process and its ancestors."""
+    while pid > 1:
+        yield pid
+        pid = parents.get(pid, 0)
+
+
+def _listening(pids: Iterable[int]) -> Iterator[Endpoint]:
+    """Return an address of each socket on which these processes listen for ranks."""
+    tables: dict[int, dict[int, str]] = {}
+    for pid in pids:
+        names = []
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                names.append(read_text(f"/proc/{pid}/task/{thread}/comm").strip())
+        for port in {int(name.removeprefix(THREAD)) for name in names if name.startswith(THREAD)}:
+            with contextlib.suppress(OSError, KeyError):
+                network = os.stat(f"/proc/{pid}/ns/net").st_ino
+                if network not in tables:
+                    tables[network] = _listeners(pid)
+                yield tables[network][port], port, bytes(16)
+
+
+def _listeners(pid: int) -> dict[int, str]:
+    """Return an address for each port with a listening socket in the network of a process."""
+    found: dict[int, str] = {}
+    for name, family in _TABLES:
+        for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
+            _, local, _, state, *_ = line.split(None, 4)
+            digits, _, port = local.partition(":")
+            if state == _LISTENS:
+                found.setdefault(int(port, 16), _address(digits, family))
+    return found
+
+
+def _address(digits: str, family: int) -> str:
+    """Return the address that /proc/net/tcp has in words of the machine's byte order."""
+    words = [int(digits[at : at + 8], 16) for at in range(0, len(digits), 8)]
+    return socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

@@ -1,0 +1,174 @@
+"""The sub-commands `top` and `stacks`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import LaunchError
+
+if TYPE_CHECKING:
+    from unisono.cli.look.ask import State
+    from unisono.cli.look.verdict import Job
+
+_REFRESH_S = 1.0
+
+_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "MiB", "place")
+
+_WHICH = "process id of a rank or launcher, or run id; all jobs of this user by default"
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the sub-commands."""
+    top = commands.add_parser(
+        "top",
+        help="show what the ranks of a running job do, and for which rank they wait",
+        description="Show what the ranks of a running job do, and for which rank they wait. The "
+        "job needs no preparation. It must have a rank of the same user on this host.",
+        allow_abbrev=False,
+    )
+    top.add_argument("job", nargs="?", metavar="JOB|PID", help=_WHICH)
+    top.add_argument("--once", action="store_true", help="print the table once")
+    top.add_argument("--json", action="store_true", help="print all states once, as JSON")
+    top.set_defaults(handler=_top, parser=top)
+    stacks = commands.add_parser(
+        "stacks",
+        help="print the Python stacks of the ranks of a running job",
+        description="Print the Python stacks of all ranks of a running job; equal stacks once.",
+        allow_abbrev=False,
+    )
+    stacks.add_argument("job", nargs="?", metavar="JOB|PID", help=_WHICH)
+    stacks.set_defaults(handler=_stacks, parser=stacks)
+
+
+def _jobs(which: str | None) -> list[Job]:
+    # These modules import NumPy, which `unisono run`, with the same parser, must not load.
+    from unisono.cli.look.ask import ask_job
+    from unisono.cli.look.verdict import jobs_of
+
+    jobs = jobs_of(ask_job(which))
+    if not jobs:
+        of = "of this user on this host" if which is None else f"of {which!r}"
+        raise LaunchError(
+            f"no rank {of} answers",
+            hint="give the process id of a rank or launcher, on its host, as its user",
+        )
+    return jobs
+
+
+def _top(options: argparse.Namespace) -> int:
+    from unisono.cli.look.verdict import verdict_of
+
+    jobs = _jobs(options.job)
+    if options.json:
+        found = [
+            {
+                "job": job.name,
+                "world_size": job.world_size,
+                "verdict": verdict_of(job),
+                "ranks": [_public(state) for state in job.states.values()],
+            }
+            for job in jobs
+        ]
+        print(json.dumps({"jobs": found}))
+        return 0
+    if options.once or not sys.stdout.isatty():
+        for job in jobs:
+            print(*_text(job), sep="\n")
+        return 0
+    return _live(options.job, jobs)
+
+
+def _public(state: State) -> State:
+    # The addresses have the tokens, which must not get into a file.
+    return {name: value for name, value in state.items() if name != "addresses"}
+
+
+def _live(which: str | None, jobs: list[Job]) -> int:
+    try:
+        from rich.live import Live
+        from rich.text import Text
+    except ImportError:
+        raise LaunchError(
+            "a live table needs rich", hint="pip install 'unisono[cli]', or use --once"
+        ) from None
+
+    def render() -> Text:
+        lines = [line for job in jobs for line in _text(job)]
+        return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+
+    try:
+        with Live(render(), screen=True, auto_refresh=False) as live:
+            while True:
+                began_s = time.monotonic()
+                jobs = _jobs(which)
+                live.update(render(), refresh=True)
+                time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _text(job: Job) -> Iterator[str]:
+    """Return the verdict and the table of a job, line by line."""
+    from unisono.cli.look.verdict import verdict_of
+
+    yield f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer"
+    yield from verdict_of(job)
+    rows = [_COLUMNS, *_rows(job)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(_COLUMNS))]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(cell.ljust(width) for cell, width in cells).rstrip()
+
+
+def _rows(job: Job) -> Iterator[tuple[str, ...]]:
+    from unisono.cli.look.verdict import waits_of
+
+    waits = {rank: wait for wait in reversed(waits_of(job)) for rank in wait.waiting}
+    for rank in range(job.world_size):
+        state, wait = job.states.get(rank), waits.get(rank)
+        if state is None:
+            yield (str(rank), *("?",) * (len(_COLUMNS) - 2), job.place(rank))
+            continue
+        last = max(state["groups"], key=lambda group: int(group["seq"]), default=None)
+        after = "" if last is None or not last["seq"] else f"after {_name_of(last)}"
+        since = "" if wait is None or wait.since_s is None else f"{wait.since_s:.1f}"
+        yield (
+            str(rank),
+            state["host"],
+            str(state["pid"]),
+            after if wait is None else wait.call,
+            since,
+            "" if wait is None else ",".join(map(str, wait.missing)),
+            f"{(state['rss_bytes'] or 0) / (1 << 20):.0f}",
+            state["place"],
+        )
+
+
+def _name_of(group: dict[str, Any]) -> str:
+    return f"{group['call'].partition('(')[0]} #{group['seq']}"
+
+
+def _stacks(options: argparse.Namespace) -> int:
+    from unisono.launcher.ranges import format_ranges
+
+    for job in _jobs(options.job):
+        print(f"job {job.name}: {job.world_size} ranks, {len(job.states)} answer")
+        folded: dict[tuple[Any, ...], list[int]] = {}
+        for rank, state in job.states.items():
+            for stack in state["stacks"]:
+                frames = tuple(tuple(frame[:3]) for frame in stack["frames"])
+                key = (not stack["calls"], stack["thread"], frames)
+                folded.setdefault(key, []).append(rank)
+        for (_, thread, frames), ranks in sorted(folded.items(), key=lambda item: item[1]):
+            many = "rank" if len(ranks) == 1 else "ranks"
+            print(f"\n{many} {format_ranges(ranks)}, thread {thread}:")
+            for file, line, function in reversed(frames):
+                print(f'  File "{file}", line {line}, in {function}')
+        for rank in sorted(set(range(job.world_size)) - set(job.states)):
+            print(f"\nrank {rank} {job.place(rank)}")
+    return 0

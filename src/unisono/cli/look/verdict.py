@@ -1,0 +1,107 @@
+"""From the states of the ranks to the rank for which a job waits. Pure but for /proc."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from unisono.base.where import state_of_process
+from unisono.cli.look.ask import State
+from unisono.engines.api import name_ranks
+
+
+class Job(NamedTuple):
+    """The states of the ranks of one job, by rank."""
+
+    name: str
+    world_size: int
+    states: dict[int, State]
+
+    def place(self, rank: int) -> str:
+        """Return where a rank is: "is in load (data.py:57)"."""
+        if rank in self.states:
+            return f"is {self.states[rank]['place'] or 'in no Python code'}"
+        for state in self.states.values():
+            pid = state["pids"].get(str(rank))
+            if pid is not None and state["host"] == platform.node():
+                return f"(process {pid}) {state_of_process(pid)}"
+        return "does not answer"
+
+
+def jobs_of(states: Sequence[State]) -> list[Job]:
+    """Return the jobs to which the states belong."""
+    names = dict.fromkeys(state["job"] for state in states)
+    found = {name: [state for state in states if state["job"] == name] for name in names}
+    return [
+        Job(name, mine[0]["world_size"], {state["rank"]: state for state in mine})
+        for name, mine in found.items()
+    ]
+
+
+class Wait(NamedTuple):
+    """Ranks that wait in one call of a group.
+
+    Attributes:
+        group: Name of the group.
+        ranks: Global ranks of its members.
+        call: The call, as "all_reduce #812".
+        waiting: Global ranks that are in the call.
+        missing: Global ranks that are not, or do not answer.
+        since_s: How long the first of them has been in the call; None if it is unknown.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    call: str
+    waiting: list[int]
+    missing: list[int]
+    since_s: float | None
+
+
+def waits_of(job: Job) -> list[Wait]:
+    """Return the calls in which ranks of a job are, those with missing ranks first."""
+    by_group: dict[tuple[str, tuple[int, ...]], dict[int, dict[str, Any]]] = {}
+    for rank, state in job.states.items():
+        for group in state["groups"]:
+            key = group["group"], tuple(group["ranks"])
+            by_group.setdefault(key, {})[rank] = group
+    found = []
+    for (name, ranks), views in by_group.items():
+        running = {rank: view for rank, view in views.items() if view["runs"]}
+        for seq in sorted({view["seq"] for view in running.values()}):
+            waiting = sorted(rank for rank, view in running.items() if view["seq"] == seq)
+            behind = [r for r in ranks if r not in views or views[r]["seq"] < seq]
+            call = f"{running[waiting[0]]['call'].partition('(')[0]} #{seq}"
+            times = [running[rank].get("since_s") for rank in waiting]
+            since_s = max((time for time in times if time is not None), default=None)
+            found.append(Wait(name, ranks, call, waiting, behind, since_s))
+    return sorted(found, key=lambda wait: (not wait.missing, wait.waiting))
+
+
+def verdict_of(job: Job) -> list[str]:
+    """Return a line for each wait: "ranks 0 and 1 wait in all_reduce #8 for rank 2, which ..."."""
+    lines = []
+    for wait in waits_of(job):
+        group = "" if len(wait.ranks) == job.world_size else f" of group '{wait.group}'"
+        since = "" if wait.since_s is None else f" for {wait.since_s:.1f} s"
+        ranks = name_ranks(wait.waiting)
+        if not wait.missing:
+            lines.append(f"{ranks} {_is(wait.waiting)} in {wait.call}{group}{since}")
+            continue
+        places: dict[str, list[int]] = {}
+        for rank in wait.missing:
+            places.setdefault(job.place(rank), []).append(rank)
+        blamed = [
+            f"{name_ranks(same)}, which {place.replace('is', _is(same), 1)}"
+            if place.startswith("is ")
+            else f"{name_ranks(same)} {place}"
+            for place, same in places.items()
+        ]
+        wait_for = "waits" if len(wait.waiting) == 1 else "wait"
+        lines.append(f"{ranks} {wait_for} in {wait.call}{group}{since} for {'; '.join(blamed)}")
+    return lines or ["no rank is in a collective call"]
+
+
+def _is(ranks: Sequence[int]) -> str:
+    return "is" if len(ranks) == 1 else "are"

@@ -1,0 +1,119 @@
+"""The state of a rank for a client that looks at the job: `unisono top` and `unisono stacks`.
+
+The client connects to the socket on which the rank listens for ranks. The thread that receives
+answers, so the rank may be in any call. The answer has the tokens of all ranks, so that the client
+can ask the ranks of other hosts. A client gets an answer if it shows this rank's token, or is a
+local process of the same user. Such a process could read the memory of this process anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from unisono.base.host import read_text
+from unisono.base.log import get_logger
+from unisono.base.where import place_of_thread, stack_of
+from unisono.stores.tcp.peer_uid import user_of_peer
+from unisono.transports.tcp.io_loop import WRITE, Loop
+from unisono.transports.tcp.wire import ACCEPT, REFUSE
+
+if TYPE_CHECKING:
+    from unisono.transports.api import Transport
+
+_log = get_logger("transports.tcp")
+
+THREAD = "unisono:"
+"""The name of the thread that receives, before the port on which the rank listens.
+
+Clients of the same user find the port in /proc. A name has at most 15 bytes.
+"""
+
+# How long a client may take to read the answer. A client that reads nothing would keep a socket.
+_READ_S = 5.0
+
+
+def show_port(port: int) -> None:
+    """Give the calling thread the name by which clients find the port."""
+    with contextlib.suppress(OSError), open("/proc/thread-self/comm", "w") as file:
+        file.write(f"{THREAD}{port}")
+
+
+def answer_client(
+    transport: Transport,
+    loop: Loop,
+    sock: socket.socket,
+    has_token: bool,
+    addresses: Callable[[], list[str]],
+) -> None:
+    """Send the state of a rank to a client that may have it, and hang up; on the I/O thread."""
+    answer = REFUSE
+    try:
+        if has_token or user_of_peer(sock) == os.geteuid():
+            state = state_of(transport) | {"addresses": addresses()}
+            state["job"] = blake2b(repr(state["addresses"]).encode(), digest_size=4).hexdigest()
+            answer = ACCEPT + json.dumps(state).encode()
+    except Exception as error:
+        # For example, the addresses are not known before the ranks have met. An exception would end
+        # the I/O thread, and with it the job.
+        _log.info("rank %d cannot answer a client: %r", transport.rank, error)
+    _Answer(loop, sock, answer)
+
+
+def state_of(transport: Transport) -> dict[str, Any]:
+    """Return the state of a rank: its groups, its place, its stacks and its memory, for JSON."""
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = transport.calls.thread
+    pages = read_text("/proc/self/statm").split()
+    return {
+        "rank": transport.rank,
+        "world_size": transport.world_size,
+        "host": platform.node(),
+        "pid": os.getpid(),
+        "pids": {rank: pid for rank, (pid, *_) in enumerate(transport.messages.addresses) if pid},
+        "at_s": time.time(),
+        "rss_bytes": int(pages[1]) * resource.getpagesize() if pages else None,
+        "place": place_of_thread(main),
+        "groups": transport.calls.groups(),
+        "stacks": [
+            {"thread": threads.get(thread, "?"), "calls": thread == main, "frames": stack_of(frame)}
+            for thread, frame in sys._current_frames().items()
+            if not threads.get(thread, "").startswith("unisono-")
+        ],
+    }
+
+
+class _Answer:
+    """An answer under way; the socket is closed at its end."""
+
+    def __init__(self, loop: Loop, sock: socket.socket, data: bytes) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._left = memoryview(data)
+        loop.watch(sock, WRITE, self._write)
+        loop.start_timer(self._end, _READ_S)
+
+    def _write(self, events: int) -> None:
+        try:
+            self._left = self._left[self._sock.send(self._left) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._left = self._left[:0]
+        if not self._left:
+            self._loop.stop_timer(self._end)
+            self._end()
+
+    def _end(self) -> None:
+        self._loop.unwatch(self._sock)
+        self._sock.close()

@@ -1,0 +1,69 @@
+"""The rank that failed first is named, although other ranks ended after it.
+
+The orders of events that named a follower, and what prevents each:
+
+| order on the rank that reports | mended by |
+|---|---|
+| a follower ends before the failure that it passed on arrives | a rank sends first, then raises |
+| a member of a group ends, and a rank outside the group waits for it | linked ranks get it, too |
+| a good-bye before the abort of a second thread | abort sends before it wakes waits |
+| 2 ended links in one turn, the follower's first | the end is kept back until linked ranks answer |
+| an answer before the failure that lies in the next socket | a rank answers after another turn |
+| a failed dial to a follower that was never linked | as an ended link |
+| a failed receive from a rank that left, then the follower's good-bye | `Transport.explain` |
+| an uncaught exception, in a sub-group's call | the exception is reported in all groups |
+| a failure overtakes data that its detector sent before | it breaks when it comes from there |
+| an exception after the end of its rank's connection | the exception replaces the end |
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults import first_cause
+from unisono.transports.control import FirstCause
+from unisono.transports.messages import Failure
+
+LOST, LOST_2 = Failure("lost", "gone", [3], 0), Failure("lost", "gone", [2], 1)
+RAISED = Failure("failed", "rank 2 raised", [2], 2)
+
+
+@pytest.mark.parametrize(
+    ("events", "first"),
+    [
+        ([(LOST, 0.0)], LOST),
+        ([(LOST, 0.0), (LOST_2, 0.5)], LOST_2),
+        ([(LOST_2, 0.5), (LOST, 0.0)], LOST_2),
+        ([(LOST_2, 0.0), (LOST, 0.0)], LOST_2),
+        ([(LOST_2, 0.5), (RAISED, 0.0)], RAISED),
+        ([(RAISED, 0.0), (LOST_2, 0.5)], RAISED),
+        ([(LOST_2, 60.0), (LOST, 0.0)], LOST),
+        ([(LOST, 0.0), (LOST_2, 60.0)], LOST),
+    ],
+)
+def test_earliest_fresh_failure_is_the_first_cause(events, first):
+    causes = FirstCause()
+    for failure, age_s in events:
+        causes.add(failure, age_s)
+    assert causes.find(0.0) is first
+    assert causes.find(float("inf")) is None
+    other = FirstCause()
+    other.learn(causes.words)
+    assert other.find(0.0).args == first.args
+
+
+@pytest.mark.parametrize("medium", list(first_cause.MEDIA))
+def test_random_rounds_name_the_first_rank(medium):
+    command = [sys.executable, "-m", "tests.faults.first_cause", "8", "--medium", medium]
+    seed = int.from_bytes(os.urandom(4), "little")
+    result = subprocess.run(
+        [*command, "--seed", str(seed)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, f"--seed {seed}: {result.stdout}{result.stderr}"

@@ -1,0 +1,240 @@
+"""`unisono top` and `unisono stacks`: jobs that were not prepared, and clients without a right."""
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.faults.scripts import ranks_of
+from unisono.base.deadline import Deadline
+from unisono.cli.look import command
+from unisono.cli.look.ask import ask_job
+from unisono.cli.look.verdict import Job, jobs_of, verdict_of
+from unisono.cli.main import main
+from unisono.errors import LaunchError
+from unisono.stores import HashStore
+from unisono.stores.tcp.peer_uid import user_of_peer
+from unisono.transports.connect import connect
+from unisono.transports.tcp import status
+from unisono.transports.tcp.address import TCPAddress
+from unisono.transports.tcp.transport import TCPTransport
+from unisono.transports.tcp.wire import ACCEPT, INSPECT, REFUSE, Hello
+
+SCRIPT = """
+def load():
+    WAIT
+dist.init_process_group(timeout=60)
+for _ in range(7):
+    dist.all_reduce(np.ones(3))
+if rank == 1:
+    load()
+dist.all_reduce(np.ones(3))
+"""
+
+LIMIT_S = 60.0
+
+
+def verdict_when(processes, right):
+    """Return the job when its verdict is right."""
+    limit_s = time.monotonic() + LIMIT_S
+    while True:
+        jobs = jobs_of(ask_job(str(processes[0].pid)))
+        text = verdict_of(jobs[0]) if jobs else []
+        if right(text):
+            return jobs[0]
+        assert time.monotonic() < limit_s, text
+        ended = [process for process in processes if process.poll() is not None]
+        assert not ended, ended[0].stderr.read()
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
+    script = SCRIPT.replace("WAIT", "time.sleep(60)")
+    with ranks_of(script, 3, UNISONO_ENGINE=engine) as (processes, _):
+        named = "ranks 0 and 2 wait in all_reduce #8 for rank 1, which is in load (<string>:12)"
+        job = verdict_when(processes, lambda text: text and text[0].startswith(named))
+        assert {rank: state["pid"] for rank, state in job.states.items()} == {
+            rank: process.pid for rank, process in enumerate(processes)
+        }
+        pid = str(processes[2].pid)
+        assert main(["top", "--once", pid]) == 0
+        top = capsys.readouterr().out.splitlines()
+        assert top[1].startswith(named)
+        assert [line.split()[0] for line in top[3:]] == ["0", "1", "2"]
+        assert main(["top", "--json", pid]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["jobs"]
+        assert found["verdict"][0].startswith(named)
+        # The addresses have the tokens of the job.
+        assert all("addresses" not in state for state in found["ranks"])
+        assert main(["stacks", pid]) == 0
+        stacks = capsys.readouterr().out
+        assert "\nranks 0,2, thread MainThread:\n" in stacks
+        assert "line 12, in load\n" in stacks.partition("\nrank 1, thread MainThread:\n")[2]
+
+
+def test_top_shows_a_stopped_rank():
+    with ranks_of(SCRIPT.replace("WAIT", "os.kill(os.getpid(), signal.SIGSTOP)"), 3) as (
+        processes,
+        _,
+    ):
+        named = f"rank 1 (process {processes[1].pid}) is stopped"
+        job = verdict_when(processes, lambda text: text and text[0].endswith(named))
+        assert set(job.states) == {0, 2}
+        os.kill(processes[1].pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def transports():
+    """Yield the transports of 2 ranks of this process, over TCP."""
+    store, made = HashStore(), {}
+
+    def make(rank):
+        made[rank] = connect(store, rank, 2, Deadline(LIMIT_S), "tcp")
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    try:
+        yield made
+    finally:
+        # Both at the same time, because each waits for the good-bye of the other.
+        threads = [threading.Thread(target=made[rank].close) for rank in made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def answer_to(address, token):
+    with socket.create_connection((address.hosts[0], address.port), LIMIT_S) as sock:
+        sock.sendall(Hello(0, 0, 0, INSPECT, token).pack())
+        data = b""
+        while chunk := sock.recv(1 << 16):
+            data += chunk
+    return data
+
+
+@pytest.mark.parametrize("user", [os.geteuid() + 1, -1, None])
+def test_stranger_without_the_token_learns_nothing(monkeypatch, user):
+    monkeypatch.setattr(status, "user_of_peer", lambda sock: user)
+    with transports() as made:
+        address = TCPAddress.unpack(made[0].address)
+        for token in (bytes(16), TCPAddress.unpack(made[1].address).token):
+            assert answer_to(address, token) == REFUSE
+        answer = answer_to(address, address.token)
+    assert answer.startswith(ACCEPT)
+    assert json.loads(answer[1:])["rank"] == 0
+
+
+def test_look_before_the_ranks_have_met_breaks_nothing():
+    def find(rank):
+        return made[rank].address
+
+    made = {0: TCPTransport(0, 2, find)}
+    address = TCPAddress.unpack(made[0].address)
+    assert answer_to(address, address.token) == REFUSE
+    made[1] = TCPTransport(1, 2, find)
+    assert answer_to(address, address.token).startswith(ACCEPT)
+    for transport in made.values():
+        transport.close()
+
+
+def test_same_user_of_this_host_gets_an_answer():
+    with transports() as made:
+        answer = json.loads(answer_to(TCPAddress.unpack(made[1].address), bytes(16))[1:])
+        assert (answer["rank"], answer["host"]) == (1, platform.node())
+        assert answer["addresses"] == [made[0].address, made[1].address]
+        found = [state["rank"] for state in ask_job(str(os.getpid()))]
+        assert found == [0, 1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_other_user_of_this_host_learns_nothing():
+    with transports() as made:
+        address = TCPAddress.unpack(made[0].address)
+        source, out = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.setuid(65534)
+                os.write(out, answer_to(address, bytes(16)))
+            finally:
+                os._exit(0)
+        os.close(out)
+        os.waitpid(child, 0)
+        with open(source, "rb") as file:
+            assert file.read() == REFUSE
+
+
+def test_user_of_a_connection_is_found():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+    ):
+        accepted, _ = server.accept()
+        with accepted:
+            assert user_of_peer(accepted) == os.geteuid()
+
+
+def test_no_rank_answers(capsys):
+    assert main(["top", "--once", "999999999"]) == 1
+    assert "no rank of '999999999' answers" in capsys.readouterr().err
+
+
+def test_live_table_needs_rich(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.live", None)
+    with pytest.raises(LaunchError, match="a live table needs rich"):
+        command._live(None, [])
+
+
+def group(name, ranks, seq, *, runs):
+    return {"group": name, "ranks": ranks, "seq": seq, "call": "barrier()", "runs": runs}
+
+
+def state(rank, *groups):
+    return {"rank": rank, "place": f"in f (a.py:{rank})", "groups": groups, "pids": {}, "host": "h"}
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        (
+            # Groups in different orders: each rank waits for the other.
+            [
+                state(0, group("a", [0, 1], 1, runs=True), group("b", [0, 1], 0, runs=False)),
+                state(1, group("a", [0, 1], 0, runs=False), group("b", [0, 1], 1, runs=True)),
+            ],
+            [
+                "rank 0 waits in barrier #1 for rank 1, which is in f (a.py:1)",
+                "rank 1 waits in barrier #1 for rank 0, which is in f (a.py:0)",
+            ],
+        ),
+        (
+            [state(rank, group("a", [0, 1], 5, runs=True)) for rank in range(2)],
+            ["ranks 0 and 1 are in barrier #5"],
+        ),
+        (
+            [
+                state(0, group("a", [0, 1], 5, runs=True)),
+                state(1, group("a", [0, 1], 5, runs=False)),
+            ],
+            ["rank 0 is in barrier #5"],
+        ),
+        (
+            [state(0, group("a", [0, 1], 5, runs=True))],
+            ["rank 0 waits in barrier #5 for rank 1 does not answer"],
+        ),
+        ([state(0, group("a", [0, 1], 5, runs=False))], ["no rank is in a collective call"]),
+    ],
+)
+def test_verdict(states, expected):
+    assert verdict_of(Job("j", 2, {each["rank"]: each for each in states})) == expected
