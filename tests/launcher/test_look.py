@@ -185,6 +185,21 @@ def test_user_of_a_connection_is_found():
             assert user_of_peer(accepted) == os.geteuid()
 
 
+def test_live_table_counts_the_time_of_a_call():
+    def look(seq, now_s, seen):
+        job = Job("j", 2, {0: state(0, group("a", [0, 1], seq, runs=True))})
+        seen = command._note_times([job], seen, now_s)
+        return verdict_of(job)[0].partition(" for rank")[0], seen
+
+    first, seen = look(5, 10.0, {})
+    second, seen = look(5, 12.5, seen)
+    third, seen = look(6, 14.0, seen)
+    assert first == "rank 0 waits in barrier #5 for 0.0 s"
+    assert second == "rank 0 waits in barrier #5 for 2.5 s"
+    assert third == "rank 0 waits in barrier #6 for 0.0 s"
+    assert len(seen) == 1
+
+
 def test_no_rank_answers(capsys):
     assert main(["top", "--once", "999999999"]) == 1
     assert "no rank of '999999999' answers" in capsys.readouterr().err

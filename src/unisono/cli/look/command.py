@@ -101,15 +101,32 @@ def _live(which: str | None, jobs: list[Job]) -> int:
         lines = [line for job in jobs for line in _text(job)]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
+    seen: dict[tuple[Any, ...], float] = {}
     try:
         with Live(render(), screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
                 jobs = _jobs(which)
+                seen = _note_times(jobs, seen, began_s)
                 live.update(render(), refresh=True)
                 time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
     except KeyboardInterrupt:
         return 0
+
+
+def _note_times(
+    jobs: list[Job], seen: dict[tuple[Any, ...], float], now_s: float
+) -> dict[tuple[Any, ...], float]:
+    """Set since when each call has been seen running; return these times for the next look."""
+    times = {}
+    for job in jobs:
+        for rank, state in job.states.items():
+            for group in state["groups"]:
+                if group["runs"]:
+                    key = (job.name, rank, group["group"], group["seq"])
+                    times[key] = seen.get(key, now_s)
+                    group["since_s"] = now_s - times[key]
+    return times
 
 
 def _text(job: Job) -> Iterator[str]:
