@@ -60,11 +60,21 @@ def _hosts(facts: Examination) -> _Faults:
 
 
 def _names(facts: Examination) -> _Faults:
+    own: dict[str, list[str]] = {}
     for host in facts.hosts:
         for other in facts.hosts:
             if fault := _name_fault(host, other.name):
-                fact = f"{fault}; unisono copes, Gloo and MPI may not"
-                yield WARNING, fact, f"map {other.name} to its address in /etc/hosts of {host.name}"
+                if other is host:
+                    found = host.names[host.name] or ("no address",)
+                    own.setdefault(found[0], []).append(host.name)
+                else:
+                    fix = f"map {other.name} to its address in /etc/hosts of {host.name}"
+                    yield WARNING, fault, fix
+    for address, names in own.items():
+        fact = (
+            f"{some(names)}: the own name leads to {address}; unisono copes, Gloo and MPI may not"
+        )
+        yield WARNING, fact, "map the name of each host to its address in /etc/hosts"
 
 
 def _name_fault(host: Host, name: str) -> str:
@@ -120,19 +130,26 @@ def _reach(facts: Examination) -> _Faults:
 
 
 def _packets(facts: Examination) -> _Faults:
-    for link in facts.links:
-        way = f"from {link.source} to {link.target}"
-        if link.is_stuck and link.fits_bytes:
-            fact = f"full packets {way} disappear, packets of {link.fits_bytes} bytes arrive: the "
-            fact += "path has a smaller MTU, and drops the ICMP messages about it"
-            fix = f"ip link set mtu {link.fits_bytes} dev INTERFACE on {link.source}, or pass ICMP"
-            yield ERROR, fact, fix
-        elif link.is_stuck:
-            fact = f"32 KiB {way} did not arrive within 1.5 s, although they are connected"
-            fix = f"look for lost packets (ip -s link) and a high load on {link.target}"
-            yield ERROR, fact, fix
-        elif link.resent is not None and link.resent >= _RESENT:
-            fact = f"{link.resent:.1%} of the packets {way} were sent again"
+    for host in facts.hosts:
+        links = [link for link in facts.links if link.target == host.name]
+        for fits in sorted({link.fits_bytes for link in links if link.is_stuck}):
+            stuck = [link.source for link in links if link.is_stuck and link.fits_bytes == fits]
+            way = f"from {some(stuck)} to {host.name}"
+            if fits:
+                fact = (
+                    f"full packets {way} disappear, packets of {fits} bytes arrive: the path has "
+                )
+                fact += "a smaller MTU, and drops the ICMP messages about it"
+                fix = f"ip link set mtu {fits} dev INTERFACE on {some(stuck)}, or pass ICMP"
+                yield ERROR, fact, fix
+            else:
+                fact = f"32 KiB {way} did not arrive within 1.5 s, although they are connected"
+                fix = f"look for lost packets (ip -s link) and a high load on {host.name}"
+                yield ERROR, fact, fix
+        if lossy := [link for link in links if (link.resent or 0.0) >= _RESENT]:
+            share = max(link.resent or 0.0 for link in lossy)
+            way = f"from {some(link.source for link in lossy)} to {host.name}"
+            fact = f"{share:.1%} of the packets {way} were sent again"
             yield WARNING, fact, "look for errors of interfaces and the switch (ip -s link)"
 
 
