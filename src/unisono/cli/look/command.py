@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 1.0
 
-_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "MiB", "place")
+_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "place")
 
 _WHICH = "process id of a rank or launcher, or run id; all jobs of this user by default"
 
@@ -161,9 +161,21 @@ def _rows(job: Job) -> Iterator[tuple[str, ...]]:
             after if wait is None else wait.call,
             since,
             "" if wait is None else ",".join(map(str, wait.missing)),
+            *_rates(state["groups"]),
             f"{(state['rss_bytes'] or 0) / (1 << 20):.0f}",
             state["place"],
         )
+
+
+def _rates(groups: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the share of the time that a rank has waited, and its bytes per second so far."""
+    traced = [group for group in groups if "waited_s" in group]
+    if not traced:
+        return "", ""
+    age_s = max(group["age_s"] for group in traced) or 1.0
+    waited_s = sum(group["waited_s"] for group in traced)
+    nbytes = sum(group["moved_bytes"] for group in traced)
+    return f"{100 * waited_s / age_s:.0f}", f"{nbytes / age_s / 1e6:.1f}"
 
 
 def _name_of(group: dict[str, Any]) -> str:
