@@ -173,10 +173,11 @@ class GroupTrace:
     def _member(self, peer: int | None) -> int:
         return -1 if peer is None or peer not in self.ranks else self.ranks.index(peer)
 
-    def records(self) -> list[TraceRecord]:
-        """Return the records, oldest first."""
+    def records(self, *, only_open: bool = False) -> list[TraceRecord]:
+        """Return the records, oldest first; `only_open`: of the calls that have not ended."""
         clock, rows = _Clock(), np.frombuffer(self.recorder.snapshot(), ring.RECORD)
         rows = rows[(rows["number"] > 0) & (rows["outcome"] != ring.DROPPED)]
+        rows = rows[rows["outcome"] == 0] if only_open else rows
         waiting_for = self.recorder.waiting_for
         return [
             self._record(dict(zip(ring.RECORD.names or (), row, strict=True)), clock, waiting_for)
