@@ -24,7 +24,7 @@ def findings(facts: Examination) -> list[Finding]:
     found = list(each_host(facts))
     machines = {(host.name.partition("#")[0], *host.addresses) for host in facts.hosts}
     apart = len(machines) > 1 or len(facts.hosts) < facts.expected
-    is_measured = bool(facts.links) and all(link.rate_bytes_s for link in facts.links)
+    is_measured = bool(facts.links) and all(link.is_measured for link in facts.links)
     for topic, faults, fine in _TOPICS:
         # Nodes on one machine need no names and no token.
         if topic in ("names", "token") and (not apart or is_loopback(facts.endpoint)):
@@ -39,7 +39,9 @@ def findings(facts: Examination) -> list[Finding]:
 def endpoint_fault(host: Host, endpoint: str) -> Finding | None:
     """Return why this host cannot find the endpoint, or would serve it for itself; None if fine."""
     fault = _name_fault(host, endpoint)
-    if not fault or is_loopback(endpoint) or _is_named(endpoint, host):
+    # A slow name server delays a job, and does not stop it.
+    is_slow = host.names.get(endpoint, ()) is None
+    if not fault or is_slow or is_loopback(endpoint) or _is_named(endpoint, host):
         return None
     return Finding("names", ERROR, fault, f"map {endpoint} to its address in /etc/hosts")
 
@@ -51,24 +53,31 @@ _Faults = Iterator[tuple[str, str, str]]
 
 
 def _hosts(facts: Examination) -> _Faults:
+    here = some(host.name for host in facts.hosts)
+    came = f"{len(facts.hosts)} of {facts.expected} hosts came ({here})"
+    absent = [n for n in facts.wanted if not any(_is_named(n, host) for host in facts.hosts)]
     if len(facts.hosts) < facts.expected:
-        here = some(host.name for host in facts.hosts)
-        came = f"{len(facts.hosts)} of {facts.expected} hosts came ({here})"
-        absent = [n for n in facts.wanted if not any(_is_named(n, host) for host in facts.hosts)]
         fact = f"{came}; absent: {some(absent)}" if absent else came
         yield ERROR, fact, f"run the command there too; let every host reach {facts.endpoint}"
+    elif absent and len(facts.hosts) > 1:
+        fact = f"{came}; none of them has the name {some(absent)}"
+        yield WARNING, fact, "give --hosts the names of the hosts where the command runs"
 
 
 def _names(facts: Examination) -> _Faults:
     own: dict[str, list[str]] = {}
     for host in facts.hosts:
-        for other in facts.hosts:
-            if fault := _name_fault(host, other.name):
-                if other is host:
+        asked = [other.name for other in facts.hosts]
+        # A faulty endpoint has ended the examination; a slow one has not.
+        if facts.endpoint not in asked and host.names.get(facts.endpoint, ()) is None:
+            asked.append(facts.endpoint)
+        for name in asked:
+            if fault := _name_fault(host, name):
+                if name == host.name:
                     found = host.names[host.name] or ("no address",)
                     own.setdefault(found[0], []).append(host.name)
                 else:
-                    fix = f"map {other.name} to its address in /etc/hosts of {host.name}"
+                    fix = f"map {name} to its address in /etc/hosts of {host.name}"
                     yield WARNING, fault, fix
     for address, names in own.items():
         fact = (
@@ -154,6 +163,11 @@ def _packets(facts: Examination) -> _Faults:
 
 
 def _speed(facts: Examination) -> _Faults:
+    for link in facts.links:
+        if link.address and not link.is_stuck and not link.is_measured:
+            fact = f"the connection from {link.source} to {link.target} stopped in a measurement"
+            fix = f"look for a high load on {link.target}, and for lost packets (ip -s link)"
+            yield WARNING, fact, fix
     rates = [(link.rate_bytes_s, link) for link in facts.links if link.rate_bytes_s is not None]
     if not rates:
         return

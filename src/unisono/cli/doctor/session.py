@@ -78,7 +78,7 @@ class Session:
             failure = Finding(topic, ERROR, fact, error.hint or "")
             own = findings(self.facts)
             self.found = [failure, *(found for found in own if found.topic != "hosts")]
-        if not examiner.is_first:
+        if not examiner.is_first and len(self.facts.hosts) > 1:
             self._severities = (ERROR,)
 
     def examine_before_run(self, store: PrefixStore, canceled: Callable[[], bool]) -> None:
