@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import ctypes
 import importlib.util
 import json
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -15,11 +17,12 @@ from tests.support.launches import Launch
 from unisono.cli.doctor import examine, links, picture
 from unisono.cli.doctor.facts import Examination, Host, Limits, Link, Sharing
 from unisono.cli.doctor.findings import endpoint_fault, findings
+from unisono.cli.doctor.host import why_not_readable
 from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
 from unisono.cli.doctor.session import Session
 from unisono.cli.main import main
 from unisono.cli.nodes import add_node_flags
-from unisono.errors import InvalidArgumentError, RendezvousError
+from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import Meeting
 from unisono.rendezvous import state
 from unisono.rendezvous.member import Timing
@@ -209,6 +212,23 @@ def test_hosts_without_a_fault(count):
     assert {finding.severity for finding in findings(facts(count))} == {"ok"}
 
 
+@pytest.mark.parametrize(
+    ("reason", "fix"), [("timed out", "let the firewall"), ("connection refused", "read what")]
+)
+def test_the_fix_of_a_silent_host_and_of_one_that_refuses(reason, fix):
+    given = facts(links={(1, 2): BROKEN | {"failures": (f"10.0.0.2:4000: {reason}",)}})
+    [finding] = [finding for finding in findings(given) if finding.severity == "error"]
+    assert finding.fix.startswith(fix)
+
+
+def test_memory_that_a_second_process_cannot_read():
+    proof = ctypes.create_string_buffer(b"proof", 5)
+    own, address = os.getpid(), ctypes.addressof(proof)
+    assert why_not_readable(own, address, proof.raw) == ""
+    assert why_not_readable(own, 16, proof.raw) == "Bad address"
+    assert why_not_readable(own, address, b"other") == "the process number is another's"
+
+
 def test_a_host_that_does_not_report_its_links_is_an_error():
     given = facts(3)
     given = replace(given, links=[link for link in given.links if link.source != "h2"])
@@ -390,11 +410,27 @@ def test_a_wait_for_hosts_ends(examiners, monkeypatch):
     assert "another --rdzv-id" in raised.value.hint
 
 
-def test_a_host_that_is_examined_alone_shows_all_its_findings(examiners):
+def session_of_two():
     parser = argparse.ArgumentParser()
     add_node_flags(parser)
-    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost")
-    session = Session(parser.parse_args(flags), 1, lambda line: None)
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h2")
+    return Session(parser.parse_args(flags), 1, lambda line: None)
+
+
+def test_a_token_that_the_store_refuses_is_not_called_fine(examiners, monkeypatch):
+    def refuse(*_):
+        raise HandshakeError("it has another token than this client", hint="set the token")
+
+    monkeypatch.setattr(examine.Examiner, "examine", refuse)
+    session = session_of_two()
+    session.examine(PrefixStore("x", HashStore()))
+    [finding] = [finding for finding in session.found if finding.topic == "token"]
+    assert (finding.severity, finding.fix) == ("error", "set the token")
+    assert session.exit_code == 1
+
+
+def test_a_host_that_is_examined_alone_shows_all_its_findings(examiners):
+    session = session_of_two()
     store = PrefixStore("x", HashStore())
     # The other hosts have begun.
     store.add("came", 2)

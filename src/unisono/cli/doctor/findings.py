@@ -140,7 +140,10 @@ def _of_link(link: Link) -> Iterator[Finding]:
     way = f"from {_NAMES} to {target}"
     if not link.address:
         fact = f"{_NAMES} cannot connect to {target} ({failures})"
-        fix = f"let the firewall of {target} pass TCP to ports of ip_local_port_range"
+        if all("refused" in failure for failure in link.failures):
+            fix = f"read what the command prints on {target}: it has ended, or a firewall refuses"
+        else:
+            fix = f"let the firewall of {target} pass TCP to ports of ip_local_port_range"
         yield Finding("reach", ERROR, fact, fix)
         return
     if failures:

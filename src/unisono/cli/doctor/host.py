@@ -144,7 +144,7 @@ def _sharing() -> Sharing:
     return replace(Sharing(**json.loads(done.stdout)), huge_pages=pages[1] if pages else "")
 
 
-def _why_not_readable(pid: int, address: int, proof: bytes) -> str:
+def why_not_readable(pid: int, address: int, proof: bytes) -> str:
     """Return why this process cannot read `proof` in another process; "" if it can."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "process_vm_readv"):
@@ -169,7 +169,7 @@ def _report(pid: str, address: str, proof: str) -> None:
     found = Sharing(
         engine=f"{info.engine} engine ({info.why})",
         shared_memory="" if info.shared_memory == "memfd" else info.shared_memory,
-        remote_read=_why_not_readable(int(pid), int(address), bytes.fromhex(proof)),
+        remote_read=why_not_readable(int(pid), int(address), bytes.fromhex(proof)),
     )
     print(json.dumps(asdict(found)))
 
