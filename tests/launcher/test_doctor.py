@@ -1,8 +1,12 @@
 """`unisono doctor`: findings from tables of facts, and hosts with one fault each."""
 
+import argparse
 import contextlib
+import ctypes
 import importlib.util
 import json
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
@@ -10,12 +14,15 @@ import pytest
 
 from tests.support import netns
 from tests.support.launches import Launch
-from unisono.cli.doctor import examine, picture
+from unisono.cli.doctor import examine, links, picture
 from unisono.cli.doctor.facts import Examination, Host, Limits, Link, Sharing
 from unisono.cli.doctor.findings import endpoint_fault, findings
+from unisono.cli.doctor.host import why_not_readable
 from unisono.cli.doctor.links import _SIZES, Peer, Probe, Responder
+from unisono.cli.doctor.session import Session
 from unisono.cli.main import main
-from unisono.errors import InvalidArgumentError, RendezvousError
+from unisono.cli.nodes import add_node_flags
+from unisono.errors import HandshakeError, InvalidArgumentError, RendezvousError
 from unisono.launcher.spec import Meeting
 from unisono.rendezvous import state
 from unisono.rendezvous.member import Timing
@@ -68,6 +75,14 @@ FAULTS = {
         facts(2, changes={2: {"names": {"b": ("10.0.0.2",)}}}, expected=3, wanted=("h1", "b", "c")),
         ("hosts", "error", "2 of 3 hosts came (h1, h2); absent: c"),
     ),
+    "another host than wanted": (
+        facts(2, wanted=("h1", "h3")),
+        ("hosts", "warning", "2 of 2 hosts came (h1, h2); none of them has the name h3"),
+    ),
+    "slow name server about the endpoint": (
+        facts(changes={1: {"names": {"e.domain": None}}}, endpoint="e.domain"),
+        ("names", "warning", "h1 got no answer about e.domain"),
+    ),
     "own name": (
         facts(changes={2: {"names": {"h1": ("10.0.0.1",), "h2": ("127.0.1.1",)}}}),
         ("names", "warning", "h2: the own name leads to 127.0.1.1"),
@@ -119,6 +134,14 @@ FAULTS = {
     "loss": (
         facts(links={(1, 2): {"resent": 0.031}}),
         ("packets", "warning", "3.1% of the packets from h1 to h2 were sent again"),
+    ),
+    "connection that stops": (
+        facts(links={(1, 2): {"rate_bytes_s": None}}),
+        ("speed", "warning", "the connection from h1 to h2 stopped in a measurement"),
+    ),
+    "no round trips": (
+        facts(links={(1, 2): {"rtt_s": None}}),
+        ("speed", "warning", "the connection from h1 to h2 stopped in a measurement"),
     ),
     "slow link": (
         facts(3, links={(3, 1): {"rate_bytes_s": 1e8}}),
@@ -189,6 +212,23 @@ def test_hosts_without_a_fault(count):
     assert {finding.severity for finding in findings(facts(count))} == {"ok"}
 
 
+@pytest.mark.parametrize(
+    ("reason", "fix"), [("timed out", "let the firewall"), ("connection refused", "read what")]
+)
+def test_the_fix_of_a_silent_host_and_of_one_that_refuses(reason, fix):
+    given = facts(links={(1, 2): BROKEN | {"failures": (f"10.0.0.2:4000: {reason}",)}})
+    [finding] = [finding for finding in findings(given) if finding.severity == "error"]
+    assert finding.fix.startswith(fix)
+
+
+def test_memory_that_a_second_process_cannot_read():
+    proof = ctypes.create_string_buffer(b"proof", 5)
+    own, address = os.getpid(), ctypes.addressof(proof)
+    assert why_not_readable(own, address, proof.raw) == ""
+    assert why_not_readable(own, 16, proof.raw) == "Bad address"
+    assert why_not_readable(own, address, b"other") == "the process number is another's"
+
+
 def test_a_host_that_does_not_report_its_links_is_an_error():
     given = facts(3)
     given = replace(given, links=[link for link in given.links if link.source != "h2"])
@@ -224,7 +264,8 @@ def test_nodes_on_one_machine_need_neither_names_nor_a_token():
     [
         ("h1", ("127.0.1.1",), "h2 resolves h1 to 127.0.1.1, which is h2 itself"),
         ("h1", (), "h2 cannot resolve h1"),
-        ("h1", None, "h2 got no answer about h1"),
+        # A job may start after a slow look-up.
+        ("h1", None, ""),
         ("h1", ("10.0.0.1",), ""),
         ("alias", ("127.0.0.1",), "h2 resolves alias to 127.0.0.1, which is h2 itself"),
         # Names of h2, which is to serve the store.
@@ -245,6 +286,15 @@ def test_facts_survive_their_way_through_the_store():
     again = Host.from_json(json.loads(json.dumps(asdict(given))))
     assert (again.limits, again.sharing) == (given.limits, given.sharing)
     assert findings(Examination(hosts=[again])) == findings(Examination(hosts=[given]))
+
+
+def test_facts_of_another_version_are_read():
+    values = asdict(host(1, limits=Limits(cores=3)))
+    del values["sharing"]["huge_pages"], values["admits"]
+    values["limits"]["added"] = values["added"] = 1
+    again = Host.from_json(values)
+    assert again.limits == Limits(cores=3)
+    assert (again.name, again.admits, again.sharing) == ("h1", "token", Sharing())
 
 
 def test_names_of_hosts_are_ordered_and_unique():
@@ -288,6 +338,17 @@ def test_a_responder_answers_only_those_that_have_its_key(responder):
     probe.open()
     assert probe.link.address == ""
     assert "no answer" in probe.link.failures[0]
+
+
+def test_a_responder_ends_calls_without_a_key(monkeypatch):
+    monkeypatch.setattr(links, "_CONNECT_S", 0.01)
+    responder = Responder(("127.0.0.1",))
+    try:
+        addresses, port, _ = responder.place
+        with socket.create_connection((addresses[0], port), 60) as stranger:
+            assert stranger.recv(1) == b""
+    finally:
+        responder.close()
 
 
 def test_a_probe_names_the_address_that_refuses(responder):
@@ -343,8 +404,39 @@ def test_a_wait_for_hosts_ends(examiners, monkeypatch):
     store.add("came", 1)
     monkeypatch.setattr(examine, "_STEP_S", 0.0)
     [examiner, _] = examiners(2, join_timeout_s=0.0)
-    with pytest.raises(RendezvousError, match="the host that began the examination has ended"):
+    text = "the host that began the examination has ended"
+    with pytest.raises(RendezvousError, match=text) as raised:
         examiner.examine(store, lambda: False)
+    assert "another --rdzv-id" in raised.value.hint
+
+
+def session_of_two():
+    parser = argparse.ArgumentParser()
+    add_node_flags(parser)
+    flags = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h2")
+    return Session(parser.parse_args(flags), 1, lambda line: None)
+
+
+def test_a_token_that_the_store_refuses_is_not_called_fine(examiners, monkeypatch):
+    def refuse(*_):
+        raise HandshakeError("it has another token than this client", hint="set the token")
+
+    monkeypatch.setattr(examine.Examiner, "examine", refuse)
+    session = session_of_two()
+    session.examine(PrefixStore("x", HashStore()))
+    [finding] = [finding for finding in session.found if finding.topic == "token"]
+    assert (finding.severity, finding.fix) == ("error", "set the token")
+    assert session.exit_code == 1
+
+
+def test_a_host_that_is_examined_alone_shows_all_its_findings(examiners):
+    session = session_of_two()
+    store = PrefixStore("x", HashStore())
+    # The other hosts have begun.
+    store.add("came", 2)
+    examine._publish(store, "members", [0, 1])
+    session.examine(store)
+    assert any(line.startswith("ok:") for line in session.lines())
 
 
 def test_one_host_has_no_picture(tmp_path):
@@ -377,6 +469,10 @@ def test_wrong_flags(capfd, tmp_path):
     assert "must be different names" in capfd.readouterr().err
     assert main(["doctor", "--json", str(tmp_path / "no" / "file")]) == 1
     assert "cannot write" in capfd.readouterr().err
+    assert main(["doctor", "--plot", str(tmp_path / "x.png")]) == 1
+    shown = capfd.readouterr()
+    assert "--plot needs two hosts or more" in shown.err
+    assert shown.out == "", "the examination has not begun"
 
 
 ENDPOINT = ("--nnodes=2", "--rdzv-backend=c10d")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 from unisono.cli.flags import add_flag, check_writable
 from unisono.cli.nodes import add_node_flags, workers_per_node
+from unisono.errors import InvalidArgumentError
 
 _PREFIX = "unisono doctor: "
 _JOIN_S = "60"
@@ -74,6 +75,8 @@ def _doctor(options: argparse.Namespace) -> int:
         if not options.rdzv_endpoint and options.rdzv_backend == "static":
             options.rdzv_backend, options.rdzv_endpoint = "c10d", options.hosts[0]
     options.rdzv_conf = {"join_timeout": _JOIN_S, **(options.rdzv_conf or {})}
+    if options.plot and options.nnodes[1] == 1:
+        raise InvalidArgumentError("--plot needs two hosts or more: give --hosts or --nnodes")
     for path in filter(None, (options.json, options.plot)):
         check_writable(path)
     if options.plot:
@@ -89,7 +92,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(session.document(), file, indent=1)
-    if options.plot:
+    if options.plot and len(session.facts.hosts) > 1:
         from unisono.cli.doctor.picture import plot
 
         plot(session.facts, options.plot)

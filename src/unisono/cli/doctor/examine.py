@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.base import config
 from unisono.base.deadline import Deadline
-from unisono.cli.doctor.facts import Examination, Host, Link
+from unisono.cli.doctor.facts import Examination, Host, Link, known
 from unisono.cli.doctor.host import examine_host, resolve
 from unisono.cli.doctor.links import Peer, Probe, Responder
 from unisono.errors import RendezvousError, StoreError, StoreTimeoutError
@@ -147,7 +147,11 @@ class Examiner:
             if canceled():
                 raise RendezvousError("the examination of the hosts was canceled")
             if patience.expired():
-                raise RendezvousError("the host that began the examination has ended")
+                raise RendezvousError(
+                    "the host that began the examination has ended",
+                    hint="start the command again on all hosts; if the store lasts, with another "
+                    "--rdzv-id",
+                )
             time.sleep(_POLL_S)
         members: list[int] = _published(store, "members")
         return members
@@ -198,7 +202,7 @@ class Examiner:
             if store.check([key]):
                 found = _published(store, key)
                 host = replace(host, names={**found["names"], **host.names})
-                links += [Link(**link) for link in found["links"]]
+                links += [known(Link, link) for link in found["links"]]
             complete.append(host)
         return replace(
             self.alone(),

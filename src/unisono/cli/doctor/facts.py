@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 ERROR, WARNING, OK = "error", "warning", "ok"
 _SHOWN = 4
+
+
+_T = TypeVar("_T")
+
+
+def known(kind: type[_T], values: Mapping[str, Any]) -> _T:
+    """Return an object of a dataclass; without fields that only another version has."""
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +82,11 @@ class Host:
     sharing: Sharing = field(default_factory=Sharing)
 
     @staticmethod
-    def from_json(fields: dict[str, Any]) -> Host:
-        """Return the host whose `dataclasses.asdict` is `fields`."""
-        parts = {"limits": Limits(**fields["limits"]), "sharing": Sharing(**fields["sharing"])}
-        return Host(**fields | parts)
+    def from_json(values: dict[str, Any]) -> Host:
+        """Return the host whose `dataclasses.asdict`, maybe of another version, is `values`."""
+        limits = known(Limits, values.get("limits", {}))
+        sharing = known(Sharing, values.get("sharing", {}))
+        return known(Host, values | {"limits": limits, "sharing": sharing})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +116,11 @@ class Link:
     resent: float | None = None
     is_stuck: bool = False
     fits_bytes: int = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the round trip and the rate are known."""
+        return self.rtt_s is not None and self.rate_bytes_s is not None
 
 
 @dataclass(frozen=True, kw_only=True)

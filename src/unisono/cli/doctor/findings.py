@@ -1,13 +1,12 @@
-"""From facts to findings: pure functions, one for each topic."""
+"""From facts to findings: pure functions over each host, each connection, and all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 
 from unisono.base.sockets import is_loopback
-from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding, Host, some
-from unisono.cli.doctor.limits import each_host
+from unisono.cli.doctor.facts import ERROR, OK, WARNING, Examination, Finding, Host, Link, some
 
 _CLOCK_S = 1.0
 """Difference of clocks from which logs of two hosts mislead. NTP keeps clocks within 0.1 s."""
@@ -18,63 +17,182 @@ _RESENT = 0.01
 _SLOW = 3.0
 """How much slower than the median a link must be. Rates of equal links differ by up to 2."""
 
+_OWN_DESCRIPTORS = 24
+"""Descriptors of a rank without peers: files, sockets and memory. With 20 a group can be made."""
+
+_RANK_BYTES = 64 << 20
+"""Memory of a rank that has loaded NumPy and unisono."""
+
+_NAMES = "{names}"
+"""In the text of a fault: the names of the hosts that have it."""
+
+_OF_HOST = ("cores", "memory", "descriptors", "sharing")
+_OF_LINKS = ("reach", "packets", "speed", "clocks")
+
 
 def findings(facts: Examination) -> list[Finding]:
     """Return the findings, errors first; a topic without a fault has one finding "ok"."""
-    found = list(each_host(facts))
+    world_size = sum(host.nprocs for host in facts.hosts)
+    found = [
+        *_merged(
+            (host.name, fault) for host in facts.hosts for fault in _of_host(host, world_size)
+        ),
+        *_merged((link.source, fault) for link in facts.links for fault in _of_link(link)),
+        *(fault for of_all in _OF_ALL for fault in of_all(facts)),
+    ]
     machines = {(host.name.partition("#")[0], *host.addresses) for host in facts.hosts}
     apart = len(machines) > 1 or len(facts.hosts) < facts.expected
-    is_measured = bool(facts.links) and all(link.rate_bytes_s for link in facts.links)
-    for topic, faults, fine in _TOPICS:
+    if not apart or is_loopback(facts.endpoint):
         # Nodes on one machine need no names and no token.
-        if topic in ("names", "token") and (not apart or is_loopback(facts.endpoint)):
-            continue
-        faulty = [Finding(topic, *fault) for fault in faults(facts)]
-        if not faulty and (is_measured or topic not in _OF_LINKS):
-            faulty = [Finding(topic, OK, fine(facts))]
-        found += faulty
+        topics = [topic for topic in _FINE if topic not in ("names", "token")]
+        found = [fault for fault in found if fault.topic not in ("names", "token")]
+    else:
+        topics = list(_FINE)
+    if not facts.links or not all(link.is_measured for link in facts.links):
+        topics = [topic for topic in topics if topic not in _OF_LINKS]
+    faulty = {fault.topic for fault in found}
+    if good := [topic for topic in _OF_HOST if topic not in faulty]:
+        found.append(Finding("limits", OK, f"enough on each host: {', '.join(good)}"))
+    found += [Finding(topic, OK, _FINE[topic](facts)) for topic in topics if topic not in faulty]
     return sorted(found, key=lambda finding: (ERROR, WARNING, OK).index(finding.severity))
 
 
 def endpoint_fault(host: Host, endpoint: str) -> Finding | None:
     """Return why this host cannot find the endpoint, or would serve it for itself; None if fine."""
     fault = _name_fault(host, endpoint)
-    if not fault or is_loopback(endpoint) or _is_named(endpoint, host):
+    # A slow name server delays a job, and does not stop it.
+    is_slow = host.names.get(endpoint, ()) is None
+    if not fault or is_slow or is_loopback(endpoint) or _is_named(endpoint, host):
         return None
     return Finding("names", ERROR, fault, f"map {endpoint} to its address in /etc/hosts")
 
 
-_OF_LINKS = ("reach", "packets", "speed", "clocks")
-
-_Faults = Iterator[tuple[str, str, str]]
-"""Severity, fact and fix."""
-
-
-def _hosts(facts: Examination) -> _Faults:
-    if len(facts.hosts) < facts.expected:
-        here = some(host.name for host in facts.hosts)
-        came = f"{len(facts.hosts)} of {facts.expected} hosts came ({here})"
-        absent = [n for n in facts.wanted if not any(_is_named(n, host) for host in facts.hosts)]
-        fact = f"{came}; absent: {some(absent)}" if absent else came
-        yield ERROR, fact, f"run the command there too; let every host reach {facts.endpoint}"
+def _merged(faults: Iterable[tuple[str, Finding]]) -> Iterator[Finding]:
+    """Yield one finding for equal faults of several hosts; it has their names at `_NAMES`."""
+    hosts: dict[Finding, list[str]] = {}
+    for name, fault in faults:
+        hosts.setdefault(fault, []).append(name)
+    for fault, names in hosts.items():
+        fact, fix = (text.replace(_NAMES, some(names)) for text in (fault.fact, fault.fix))
+        yield fault._replace(fact=fact, fix=fix)
 
 
-def _names(facts: Examination) -> _Faults:
-    own: dict[str, list[str]] = {}
-    for host in facts.hosts:
-        for other in facts.hosts:
-            if fault := _name_fault(host, other.name):
-                if other is host:
-                    found = host.names[host.name] or ("no address",)
-                    own.setdefault(found[0], []).append(host.name)
-                else:
-                    fix = f"map {other.name} to its address in /etc/hosts of {host.name}"
-                    yield WARNING, fault, fix
-    for address, names in own.items():
-        fact = (
-            f"{some(names)}: the own name leads to {address}; unisono copes, Gloo and MPI may not"
+def _of_host(host: Host, world_size: int) -> Iterator[Finding]:
+    limits, nprocs = host.limits, host.nprocs
+    fewer = "start fewer ranks, or raise the limit of the job or container"
+    if limits.cpu_quota is not None and limits.cpu_quota < nprocs:
+        fact = f"{_NAMES}: the cgroup has the time of {limits.cpu_quota:g} cores for {nprocs} ranks"
+        yield Finding("cores", WARNING, fact, fewer)
+    elif limits.cores < nprocs:
+        fact = f"{_NAMES}: {nprocs} ranks share {limits.cores} cores"
+        yield Finding("cores", WARNING, fact, fewer)
+    if limits.memory_bytes is not None and limits.memory_bytes < nprocs * _RANK_BYTES:
+        fact = f"{_NAMES}: {limits.memory_bytes >> 20} MiB of memory are left for {nprocs} ranks"
+        yield Finding("memory", WARNING, fact, fewer)
+    # A group needs a connection to each rank of the host; each other rank may need 2.
+    least, most = _OWN_DESCRIPTORS + nprocs, _OWN_DESCRIPTORS + 2 * world_size
+    if limits.descriptors < most:
+        severity = ERROR if limits.descriptors < least else WARNING
+        need = f"{least}" if severity == ERROR else f"up to {most}"
+        fact = f"{_NAMES}: a rank needs {need} file descriptors and may have {limits.descriptors}"
+        yield Finding("descriptors", severity, fact, f"ulimit -n {most}")
+    for severity, fact, fix in _sharing(host):
+        yield Finding("sharing", severity, f"{_NAMES}: {fact}", fix)
+    if host.admits == "local":
+        fact = f"UNISONO_TOKEN is not set on {_NAMES}: a store there serves its own host only"
+        yield Finding("token", ERROR, fact, "set UNISONO_TOKEN to the same secret on all hosts")
+    elif host.admits == "any":
+        fact = f"UNISONO_INSECURE=1 on {_NAMES} lets any client join the job"
+        yield Finding("token", WARNING, fact, "set UNISONO_TOKEN instead")
+    if _name_fault(host, host.name):
+        address, *_ = host.names[host.name] or ("no address",)
+        fact = f"{_NAMES}: the own name leads to {address}; unisono copes, Gloo and MPI may not"
+        yield Finding(
+            "names", WARNING, fact, "map the name of each host to its address in /etc/hosts"
         )
-        yield WARNING, fact, "map the name of each host to its address in /etc/hosts"
+
+
+def _sharing(host: Host) -> Iterator[tuple[str, str, str]]:
+    """Yield severity, fact and fix."""
+    sharing, several = host.sharing, host.nprocs > 1
+    if not sharing.engine:
+        fact = f"a second process fails: {sharing.shared_memory}"
+        yield ERROR, fact, "run `python -c 'import unisono'` there"
+        return
+    if sharing.engine.startswith("reference"):
+        fix = "install unisono with a C++ compiler, unless this engine is intended"
+        yield WARNING, sharing.engine, fix
+    if several and sharing.shared_memory:
+        fact = f"ranks cannot share memory: {sharing.shared_memory}"
+        yield WARNING, fact, "permit memfd_create and /proc in the container"
+    elif several and sharing.remote_read:
+        fact = f"process_vm_readv fails ({sharing.remote_read}): large arrays are copied once more"
+        fix = "sysctl kernel.yama.ptrace_scope=0; for a container, --cap-add SYS_PTRACE"
+        yield WARNING, fact, fix
+    elif several and sharing.huge_pages == "never":
+        fact = "huge pages are off: large arrays are copied once more"
+        yield WARNING, fact, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+
+
+def _of_link(link: Link) -> Iterator[Finding]:
+    """Yield what is wrong with a connection; equal faults differ in the source only."""
+    target, failures = link.target, "; ".join(link.failures)
+    way = f"from {_NAMES} to {target}"
+    if not link.address:
+        fact = f"{_NAMES} cannot connect to {target} ({failures})"
+        if all("refused" in failure for failure in link.failures):
+            fix = f"read what the command prints on {target}: it has ended, or a firewall refuses"
+        else:
+            fix = f"let the firewall of {target} pass TCP to ports of ip_local_port_range"
+        yield Finding("reach", ERROR, fact, fix)
+        return
+    if failures:
+        fact = f"{_NAMES} reached {target} at {link.address} only after {failures}"
+        yield Finding("reach", WARNING, fact, f"set UNISONO_HOST={link.address} on {target}")
+    if link.is_stuck and link.fits_bytes:
+        fact = f"full packets {way} disappear, packets of {link.fits_bytes} bytes arrive: "
+        fact += "the path has a smaller MTU, and drops the ICMP messages about it"
+        fix = f"ip link set mtu {link.fits_bytes} dev INTERFACE on {_NAMES}, or pass ICMP"
+        yield Finding("packets", ERROR, fact, fix)
+    elif link.is_stuck:
+        fact = f"32 KiB {way} did not arrive within 1.5 s, although they are connected"
+        fix = f"look for lost packets (ip -s link) and a high load on {target}"
+        yield Finding("packets", ERROR, fact, fix)
+    elif not link.is_measured:
+        fact = f"the connection {way} stopped in a measurement"
+        fix = f"look for lost packets (ip -s link) and a high load on {target}"
+        yield Finding("speed", WARNING, fact, fix)
+
+
+def _hosts(facts: Examination) -> Iterator[Finding]:
+    here = some(host.name for host in facts.hosts)
+    came = f"{len(facts.hosts)} of {facts.expected} hosts came ({here})"
+    absent = [n for n in facts.wanted if not any(_is_named(n, host) for host in facts.hosts)]
+    if len(facts.hosts) < facts.expected:
+        fact = f"{came}; absent: {some(absent)}" if absent else came
+        fix = f"run the command there too; let every host reach {facts.endpoint}"
+        yield Finding("hosts", ERROR, fact, fix)
+    elif absent and len(facts.hosts) > 1:
+        fact = f"{came}; none of them has the name {some(absent)}"
+        fix = "give --hosts the names of the hosts where the command runs"
+        yield Finding("hosts", WARNING, fact, fix)
+    sources = {link.source for link in facts.links}
+    for host in facts.hosts:
+        if len(facts.hosts) > 1 and host.name not in sources:
+            fact = f"{host.name} did not report its connections in time"
+            yield Finding("reach", ERROR, fact, "read what the command prints there")
+
+
+def _other_names(facts: Examination) -> Iterator[Finding]:
+    for host in facts.hosts:
+        asked = {other.name for other in facts.hosts} - {host.name}
+        # A faulty endpoint has ended the examination; a slow one has not.
+        if host.names.get(facts.endpoint, ()) is None:
+            asked.add(facts.endpoint)
+        for name in sorted(asked):
+            if fault := _name_fault(host, name):
+                fix = f"map {name} to its address in /etc/hosts of {host.name}"
+                yield Finding("names", WARNING, fault, fix)
 
 
 def _name_fault(host: Host, name: str) -> str:
@@ -91,16 +209,7 @@ def _name_fault(host: Host, name: str) -> str:
     return f"{host.name} resolves {name} to {addresses[0]}, which is {host.name} itself"
 
 
-def _token(facts: Examination) -> _Faults:
-    if bare := [host.name for host in facts.hosts if host.admits == "local"]:
-        fact = f"UNISONO_TOKEN is not set on {some(bare)}: a store there serves its own host only"
-        yield ERROR, fact, "set UNISONO_TOKEN to the same secret on all hosts"
-    if unsafe := [host.name for host in facts.hosts if host.admits == "any"]:
-        fact = f"UNISONO_INSECURE=1 on {some(unsafe)} lets any client join the job"
-        yield WARNING, fact, "set UNISONO_TOKEN instead"
-
-
-def _versions(facts: Examination) -> _Faults:
+def _versions(facts: Examination) -> Iterator[Finding]:
     for what in facts.hosts[0].versions:
         places: dict[str, list[str]] = {}
         for host in facts.hosts:
@@ -109,51 +218,22 @@ def _versions(facts: Examination) -> _Faults:
             text = ", ".join(f"{version} on {some(names)}" for version, names in places.items())
             # Ranks exchange data in unisono's format and in the byte order of the processor.
             severity = ERROR if what in ("unisono", "byte order") else WARNING
-            yield severity, f"{what}: {text}", f"give all hosts the same {what}"
+            fix = f"give all hosts the same {what}"
+            yield Finding("versions", severity, f"{what}: {text}", fix)
 
 
-def _reach(facts: Examination) -> _Faults:
+def _lost_packets(facts: Examination) -> Iterator[Finding]:
     for host in facts.hosts:
         links = [link for link in facts.links if link.target == host.name]
-        if lost := [link for link in links if not link.address]:
-            sources = some(link.source for link in lost)
-            fact = f"{sources} cannot connect to {host.name} ({'; '.join(lost[0].failures)})"
-            fix = f"let the firewall of {host.name} pass TCP to ports of ip_local_port_range"
-            yield ERROR, fact, fix
-        if late := [link for link in links if link.address and link.failures]:
-            fact = f"{some(link.source for link in late)} reached {host.name} at "
-            fact += f"{late[0].address} only after {'; '.join(late[0].failures)}"
-            yield WARNING, fact, f"set UNISONO_HOST={late[0].address} on {host.name}"
-        if len(facts.hosts) > 1 and not any(link.source == host.name for link in facts.links):
-            fact = f"{host.name} did not report its connections in time"
-            yield ERROR, fact, "read what the command prints there"
-
-
-def _packets(facts: Examination) -> _Faults:
-    for host in facts.hosts:
-        links = [link for link in facts.links if link.target == host.name]
-        for fits in sorted({link.fits_bytes for link in links if link.is_stuck}):
-            stuck = [link.source for link in links if link.is_stuck and link.fits_bytes == fits]
-            way = f"from {some(stuck)} to {host.name}"
-            if fits:
-                fact = (
-                    f"full packets {way} disappear, packets of {fits} bytes arrive: the path has "
-                )
-                fact += "a smaller MTU, and drops the ICMP messages about it"
-                fix = f"ip link set mtu {fits} dev INTERFACE on {some(stuck)}, or pass ICMP"
-                yield ERROR, fact, fix
-            else:
-                fact = f"32 KiB {way} did not arrive within 1.5 s, although they are connected"
-                fix = f"look for lost packets (ip -s link) and a high load on {host.name}"
-                yield ERROR, fact, fix
         if lossy := [link for link in links if (link.resent or 0.0) >= _RESENT]:
             share = max(link.resent or 0.0 for link in lossy)
             way = f"from {some(link.source for link in lossy)} to {host.name}"
             fact = f"{share:.1%} of the packets {way} were sent again"
-            yield WARNING, fact, "look for errors of interfaces and the switch (ip -s link)"
+            fix = "look for errors of interfaces and the switch (ip -s link)"
+            yield Finding("packets", WARNING, fact, fix)
 
 
-def _speed(facts: Examination) -> _Faults:
+def _speed(facts: Examination) -> Iterator[Finding]:
     rates = [(link.rate_bytes_s, link) for link in facts.links if link.rate_bytes_s is not None]
     if not rates:
         return
@@ -162,7 +242,26 @@ def _speed(facts: Examination) -> _Faults:
     if rate * _SLOW < usual:
         fact = f"{rate / 1e6:.3g} MB/s from {slow.source} to {slow.target}; the median of all "
         fact += f"pairs is {usual / 1e6:.4g} MB/s"
-        yield WARNING, fact, "compare link speeds (ethtool) and loads of these hosts"
+        fix = "compare link speeds (ethtool) and loads of these hosts"
+        yield Finding("speed", WARNING, fact, fix)
+
+
+def _clocks(facts: Examination) -> Iterator[Finding]:
+    first = facts.hosts[0].name
+    for link in facts.links:
+        if link.source == first and abs(link.ahead_s) > _CLOCK_S + (link.rtt_s or 0.0) / 2:
+            side = "ahead of" if link.ahead_s > 0 else "behind"
+            fact = f"the clock of {link.target} is {abs(link.ahead_s):.1f} s {side} that of {first}"
+            fix = "run an NTP client, such as chrony, on all hosts"
+            yield Finding("clocks", WARNING, fact, fix)
+
+
+_OF_ALL = (_hosts, _other_names, _versions, _lost_packets, _speed, _clocks)
+
+
+def _summary(facts: Examination) -> str:
+    world_size = sum(host.nprocs for host in facts.hosts)
+    return f"{some(host.name for host in facts.hosts)}; {world_size} ranks"
 
 
 def _usual_speed(facts: Examination) -> str:
@@ -171,34 +270,21 @@ def _usual_speed(facts: Examination) -> str:
     return f"round trip {median(trips) * 1e3:.3g} ms, {median(rates) / 1e6:.4g} MB/s (medians)"
 
 
-def _clocks(facts: Examination) -> _Faults:
-    first = facts.hosts[0].name
-    for link in facts.links:
-        if link.source == first and abs(link.ahead_s) > _CLOCK_S + (link.rtt_s or 0.0) / 2:
-            side = "ahead of" if link.ahead_s > 0 else "behind"
-            fact = f"the clock of {link.target} is {abs(link.ahead_s):.1f} s {side} that of {first}"
-            yield WARNING, fact, "run an NTP client, such as chrony, on all hosts"
-
-
-def _summary(facts: Examination) -> str:
-    world_size = sum(host.nprocs for host in facts.hosts)
-    return f"{some(host.name for host in facts.hosts)}; {world_size} ranks"
-
-
 def _shown_versions(facts: Examination) -> str:
     return ", ".join(f"{what} {value}" for what, value in facts.hosts[0].versions.items() if value)
 
 
-_TOPICS: tuple[tuple[str, Callable[[Examination], _Faults], Callable[[Examination], str]], ...] = (
-    ("hosts", _hosts, _summary),
-    ("names", _names, lambda facts: "every host resolves the names of all hosts"),
-    ("token", _token, lambda facts: "the hosts have a token"),
-    ("versions", _versions, _shown_versions),
-    ("reach", _reach, lambda facts: "every host reaches every other host"),
-    ("packets", _packets, lambda facts: "full packets arrive, and none are lost"),
-    ("speed", _speed, _usual_speed),
-    ("clocks", _clocks, lambda facts: f"clocks differ by at most {_CLOCK_S:g} s"),
-)
+_FINE: dict[str, Callable[[Examination], str]] = {
+    "hosts": _summary,
+    "names": lambda facts: "every host resolves the names of all hosts",
+    "token": lambda facts: "the hosts have a token",
+    "versions": _shown_versions,
+    "reach": lambda facts: "every host reaches every other host",
+    "packets": lambda facts: "full packets arrive, and none are lost",
+    "speed": _usual_speed,
+    "clocks": lambda facts: f"clocks differ by at most {_CLOCK_S:g} s",
+}
+"""Text about a topic without a fault."""
 
 
 def _is_named(name: str, host: Host) -> bool:

@@ -1,4 +1,7 @@
-"""The facts about this host: its limits, its names, and what a second process may do here."""
+"""The facts about this host: its limits, its names, and what a second process may do here.
+
+The second process is this module with the words `PID ADDRESS PROOF`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
 from unisono import __version__
 from unisono.base import config
@@ -126,7 +130,7 @@ def _sharing() -> Sharing:
     words = [str(os.getpid()), str(ctypes.addressof(proof)), proof.raw.hex()]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "unisono.cli.doctor.second_process", *words],
+            [sys.executable, "-m", "unisono.cli.doctor.host", *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -137,4 +141,38 @@ def _sharing() -> Sharing:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Sharing(engine="", shared_memory=last)
-    return Sharing(**json.loads(done.stdout), huge_pages=pages[1] if pages else "")
+    return replace(Sharing(**json.loads(done.stdout)), huge_pages=pages[1] if pages else "")
+
+
+def why_not_readable(pid: int, address: int, proof: bytes) -> str:
+    """Return why this process cannot read `proof` in another process; "" if it can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "process_vm_readv"):
+        return "this system does not have it"
+    found = ctypes.create_string_buffer(len(proof))
+    # struct iovec: an address and a length.
+    here = (ctypes.c_size_t * 2)(ctypes.addressof(found), len(proof))
+    there = (ctypes.c_size_t * 2)(address, len(proof))
+    one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    got = libc.process_vm_readv(pid, here, one, there, one, no_flags)
+    if got == len(proof) and found.raw == proof:
+        return ""
+    return os.strerror(ctypes.get_errno()) if got < 0 else "the process number is another's"
+
+
+def _report(pid: str, address: str, proof: str) -> None:
+    """Print what this process, as the second one, finds."""
+    # The doctor must run where NumPy, which this loads, is broken.
+    from unisono.engines.choice import engine_info
+
+    info = engine_info()
+    found = Sharing(
+        engine=f"{info.engine} engine ({info.why})",
+        shared_memory="" if info.shared_memory == "memfd" else info.shared_memory,
+        remote_read=why_not_readable(int(pid), int(address), bytes.fromhex(proof)),
+    )
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    _report(*sys.argv[1:])

@@ -83,14 +83,17 @@ class Responder:
         self._threads: list[threading.Thread] = []
         for listener in self._listeners:
             listener.setblocking(True)
+        for listener in self._listeners:
             self._start(self._accept, listener)
 
     def close(self) -> None:
         """End all connections and threads."""
-        for sock in [*self._listeners, *self._connections]:
-            with contextlib.suppress(OSError):
-                # close() would not wake a thread that waits in accept() or recv().
-                sock.shutdown(socket.SHUT_RDWR)
+        accepting = self._threads[: len(self._listeners)]
+        _shut_down(self._listeners)
+        for thread in accepting:
+            thread.join()
+        # No connection is added any more.
+        _shut_down(self._connections)
         for thread in self._threads:
             thread.join()
         for listener in self._listeners:
@@ -110,10 +113,11 @@ class Responder:
 
     def _answer(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError, EOFError):
-            sock.settimeout(_IDLE_S)
+            sock.settimeout(_CONNECT_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_receive(sock, _KEY_BYTES), self._key):
                 return
+            sock.settimeout(_IDLE_S)
             while True:
                 (nbytes,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
                 if nbytes > MESSAGE_BYTES:
@@ -230,6 +234,13 @@ class Probe:
             self._show_key(sock)
             return _passes(sock)
         return False
+
+
+def _shut_down(socks: Sequence[socket.socket]) -> None:
+    for sock in socks:
+        with contextlib.suppress(OSError):
+            # close() would not wake a thread that waits in accept() or recv().
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def _passes(sock: socket.socket) -> bool:

@@ -76,9 +76,10 @@ class Session:
             reason = error.what.partition("\n")[0]
             fact = f"{examiner.host.name} could not meet the other hosts: {reason}"
             failure = Finding(topic, ERROR, fact, error.hint or "")
-            own = findings(self.facts)
+            # A token that the store refuses is not fine, even if this host has one.
+            own = [f for f in findings(self.facts) if (f.topic, f.severity) != (topic, OK)]
             self.found = [failure, *(found for found in own if found.topic != "hosts")]
-        if not examiner.is_first:
+        if not examiner.is_first and len(self.facts.hosts) > 1:
             self._severities = (ERROR,)
 
     def examine_before_run(self, store: PrefixStore, canceled: Callable[[], bool]) -> None:
