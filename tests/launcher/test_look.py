@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from unittest import mock
 
 import pytest
 
@@ -183,6 +184,20 @@ def test_user_of_a_connection_is_found():
         accepted, _ = server.accept()
         with accepted:
             assert user_of_peer(accepted) == os.geteuid()
+
+
+@pytest.mark.parametrize(("any_host", "peer"), [("0.0.0.0", "198.51.100.7"), ("::", "2001:db8::7")])
+def test_listening_socket_is_not_taken_for_the_peer(any_host, peer):
+    # A client on another host may connect from any port, and the job's store listens on a known
+    # one. Without an established connection the kernel reports the listening socket.
+    here = "127.0.0.1" if "." in peer else "::1"
+    with socket.socket(socket.AF_INET6 if ":" in any_host else socket.AF_INET) as store:
+        store.bind((any_host, 0))
+        store.listen()
+        sock = mock.Mock(spec=socket.socket)
+        sock.getsockname.return_value = here, 4242
+        sock.getpeername.return_value = peer, store.getsockname()[1]
+        assert user_of_peer(sock) == -1
 
 
 def test_no_rank_answers(capsys):
