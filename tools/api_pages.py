@@ -71,6 +71,13 @@ PAGES = (
         homes="c10d.shared_arrays",
     ),
     Page(
+        "trace", "Recorded calls",
+        "The last calls of a rank: where they were made, how long they took, and for which rank "
+        "they waited.",
+        "[Recorded calls](../../howto/trace.md) shows how to find a late or a missing rank.",
+        homes="c10d.tracing trace",
+    ),
+    Page(
         "work", "Works and futures",
         "Handles of calls with `async_op=True`.",
         homes="groups.work",

@@ -25,7 +25,7 @@ METHODS = 25
 ATTRIBUTES = 12
 # Lines of code, that is, without docstrings, comments and blank lines: the whole tree must stay
 # readable, and documentation must not be punished. See docs/decisions/0007.
-TREE = 27_950
+TREE = 28_950
 CPP_FILE = 400
 
 # Exceptions, each with its reason. The keys are (path, "lines"), (path, "definitions"),
@@ -39,6 +39,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         545,
         "operations that are no functions have their examples at the methods",
     ),
+    ("src/unisono/trace/records.py", "TraceRecord attributes"): (20, "the columns of one record"),
     ("src/unisono/c10d/lifecycle.py", "init_process_group parameters"): (9, "torch's signature"),
     ("src/unisono/c10d/objects/functions.py", "send_object_list parameters"): (
         9,

@@ -19,3 +19,6 @@ void bind_queue(nanobind::module_& m);
 // the prepared call: Python checks the arguments, selects an algorithm and lowers it. Other
 // arguments, such as strided arrays and tensors of torch, are passed to Python.
 void bind_calls(nanobind::module_& m);
+
+// The records of a group's calls (core/recorder.hpp), and the places where calls were made.
+void bind_recorder(nanobind::module_& m);

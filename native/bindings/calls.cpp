@@ -1,5 +1,6 @@
 #include "bindings/calls.hpp"
 
+#include "bindings/sites.hpp"
 #include "bindings/waits.hpp"
 
 #include <cstring>
@@ -172,8 +173,17 @@ bool Calls::run_now(const CachedCall& what, const Arrays& arrays) {
   // the cache. None of them runs here before this call has ended.
   last_seq_ = seq;
   if (!last_call_.is(what.call)) last_call_ = what.call;
+  uint64_t record = 0;
+  if (recorder_ != nullptr) {
+    record = recorder_->begin_soon(prepared.recorded(), seq, caller_site());
+  }
   const Status status = run(prepared, arrays, timeout_ns_);
-  if (!status.is_ok()) continue_in_python(nb::object(last_call_), seq, status, arrays);
+  if (recorder_ != nullptr) recorder_->write_now();
+  if (!status.is_ok()) {
+    continue_in_python(nb::object(last_call_), record, status, arrays);
+  } else if (recorder_ != nullptr) {
+    recorder_->end(record, Code::ok);
+  }
   return true;
 }
 
@@ -205,7 +215,7 @@ nb::object Calls::queue(const CachedCall& what, const Arrays& arrays) {
 }
 
 // Pass a call whose program did not end well to Python, which mostly raises.
-void Calls::continue_in_python(const nb::object& call, uint64_t seq, Status status,
+void Calls::continue_in_python(const nb::object& call, uint64_t record, Status status,
                                const Arrays& arrays) {
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);  // of a signal handler that ended the wait
@@ -214,7 +224,8 @@ void Calls::continue_in_python(const nb::object& call, uint64_t seq, Status stat
   nb::object raised = nb::steal(value);
   Py_XDECREF(type);
   Py_XDECREF(trace);
-  continues_(call, seq, nb::make_tuple(static_cast<int>(status.code), status.peer),
+  continues_(call, nb::make_tuple(last_seq_, record),
+             nb::make_tuple(static_cast<int>(status.code), status.peer),
              raised.is_valid() ? raised : nb::none(),
              nb::make_tuple(arrays.input.owner(), arrays.output.owner()));
 }

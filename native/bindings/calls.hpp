@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "bindings/arrays.hpp"
@@ -65,7 +66,7 @@ struct CachedCall {
 // The prepared calls of one group, found by the arguments of a public function.
 class Calls {
  public:
-  // `continues(call, seq, status, raised, memory)` continues a call whose program did not end well,
+  // `continues(call, (seq, record), status, raised, memory)` continues a call whose program did not end well,
   // `queues(call, input, output)` queues a call and returns the arguments for a new Work.
   Calls(nanobind::object queue, nanobind::object continues, nanobind::object queues);
 
@@ -74,6 +75,10 @@ class Calls {
   unsigned long caller() const { return caller_; }
   void set_caller(unsigned long thread) { caller_ = thread; }
   void set_timeout(double timeout_s);
+  void set_recorder(nanobind::object recorder) {
+    recorder_ = nanobind::inst_ptr<Recorder>(recorder);
+    recorder_ref_ = std::move(recorder);
+  }
   // Send and receive plain messages through `messenger`. None: Python must. `failed(op, result,
   // array, peer, tag, timeout_s)` returns the error of a failed message.
   void set_messenger(nanobind::object messenger, nanobind::object failed);
@@ -114,7 +119,7 @@ class Calls {
   class Inside;
   // Whether another thread is in a call, which Python rejects with an error.
   bool is_busy() const;
-  void continue_in_python(const nanobind::object& call, uint64_t seq, Status status,
+  void continue_in_python(const nanobind::object& call, uint64_t record, Status status,
                           const Arrays& arrays);
 
   nanobind::object queue_ref_;
@@ -129,7 +134,9 @@ class Calls {
   nanobind::object messenger_ref_;
   Messenger* messenger_ = nullptr;
   nanobind::object message_failed_;
-  nanobind::object runner_;  // of the last call that was kept
+  nanobind::object recorder_ref_;
+  Recorder* recorder_ = nullptr;  // nullptr: calls are not recorded
+  nanobind::object runner_;       // of the last call that was kept
   uint64_t last_seq_ = 0;
   nanobind::object last_call_;
   std::vector<char> scratch_;  // of the call that has the turn

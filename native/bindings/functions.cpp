@@ -258,10 +258,10 @@ void bind_calls(nb::module_& m) {
   using unisono::Prepared;
   nb::class_<Prepared>(m, "Prepared")
     .def(nb::init<nb::handle_t<unisono::Runner>, nb::handle_t<unisono::OwnedProgram>, int64_t, int,
-                  int, uint64_t, uint64_t>(),
+                  int, uint64_t, uint64_t, uint32_t, int64_t>(),
          nb::arg("runner"), nb::arg("program"), nb::arg("itemsize"), nb::arg("dtype"),
-         nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"),
-         "A call without its memory; fingerprint 0: the ranks have agreed.");
+         nb::arg("op"), nb::arg("fingerprint"), nb::arg("even"), nb::arg("kind") = 0,
+         nb::arg("count") = 0, "A call without its memory; fingerprint 0: the ranks have agreed.");
 
   nb::class_<Calls>(m, "Calls", nb::type_slots(unisono::calls_slots))
     .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("queue"), nb::arg("continues"),
@@ -270,6 +270,7 @@ void bind_calls(nb::module_& m) {
     .def_prop_rw("caller", &Calls::caller, &Calls::set_caller,
                  "The thread that is in a collective call, or 0.")
     .def("set_timeout", &Calls::set_timeout, nb::arg("timeout_s"))
+    .def("set_recorder", &Calls::set_recorder, nb::arg("recorder"), "Record calls from now on.")
     .def("set_messenger", &Calls::set_messenger, nb::arg("messenger").none(), nb::arg("failed"),
          "Send and receive plain messages through a Port.")
     .def("run", &unisono::run, nb::arg("prepared"), nb::arg("input").none(),

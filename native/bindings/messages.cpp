@@ -23,6 +23,8 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/calls.hpp"
+#include "bindings/message_records.hpp"
+#include "bindings/view.hpp"
 #include "bindings/waits.hpp"
 #include "messages/messages.hpp"
 
@@ -32,6 +34,7 @@ using unisono::Envelope;
 using unisono::Outcome;
 using unisono::Messages;
 using unisono::nanoseconds;
+using unisono::View;
 
 namespace {
 
@@ -62,27 +65,6 @@ Outcome unlocked(Function function) {
   nb::gil_scoped_release unlocked;
   return function();
 }
-
-// The memory of an array, held until the destructor.
-class View {
- public:
-  View(nb::handle array, int flags) : held_(PyObject_GetBuffer(array.ptr(), &view_, flags) == 0) {}
-  ~View() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-  View(const View&) = delete;
-  View& operator=(const View&) = delete;
-
-  // Whether the memory is contiguous, and writable if the flags ask for it.
-  bool is_held() const { return held_; }
-  char* data() const { return static_cast<char*>(view_.buf); }
-  uint64_t nbytes() const { return static_cast<uint64_t>(view_.len); }
-  const char* format() const { return view_.format == nullptr ? "B" : view_.format; }
-
- private:
-  Py_buffer view_{};
-  bool held_;
-};
 
 // A `View` of an array that Python has checked.
 class Bytes : public View {
@@ -218,18 +200,24 @@ class Port final : public unisono::Messenger {
       : messages_(std::move(messages)),
         context_(context),
         ranks_(shared_ranks(std::move(ranks))),
-        type_(type.ptr()) {
-    for (const auto& [format, word] : words) word_of(format.c_str()) = word;
+        type_(type.ptr()),
+        records_(ranks_) {
+    for (const auto& [format, word] : words) formats_.of(format.c_str()).word = word;
   }
 
   // Returns True if the message was sent, and what `Messages.wait` returns if not.
   nb::object send(nb::handle array, nb::handle to, nb::handle tag, double timeout_s) override {
     Plain plain;
     if (!understand_send(array, to, tag, &plain)) return nb::none();
-    if (sends_at_once(plain)) return nb::bool_(true);
+    const uint64_t record = begin_record(plain, plain.kinds.first);
+    if (sends_at_once(plain)) {
+      records_.end(record, Code::ok, plain.peer);
+      return nb::bool_(true);
+    }
     Outcome outcome = unlocked([&] {
       return messages_->send(plain.peer, plain.envelope, plain.data(), nanoseconds(timeout_s));
     });
+    records_.end(record, outcome.code, plain.peer);
     if (outcome.code == Code::ok) return nb::bool_(true);
     return outcome.code == Code::unreachable ? nb::none() : nb::cast(to_tuple(std::move(outcome)));
   }
@@ -239,9 +227,11 @@ class Port final : public unisono::Messenger {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
     const int64_t timeout_ns = nanoseconds(timeout_s);
+    const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome = unlocked([&] {
       return messages_->recv(plain.peer, plain.envelope, plain.data(), ranks_, timeout_ns);
     });
+    records_.end(record, outcome.code, outcome.code == Code::ok ? outcome.source : plain.peer);
     if (outcome.code == Code::ok) return nb::int_(outcome.source);
     return nb::cast(to_tuple(std::move(outcome)));
   }
@@ -249,20 +239,33 @@ class Port final : public unisono::Messenger {
   // Send a message only if that needs no waiting. Returns whether it was sent.
   bool try_send(nb::handle array, nb::handle to, nb::handle tag) {
     Plain plain;
-    return understand_send(array, to, tag, &plain) && sends_at_once(plain);
+    if (!understand_send(array, to, tag, &plain)) return false;
+    const uint64_t record = begin_record(plain, plain.kinds.first);
+    const bool is_sent = sends_at_once(plain);
+    records_.end(record, is_sent ? Code::ok : Code::unreachable, plain.peer);
+    return is_sent;
   }
 
-  // Returns what `Messages.start_recv` returns. The caller keeps the memory alive.
+  // `kinds`: the kinds of the records of a send and a receive, by the buffer format of the dtype.
+  void set_recorder(nb::object recorder,
+                    const std::map<std::string, std::pair<uint32_t, uint32_t>>& kinds) {
+    records_.set_recorder(std::move(recorder));
+    for (const auto& [format, both] : kinds) formats_.of(format.c_str()).kinds = both;
+  }
+
+  // Returns what `Messages.start_recv` returns, and the number of the record. The caller keeps the
+  // memory alive, and ends the record.
   nb::object start_recv(nb::handle array, nb::handle from, nb::handle tag) {
     Plain plain;
     if (!parse_arguments(array, from, tag, PyBUF_WRITABLE, &plain)) return nb::none();
+    const uint64_t record = begin_record(plain, plain.kinds.second);
     Outcome outcome;
     {
       std::optional<nb::gil_scoped_release> unlocked;
       if (plain.envelope.nbytes > kSmallBytes) unlocked.emplace();
       outcome = messages_->start_recv(plain.peer, plain.envelope, plain.data(), ranks_);
     }
-    return nb::cast(to_tuple(std::move(outcome)));
+    return nb::make_tuple(to_tuple(std::move(outcome)), record);
   }
 
  private:
@@ -271,19 +274,18 @@ class Port final : public unisono::Messenger {
     int peer = -1;
     Envelope envelope{};
     std::optional<View> view;
+    std::pair<uint32_t, uint32_t> kinds{};
     char* data() const { return view->data(); }
   };
+
+  uint64_t begin_record(const Plain& plain, uint32_t kind) {
+    const auto count = static_cast<int64_t>(plain.view->count());
+    return records_.begin(kind, plain.envelope.tag, count, plain.peer);
+  }
 
   bool sends_at_once(const Plain& plain) {
     return plain.envelope.nbytes <= kSmallBytes &&
            messages_->try_send(plain.peer, plain.envelope, plain.data());
-  }
-
-  uint32_t& word_of(const char* format) {
-    const bool complex = format[0] == 'Z' && format[1] != 0;
-    const char letter = complex ? format[1] : format[0];
-    const bool simple = letter != 0 && format[complex ? 2 : 1] == 0;
-    return words_[complex ? 1 : 0][simple ? static_cast<unsigned char>(letter) : 0];
   }
 
   bool understand_send(nb::handle array, nb::handle to, nb::handle tag, Plain* plain) {
@@ -303,7 +305,9 @@ class Port final : public unisono::Messenger {
       PyErr_Clear();
       return false;
     }
-    plain->envelope = {context_, number, plain->view->nbytes(), word_of(plain->view->format())};
+    const unisono::Format& format = formats_.of(plain->view->format());
+    plain->envelope = {context_, number, plain->view->nbytes(), format.word};
+    plain->kinds = format.kinds;
     return plain->envelope.info != 0;
   }
 
@@ -318,8 +322,9 @@ class Port final : public unisono::Messenger {
   std::shared_ptr<Messages> messages_;
   uint64_t context_;
   unisono::Ranks ranks_;
-  PyObject* type_;                                    // borrowed: its module keeps it alive longer
-  std::array<std::array<uint32_t, 256>, 2> words_{};  // by letter; [1]: complex formats
+  PyObject* type_;  // borrowed: its module keeps it alive longer
+  unisono::Formats formats_;
+  unisono::MessageRecords records_;
 };
 
 }  // namespace
@@ -388,6 +393,8 @@ void bind_p2p(nb::module_& m) {
          nb::arg("words"))
     .def("try_send", &Port::try_send, nb::arg("array"), nb::arg("to").none(), nb::arg("tag"),
          "Send if no waiting is needed; return whether it was sent.")
+    .def("set_recorder", &Port::set_recorder, nb::arg("recorder"), nb::arg("kinds"),
+         "Record messages from now on.")
     .def("start_recv", &Port::start_recv, nb::arg("array"), nb::arg("from_").none(), nb::arg("tag"),
-         "As Messages.start_recv; None: Python must handle it.");
+         "Return (as Messages.start_recv, record); None: Python handles it.");
 }

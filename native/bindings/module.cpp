@@ -159,6 +159,10 @@ NB_MODULE(_engine, m) {
   nb::class_<unisono::Runner>(m, "Runner")
     .def("set_late", &set_late, nb::arg("late"), nb::arg("before_ns"),
          "Call `late` once when a call nears its deadline.")
+    .def(
+      "set_recorder",
+      [](unisono::Runner& runner, unisono::Recorder& recorder) { runner.set_recorder(&recorder); },
+      nb::arg("recorder"), nb::keep_alive<1, 2>(), "Record for which ranks its calls wait.")
     .def("abort", &unisono::Runner::abort, "End every wait.");
 
   nb::class_<unisono::Group, unisono::Runner>(m, "Group")
@@ -171,6 +175,7 @@ NB_MODULE(_engine, m) {
   bind_interface(m);
   bind_store(m);
   bind_store_link(m);
+  bind_recorder(m);
   bind_queue(m);
   bind_calls(m);
   bind_p2p(m);

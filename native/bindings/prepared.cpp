@@ -1,5 +1,6 @@
 #include "bindings/prepared.hpp"
 
+#include "bindings/sites.hpp"
 #include "bindings/waits.hpp"
 
 namespace nb = nanobind;
@@ -14,15 +15,23 @@ nb::object Argument::owner() const {
 }
 
 QueuedCall::QueuedCall(nb::handle_t<Prepared> prepared, nb::object input, nb::object output,
-                       double timeout_s)
+                       double timeout_s, nb::object recorder)
     : prepared_(nb::borrow(prepared)),
       input_(std::move(input)),
       output_(std::move(output)),
+      recorder_(std::move(recorder)),
       arrays_{argument_of(input_), argument_of(output_)} {
   const Prepared& what = *nb::inst_ptr<Prepared>(prepared);
   scratch_.resize(what.scratch_bytes());
   job = what.job(arrays_, scratch_.data());
   job.deadline_ns = now_ns() + nanoseconds(timeout_s);
+  if (!recorder_.is_none()) job.recorder = nb::inst_ptr<Recorder>(recorder_);
+}
+
+void QueuedCall::begin_record(uint64_t seq) {
+  if (job.recorder == nullptr) return;
+  const Recorded& recorded = nb::inst_ptr<Prepared>(prepared_)->recorded();
+  job.record = job.recorder->begin(recorded, seq, caller_site());
 }
 
 }  // namespace unisono

@@ -19,19 +19,22 @@ namespace unisono {
 // A call without its memory. Python works it out once for each kind of call.
 class Prepared {
  public:
-  // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run().
+  // `dtype`, `op`: codes. `fingerprint`, `even`: see Runner::run(). `kind`, `count`: see Record.
   Prepared(nanobind::handle_t<Runner> runner, nanobind::handle_t<OwnedProgram> program,
-           int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even)
+           int64_t itemsize, int dtype, int op, uint64_t fingerprint, uint64_t even, uint32_t kind,
+           int64_t count)
       : runner_ref_(nanobind::borrow(runner)),
         program_ref_(nanobind::borrow(program)),
         runner_(nanobind::inst_ptr<Runner>(runner)),
         program_(nanobind::inst_ptr<OwnedProgram>(program)),
         itemsize_(itemsize),
         reduce_(reduce_fn(static_cast<DType>(dtype), static_cast<RedOp>(op))),
-        words_{fingerprint, even} {}
+        words_{fingerprint, even},
+        recorded_{kind, fingerprint, count} {}
 
   const nanobind::object& runner() const { return runner_ref_; }
   bool is_aborted() const { return runner_->is_aborted(); }
+  const Recorded& recorded() const { return recorded_; }
   size_t scratch_bytes() const { return static_cast<size_t>(program_->scratch_count * itemsize_); }
   // Return the job of a call on these arrays. `scratch` has scratch_bytes() bytes.
   Job job(const Arrays& arrays, char* scratch) const {
@@ -68,6 +71,7 @@ class Prepared {
   int64_t itemsize_;
   ReduceFn reduce_;
   AgreementWords words_;
+  Recorded recorded_;
   // Elements; -1: no run has checked the program. Guarded by the interpreter lock.
   mutable int64_t checked_input_ = -1, checked_output_ = -1;
 };
@@ -78,7 +82,9 @@ class QueuedCall {
   QueuedCall() = default;  // a call that Python runs when it has the turn
 
   QueuedCall(nanobind::handle_t<Prepared> prepared, nanobind::object input, nanobind::object output,
-             double timeout_s);
+             double timeout_s, nanobind::object recorder);
+  // Give the job its record. Called directly before the job is queued with the number `seq`.
+  void begin_record(uint64_t seq);
   QueuedCall(const QueuedCall&) = delete;
   QueuedCall& operator=(const QueuedCall&) = delete;
 
@@ -86,6 +92,7 @@ class QueuedCall {
 
  private:
   nanobind::object prepared_, input_, output_;
+  nanobind::object recorder_;
   Arrays arrays_;
   std::vector<char> scratch_;
 };

@@ -19,7 +19,11 @@ namespace unisono {
 
 namespace {
 
-uint64_t push(CallQueue& queue, QueuedCall& call) { return queue.push(&call.job); }
+uint64_t push(CallQueue& queue, QueuedCall& call) {
+  // Before the push, because the server may begin the job at once.
+  call.begin_record(queue.last() + 1);
+  return queue.push(&call.job);
+}
 
 // (reason, number of the job, status code, peer)
 std::tuple<int, uint64_t, int, int> serve(CallQueue& queue) {
@@ -63,9 +67,12 @@ void bind_queue(nb::module_& m) {
   using unisono::QueuedCall;
   nb::class_<QueuedCall>(m, "QueuedCall")
     .def(nb::init<>(), "A call that Python runs when it has the turn.")
-    .def(nb::init<nb::handle_t<unisono::Prepared>, nb::object, nb::object, double>(),
+    .def(nb::init<nb::handle_t<unisono::Prepared>, nb::object, nb::object, double, nb::object>(),
          nb::arg("prepared"), nb::arg("input").none(), nb::arg("output").none(),
-         nb::arg("timeout_s"), "A prepared call with its memory.")
+         nb::arg("timeout_s"), nb::arg("recorder").none(), "A prepared call with its memory.")
+    .def_prop_ro(
+      "record", [](const QueuedCall& call) { return call.job.record; },
+      "The number of its record; 0: Python records it.")
     .def_prop_ro(
       "seq", [](const QueuedCall& call) { return call.job.seq; },
       "Its number; 0 before it is queued.")

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/agreement.hpp"
+#include "core/recorder.hpp"
 #include "core/status.hpp"
 #include "kernels/kernels.hpp"
 
@@ -115,8 +116,11 @@ class Runner {
     late_ = std::move(late);
     late_ns_ = before_ns;
   }
+  // Record the waits of each run. The recorder must outlive the runner's last run.
+  void set_recorder(Recorder* recorder) { recorder_ = recorder; }
 
  protected:
+  Recorder* recorder_ = nullptr;  // nullptr: the calls are not recorded
   std::function<void()> late_;
   int64_t late_ns_ = 0;
 

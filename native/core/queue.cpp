@@ -18,7 +18,12 @@ constexpr int64_t kIdleNs = 10'000'000;
 }  // namespace
 
 Status Job::run() const {
-  return runner->run(program, buffers, reduce, words, std::max<int64_t>(deadline_ns - now_ns(), 0));
+  if (recorder != nullptr) recorder->start(record);
+  const int64_t left_ns = std::max<int64_t>(deadline_ns - now_ns(), 0);
+  const Status status = runner->run(program, buffers, reduce, words, left_ns);
+  // Python continues other calls, and ends their records.
+  if (recorder != nullptr && status.is_ok()) recorder->end(record, Code::ok);
+  return status;
 }
 
 bool CallQueue::runs() const {

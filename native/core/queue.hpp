@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "core/program.hpp"
+#include "core/recorder.hpp"
 
 namespace unisono {
 
@@ -20,9 +21,11 @@ struct Job {
   ReduceFn reduce = nullptr;
   AgreementWords words{};
   int64_t deadline_ns = 0;
-  uint64_t seq = 0;      // set by push()
-  bool watched = false;  // serve() must report its end, because not only waiters need it
-  bool handed = false;   // the thread that serves reports the end of the job
+  uint64_t seq = 0;              // set by push()
+  bool watched = false;          // serve() must report its end, because not only waiters need it
+  bool handed = false;           // the thread that serves reports the end of the job
+  Recorder* recorder = nullptr;  // nullptr: the call is not recorded
+  uint64_t record = 0;
 
   Status run() const;
 };

@@ -91,6 +91,7 @@ class Steps final : public Runner {
   bool is_in_use(const char* first, size_t nbytes) const;
   Status wait_for_sends(const char* first, const char* end);
   Status wait(Operation& op);
+  Code wait_until_done(Operation& op);
   Status status_of(const Operation& op) const;
   Operation* new_op(int peer, int64_t tag, size_t nbytes);
   void recycle(const Receiving& receiving);

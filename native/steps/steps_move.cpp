@@ -171,24 +171,26 @@ Status Steps::wait_for_sends(const char* first, const char* end) {
 Status Steps::wait(Operation& op) {
   if (!send_failure_.is_ok()) return send_failure_;
   if (!op.done.load(std::memory_order_acquire)) {
-    if (idler_ != nullptr) {
-      idler_->idle();
-      idler_ = nullptr;
-    }
-    Code code = Code::timeout;
-    if (late_ && !late_called_) {
-      code = messages_->programs().wait(op, std::max<int64_t>(late_at_ns_ - now_ns(), 0));
-      if (code == Code::timeout) {
-        late_called_ = true;
-        late_();
-      }
-    }
-    if (code == Code::timeout) {
-      code = messages_->programs().wait(op, std::max<int64_t>(deadline_ns_ - now_ns(), 0));
-    }
+    if (recorder_ != nullptr) recorder_->begin_wait(status_of(op).peer);
+    const Code code = wait_until_done(op);
+    if (recorder_ != nullptr) recorder_->waits.end();
     if (code != Code::ok) return {code, status_of(op).peer};
   }
   return op.code == Code::ok ? Status{} : status_of(op);
+}
+
+Code Steps::wait_until_done(Operation& op) {
+  if (idler_ != nullptr) {
+    idler_->idle();
+    idler_ = nullptr;
+  }
+  if (late_ && !late_called_) {
+    const Code code = messages_->programs().wait(op, std::max<int64_t>(late_at_ns_ - now_ns(), 0));
+    if (code != Code::timeout) return code;
+    late_called_ = true;
+    late_();
+  }
+  return messages_->programs().wait(op, std::max<int64_t>(deadline_ns_ - now_ns(), 0));
 }
 
 Status Steps::status_of(const Operation& op) const {

@@ -62,6 +62,8 @@ _HOMES = {
         "recv_object_list reduce_object scatter_object_list send_object_list"
     ),
     "c10d.shared_arrays": "SharedArray shared_array",
+    "c10d.tracing": "stats trace_records",
+    "trace": "GroupStats OperationStats TraceRecord write_trace",
     "c10d.p2p": "P2POp Received batch_isend_irecv irecv isend probe recv recv_array send sendrecv",
     "groups.keywords": "CallKeywords",
     "groups.process_group": "ProcessGroup",

@@ -91,6 +91,8 @@ from unisono.c10d.queries import is_xccl_available as is_xccl_available
 from unisono.c10d.queries import supports_complex as supports_complex
 from unisono.c10d.shared_arrays import SharedArray as SharedArray
 from unisono.c10d.shared_arrays import shared_array as shared_array
+from unisono.c10d.tracing import stats as stats
+from unisono.c10d.tracing import trace_records as trace_records
 from unisono.engines.choice import EngineInfo as EngineInfo
 from unisono.engines.choice import engine_info as engine_info
 from unisono.errors import QueueEmptyError as QueueEmptyError
@@ -122,6 +124,10 @@ from unisono.stores import HashStore as HashStore
 from unisono.stores import PrefixStore as PrefixStore
 from unisono.stores import Store as Store
 from unisono.stores import TCPStore as TCPStore
+from unisono.trace import GroupStats as GroupStats
+from unisono.trace import OperationStats as OperationStats
+from unisono.trace import TraceRecord as TraceRecord
+from unisono.trace import write_trace as write_trace
 from unisono.transports.messages import ANY_TAG as ANY_TAG
 from unisono.transports.messages import MessageInfo as MessageInfo
 
@@ -151,9 +157,11 @@ __all__ = [
     "GatherOptions",
     "GroupMember",
     "GroupName",
+    "GroupStats",
     "HashStore",
     "Lock",
     "MessageInfo",
+    "OperationStats",
     "P2POp",
     "PickleSerializer",
     "PrefixStore",
@@ -175,6 +183,7 @@ __all__ = [
     "Store",
     "Stream",
     "TCPStore",
+    "TraceRecord",
     "Work",
     "all_gather",
     "all_gather_coalesced",
@@ -257,10 +266,13 @@ __all__ = [
     "shrink_group",
     "spawn",
     "split_group",
+    "stats",
     "stream",
     "supports_complex",
+    "trace_records",
     "wait_all",
     "wait_any",
+    "write_trace",
 ]
 __version__: str
 

@@ -59,6 +59,9 @@ class Runner:
     def set_late(self, late: Callable[[], None], before_ns: int) -> None:
         """Call `late` once when a call nears its deadline."""
 
+    def set_recorder(self, recorder: Recorder) -> None:
+        """Record for which ranks its calls wait."""
+
     def abort(self) -> None:
         """End every wait."""
 
@@ -99,6 +102,48 @@ class StoreLink:
     def cancel(self, timeout_s: float) -> bool:
         """End a wait that timed out; return whether it was over by then."""
 
+class Recorder:
+    def __init__(self, ranks: int) -> None: ...
+    def begin(self, kind: int, seq: int, word: int, count: int, peer: int) -> int:
+        """Begin a record of a call of the calling thread; return its number."""
+
+    def start(self, number: int) -> None: ...
+    def end(self, number: int, outcome: int) -> None: ...
+    def end_message(self, number: int, outcome: int, peer: int) -> None: ...
+    def count_message(self) -> int:
+        """Return the number for the next message."""
+
+    def add_wait(self, rank: int, ticks: int) -> None:
+        """Add a wait of the collective that runs."""
+
+    def snapshot(self) -> bytes:
+        """Return the bytes of the ring."""
+
+    def totals(self) -> bytes:
+        """Return the bytes of the totals by kind."""
+
+    def waited(self) -> list[int]:
+        """Return the ticks that this rank has waited for each rank."""
+
+    @property
+    def waiting_for(self) -> int:
+        """The rank for which the running collective waits; -1: none."""
+
+    @waiting_for.setter
+    def waiting_for(self, arg: int, /) -> None: ...
+    @property
+    def last(self) -> int:
+        """Number of the last record."""
+
+def ticks() -> tuple[int, int]:
+    """Return the time in ticks and on the monotonic clock."""
+
+def code_of(number: int) -> object:
+    """Return the code object of a site, or None."""
+
+def set_own_folder(folder: str) -> None:
+    """Skip the frames of this library when the site of a call is found."""
+
 class QueuedCall:
     @overload
     def __init__(self) -> None:
@@ -106,9 +151,18 @@ class QueuedCall:
 
     @overload
     def __init__(
-        self, prepared: Prepared, input: object | None, output: object | None, timeout_s: float
+        self,
+        prepared: Prepared,
+        input: object | None,
+        output: object | None,
+        timeout_s: float,
+        recorder: object | None,
     ) -> None:
         """A prepared call with its memory."""
+
+    @property
+    def record(self) -> int:
+        """The number of its record; 0: Python records it."""
 
     @property
     def seq(self) -> int:
@@ -181,6 +235,8 @@ class Prepared:
         op: int,
         fingerprint: int,
         even: int,
+        kind: int = 0,
+        count: int = 0,
     ) -> None:
         """A call without its memory; fingerprint 0: the ranks have agreed."""
 
@@ -196,6 +252,9 @@ class Calls:
     @caller.setter
     def caller(self, arg: int, /) -> None: ...
     def set_timeout(self, timeout_s: float) -> None: ...
+    def set_recorder(self, recorder: object) -> None:
+        """Record calls from now on."""
+
     def set_messenger(self, messenger: object | None, failed: object) -> None:
         """Send and receive plain messages through a Port."""
 
@@ -313,8 +372,11 @@ class Port(Messenger):
     def try_send(self, array: object, to: object | None, tag: object) -> bool:
         """Send if no waiting is needed; return whether it was sent."""
 
+    def set_recorder(self, recorder: object, kinds: Mapping[str, tuple[int, int]]) -> None:
+        """Record messages from now on."""
+
     def start_recv(self, array: object, from_: object | None, tag: object) -> object:
-        """As Messages.start_recv; None: Python must handle it."""
+        """Return (as Messages.start_recv, record); None: Python handles it."""
 
 class Steps(Runner):
     def __init__(

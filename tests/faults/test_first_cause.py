@@ -13,6 +13,7 @@ The orders of events that named a follower, and what prevents each:
 | a failed receive from a rank that left, then the follower's good-bye | `Transport.explain` |
 | an uncaught exception, in a sub-group's call | the exception is reported in all groups |
 | a failure soon after one that was survived | a rank keeps all fresh failures |
+| a failure overtakes data that its detector sent before | it breaks when it comes from there |
 | an exception after the end of its rank's connection | the exception replaces the end |
 """
 

@@ -16,6 +16,7 @@ SOURCE = Path(unisono.__file__).parent
 OPTIONAL = {
     "cloudpickle": {"launcher/launch.py"},
     "ml_dtypes": {"base/types.py", "base/buffers.py"},
+    "prometheus_client": {"trace/metrics.py"},
     "pytest": {"testing/plugin.py"},
     "rich": {"bench", "cli"},
     "shtab": {"cli/completion.py"},

@@ -11,6 +11,7 @@ from unisono.base.completion import Completion
 from unisono.base.deadline import Deadline
 from unisono.errors import UsageError
 from unisono.stores import Store
+from unisono.trace import GroupTrace
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,8 @@ class DeviceBackend(ABC):
     """Number of this world among the worlds over the same store, if it is known."""
     calls: Any = None
     """Object that runs calls on NumPy arrays in C++, or None; see `engines.functions`."""
+    trace: GroupTrace | None = None
+    """The records of the group's calls, or None if the backend keeps none."""
     port: Any = None
     """Object that sends and receives plain arrays in C++, or None; see `backends.p2p.Port`."""
 

@@ -89,6 +89,7 @@ class CPUBackend(DeviceBackend):
             comm = Communicator(transport, tuple(range(spec.size)), spec.name, spec.key)
             self.world_number = transport.world_number
         self._comm = comm
+        self.trace = comm.trace
         self._engine: Engine = make_engine(comm, options.engine)
         self._engine.set_timeout(spec.timeout_s)
         self.calls = self._engine.calls

@@ -18,6 +18,7 @@ from unisono.base.types import PARTIAL, code_of, dtype_of_code, dtype_of_numpy, 
 from unisono.engines import Communicator
 from unisono.engines.errors import MessageCall, message_error
 from unisono.errors import ClosedError, InvalidArgumentError, UsageError
+from unisono.trace import number_of_kind, write_after_failure
 from unisono.transports import Key, Transfer
 from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_transfer import Outcome, Started
@@ -27,13 +28,14 @@ from unisono.transports.transfers import ANYTHING, NOTHING
 class _Message(Pending):
     """A send or receive under way."""
 
-    __slots__ = ("_comm", "_message_call", "_transfer")
+    __slots__ = ("_comm", "_message_call", "_record", "_transfer")
 
     def __init__(self, comm: Communicator, call: MessageCall, deadline: Deadline) -> None:
         outputs = [] if call.data is None else [call.data.owner]
         super().__init__(outputs, deadline, lambda: not comm.transport.may_wait())
         self._comm = comm
         self._message_call = call
+        self._record = _begin_record(comm, call)
         self._transfer: Transfer | None = None
 
     def follow(self, transfer: Transfer) -> None:
@@ -43,9 +45,10 @@ class _Message(Pending):
         def ended(transfer: Transfer) -> None:
             if transfer.error is None and self._message_call.op != "send":
                 self._receive(transfer)
-            self.finish(
-                message_error(self._comm, self._message_call, transfer.error, self.deadline)
-            )
+            error = message_error(self._comm, self._message_call, transfer.error, self.deadline)
+            source = self._message_call.peer if self.source is None else self.source
+            _end_record(self._comm, self._record, error, source)
+            self.finish(error)
 
         transfer.add_callback(ended)
 
@@ -146,13 +149,17 @@ class _PlainReceive(Started, Pending):
     """A plain receive: the end of the call is that of the message, without a `Transfer` between."""
 
     def __init__(
-        self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
+        self,
+        port: Port,
+        began: tuple[Any, int, int],
+        peer: int | None,
+        owner: Any,
+        timeout_s: float,
     ) -> None:
         comm = port.comm
         super().__init__((owner,), Deadline(timeout_s), lambda: not comm.transport.may_wait())
         self._comm = comm
-        self._array = array
-        self._tag = tag
+        self._array, self._tag, self._record = began
         self.peer, self.context, self.among = peer, comm.context, port.among
 
     def is_ended_by(self, failure: Failure) -> bool:
@@ -162,12 +169,15 @@ class _PlainReceive(Started, Pending):
         if status is None:
             _, _, self.source, nbytes, _, self.tag, _ = outcome
             self.count = nbytes // self._array.itemsize
+            _end_record(self._comm, self._record, None, self.source)
             self.finish()
             return
         data = view(self._array, write=False)
         data.owner = self.outputs[0]
         call = MessageCall("recv", data, self.peer, self._tag)
-        self.finish(message_error(self._comm, call, status, self.deadline))
+        error = message_error(self._comm, call, status, self.deadline)
+        _end_record(self._comm, self._record, error, self.peer)
+        self.finish(error)
 
     def done(self) -> bool:
         if not super().done():
@@ -201,6 +211,8 @@ class Port:
         self.comm = comm
         self.among = frozenset(comm.others)
         self._plain = comm.transport.messages.plain(comm.context, comm.ranks, _CODES)
+        if comm.trace is not None and self._plain.messenger is not None:
+            self._plain.messenger.set_recorder(comm.trace.recorder, _kinds())
         self.try_send = self._plain.try_send
 
     def attach(self, calls: Any) -> None:
@@ -220,7 +232,10 @@ class Port:
             timeout_s: From now on.
         """
         receive: _PlainReceive | None = self._plain.start_recv(
-            array, peer, tag, lambda: _PlainReceive(self, array, peer, tag, owner, timeout_s)
+            array,
+            peer,
+            tag,
+            lambda record: _PlainReceive(self, (array, tag, record), peer, owner, timeout_s),
         )
         return receive
 
@@ -232,7 +247,26 @@ class Port:
         status = self._plain.status_of(outcome)
         error = message_error(self.comm, call, status, Deadline(timeout_s))
         assert error is not None
+        write_after_failure()
         return error
+
+
+def _begin_record(comm: Communicator, call: MessageCall) -> int:
+    """Begin the record of a message; return its number."""
+    if comm.trace is None:
+        return 0
+    data = call.data
+    dtype, count = ("", 0) if data is None else (data.dtype.name, data.array.size)
+    return comm.trace.begin_message(call.op, dtype, count, call.peer, call.tag)
+
+
+def _end_record(
+    comm: Communicator, record: int, error: BaseException | None, peer: int | None
+) -> None:
+    if comm.trace is not None:
+        comm.trace.end_message(record, error, peer)
+    if error is not None:
+        write_after_failure(aside=True)
 
 
 def _open(comm: Communicator, call: MessageCall, options: CallOptions) -> _Message:
@@ -264,3 +298,18 @@ _CODES = {
     np.empty(0, letter).data.format: code_of(dtype_of_numpy(np.dtype(letter)))
     for letter in "?bBhHiIlLqQefdFD"
 }
+
+
+def _kinds() -> dict[str, tuple[int, int]]:
+    """Return the kinds of the records of a send and a receive, by NumPy's format."""
+    dtypes = {
+        np.empty(0, letter).data.format: dtype_of_numpy(np.dtype(letter)).name
+        for letter in "?bBhHiIlLqQefdFD"
+    }
+    return {
+        format: (
+            number_of_kind("send", name, route="messages"),
+            number_of_kind("recv", name, route="messages"),
+        )
+        for format, name in dtypes.items()
+    }

@@ -166,10 +166,10 @@ class PreparedCalls:
                 same, *agreed,
             )  # fmt: skip
             call = Call.of(called, text, agreed, nbytes)
-            return Prepared(call, program, dtype, reduce_op)
+            return Prepared(call, program, dtype, reduce_op, None, algorithm, spec.elements)
         exchange, program = self._exchange(spec, splits, algorithm, itemsize)
         call = Call.of(called, text, (collective, dtype.name, wish, root, *agreed), nbytes)
-        return Prepared(call, program, dtype, reduce_op, exchange)
+        return Prepared(call, program, dtype, reduce_op, exchange, algorithm, count)
 
     def _words(
         self, spec: CallSpec, subject: Flat | None, wish: str | None, ordered: bool

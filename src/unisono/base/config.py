@@ -44,6 +44,19 @@ VARIABLES: dict[str, Variable] = {
         "",
         "log level (DEBUG, INFO, ...) on standard error; empty: warnings, if the program logs none",
     ),
+    "UNISONO_FULL_TRACEBACK": Variable(
+        "0", "1: show the frames of unisono in the tracebacks of its uncaught errors"
+    ),
+    "UNISONO_STATS_DIR": Variable(
+        "", "folder to which each rank writes its statistics at its end; `unisono run --stats`"
+    ),
+    "UNISONO_METRICS_PORT": Variable(
+        "", "PORT or ADDRESS:PORT of Prometheus' metrics, plus the local rank; address: 127.0.0.1"
+    ),
+    "UNISONO_TRACE": Variable("1", "0: do not record calls"),
+    "UNISONO_TRACE_DIR": Variable(
+        "", "folder to which each rank writes its records after an error, and at SIGUSR2"
+    ),
     "UNISONO_TIMEOUT": Variable("1800", "default time-out of a process group in seconds"),
 }
 

@@ -14,6 +14,7 @@ from unisono.backends import BackendConfig
 from unisono.base import config
 from unisono.base.deadline import Timeout
 from unisono.base.host import reason_of
+from unisono.base.tracebacks import hide_own_frames
 from unisono.errors import (
     AlreadyInitializedError,
     InvalidArgumentError,
@@ -63,6 +64,8 @@ def init_process_group(
         RendezvousError: A variable is missing or bad, or ranks did not come; names them.
     """
     world = current()
+    if world is process_world:
+        hide_own_frames()
     if world.default is not None:
         raise AlreadyInitializedError(
             "trying to initialize the default process group twice",

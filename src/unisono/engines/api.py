@@ -18,6 +18,7 @@ from unisono.base.types import DType, ReduceOp
 from unisono.engines.array_lists import Memory
 from unisono.errors import ClosedError, Context
 from unisono.schedules import Buf, Layout, Program, Schedule, lower
+from unisono.trace import make_trace, number_of_kind
 from unisono.transports import Transport
 from unisono.transports.messages import Failure
 
@@ -32,6 +33,9 @@ class Communicator:
         ranks: Ranks of the transport (global ranks), in group order.
         name: Name of the group, for errors.
         key: Distinguishes this group from other groups of the same name and members.
+
+    Attributes:
+        trace: Records the calls; None if UNISONO_TRACE is 0.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Communicator:
         self.made_s = time.monotonic()
         self._pid = os.getpid()
         self._closed = False
+        self.trace = make_trace(transport.rank, ranks, name, key)
         # The members are part of the number. Otherwise ranks that disagree about the members of a
         # group of this name would mix their messages. As it is, a time-out names the absent ranks.
         digest = blake2b(repr((name, key, ranks)).encode(), digest_size=7).digest()
@@ -147,6 +152,8 @@ class Prepared:
         dtype: Of the elements in INPUT and OUTPUT.
         op: Reduce op of recv_reduce and reduce steps.
         exchange: Numbers to compare after the agreement.
+        algorithm: Name of the algorithm, for the record of a call.
+        count: Elements, for the record of a call.
         native: The same for C++, made by the C++ engine when the call first runs.
         writes_output: Whether the program uses this rank's OUTPUT for more than reading.
     """
@@ -156,11 +163,20 @@ class Prepared:
     dtype: DType
     op: ReduceOp = ReduceOp.SUM
     exchange: Exchange | None = None
+    algorithm: str = ""
+    count: int = 0
     native: Any = None
     writes_output: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.writes_output = bool((self.program.steps[:, 4] == Buf.OUTPUT).any())
+
+    def kind(self, route: str) -> int:
+        """Return the kind of the record of such a call."""
+        # The text of an agreement may be any. The number of names must not grow with it.
+        op = self.call.op if self.call.op.isidentifier() else "agree"
+        dtype = self.dtype.name if self.count else ""
+        return number_of_kind(op, dtype, self.algorithm, route)
 
 
 @dataclass(slots=True)
@@ -178,6 +194,7 @@ class Task:
         finish: Unpacks and scales after success, before the completion. None if the result is
             in its place already.
         seq: Number of the call; given by the engine on submission.
+        record: Number of its record; 0 without one.
     """
 
     prepared: Prepared
@@ -187,6 +204,7 @@ class Task:
     begin: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
     seq: int = 0
+    record: int = 0
 
     @property
     def call(self) -> Call:

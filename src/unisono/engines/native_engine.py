@@ -167,6 +167,8 @@ class NativeEngine(QueueEngine):
         self._connected = False
         self._asked: Question | None = None
         self.calls = _engine.Calls(self._turn, self._continue_here, self._queue_prepared)
+        if comm.trace is not None:
+            self.calls.set_recorder(comm.trace.recorder)
 
     def set_timeout(self, timeout_s: float) -> None:
         super().set_timeout(timeout_s)
@@ -181,6 +183,7 @@ class NativeEngine(QueueEngine):
         return super().lower(schedule, layout, itemsize)
 
     def perform(self, task: Task) -> None:
+        self._start_record(task)
         if not self._connected:
             with Run(self.comm, task) as run:
                 self._connect(run)
@@ -247,7 +250,7 @@ class NativeEngine(QueueEngine):
     def _continue_here(
         self,
         prepared: Prepared,
-        seq: int,
+        numbers: tuple[int, int],
         status: tuple[int, int],
         raised: BaseException | None,
         memory: tuple[Memory, Memory],
@@ -256,15 +259,17 @@ class NativeEngine(QueueEngine):
 
         Args:
             prepared: The call.
-            seq: Its number.
+            numbers: Its number, and that of its record.
             status: Of its program; not OK.
             raised: The exception of a signal handler, or None.
             memory: Input and output.
         """
+        seq, record = numbers
         if raised is not None:
+            self._end_record(record, raised)
             self.abort(f"{type(raised).__name__} on rank {self.comm.transport.rank}")
             raise raised
-        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq)
+        task = Task(prepared, *memory, Deadline(self.timeout_s), seq=seq, record=record)
         error = self._run(task, lambda task: self.continue_task(task, *status))
         if error is not None:
             raise error
@@ -290,12 +295,21 @@ class NativeEngine(QueueEngine):
                 # A program of sizes that the ranks have not compared may address memory outside
                 # the buffers.
                 program = _NO_STEPS
-            words = prepared.call.fingerprint, even
+            shares = self._group is not None and isinstance(program, _NativeProgram)
+            kind = prepared.kind("shared memory" if shares else "messages")
+            words = prepared.call.fingerprint, even, kind, prepared.count
             prepared.native = self._in_cpp(program, prepared.dtype, prepared.op, *words)
         return prepared.native
 
     def _in_cpp(
-        self, program: Program, dtype: DType, op: ReduceOp, fingerprint: int = 0, even: int = 1
+        self,
+        program: Program,
+        dtype: DType,
+        op: ReduceOp,
+        fingerprint: int = 0,
+        even: int = 1,
+        kind: int = 0,
+        count: int = 0,
     ) -> Any:
         """Return a call for C++; by default one on which the ranks have agreed already."""
         if self._group is not None and isinstance(program, _NativeProgram):
@@ -310,6 +324,8 @@ class NativeEngine(QueueEngine):
             op=op.op.value,
             fingerprint=fingerprint,
             even=even,
+            kind=kind,
+            count=count,
         )
 
     def _execute(self, task: Task, native: Any) -> tuple[int, int]:
@@ -388,10 +404,13 @@ class NativeEngine(QueueEngine):
         # A weak reference to the engine, because the collector sees no cycles through C++.
         here = weakref.ref(self)
         for each in runners:
+            if comm.trace is not None:
+                each.set_recorder(comm.trace.recorder)
             each.set_late(lambda: _ask_others(here()), int(LATE_S * 1e9))
 
         def end(failure: Failure) -> None:
             self._failure_known.set()
+            self.note_failure(failure)
             for each in runners:
                 # Another rank may have finished the call that runs here.
                 if each is self._group and failure.by in comm.others:

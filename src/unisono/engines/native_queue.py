@@ -132,14 +132,19 @@ class QueueEngine(OrderedEngine):
             native = _engine.QueuedCall()
         else:
             left_s = task.deadline.remaining()
-            native = _engine.QueuedCall(task.prepared.native, task.input, task.output, left_s)
+            recorder = None if self.comm.trace is None else self.comm.trace.recorder
+            native = _engine.QueuedCall(
+                task.prepared.native, task.input, task.output, left_s, recorder
+            )
         queued = QueuedCall(self._turn, self.comm, task, completion, native)
         try:
             # Before the push: otherwise Ctrl-C between the two would free memory that C++ uses.
             self._queued.append(queued)
             if not needs_python:
                 completion.ends_with(queued)
-            return int(self._turn.push(native))
+            seq = int(self._turn.push(native))
+            task.record = native.record
+            return seq
         finally:
             queued.is_put = True
 

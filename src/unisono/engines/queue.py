@@ -21,6 +21,7 @@ from unisono.engines.errors import (
     to_failure,
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
+from unisono.trace import write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import CallStatus, Failure
 
@@ -87,6 +88,7 @@ class OrderedEngine(Engine):
         self._closed = False
         self._finished = 0
         self._worker = Worker(f"unisono-progress-{comm.name}")
+        comm.transport.on_failure(comm.context, self.note_failure)
         comm.transport.calls.watch(comm.context, self)
 
     def submit(self, task: Task, completion: Completion, *, inline: bool) -> None:
@@ -111,8 +113,31 @@ class OrderedEngine(Engine):
                 self._worker.start(self._progress)
                 seq = self._put(task, completion)
             task.seq = seq
+            self._begin_record(task)
         if now:
             self._run_and_finish(task, completion, self._turn.give)
+
+    @staticmethod
+    def note_failure(failure: Failure) -> None:
+        """Write the records, because the group is broken. This rank may be in no call."""
+        write_after_failure(aside=True)
+
+    def _begin_record(self, task: Task) -> None:
+        """Begin the record of a task of the calling thread, unless C++ has begun it."""
+        prepared, trace = task.prepared, self.comm.trace
+        if trace is not None and not task.record:
+            call, kind = prepared.call, prepared.kind(self.over)
+            task.record = trace.recorder.begin(kind, task.seq, call.fingerprint, prepared.count, -1)
+
+    def _start_record(self, task: Task) -> None:
+        if self.comm.trace is not None:
+            self.comm.trace.recorder.start(task.record)
+
+    def _end_record(self, record: int, error: BaseException | None) -> None:
+        if self.comm.trace is not None and record:
+            self.comm.trace.end(record, error)
+        if error is not None:
+            write_after_failure()
 
     def runs_here(self) -> bool:
         return self._worker.is_here() or not self.comm.transport.may_wait()
@@ -241,6 +266,18 @@ class OrderedEngine(Engine):
     # ---- one task -------------------------------------------------------------------------
 
     def _run(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
+        """Run a task and end its record; return its error, or None."""
+        error: BaseException | None = None
+        try:
+            error = self._attempt(task, perform)
+        except BaseException as interrupt:
+            error = interrupt
+            raise
+        finally:
+            self._end_record(task.record, error)
+        return error
+
+    def _attempt(self, task: Task, perform: Callable[[Task], None]) -> BaseException | None:
         """Run a task; return its error, or None."""
         comm, call = self.comm, task.call
         comm.transport.enter(comm.context, call.seq, call.text)

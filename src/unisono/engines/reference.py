@@ -44,6 +44,7 @@ class ReferenceEngine(OrderedEngine):
     name = "reference"
 
     def perform(self, task: Task) -> None:
+        self._start_record(task)
         with Run(self.comm, task) as run:
             program = run.agree() if self.comm.size > 1 else task.prepared.program
             run.execute(program)
@@ -223,6 +224,14 @@ class Run:
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for a transfer; raise its error, or Expired at the deadline of the call."""
+        trace, peer = self._comm.trace, transfer.peer
+        if trace is None or peer is None or transfer.done():
+            self._wait(transfer)
+            return
+        with trace.waiting(peer):
+            self._wait(transfer)
+
+    def _wait(self, transfer: Transfer) -> None:
         if not transfer.wait_until(self._late):
             if self._asked is None:
                 comm = self._comm

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple, Never, Protocol, TypeVar, TypeVarTu
 from unisono.base.config import environ, get
 from unisono.base.deadline import Deadline, Timeout
 from unisono.base.host import GUARD_HINT, is_importing_main
+from unisono.base.tracebacks import trimmed
 from unisono.errors import (
     ArgumentTypeError,
     Context,
@@ -106,10 +107,11 @@ def _child(
         if hint is None and isinstance(error, SystemExit):
             raise
         # Drop the frames above the user's code, which the user has not written.
-        below = error.__traceback__
-        while below is not None and below.tb_frame.f_code.co_filename in _STARTING_FILES:
-            below = below.tb_next
-        trace = traceback.format_exception(type(error), error, below or error.__traceback__)
+        with trimmed(error):
+            below = error.__traceback__
+            while below is not None and below.tb_frame.f_code.co_filename in _STARTING_FILES:
+                below = below.tb_next
+            trace = traceback.format_exception(type(error), error, below or error.__traceback__)
         text = "".join(trace).rstrip()
         pickled = _pickled(error) if hint is None else b""
         link.send(_ChildReport(text=text, error=pickled, hint=hint))

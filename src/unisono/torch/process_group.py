@@ -13,6 +13,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from unisono.backends import GroupSpec
+from unisono.base.tracebacks import hide_own_frames
 from unisono.errors import ArgumentTypeError, UnisonoError, UnsupportedError
 from unisono.groups.process_group import ProcessGroup as UnisonoGroup
 from unisono.groups.process_group import group_timeout_s
@@ -61,6 +62,7 @@ class ProcessGroup(Operations, torch_dist.ProcessGroup):
 
     def __init__(self, group: UnisonoGroup, store: Any, options: Any = None) -> None:
         keep_out()
+        hide_own_frames()
         # Without a store: that constructor makes no object of a sub-class in torch 2.13.
         super().__init__(group.rank(), group.size())
         self.unisono = group

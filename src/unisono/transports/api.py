@@ -301,13 +301,24 @@ class Transport(ABC):
     def _take_failure(
         self, peer: int, context: int, failure: Failure, members: list[int] | None
     ) -> None:
-        """Break a context that another rank has broken, and pass the failure on."""
+        """Break a context that another rank has broken, and pass the failure on.
+
+        If the failure was passed on, messages of the rank that detected it may still be under way.
+        The context is then broken when the failure comes from that rank, or that rank ends.
+        """
         self._failures.first.add(failure)
         among = range(self.world_size) if members is None else members
-        if self.rank in among and self._failures.is_new(context, failure):
+        is_new = self._failures.is_new(context, failure)
+        if self.rank not in among or not is_new or failure.by == self.rank:
+            return
+        is_direct = peer == failure.by or self.down(failure.by) is not None
+        if self._failures.defer(context, failure):
             linked = [rank for rank in self._linked() if rank not in (peer, failure.by)]
             self._inform(context, failure, among, linked)
+        if is_direct:
             self._break(context, failure)
+        else:
+            self._watch(failure.by)
 
     def mark_down(self, error: LinkDown) -> bool:
         """Record that a rank cannot be reached any more, and end the transfers with it.
@@ -319,6 +330,8 @@ class Transport(ABC):
             return False
         self.messages.peer_down(error)
         self._questions.drop(error.peer)
+        for context, failure in self._failures.take_deferred(error.peer):
+            self._break(context, failure)
         return True
 
     def down(self, peer: int) -> LinkDown | None:

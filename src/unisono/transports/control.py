@@ -155,7 +155,7 @@ class FirstCause:
 
     A rank that has an error usually ends, and its end is an error on the next rank. Every control
     message about a failure carries the fresh failures that its sender knows. The first of them is
-    no cause if the ranks have survived it, so the later ones count, too.
+    no cause if the ranks have survived it, so the later failures count, too.
     """
 
     def __init__(self) -> None:
@@ -212,6 +212,7 @@ class Failures:
         self._reported: set[tuple[int, ...]] = set()
         self._failures: dict[int, Failure] = {}
         self._callbacks: dict[int, Callable[[Failure], None]] = {}
+        self._deferred: dict[int, Failure] = {}
 
     def down(self, peer: int) -> LinkDown | None:
         """Return why a rank is gone, or None."""
@@ -248,6 +249,19 @@ class Failures:
         known = self._failures.get(context)
         return known is None or known.after > failure.after
 
+    def defer(self, context: int, failure: Failure) -> bool:
+        """Keep a failure until the rank that detected it ends; return whether it is the first."""
+        with self._lock:
+            return self._deferred.setdefault(context, failure) is failure
+
+    def take_deferred(self, rank: int) -> list[tuple[int, Failure]]:
+        """Remove and return the contexts and failures that are kept until this rank ends."""
+        with self._lock:
+            taken = [item for item in self._deferred.items() if item[1].by == rank]
+            for context, _ in taken:
+                del self._deferred[context]
+        return taken
+
     def add(self, context: int, failure: Failure) -> bool:
         """Break a context and call its callback.
 
@@ -275,4 +289,5 @@ class Failures:
         """Release the failure and the callback of a destroyed context."""
         with self._lock:
             self._failures.pop(context, None)
+            self._deferred.pop(context, None)
             self._callbacks.pop(context, None)

@@ -96,15 +96,16 @@ class NativePlain(PlainMessages):
         self.messenger = _engine.Port(messages.native, context, list(ranks), np.ndarray, codes)
         self.try_send = self.messenger.try_send
 
-    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[], Any]) -> Any:
+    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
         messages = self._messages
         messages.hold(array)
         before = messages.native.last_number()
         try:
-            outcome = self.messenger.start_recv(array, peer, tag)
-            if outcome is None:
+            started = self.messenger.start_recv(array, peer, tag)
+            if started is None:
                 return None
-            receive = make()
+            outcome, record = started
+            receive = make(record)
             receive.begin(messages, receives=True)
             messages.begun(receive, outcome)
             return receive

@@ -148,10 +148,10 @@ class PlainMessages:
         self.messenger: Any = None
         self.try_send: Callable[[Any, int | None, int], bool] = lambda *_: False
 
-    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[], Any]) -> Any:
+    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
         """Start receiving and return what `make` returns: a `Started` that ends with the receive.
 
-        None: the array is not plain.
+        `make` gets the number of the receive's record. None: the array is not plain.
         """
         return None
 

@@ -45,8 +45,7 @@ def ask_job(which: str | None) -> list[State]:
             user.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
-        local = [endpoint for pid in _candidates(which) for endpoint in _listening(pid)]
-        states = _by_rank(pool.map(_ask, local))
+        states = _by_rank(pool.map(_ask, _listening(_candidates(which))))
         missing = []
         for job, addresses in {s["job"]: s["addresses"] for s in states.values()}.items():
             for rank, text in enumerate(addresses):
@@ -108,22 +107,32 @@ def _line_of(pid: int, parents: dict[int, int]) -> Iterator[int]:
         pid = parents.get(pid, 0)
 
 
-def _listening(pid: int) -> Iterator[Endpoint]:
-    """Return an address of each socket on which a process listens for ranks."""
-    names = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            names.append(read_text(f"/proc/{pid}/task/{thread}/comm").strip())
-    ports = {int(name.removeprefix(THREAD)) for name in names if name.startswith(THREAD)}
-    if not ports:
-        return
+def _listening(pids: Iterable[int]) -> Iterator[Endpoint]:
+    """Return an address of each socket on which these processes listen for ranks."""
+    tables: dict[int, dict[int, str]] = {}
+    for pid in pids:
+        names = []
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                names.append(read_text(f"/proc/{pid}/task/{thread}/comm").strip())
+        for port in {int(name.removeprefix(THREAD)) for name in names if name.startswith(THREAD)}:
+            with contextlib.suppress(OSError, KeyError):
+                network = os.stat(f"/proc/{pid}/ns/net").st_ino
+                if network not in tables:
+                    tables[network] = _listeners(pid)
+                yield tables[network][port], port, bytes(16)
+
+
+def _listeners(pid: int) -> dict[int, str]:
+    """Return an address for each port with a listening socket in the network of a process."""
+    found: dict[int, str] = {}
     for name, family in _TABLES:
         for line in read_text(f"/proc/{pid}/net/{name}").splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
+            _, local, _, state, *_ = line.split(None, 4)
             digits, _, port = local.partition(":")
-            if state == _LISTENS and int(port, 16) in ports:
-                ports.discard(int(port, 16))
-                yield _address(digits, family), int(port, 16), bytes(16)
+            if state == _LISTENS:
+                found.setdefault(int(port, 16), _address(digits, family))
+    return found
 
 
 def _address(digits: str, family: int) -> str:

@@ -30,6 +30,7 @@ from unisono.launcher.output.files import LogOptions
 from unisono.launcher.ranges import format_ranges
 from unisono.launcher.report import error_document, render, signal_name
 from unisono.launcher.spec import GRACE_S, LaunchResult, LaunchSpec, as_document
+from unisono.launcher.stats import prepare_stats, take_stats
 from unisono.launcher.workers.cpu_binding import MODES
 from unisono.rendezvous.launchers import LAUNCHERS, find_place
 
@@ -88,6 +89,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_flag(
         parser,
+        "--stats",
+        action="store_true",
+        help="at the end, print the calls of this node's workers, and the ranks they waited for",
+    )
+    add_flag(
+        parser,
         "--bind",
         choices=MODES,
         default="none",
@@ -136,6 +143,7 @@ def _run(options: argparse.Namespace) -> int:
     if spec.is_single_node and not options.standalone:
         _warn_of_other_launcher()
     _warn_of_absent_workers(logs, len(commands))
+    stats = prepare_stats() if options.stats else ""
     descendants = fork_launcher(spec.signals)
     notify = _show if status is None else partial(_show, write_line=status.write_line)
     agent = Agent(spec, notify=notify, descendants=descendants)
@@ -147,6 +155,8 @@ def _run(options: argparse.Namespace) -> int:
         agent.examine = session.examine_before_run
     with _shown_warnings(agent.notify):
         result = agent.run()
+    if stats:
+        _show(take_stats(stats))
     if options.error_json is not None and result.exit_code != 0:
         _write_json(options.error_json, as_document(result))
     # This launcher may be a worker of another launcher.

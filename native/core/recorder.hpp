@@ -1,0 +1,208 @@
+// The records of a group's last calls on this rank: a ring in one block, written without a lock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/status.hpp"
+#include "core/ticks.hpp"
+
+namespace unisono {
+
+// One call. src/unisono/trace/ring.py has the same columns. Times are ticks(); 0: not yet.
+struct Record {
+  uint64_t number;  // of the record, from 1; 0: the place is empty, or is being written
+  uint64_t seq;     // of the call in the group
+  uint64_t word;    // fingerprint of a collective, tag of a message
+  int64_t count;    // elements
+  uint64_t enqueued;
+  uint64_t started;
+  uint64_t ended;
+  uint64_t waited;     // the sum of the waits
+  uint32_t kind;       // operation, dtype, algorithm and route
+  int32_t peer;        // rank in the group; -1: none, or not known yet
+  int32_t waited_for;  // the rank of the longest wait; -1: none
+  uint32_t site;       // code object of the caller; 0: unknown
+  int32_t offset;      // of the instruction in the code object
+  uint32_t outcome;    // 1 + Code; 0: the call has not ended
+};
+
+// All calls of one kind, also those whose records have been overwritten.
+struct Total {
+  uint64_t calls;
+  uint64_t elements;
+  uint64_t ticks;
+  uint64_t worst;
+};
+
+// Where a call was made.
+struct Site {
+  uint32_t code = 0;
+  int32_t offset = -1;
+};
+
+// A call that is about to be recorded.
+struct Recorded {
+  uint32_t kind = 0;
+  uint64_t word = 0;
+  int64_t count = 0;
+  int peer = -1;
+};
+
+// The waits of the call that runs, and of all calls by rank.
+struct Waits {
+  std::vector<uint64_t> by_rank;
+  uint64_t sum = 0;
+  uint64_t longest = 0;
+  int peer = -1;
+  int waiting_for = -1;  // the rank of the wait that goes on, for readers; -1: none
+
+  void clear() {
+    sum = longest = 0;
+    peer = -1;
+  }
+  // Begin a wait. A second call before end() continues the wait.
+  void begin(int rank) {
+    if (waiting_for >= 0) return;
+    waiting_for = rank;
+    from_ = ticks();
+  }
+  // End the wait, if one was begun.
+  void end() {
+    if (waiting_for < 0) return;
+    add(waiting_for, ticks() - from_);
+    waiting_for = -1;
+  }
+  void add(int rank, uint64_t waited) {
+    if (rank < 0 || static_cast<size_t>(rank) >= by_rank.size()) return;
+    by_rank[static_cast<size_t>(rank)] += waited;
+    sum += waited;
+    if (waited > longest) {
+      longest = waited;
+      peer = rank;
+    }
+  }
+
+ private:
+  uint64_t from_ = 0;
+};
+
+// Callers of begin() hold a lock of their own (Python's). start() and end() need no lock, because a
+// record belongs to its call. The totals of a kind belong to the call that has the turn. So the
+// server of a queue writes without Python's lock.
+class Recorder {
+ public:
+  // The power of 2 after 2,000, so that a place is found without a division.
+  static constexpr uint64_t kRecords = 2048;
+  static constexpr uint32_t kKinds = 512;
+  static constexpr uint32_t kDropped = 0xffffffff;  // outcome of a record that stands for no call
+
+  explicit Recorder(int ranks);
+
+  // Begin a record and return its number. Overwrites the oldest record.
+  uint64_t begin(const Recorded& call, uint64_t seq, Site site) {
+    write(++last_, call, seq, site, 0);
+    return last_;
+  }
+  // As begin(), for a collective that runs at once on this thread. The record is written later, when
+  // the run waits for its peers anyway.
+  uint64_t begin_soon(const Recorded& call, uint64_t seq, Site site) {
+    waits.clear();
+    soon_ = {&call, ++last_, seq, site};
+    return last_;
+  }
+  // Write the record of begin_soon(), if it is not written.
+  void write_now() {
+    if (soon_.call == nullptr) return;
+    write(soon_.number, *soon_.call, soon_.seq, soon_.site, 1);
+    soon_.call = nullptr;
+  }
+  // A run waits longer than a moment for a rank of the group.
+  void begin_wait(int rank) {
+    write_now();
+    waits.begin(rank);
+  }
+  // The number for the next message.
+  uint64_t count_message() { return ++messages_; }
+
+  // Mark a collective as running. Its waits are added to `waits` from here on.
+  void start(uint64_t number) {
+    Record& record = at(number);
+    if (record.number == number) record.started = ticks();
+    waits.clear();
+  }
+  void end(uint64_t number, Code code) { end(number, 1 + static_cast<uint32_t>(code), waits); }
+  // Does nothing if the record was overwritten meanwhile.
+  void end(uint64_t number, uint32_t outcome, const Waits& its) {
+    Record& record = at(number);
+    if (record.number != number) return;
+    record.ended = ticks();
+    record.waited = its.sum;
+    record.waited_for = its.peer;
+    record.outcome = outcome;
+    if (outcome == kDropped || record.kind >= kKinds) return;
+    Total& total = totals_[record.kind];
+    const uint64_t taken = record.ended - record.enqueued;
+    ++total.calls;
+    total.elements += static_cast<uint64_t>(record.count);
+    total.ticks += taken;
+    if (taken > total.worst) total.worst = taken;
+  }
+  // End a message: all of its time was a wait for its peer.
+  void end_message(uint64_t number, uint32_t outcome, int peer);
+
+  const Record* records() const { return records_.get(); }
+  const std::vector<Total>& totals() const { return totals_; }
+  // The ticks that messages have waited for each rank. Not in `waits`, to which the server writes.
+  const std::vector<uint64_t>& message_waits() const { return message_waits_; }
+  uint64_t last() const { return last_; }
+
+  Waits waits;
+
+ private:
+  struct Free {
+    void operator()(Record* records) const;
+  };
+
+  // A record that is not written yet.
+  struct Soon {
+    const Recorded* call = nullptr;
+    uint64_t number = 0;
+    uint64_t seq = 0;
+    Site site;
+  };
+
+  void write(uint64_t number, const Recorded& call, uint64_t seq, Site site, uint64_t runs) {
+    Record& record = at(number);
+    store(&record.number, 0);
+    record.seq = seq;
+    record.word = call.word;
+    record.count = call.count;
+    record.enqueued = ticks();
+    record.started = record.enqueued * runs;
+    record.ended = record.waited = 0;
+    record.kind = call.kind;
+    record.peer = call.peer;
+    record.waited_for = -1;
+    record.site = site.code;
+    record.offset = site.offset;
+    record.outcome = 0;
+    store(&record.number, number);
+  }
+  Record& at(uint64_t number) { return records_.get()[number % kRecords]; }
+  static void store(uint64_t* word, uint64_t value) {
+    // release: a thread or a process that reads the ring sees the columns of the number it sees
+    __atomic_store_n(word, value, __ATOMIC_RELEASE);
+  }
+
+  std::unique_ptr<Record, Free> records_;
+  std::vector<Total> totals_;
+  std::vector<uint64_t> message_waits_;
+  uint64_t last_ = 0;
+  uint64_t messages_ = 0;
+  Soon soon_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,21 @@
+"""The recorded calls of groups: what ran, where it was called, and for which rank it waited."""
+
+from unisono.trace.files import write_after_failure, write_trace
+from unisono.trace.records import GroupTrace, TraceRecord, all_traces
+from unisono.trace.ring import number_of_kind
+from unisono.trace.start import make_trace
+from unisono.trace.stats import GroupStats, OperationStats, stats_of, stragglers
+
+__all__ = [
+    "GroupStats",
+    "GroupTrace",
+    "OperationStats",
+    "TraceRecord",
+    "all_traces",
+    "make_trace",
+    "number_of_kind",
+    "stats_of",
+    "stragglers",
+    "write_after_failure",
+    "write_trace",
+]

@@ -1,0 +1,24 @@
+"""Begin to record the calls of a group, and everything that this process does with records."""
+
+from __future__ import annotations
+
+from unisono.base import config
+from unisono.trace.files import keep_for_stats, watch_signal
+from unisono.trace.metrics import serve_metrics
+from unisono.trace.records import GroupTrace
+
+
+def make_trace(rank: int, ranks: tuple[int, ...], name: str, key: str) -> GroupTrace | None:
+    """Return the trace of a new group; None if UNISONO_TRACE is 0.
+
+    Raises:
+        InvalidArgumentError: UNISONO_METRICS_PORT is no port.
+        UnsupportedError: UNISONO_METRICS_PORT is set without the extra `metrics`.
+    """
+    if not config.get_flag("UNISONO_TRACE"):
+        return None
+    trace = GroupTrace(rank, ranks, name, key)
+    watch_signal()
+    keep_for_stats(trace)
+    serve_metrics()
+    return trace

@@ -1,0 +1,100 @@
+"""Uncaught errors are printed without the frames of unisono."""
+
+import sys
+import threading
+
+import pytest
+
+import unisono as dist
+from unisono.base.tracebacks import OWN_FOLDER, trimmed
+
+SCRIPT = """\
+import numpy as np
+import unisono as dist
+
+def train():
+    dist.group.WORLD.broadcast(np.zeros(2), 5)
+
+dist.init_process_group()
+train()
+"""
+
+WHERE = """\
+Traceback (most recent call last):
+  File "{file}", line 8, in <module>
+    train()
+  File "{file}", line 5, in train
+    dist.group.WORLD.broadcast(np.zeros(2), 5)
+unisono.errors.InvalidArgumentError: """
+
+
+def test_a_traceback_ends_in_the_users_line(launches):
+    code, _, err = launches.run("--nproc-per-node", 1, script=SCRIPT)
+    assert code == 1
+    assert err.count(WHERE.format(file=launches.folder / "script.py")) == 2  # rank and report
+    assert OWN_FOLDER not in err
+
+
+def test_all_frames_are_shown_on_request(launches):
+    options = {"script": SCRIPT, "UNISONO_FULL_TRACEBACK": "1"}
+    code, _, err = launches.run("--nproc-per-node", 1, **options)
+    assert code == 1
+    assert f'File "{OWN_FOLDER}groups/process_group.py"' in err
+
+
+def failing(rank):
+    dist.init_process_group()
+    dist.group.WORLD.broadcast(None, 9)
+
+
+def test_a_spawned_rank_reports_the_users_line():
+    with pytest.raises(Exception, match="failing") as caught:
+        dist.spawn(failing, nprocs=1)
+    assert "dist.group.WORLD.broadcast(None, 9)" in str(caught.value)
+    assert OWN_FOLDER not in str(caught.value)
+
+
+def test_causes_are_trimmed_and_restored(monkeypatch):
+    monkeypatch.delenv("UNISONO_FULL_TRACEBACK", raising=False)
+    try:
+        dist.Store.set(dist.FileStore("/nonexistent/x"), "key", "value")
+    except Exception as error:
+        caught = error
+    whole = caught.__traceback__
+    assert whole.tb_next is not None
+    with trimmed(caught):
+        inside = caught.__traceback__
+        assert inside.tb_frame is sys._getframe()
+        assert inside.tb_next is None
+    assert caught.__traceback__ is whole
+
+
+def test_errors_of_other_libraries_stay_whole():
+    with pytest.raises(KeyError) as caught:
+        {}[1]
+    before = caught.value.__traceback__
+    with trimmed(caught.value):
+        assert caught.value.__traceback__ is before
+
+
+def test_the_hook_of_threads_trims_too(monkeypatch):
+    from unisono.base import tracebacks
+
+    seen = []
+    monkeypatch.setattr(tracebacks, "_is_installed", False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(
+        threading, "excepthook", lambda args: seen.append(args.exc_value.__traceback__)
+    )
+    tracebacks.hide_own_frames()
+
+    def work():
+        dist.HashStore().wait(["key"], -1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    last = seen[0]
+    while last.tb_next is not None:
+        last = last.tb_next
+    assert last.tb_frame.f_code.co_name == "work"

@@ -1,0 +1,159 @@
+"""The records of a group's calls."""
+
+import sys
+import time
+from threading import Thread
+
+import numpy as np
+import pytest
+
+import unisono as dist
+from unisono.errors import CollectiveMismatchError, UnsupportedError
+from unisono.lowlevel import CPUOptions
+
+
+@pytest.mark.ranks(2, 4, kind="both")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_calls_of_every_way_are_recorded(rank, engine):
+    group = dist.new_group(pg_options=CPUOptions(engine=engine))
+    x, before = np.ones(6, np.float32), time.time_ns()
+    line = sys._getframe().f_lineno + 1
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x[::2], group=group)  # packed, so Python runs it
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    group.broadcast(x, 0)
+    dist.barrier(group)
+    records = dist.trace_records(group)
+    assert [record.op for record in records] == ["all_reduce"] * 4 + ["broadcast", "barrier"]
+    assert [record.seq for record in records] == [1, 2, 3, 4, 5, 6]
+    assert [record.count for record in records] == [6, 6, 3, 6, 6, 0]
+    assert [record.nbytes for record in records] == [24, 24, 12, 24, 24, 0]
+    assert [record.line for record in records] == list(range(line, line + 6))
+    assert {record.file for record in records} == {__file__}
+    assert {record.function for record in records} == {"test_calls_of_every_way_are_recorded"}
+    for record in records:
+        assert record.outcome == "completed"
+        assert record.dtype == ("float32" if record.count else "")
+        assert before <= record.enqueued_ns + 10**6
+        assert record.enqueued_ns <= record.started_ns <= record.ended_ns <= time.time_ns() + 10**6
+        assert record.algorithm
+
+
+@pytest.mark.ranks(2, kind="both")
+def test_messages_are_recorded_with_peer_and_tag(rank):
+    other, x = 1 - rank, np.arange(5.0)
+    if rank == 0:
+        dist.send(x, other, tag=7)
+        dist.isend(x, other, tag=8).wait()
+        dist.send(x[::2], other, tag=9)
+    else:
+        dist.recv(x, other, tag=7)
+        dist.irecv(x, other, tag=8).wait()
+        dist.recv(x[::2], tag=9)
+    records = dist.trace_records()
+    op = "recv" if rank else "send"
+    assert [(r.op, r.peer, r.tag, r.count) for r in records] == [
+        *[(op, other, 7, 5), (op, other, 8, 5), (op, other, 9, 3)],
+    ]
+    assert [record.seq for record in records] == [1, 2, 3]
+    assert {(record.outcome, record.dtype, record.fingerprint) for record in records} == {
+        ("completed", "float64", 0)
+    }
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_a_record_says_for_which_rank_a_call_waited(rank):
+    pause_s, store = 0.4, dist.group.WORLD.store
+    if rank == 0:
+        store.set("comes", "1")
+    else:
+        store.wait(["comes"])
+        time.sleep(pause_s)
+    dist.barrier()
+    late = dist.trace_records()[-1]
+    taken_s = (late.ended_ns - late.enqueued_ns) / 1e9
+    if rank == 0:
+        assert late.waited_for == 1
+        assert pause_s / 4 < late.waited_ns / 1e9 <= taken_s
+
+
+@pytest.mark.ranks(2)
+def test_the_ring_keeps_the_last_records(rank):
+    x = np.zeros(1)
+    for _ in range(2100):
+        dist.all_reduce(x)
+    records = dist.trace_records()
+    assert [record.seq for record in records] == list(range(53, 2101))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_failed_call_has_its_outcome(rank, engine):
+    group = dist.new_group(pg_options=CPUOptions(engine=engine))
+    with pytest.raises(CollectiveMismatchError):
+        dist.all_reduce(np.zeros(3 + rank), group=group)
+    work = dist.all_reduce(np.zeros(3 + rank), group=group, async_op=True)
+    with pytest.raises(CollectiveMismatchError):
+        work.wait()
+    assert [record.outcome for record in dist.trace_records(group)] == ["mismatch"] * 2
+
+
+@pytest.mark.ranks(2)
+def test_fingerprints_are_equal_if_the_calls_match(rank):
+    dist.all_reduce(np.zeros(3))
+    mine = dist.trace_records()[-1].fingerprint
+    both = [None, None]
+    dist.all_gather_object(both, mine)
+    assert both == [mine, mine] != [0, 0]
+
+
+@pytest.mark.ranks(2)
+def test_a_waiting_call_is_shown_as_running(rank):
+    group, seen = dist.group.WORLD, []
+
+    def look():
+        while not seen:
+            seen.extend(r for r in dist.trace_records(group) if r.outcome == "running")
+            time.sleep(0.001)
+        group.store.set("seen", "1")
+
+    if rank == 0:
+        thread = Thread(target=look)
+        thread.start()
+        dist.barrier()
+        thread.join()
+        assert (seen[0].op, seen[0].ended_ns) == ("barrier", None)
+    else:
+        group.store.wait(["seen"], 30)
+        dist.barrier()
+
+
+def test_without_records(monkeypatch):
+    monkeypatch.setenv("UNISONO_TRACE", "0")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        why = "trace_records: group 'default' keeps no records"
+        with pytest.raises(UnsupportedError, match=why):
+            dist.trace_records()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2, kind="processes")
+def test_statistics_are_the_sums_of_the_records(rank):
+    x = np.zeros(1000, np.float32)
+    for _ in range(20):
+        dist.all_reduce(x)
+    dist.barrier()
+    stats, records = dist.stats(), dist.trace_records()
+    times = [(r.ended_ns - r.enqueued_ns) / 1e9 for r in records if r.op == "all_reduce"]
+    row = stats.operations["all_reduce"]
+    assert (row.calls, row.nbytes) == (20, 20 * 4000)
+    assert row.total_s == pytest.approx(sum(times), rel=0.01)
+    assert row.median_s == pytest.approx(np.median(times), rel=0.01)
+    assert row.worst_s == pytest.approx(max(times), rel=0.01)
+    assert stats.operations["barrier"].calls == 1
+    waited_s = sum(r.waited_ns for r in records if r.waited_for == 1 - rank) / 1e9
+    assert stats.waited_s == {1 - rank: pytest.approx(waited_s, rel=0.01, abs=1e-6)}
+    assert {line.split()[0] for line in str(stats).splitlines()[2:4]} == {"all_reduce", "barrier"}
