@@ -160,14 +160,13 @@ class FirstCause:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[tuple[int, ...], tuple[float, Failure]] = {}
+        self._known: list[tuple[float, Failure]] = []
 
     def add(self, failure: Failure, age_s: float = 0.0) -> None:
         """Take a failure that is so old into account."""
-        now_s = time.monotonic()
-        at_s, peers = now_s - age_s, failure.peers
+        at_s, peers = time.monotonic() - age_s, failure.peers
         with self._lock:
-            fresh = {key: entry for key, entry in self._known.items() if _is_fresh(entry, now_s)}
+            fresh = {entry[1].peers: entry for entry in self._fresh()}
             if peers in fresh:
                 # The exception of a rank replaces the end of its connection.
                 known_s, known = fresh[peers]
@@ -175,31 +174,26 @@ class FirstCause:
                     failure = known
                 at_s = min(at_s, known_s)
             fresh[peers] = at_s, failure
-            self._known = fresh
+            self._known = sorted(fresh.values(), key=lambda entry: entry[0])
 
     def find(self, since_s: float) -> Failure | None:
         """Return the first cause if it is fresh, and not older than `since_s`."""
-        now_s = time.monotonic()
-        entries = [entry for entry in self._known.values() if _is_fresh(entry, now_s)]
-        entries = [entry for entry in entries if entry[0] >= since_s]
-        return min(entries, key=lambda entry: entry[0])[1] if entries else None
+        return next((failure for at_s, failure in self._fresh() if at_s >= since_s), None)
 
     @property
     def words(self) -> list[list[Any]]:
         """The age in seconds and the words of each fresh failure, for a control message."""
         now_s = time.monotonic()
-        entries = [entry for entry in self._known.values() if _is_fresh(entry, now_s)]
-        entries.sort(key=lambda entry: entry[0])
-        return [[now_s - at_s, failure.words] for at_s, failure in entries[:_MOST_CAUSES]]
+        return [[now_s - at_s, failure.words] for at_s, failure in self._fresh()[:_MOST_CAUSES]]
 
     def learn(self, words: list[list[Any]] | None) -> None:
         """Take the failures that another rank knows into account."""
         for age_s, arguments in words or ():
             self.add(Failure(*arguments), max(0.0, age_s))
 
-
-def _is_fresh(entry: tuple[float, Failure], now_s: float) -> bool:
-    return entry[0] >= now_s - _FOLLOWS_S
+    def _fresh(self) -> list[tuple[float, Failure]]:
+        since_s = time.monotonic() - _FOLLOWS_S
+        return [entry for entry in self._known if entry[0] >= since_s]
 
 
 class Failures:
