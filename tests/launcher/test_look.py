@@ -15,6 +15,7 @@ import pytest
 
 from tests.faults.scripts import ranks_of
 from unisono.base.deadline import Deadline
+from unisono.base.where import stack_of
 from unisono.cli.look import command
 from unisono.cli.look.ask import ask_job
 from unisono.cli.look.verdict import Job, jobs_of, verdict_of
@@ -198,6 +199,20 @@ def test_listening_socket_is_not_taken_for_the_peer(any_host, peer):
         sock.getsockname.return_value = here, 4242
         sock.getpeername.return_value = peer, store.getsockname()[1]
         assert user_of_peer(sock) == -1
+
+
+def test_deep_stack_is_cut_at_its_outer_end():
+    def recurse(depth):
+        return recurse(depth - 1) if depth else stack_of(sys._getframe())
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(5000)
+    try:
+        frames = recurse(3000)
+    finally:
+        sys.setrecursionlimit(limit)
+    line = recurse.__code__.co_firstlineno + 1
+    assert frames == [(__file__, line, "recurse", True)] * 1000
 
 
 def test_no_rank_answers(capsys):
