@@ -54,7 +54,7 @@ def place_of_thread(thread: int) -> str:
 def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Return the frames of the user's code, innermost first."""
     while frame is not None:
-        if _is_of_user(frame):
+        if _is_of_user(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -72,12 +72,8 @@ def state_of_process(pid: int) -> str:
     return _STATES.get(fields[0], "does not answer").format(wait=wait)
 
 
-def _is_of_user(frame: FrameType) -> bool:
-    return _is_path_of_user(frame.f_code.co_filename)
-
-
 @functools.lru_cache(1024)
-def _is_path_of_user(path: str) -> bool:
+def _is_of_user(path: str) -> bool:
     return not (path.startswith((_OURS, _STANDARD, "<frozen")) or _INSTALLED.search(path))
 
 
@@ -98,6 +94,7 @@ def stack_of(frame: FrameType | None) -> list[tuple[str, int, str, bool]]:
     rows: list[tuple[str, int, str, bool]] = []
     while frame is not None and len(rows) < _MOST_FRAMES:
         code = frame.f_code
-        rows.append((code.co_filename, frame.f_lineno or 0, code.co_name, _is_of_user(frame)))
+        path = code.co_filename
+        rows.append((path, frame.f_lineno or 0, code.co_name, _is_of_user(path)))
         frame = frame.f_back
     return rows
