@@ -274,7 +274,7 @@ class Port final : public unisono::Messenger {
     int peer = -1;
     Envelope envelope{};
     std::optional<View> view;
-    std::pair<uint32_t, uint32_t> kinds{};
+    std::pair<uint32_t, uint32_t> kinds;
     char* data() const { return view->data(); }
   };
 

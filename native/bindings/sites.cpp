@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
@@ -182,6 +183,6 @@ void bind_recorder(nb::module_& m) {
     "Return the time in ticks and on the monotonic clock.");
   m.def("code_of", &code_of, nb::arg("number"), "Return the code object of a site, or None.");
   m.def(
-    "set_own_folder", [](std::string folder) { unisono::codes().own_folder = folder; },
+    "set_own_folder", [](std::string folder) { unisono::codes().own_folder = std::move(folder); },
     nb::arg("folder"), "Skip the frames of this library when the site of a call is found.");
 }

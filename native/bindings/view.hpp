@@ -37,8 +37,8 @@ class View {
 
 // The words of a buffer format. 0: Python handles such messages.
 struct Format {
-  uint32_t word = 0;                      // in the `info` of a message
-  std::pair<uint32_t, uint32_t> kinds{};  // of the records of a send and a receive
+  uint32_t word = 0;                    // in the `info` of a message
+  std::pair<uint32_t, uint32_t> kinds;  // of the records of a send and a receive
 };
 
 // The formats of one letter, and of complex numbers.

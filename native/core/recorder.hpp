@@ -1,6 +1,7 @@
 // The records of a group's last calls on this rank: a ring in one block, written without a lock.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -148,7 +149,7 @@ class Recorder {
     ++total.calls;
     total.elements += static_cast<uint64_t>(record.count);
     total.ticks += taken;
-    if (taken > total.worst) total.worst = taken;
+    total.worst = std::max(taken, total.worst);
   }
   // End a message: all of its time was a wait for its peer.
   void end_message(uint64_t number, uint32_t outcome, int peer);

@@ -251,14 +251,15 @@ def main():
     parser.add_argument("--medium", choices=list(MEDIA))
     args = parser.parse_args()
     source, out = os.pipe()
+    life, lives = os.pipe()
     server = os.fork()
     if not server:
-        os.close(source)
+        os.close(lives)
         served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(out, str(served.port).encode())
-        os.close(out)
-        os.read(0, 1) if False else signal.pause()
+        os.read(life, 1)  # until the parent and its ranks have ended
         os._exit(0)
+    os.close(life)
     os.close(out)
     port = int(os.read(source, 20))
     os.close(source)
@@ -270,7 +271,7 @@ def main():
                 bad += 1
                 print(plan, *wrong, sep="\n    ", flush=True)
     finally:
-        os.kill(server, signal.SIGKILL)
+        os.close(lives)
         os.waitpid(server, 0)
     print(f"{bad} of {args.rounds} rounds are wrong")
     return int(bad > 0)

@@ -327,7 +327,9 @@ def functions_with_a_time_out():
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("rank_2", ["stopped", "elsewhere"])
+@pytest.mark.parametrize(
+    "rank_2", ["stopped", pytest.param("elsewhere", marks=pytest.mark.whole("6 s of waiting"))]
+)
 @pytest.mark.parametrize(
     "engine", [None, pytest.param("reference", marks=pytest.mark.whole("7 s of waiting"))]
 )

@@ -10,14 +10,15 @@ import pytest
 from tests.faults import scripts
 
 SCRIPT = """
-import queue, subprocess, threading
+import multiprocessing, queue, subprocess, threading
+from fcntl import flock as lock
 import re as regex
 from tests.faults.fault_calls import wait_for_count
 dist.init_process_group(timeout=60)
 pg = dist.group.WORLD
 for _ in range(4):
     dist.all_reduce(np.ones(3))
-pair = dist.new_group([0, 1])
+pair, twin = dist.new_group([0, 1]), dist.new_group()
 end = threading.Event()
 
 def hang():
@@ -63,6 +64,33 @@ HANGS = {
     ),
     "a pipe": ("os.read(os.pipe()[0], 1)", "dist.barrier", IN_HANG),
     "input": ("sys.stdin.read()", "dist.barrier", IN_HANG),
+    "a file lock": (
+        "f = os.memfd_create('f'); lock(f, 2); lock(open(f'/proc/self/fd/{f}'), 2)",
+        "dist.barrier",
+        IN_HANG,
+    ),
+    "a worker of a data loader": (
+        "multiprocessing.get_context('fork').SimpleQueue().get()",
+        "dist.barrier",
+        IN_HANG,
+    ),
+    "a full pipe": ("os.write(os.pipe()[1], bytes(1 << 20))", "dist.barrier", IN_HANG),
+    "a condition": (
+        "c = threading.Condition(); c.acquire(); c.wait()",
+        "dist.barrier",
+        IN_HANG,
+    ),
+    "a generator": ("sum(1 for _ in iter(int, 1))", "dist.barrier", "rank 1 is in <genexpr>"),
+    "a loop in NumPy": (
+        "while True: np.ones(1 << 20).sum()",
+        "dist.barrier",
+        IN_HANG,
+    ),
+    "a call of another group of the same ranks": (
+        "dist.all_reduce(np.ones(1), group=twin, timeout=60)",
+        "dist.barrier",
+        IN_HANG,
+    ),
     "another branch": ("dist.recv(np.ones(1), 2)", "dist.barrier", IN_HANG),
     "another group": (
         "dist.barrier(group=pair, timeout=60)",

@@ -177,6 +177,7 @@ def test_killed_inside_a_large_all_reduce(tmp_path, moment, world_size, victim):
 
 
 @pytest.mark.alone
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("per_host", [0, 1])
 def test_all_hear_of_it_within_a_second(tmp_path, monkeypatch, per_host):
     """In the best of some rounds: in others the machine may be what is late."""

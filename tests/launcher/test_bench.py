@@ -310,18 +310,6 @@ def test_what_is_missing_is_named_before_anything_runs(
     assert f"pip install 'unisono[{extra}]'" in error
 
 
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (["--algorithm", "nope"], "all_reduce has no algorithm 'nope'"),
-        (["--json", "/nonexistent/x.json"], "cannot write /nonexistent/x.json"),
-    ],
-)
-def test_bad_flags_are_refused_before_anything_runs(flags, text, capsys):
-    assert main(["bench", "all_reduce", *flags]) == 1
-    assert text in capsys.readouterr().err
-
-
 def test_every_operation_runs_and_is_right(bench, tmp_path):
     path = tmp_path / "out.json"
     code, out, err = bench(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import signal
 import socket
 import sys
@@ -60,25 +61,37 @@ def verdict_when(processes, right):
 def test_top_names_the_rank_for_which_the_others_wait(capsys, engine):
     script = SCRIPT.replace("WAIT", "time.sleep(60)")
     with ranks_of(script, 3, UNISONO_ENGINE=engine) as (processes, _):
-        named = "ranks 0 and 2 wait in all_reduce #8 for rank 1, which is in load (<string>:12)"
-        job = verdict_when(processes, lambda text: text and text[0].startswith(named))
+        named = (
+            r"ranks 0 and 2 wait in all_reduce #8 for \d+\.\d s for rank 1, which is in load "
+            r"\(<string>:12\)"
+        )
+        job = verdict_when(processes, lambda text: text and re.match(named, text[0]))
         assert {rank: state["pid"] for rank, state in job.states.items()} == {
             rank: process.pid for rank, process in enumerate(processes)
         }
         pid = str(processes[2].pid)
         assert main(["top", "--once", pid]) == 0
         top = capsys.readouterr().out.splitlines()
-        assert top[1].startswith(named)
+        assert re.match(named, top[1])
         assert [line.split()[0] for line in top[3:]] == ["0", "1", "2"]
         assert main(["top", "--json", pid]) == 0
         (found,) = json.loads(capsys.readouterr().out)["jobs"]
-        assert found["verdict"][0].startswith(named)
+        assert re.match(named, found["verdict"][0])
         # The addresses have the tokens of the job.
         assert all("addresses" not in state for state in found["ranks"])
         assert main(["stacks", pid]) == 0
         stacks = capsys.readouterr().out
         assert "\nranks 0,2, thread MainThread:\n" in stacks
         assert "line 12, in load\n" in stacks.partition("\nrank 1, thread MainThread:\n")[2]
+
+
+def test_top_shows_receives_that_wait_for_one_another():
+    script = "dist.init_process_group(timeout=60); dist.recv(np.ones(1), (rank + 1) % 3)"
+    with ranks_of(script, 3) as (processes, _):
+        job = verdict_when(processes, lambda text: len(text) == 3)
+        for rank, line in enumerate(verdict_of(job)):
+            named = rf"rank {rank} waits in recv #1 for \d+\.\d s for rank {(rank + 1) % 3}, which"
+            assert re.match(named, line), line
 
 
 def test_top_shows_a_stopped_rank():
@@ -188,6 +201,7 @@ def test_user_of_a_connection_is_found():
 
 
 @pytest.mark.parametrize(("any_host", "peer"), [("0.0.0.0", "198.51.100.7"), ("::", "2001:db8::7")])
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_listening_socket_is_not_taken_for_the_peer(any_host, peer):
     # A client on another host may connect from any port, and the job's store listens on a known
     # one. Without an established connection the kernel reports the listening socket.
@@ -215,6 +229,21 @@ def test_deep_stack_is_cut_at_its_outer_end():
     assert frames == [(__file__, line, "recurse", True)] * 1000
 
 
+def test_live_table_counts_the_time_of_a_call():
+    def look(seq, now_s, seen):
+        job = Job("j", 2, {0: state(0, group("a", [0, 1], seq, runs=True))})
+        seen = command._note_times([job], seen, now_s)
+        return verdict_of(job)[0].partition(" for rank")[0], seen
+
+    first, seen = look(5, 10.0, {})
+    second, seen = look(5, 12.5, seen)
+    third, seen = look(6, 14.0, seen)
+    assert first == "rank 0 waits in barrier #5 for 0.0 s"
+    assert second == "rank 0 waits in barrier #5 for 2.5 s"
+    assert third == "rank 0 waits in barrier #6 for 0.0 s"
+    assert len(seen) == 1
+
+
 def test_no_rank_answers(capsys):
     assert main(["top", "--once", "999999999"]) == 1
     assert "no rank of '999999999' answers" in capsys.readouterr().err
@@ -231,7 +260,9 @@ def group(name, ranks, seq, *, runs):
 
 
 def state(rank, *groups):
-    return {"rank": rank, "place": f"in f (a.py:{rank})", "groups": groups, "pids": {}, "host": "h"}
+    place = f"in f (a.py:{rank})"
+    shared = {"pids": {}, "host": "h", "stacks": []}
+    return {"rank": rank, "place": place, "groups": groups, **shared}
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ FAILING = [each.values() for each in (CASES, test_refusal.CASES, test_subgroups.
 
 
 @pytest.mark.alone
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_every_rank_raises_within_a_second(engine):
     where = {"ranks": "processes", "engine": engine}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ import pytest
 
 import unisono as dist
 from tests.support.calls import fails
+from unisono.backends import p2p
+from unisono.base.completion import Completion
 from unisono.errors import (
     ClosedError,
     CollectiveMismatchError,
@@ -341,6 +344,43 @@ def test_a_receive_that_timed_out_leaves_the_message_to_the_next(engine, monkeyp
         monkeypatch.setenv("UNISONO_SHARED_MEMORY", "0")
         engine = "native"
     run(receives_again_after_timeouts, 2, ranks="processes", engine=engine, timeout=60)
+
+
+def test_a_receive_that_ends_as_it_is_cancelled_has_its_message(monkeypatch):
+    """The thread that ends the transfer has not come to the end of the call yet."""
+    ending, goes_on, held = threading.Event(), threading.Event(), []
+    receive, wait = p2p._Message._receive, Completion.wait_until
+
+    def held_up(message, transfer):
+        held.append(message)
+        ending.set()
+        assert goes_on.wait(60)
+        receive(message, transfer)
+
+    def waits(completion, deadline):
+        if completion in held:
+            goes_on.set()
+        return wait(completion, deadline)
+
+    def body(rank):
+        pg = dist.group.WORLD
+        if rank == 1:
+            work = pg.recv_array(0, 1, async_op=True)
+            dist.barrier()
+            assert ending.wait(60)
+            work.cancel()
+            done = work._pending._done
+            goes_on.set()
+            assert done
+            assert work.result()[0].tolist() == [0, 1, 2]
+        else:
+            dist.barrier()
+            dist.send(np.arange(3.0), 1, tag=1)
+        dist.barrier()
+
+    monkeypatch.setattr(p2p._Message, "_receive", held_up)
+    monkeypatch.setattr(Completion, "wait_until", waits)
+    run(body, 2, engine="reference", transport="tcp")
 
 
 def probe_of_the_dead(rank, how):

@@ -24,6 +24,9 @@ from unisono.transports.messages import Failure, Kind, MessageInfo
 from unisono.transports.native_transfer import Outcome, Started
 from unisono.transports.transfers import ANYTHING, NOTHING
 
+# Longer than a thread needs from the end of a transfer to the end of its call.
+_FINISH_S = 5.0
+
 
 class _Message(Pending):
     """A send or receive under way."""
@@ -91,6 +94,8 @@ class _Message(Pending):
         """Cancel the call. The group stays usable, and the memory is not touched any more."""
         if self._transfer is not None:
             self._comm.transport.cancel(self._transfer)
+            # A thread that has just ended the transfer may not have come to `finish` yet.
+            super().wait_until(Deadline(_FINISH_S))
 
 
 def send(comm: Communicator, tensor: Any, peer: int, tag: int, options: CallOptions) -> Pending:
@@ -148,18 +153,20 @@ def _receive(
 class _PlainReceive(Started, Pending):
     """A plain receive: the end of the call is that of the message, without a `Transfer` between."""
 
+    __slots__ = (
+        *("_array", "_comm", "_messages", "_quiet", "_tag", "among", "cause", "context"),
+        *("number", "outcomes", "peer", "receives", "record"),
+    )
+
+    record: int
+
     def __init__(
-        self,
-        port: Port,
-        began: tuple[Any, int, int],
-        peer: int | None,
-        owner: Any,
-        timeout_s: float,
+        self, port: Port, array: Any, peer: int | None, tag: int, owner: Any, timeout_s: float
     ) -> None:
-        comm = port.comm
-        super().__init__((owner,), Deadline(timeout_s), lambda: not comm.transport.may_wait())
-        self._comm = comm
-        self._array, self._tag, self._record = began
+        super().__init__((owner,), Deadline(timeout_s), port.is_server)
+        self._comm = comm = port.comm
+        self._array = array
+        self._tag = tag
         self.peer, self.context, self.among = peer, comm.context, port.among
 
     def is_ended_by(self, failure: Failure) -> bool:
@@ -169,14 +176,14 @@ class _PlainReceive(Started, Pending):
         if status is None:
             _, _, self.source, nbytes, _, self.tag, _ = outcome
             self.count = nbytes // self._array.itemsize
-            _end_record(self._comm, self._record, None, self.source)
+            _end_record(self._comm, self.record, None, self.source)
             self.finish()
             return
         data = view(self._array, write=False)
         data.owner = self.outputs[0]
         call = MessageCall("recv", data, self.peer, self._tag)
         error = message_error(self._comm, call, status, self.deadline)
-        _end_record(self._comm, self._record, error, self.peer)
+        _end_record(self._comm, self.record, error, self.peer)
         self.finish(error)
 
     def done(self) -> bool:
@@ -210,7 +217,9 @@ class Port:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.among = frozenset(comm.others)
-        self._plain = comm.transport.messages.plain(comm.context, comm.ranks, _CODES)
+        messages = comm.transport.messages
+        self.is_server = messages.is_server
+        self._plain = messages.plain(comm.context, comm.ranks, _CODES)
         if comm.trace is not None and self._plain.messenger is not None:
             self._plain.messenger.set_recorder(comm.trace.recorder, _kinds())
         self.try_send = self._plain.try_send
@@ -231,13 +240,8 @@ class Port:
             owner: The argument of the caller; keeps the memory alive.
             timeout_s: From now on.
         """
-        receive: _PlainReceive | None = self._plain.start_recv(
-            array,
-            peer,
-            tag,
-            lambda record: _PlainReceive(self, (array, tag, record), peer, owner, timeout_s),
-        )
-        return receive
+        receive = _PlainReceive(self, array, peer, tag, owner, timeout_s)
+        return receive if self._plain.start_recv(receive, array, tag) else None
 
     def failure(
         self, op: str, outcome: Outcome, array: Any, peer: int | None, tag: int, timeout_s: float

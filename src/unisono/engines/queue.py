@@ -7,6 +7,7 @@ the tasks.
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from unisono.engines.errors import (
     to_failure,
 )
 from unisono.errors import ClosedError, CollectiveMismatchError, UsageError
-from unisono.trace import write_after_failure
+from unisono.trace import open_calls, write_after_failure
 from unisono.transports import LinkDown
 from unisono.transports.messages import CallStatus, Failure
 
@@ -154,12 +155,15 @@ class OrderedEngine(Engine):
 
     def describe(self) -> dict[str, Any]:
         """Return the state of the group on this rank, for JSON."""
-        failure = self.comm.transport.failure(self.comm.context)
+        comm = self.comm
+        failure = comm.transport.failure(comm.context)
         return {
-            "group": self.comm.name,
-            "ranks": self.comm.ranks,
+            "group": comm.name,
+            "ranks": comm.ranks,
             "runs": self._turn.runs(),
             "broken": None if failure is None else failure.reason,
+            "age_s": time.monotonic() - comm.made_s,
+            **({} if comm.trace is None else open_calls(comm.trace)),
         }
 
     def abort(self, reason: str, failed: bool = False) -> None:

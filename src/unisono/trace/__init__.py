@@ -4,7 +4,7 @@ from unisono.trace.files import write_after_failure, write_trace
 from unisono.trace.records import GroupTrace, TraceRecord, all_traces
 from unisono.trace.ring import number_of_kind
 from unisono.trace.start import make_trace
-from unisono.trace.stats import GroupStats, OperationStats, stats_of, stragglers
+from unisono.trace.stats import GroupStats, OperationStats, open_calls, stats_of, stragglers
 
 __all__ = [
     "GroupStats",
@@ -14,6 +14,7 @@ __all__ = [
     "all_traces",
     "make_trace",
     "number_of_kind",
+    "open_calls",
     "stats_of",
     "stragglers",
     "write_after_failure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -141,7 +142,8 @@ class GroupTrace:
         self.key = key
         self.number = next(_numbers)
         self.recorder = ring.make_recorder(len(ranks))
-        _all.add(self)
+        with _lock:
+            _all.add(self)
 
     def begin_message(self, op: str, dtype: str, count: int, peer: int | None, tag: int) -> int:
         """Begin the record of a message; `peer` is a global rank."""
@@ -171,10 +173,11 @@ class GroupTrace:
     def _member(self, peer: int | None) -> int:
         return -1 if peer is None or peer not in self.ranks else self.ranks.index(peer)
 
-    def records(self) -> list[TraceRecord]:
-        """Return the records, oldest first."""
+    def records(self, *, only_open: bool = False) -> list[TraceRecord]:
+        """Return the records, oldest first; `only_open`: of the calls that have not ended."""
         clock, rows = _Clock(), np.frombuffer(self.recorder.snapshot(), ring.RECORD)
         rows = rows[(rows["number"] > 0) & (rows["outcome"] != ring.DROPPED)]
+        rows = rows[rows["outcome"] == 0] if only_open else rows
         waiting_for = self.recorder.waiting_for
         return [
             self._record(dict(zip(ring.RECORD.names or (), row, strict=True)), clock, waiting_for)
@@ -237,6 +240,7 @@ class GroupTrace:
                 yield ring.kind_of(number), calls, elements, clock.span(ticks), clock.span(worst)
 
 
+_lock = threading.Lock()
 _numbers = itertools.count()
 _all: weakref.WeakSet[GroupTrace] = weakref.WeakSet()
 
@@ -247,7 +251,9 @@ def all_traces() -> list[GroupTrace]:
     A destroyed group is among them until it is collected, because an error often ends it. A new
     group of the same key takes its place.
     """
-    newest = {(trace.rank, trace.key): trace for trace in sorted(_all, key=attrgetter("number"))}
+    with _lock:
+        traces = sorted(_all, key=attrgetter("number"))
+    newest = {(trace.rank, trace.key): trace for trace in traces}
     return sorted(newest.values(), key=attrgetter("rank", "number"))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from unisono.base.types import dtype_named
 from unisono.trace.records import GroupTrace
@@ -98,3 +100,26 @@ def stragglers(all_stats: list[GroupStats]) -> dict[int, float]:
         for rank, waited_s in stats.waited_s.items():
             sums[rank] = sums.get(rank, 0.0) + waited_s
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+def open_calls(trace: GroupTrace) -> dict[str, Any]:
+    """Return the calls that have not ended, the bytes moved and the time waited, for JSON."""
+    now_ns = time.time_ns()
+    moved_bytes = 0
+    for kind, _, elements, *_ in trace.totals():
+        moved_bytes += elements * (dtype_named(kind.dtype).itemsize if kind.dtype else 0)
+    return {
+        "waited_s": sum(trace.waited_ns().values()) / 1e9,
+        "moved_bytes": moved_bytes,
+        "open": [
+            {
+                "call": f"{record.op} #{record.seq}",
+                "since_s": (now_ns - (record.started_ns or record.enqueued_ns)) / 1e9,
+                "message": record.is_message,
+                "seq": record.seq,
+                "peer": record.peer,
+                "at": (record.file, record.line),
+            }
+            for record in trace.records(only_open=True)
+        ],
+    }

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,19 +96,17 @@ class NativePlain(PlainMessages):
         self.messenger = _engine.Port(messages.native, context, list(ranks), np.ndarray, codes)
         self.try_send = self.messenger.try_send
 
-    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
+    def start_recv(self, receive: Any, array: Any, tag: int) -> bool:
         messages = self._messages
         messages.hold(array)
         before = messages.native.last_number()
         try:
-            started = self.messenger.start_recv(array, peer, tag)
-            if started is None:
-                return None
-            outcome, record = started
-            receive = make(record)
-            receive.begin(messages, receives=True)
-            messages.begun(receive, outcome)
-            return receive
+            started = self.messenger.start_recv(array, receive.peer, tag)
+            if started is not None:
+                outcome, receive.record = started
+                receive.begin(messages, receives=True)
+                messages.begun(receive, outcome)
+            return started is not None
         except BaseException:
             messages.cancel_interrupted(array, before)
             raise

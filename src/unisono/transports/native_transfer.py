@@ -14,8 +14,13 @@ Outcome = tuple[int, int, int, int, int, int, Any]
 """(number, code, source, nbytes, info, tag, message or None) of a send or receive."""
 
 
+_OF_SUB_CLASSES: tuple[str, ...] = ()
+
+
 class Started(Completion):
     """A send or receive in C++; a thread that waits for it moves its bytes.
+
+    The attributes are slots of the sub-classes, because only one base of a class can have slots.
 
     Attributes:
         peer: Global rank of the other end; None for any.
@@ -27,16 +32,18 @@ class Started(Completion):
         cause: The error of a cancelled one; None: `Cancelled`.
     """
 
+    __slots__ = _OF_SUB_CLASSES
+
     peer: int | None
     context: int
     among: frozenset[int]
-    number = 0
-    cause: BaseException | None = None
+    cause: BaseException | None
 
     def begin(self, messages: Any, *, receives: bool) -> None:
         """Belong to these messages, which start it now."""
         self._messages = messages
         self._quiet = self.receives = receives
+        self.number, self.cause = 0, None
         self.outcomes: list[Outcome] = []
 
     def done(self) -> bool:
@@ -65,6 +72,8 @@ class Started(Completion):
 
 class NativeTransfer(Started, Transfer):
     """A transfer in C++."""
+
+    __slots__ = ("_messages", "_quiet", "cause", "number", "outcomes", "receives")
 
     def is_ended_by(self, failure: Failure) -> bool:
         return failure.ends(*self.tag)

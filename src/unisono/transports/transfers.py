@@ -148,12 +148,16 @@ class PlainMessages:
         self.messenger: Any = None
         self.try_send: Callable[[Any, int | None, int], bool] = lambda *_: False
 
-    def start_recv(self, array: Any, peer: int | None, tag: int, make: Callable[[int], Any]) -> Any:
-        """Start receiving and return what `make` returns: a `Started` that ends with the receive.
+    def start_recv(self, receive: Any, array: Any, tag: int) -> bool:
+        """Start receiving; return False if the array is not plain.
 
-        `make` gets the number of the receive's record. None: the array is not plain.
+        Args:
+            receive: A `Started`, which ends with the message; its `peer` is the source. It
+                gets the number of its record as `record`.
+            array: The memory.
+            tag: Of the message.
         """
-        return None
+        return False
 
     def status_of(self, outcome: Any) -> BaseException | None:
         """Return the status of a call of `messenger` with this result; None: success."""

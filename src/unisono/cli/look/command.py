@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _REFRESH_S = 1.0
 
-_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "MiB", "place")
+_COLUMNS = ("rank", "host", "pid", "call", "for s", "waits for", "wait %", "MB/s", "MiB", "place")
 
 _WHICH = "process id of a rank or launcher, or run id; all jobs of this user by default"
 
@@ -101,15 +101,32 @@ def _live(which: str | None, jobs: list[Job]) -> int:
         lines = [line for job in jobs for line in _text(job)]
         return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
 
+    seen: dict[tuple[Any, ...], float] = {}
     try:
         with Live(render(), screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
                 jobs = _jobs(which)
+                seen = _note_times(jobs, seen, began_s)
                 live.update(render(), refresh=True)
                 time.sleep(max(0.0, _REFRESH_S - (time.monotonic() - began_s)))
     except KeyboardInterrupt:
         return 0
+
+
+def _note_times(
+    jobs: list[Job], seen: dict[tuple[Any, ...], float], now_s: float
+) -> dict[tuple[Any, ...], float]:
+    """Set since when each call has been seen running; return these times for the next look."""
+    times = {}
+    for job in jobs:
+        for rank, state in job.states.items():
+            for group in state["groups"]:
+                if group["runs"]:
+                    key = (job.name, rank, group["group"], group["seq"])
+                    times[key] = seen.get(key, now_s)
+                    group["since_s"] = now_s - times[key]
+    return times
 
 
 def _text(job: Job) -> Iterator[str]:
@@ -144,9 +161,21 @@ def _rows(job: Job) -> Iterator[tuple[str, ...]]:
             after if wait is None else wait.call,
             since,
             "" if wait is None else ",".join(map(str, wait.missing)),
+            *_rates(state["groups"]),
             f"{(state['rss_bytes'] or 0) / (1 << 20):.0f}",
             state["place"],
         )
+
+
+def _rates(groups: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return the share of the time that a rank has waited, and its bytes per second so far."""
+    traced = [group for group in groups if "waited_s" in group]
+    if not traced:
+        return "", ""
+    age_s = max(group["age_s"] for group in traced) or 1.0
+    waited_s = sum(group["waited_s"] for group in traced)
+    nbytes = sum(group["moved_bytes"] for group in traced)
+    return f"{100 * waited_s / age_s:.0f}", f"{nbytes / age_s / 1e6:.1f}"
 
 
 def _name_of(group: dict[str, Any]) -> str:

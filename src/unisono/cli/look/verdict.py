@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from unisono.base.where import state_of_process
@@ -73,10 +73,30 @@ def waits_of(job: Job) -> list[Wait]:
             waiting = sorted(rank for rank, view in running.items() if view["seq"] == seq)
             behind = [r for r in ranks if r not in views or views[r]["seq"] < seq]
             call = f"{running[waiting[0]]['call'].partition('(')[0]} #{seq}"
-            times = [running[rank].get("since_s") for rank in waiting]
+            times = [_since_s(running[rank]) for rank in waiting]
             since_s = max((time for time in times if time is not None), default=None)
             found.append(Wait(name, ranks, call, waiting, behind, since_s))
+        for rank, view in views.items():
+            found += _messages(name, ranks, rank, view, job.states[rank])
     return sorted(found, key=lambda wait: (not wait.missing, wait.waiting))
+
+
+def _since_s(view: dict[str, Any]) -> float | None:
+    """Return since when the collective runs: recorded, or seen by this client."""
+    calls = [each for each in view.get("open", ()) if not each["message"]]
+    times = [each["since_s"] for each in calls if each["seq"] == view["seq"]]
+    return times[0] if times else view.get("since_s")
+
+
+def _messages(
+    name: str, ranks: tuple[int, ...], rank: int, view: dict[str, Any], state: State
+) -> Iterator[Wait]:
+    """Return the messages for which the calling thread waits: those of lines in its stack."""
+    frames = [tuple(f[:2]) for s in state["stacks"] if s["calls"] for f in s["frames"]]
+    for each in view.get("open", ()):
+        if each["message"] and tuple(each["at"]) in frames:
+            missing = [] if each["peer"] is None else [each["peer"]]
+            yield Wait(name, ranks, each["call"], [rank], missing, each["since_s"])
 
 
 def verdict_of(job: Job) -> list[str]:

@@ -1,0 +1,72 @@
+// The ring of records: it wraps, and a late end does not touch the record of another call.
+#include "core/recorder.hpp"
+
+#include <cassert>
+#include <cstdint>
+
+using unisono::Code;
+using unisono::Record;
+using unisono::Recorder;
+
+namespace {
+
+const Record& record_of(const Recorder& recorder, uint64_t number) {
+  return recorder.records()[number % Recorder::kRecords];
+}
+
+void test_a_call_is_recorded_from_begin_to_end() {
+  Recorder recorder(2);
+  const uint64_t number = recorder.begin({3, 77, 10, 1}, 5, {4, 6});
+  const Record& record = record_of(recorder, number);
+  assert(record.number == number && record.seq == 5 && record.word == 77 && record.count == 10);
+  assert(record.kind == 3 && record.peer == 1 && record.site == 4 && record.offset == 6);
+  assert(record.started == 0 && record.ended == 0 && record.outcome == 0);
+  recorder.start(number);
+  recorder.waits.add(1, 40);
+  recorder.waits.add(0, 2);
+  recorder.end(number, Code::timeout);
+  assert(record.enqueued <= record.started && record.started <= record.ended);
+  assert(record.waited == 42 && record.waited_for == 1);
+  assert(record.outcome == 1 + static_cast<uint32_t>(Code::timeout));
+  assert(recorder.totals()[3].calls == 1 && recorder.totals()[3].elements == 10);
+}
+
+void test_a_record_is_written_when_the_run_waits() {
+  Recorder recorder(2);
+  const unisono::Recorded call{1, 0, 1, -1};
+  const uint64_t number = recorder.begin_soon(call, 1, {});
+  assert(record_of(recorder, number).number == 0);
+  recorder.begin_wait(1);
+  assert(record_of(recorder, number).number == number);
+  assert(recorder.waits.waiting_for == 1);
+  recorder.waits.end();
+  recorder.write_now();
+  recorder.end(number, Code::ok);
+  assert(record_of(recorder, number).waited_for == 1);
+  assert(recorder.waits.waiting_for == -1);
+}
+
+void test_the_end_of_an_overwritten_record_is_ignored() {
+  Recorder recorder(1);
+  const uint64_t first = recorder.begin({1, 0, 1, -1}, 1, {});
+  uint64_t last = 0;
+  for (uint64_t i = 0; i < Recorder::kRecords; ++i) last = recorder.begin({2, 0, 1, -1}, i, {});
+  recorder.end(first, Code::ok);
+  assert(record_of(recorder, last).number == last && record_of(recorder, last).ended == 0);
+  assert(recorder.totals()[1].calls == 0 && recorder.last() == Recorder::kRecords + 1);
+}
+
+void test_a_dropped_record_counts_no_call() {
+  Recorder recorder(2);
+  recorder.end_message(recorder.begin({1, 0, 1, 1}, 1, {}), Recorder::kDropped, 1);
+  assert(recorder.totals()[1].calls == 0);
+}
+
+}  // namespace
+
+int main() {
+  test_a_call_is_recorded_from_begin_to_end();
+  test_a_record_is_written_when_the_run_waits();
+  test_the_end_of_an_overwritten_record_is_ignored();
+  test_a_dropped_record_counts_no_call();
+}
